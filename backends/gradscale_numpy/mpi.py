@@ -1,0 +1,181 @@
+"""MPICollectives: agreement over any mpi4py intracommunicator, non-blocking, with a timeout."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
+from gradscale.protocols import Array
+
+__all__ = ["MPIBackend", "MPICollectives", "backend"]
+
+# The first tests find an answer that is there already; then other ranks on this core get their turn; then the core
+# is left to them. Seconds, but for the first.
+_BUSY_TESTS = 8
+_YIELDING = 2e-3
+_SHORTEST_PAUSE = 5e-5
+_LONGEST_PAUSE = 1e-3
+
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+# Requests that were given up, with the buffers that MPI may still write to.
+_abandoned: list[tuple[Any, ...]] = []
+
+
+class _Duplicate:
+    """The duplicate of a user's communicator, kept as an attribute of it and freed with it."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        # After a timeout, a collective that is still under way would meet whatever is sent later.
+        self.is_usable = True
+
+    def free(self) -> None:
+        """Free the communicator, unless a rank has been lost, since freeing waits for all of them."""
+        if self.is_usable and not MPI.Is_finalized():
+            self.comm.Free()
+
+
+_attribute = MPI.Comm.Create_keyval(delete_fn=lambda _comm, _keyval, duplicate: duplicate.free())
+
+
+class MPICollectives:
+    """MAX all-reduces over a duplicate of a communicator, so that its messages never meet the user's.
+
+    The duplicate is made once for each communicator and freed with it.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Constructing is collective over it.
+    timeout : float
+        Seconds to wait for the other ranks, here and in each collective.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        For an intercommunicator, and for a null communicator.
+    CollectiveTimeoutError
+        When some rank does not construct its own in time.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
+        if not isinstance(comm, MPI.Intracomm):
+            msg = (
+                f"group must be an MPI intracommunicator, got {comm!r}; merge an intercommunicator first (comm.Merge())"
+            )
+            raise InvalidTypeError(msg)
+        if comm == MPI.COMM_NULL:
+            msg = "group must be a communicator that this process belongs to, got MPI.COMM_NULL"
+            raise InvalidValueError(msg)
+        self._timeout = timeout
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        found: Any = comm.Get_attr(_attribute)
+        self._duplicate: _Duplicate | None = None
+        if found is None or not found.is_usable:
+            duplicate, request = comm.Idup()
+            self._wait(request, "the construction of a ShardedGradScaler", (duplicate,))
+            found = _Duplicate(duplicate)
+            comm.Set_attr(_attribute, found)
+        self._duplicate = found
+        self._comm = found.comm
+
+    def __repr__(self) -> str:
+        return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
+
+    def start_max(self, x: Array, /) -> Callable[[], Array]:
+        """Begin an element-wise MAX all-reduce; the returned call finishes it.
+
+        Parameters
+        ----------
+        x : array
+            1-d int32 of any library; left alone, and not to be modified until the call has returned. Arrays that are
+            not NumPy's pass through the host.
+
+        Returns
+        -------
+        callable
+            Returns a new array of the same library and device. It raises CollectiveTimeoutError when some rank does
+            not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
+        """
+        send = x if isinstance(x, np.ndarray) else _to_host(x)
+        if send.dtype != np.int32 or send.ndim != 1:
+            msg = f"only 1-d int32 arrays are reduced, got {send.ndim}-d {send.dtype}"
+            raise InvalidValueError(msg)
+        send = np.ascontiguousarray(send)
+        receive = np.empty_like(send)
+        try:
+            request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
+        except MPI.Exception as error:
+            raise self._failure(error) from error
+
+        def finish() -> Array:
+            self._wait(request, "the agreement on a step", (send, receive))
+            return receive if isinstance(x, np.ndarray) else _like(receive, x)
+
+        return finish
+
+    def _wait(self, request: MPI.Request, operation: str, buffers: tuple[Any, ...]) -> None:
+        """Poll a request until it is done or the time is over."""
+        try:
+            for _ in range(_BUSY_TESTS):
+                if request.Test():
+                    return
+            begin = time.monotonic()
+            pause = _SHORTEST_PAUSE
+            while not request.Test():
+                waited = time.monotonic() - begin
+                if waited > self._timeout:
+                    raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
+                if waited < _YIELDING:
+                    _give_way()
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+        except BaseException as error:
+            _abandoned.append((request, *buffers))
+            if self._duplicate is not None:
+                self._duplicate.is_usable = False
+            if isinstance(error, MPI.Exception):
+                raise self._failure(error) from error
+            raise
+
+    def _failure(self, error: MPI.Exception) -> BackendError:
+        text = f"MPI failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {error}"
+        return BackendError(text)
+
+
+def _to_host(x: Array) -> NDArray[Any]:
+    """Return an array of another library as a NumPy array."""
+    try:
+        return np.from_dlpack(x)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+        return np.asarray(x)
+
+
+def _like(values: NDArray[Any], x: Array) -> Array:
+    """Return a NumPy array as one of the library and device of ``x``."""
+    xp = array_namespace(x)
+    return xp.asarray(values.tolist(), dtype=x.dtype, device=device(x))
+
+
+class MPIBackend:
+    """The adapter for mpi4py's communicators."""
+
+    name = "mpi4py"
+
+    def collectives(self, group: Any, /, *, timeout: float) -> MPICollectives:
+        """Wrap a communicator; collective over it. See :class:`MPICollectives`."""
+        return MPICollectives(group, timeout)
+
+
+backend = MPIBackend()

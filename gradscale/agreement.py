@@ -1,0 +1,149 @@
+"""What the ranks agree on: a vector of 14 int32 (56 bytes) that carries the verdict and a fingerprint of the state.
+
+::
+
+    [nonfinite, exhausted, f1 .. f6, -f1 .. -f6]
+
+After an element-wise MAX over the ranks, the first two are what any rank found, and ``max(f) == -max(-f)`` exactly
+when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. Only int32
+travels: MAX over floats gives ranks different answers when one of them holds a NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from gradscale.errors import ScaleDesyncError
+from gradscale.protocols import Array, Backend, Policy
+from gradscale.state import ScaleState
+from gradscale.validation import float32_from_bits
+
+__all__ = ["LENGTH", "Packer", "Verdict", "identify", "read_verdict"]
+
+_FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "call")
+LENGTH = 2 + 2 * len(_FIELDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the group agreed on, on the host.
+
+    Attributes
+    ----------
+    nonfinite : int
+        Largest number of non-finite gradient arrays on any rank.
+    exhausted : bool
+        Whether an overflow now must be raised, as the policy says.
+    scale : float
+        The scale that all ranks hold.
+    """
+
+    nonfinite: int
+    exhausted: bool
+    scale: float
+
+
+class Packer:
+    """Makes the vector to agree on, and keeps the parts of it that stay the same from call to call."""
+
+    def __init__(self) -> None:
+        self._state: ScaleState | None = None
+        self._policy: Policy | None = None
+        self._fingerprint: Array | None = None
+        self._identity = 0
+        self._constants: dict[tuple[int, int], Array] = {}
+
+    def pack(self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, call: int) -> Array:
+        """Return the vector: 1-d int32 on the state's device.
+
+        Parameters
+        ----------
+        backend : Backend
+            Takes the fingerprint.
+        policy : Policy
+            Must be the same on every rank.
+        state : ScaleState
+            What the gradients were unscaled with.
+        nonfinite : array
+            0-d int32, the local count.
+        call : int
+            Number of this agreement in the iteration, from 0: ranks that leave one out are found.
+        """
+        xp = array_namespace(state.scale)
+        where = device(state.scale)
+        if self._state is not state or self._policy is not policy:
+            self._state, self._policy = state, policy
+            self._identity = identify(policy)
+            self._fingerprint = backend.fingerprint(state)
+            self._constants = {}
+        key = (self._identity, call)
+        if key not in self._constants:
+            self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
+        exhausted = policy.exhausted(state)
+        if exhausted is None:
+            flag = xp.zeros((1,), dtype=xp.int32, device=where)
+        else:
+            flag = xp.reshape(xp.astype(exhausted, xp.int32), (1,))
+        fields = xp.concat([self._fingerprint, self._constants[key]])
+        return xp.concat([xp.reshape(nonfinite, (1,)), flag, fields, -fields])
+
+
+def identify(policy: Any) -> int:
+    """Return a number from 0 to 2**31-1 that tells policies apart: of its settings, if it is a dataclass."""
+    text = repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def read_verdict(values: Sequence[int], own: Callable[[], Sequence[int]], policy: Any, where: str) -> Verdict:
+    """Return the verdict, or say in which fields the ranks differ.
+
+    Parameters
+    ----------
+    values : sequence of int
+        The vector after MAX.
+    own : callable
+        Returns this rank's vector before MAX; called only for a message.
+    policy : object
+        This rank's policy, for the message.
+    where : str
+        Which rank this is, and in which iteration, for the message.
+
+    Raises
+    ------
+    ScaleDesyncError
+        When the ranks differ.
+    """
+    count = len(_FIELDS)
+    highest = values[2 : 2 + count]
+    lowest = [-value for value in values[2 + count : LENGTH]]
+    if highest != lowest:
+        mine = own()[2 : 2 + count]
+        differing = [
+            _difference(name, low, high, here, policy)
+            for name, low, high, here in zip(_FIELDS, lowest, highest, mine, strict=True)
+            if low != high
+        ]
+        msg = (
+            f"ranks hold different states, seen by {where}: {'; '.join(differing)}. No rank takes this step. Load one "
+            f"checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
+            f"update() for the same optimizers in the same order everywhere"
+        )
+        raise ScaleDesyncError(msg)
+    return Verdict(values[0], bool(values[1]), float32_from_bits(values[2]))
+
+
+def _difference(name: str, low: int, high: int, own: int, policy: Any) -> str:
+    """Describe one field in which the ranks differ."""
+    if name == "scale":
+        lowest, highest, mine = (float32_from_bits(bits) for bits in (low, high, own))
+        return f"scale from {lowest!r} to {highest!r} (here {mine!r})"
+    if name == "policy":
+        return f"policy (here {policy!r})"
+    if name == "call":
+        return f"call of the iteration from {low} to {high} (here {own}), so some rank left one out"
+    return f"{name} from {low} to {high} (here {own})"

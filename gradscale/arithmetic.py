@@ -1,0 +1,189 @@
+"""Arithmetic on arrays, without trees: unscale, the reciprocal and the fingerprint, as every adapter must have them.
+
+Written against the Python array API standard alone. Everything casts explicitly, because libraries promote half
+precision differently, and nothing reads from the device, so that it runs under a tracing compiler. Functions of the
+standard that the core needs: arithmetic and comparison operators, all, asarray, astype, concat, finfo, full,
+full_like, isdtype, isfinite, logical_and, logical_not, logical_or, maximum, minimum, real, reshape, stack, where,
+zeros, zeros_like, and the inspection of dtypes and devices.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, device, to_device
+
+from gradscale.errors import InvalidValueError
+from gradscale.protocols import Array
+from gradscale.state import ScaleState
+
+__all__ = ["Kind", "PerDevice", "fingerprint", "has_float64", "kind_of", "multiply", "reciprocal", "unscale_arrays"]
+
+# The exponents of a float32 are halved away in this order, upwards and downwards.
+_EXPONENT_STEPS = (64, 32, 16, 8, 4, 2, 1)
+_NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
+
+
+class Kind(enum.Enum):
+    """How a dtype is computed with."""
+
+    NARROW = "narrow"  # real, narrower than float32: widened to float32 and cast back
+    WIDE = "wide"  # float32 and wider, and complex: computed in itself
+    COMPLEX = "complex"
+    EXACT = "exact"  # integers and booleans: passed through
+    UNKNOWN = "unknown"  # text, objects, records: no gradients
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtype_kind(dtype: Any, xp: Any) -> Kind:
+    """Classify a dtype of a namespace."""
+    if any(name in str(dtype) for name in _NARROW_NAMES):
+        # Under NumPy these belong to ml_dtypes, and isdtype and finfo refuse them.
+        return Kind.NARROW
+    if "float0" in str(dtype):
+        # JAX's gradient of an integer: a NumPy record without content.
+        return Kind.EXACT
+    try:
+        if xp.isdtype(dtype, "complex floating"):
+            return Kind.COMPLEX
+        if xp.isdtype(dtype, ("integral", "bool")):
+            return Kind.EXACT
+        if not xp.isdtype(dtype, "real floating"):
+            return Kind.UNKNOWN
+    except TypeError:
+        return Kind.UNKNOWN
+    return Kind.NARROW if xp.finfo(dtype).bits < 32 else Kind.WIDE
+
+
+def kind_of(x: Array) -> Kind:
+    """Return how an array is computed with."""
+    return _dtype_kind(x.dtype, array_namespace(x))
+
+
+def unscale_arrays(grads: Sequence[Array], state: ScaleState, *, dtype: Any = None) -> tuple[list[Array], Array]:
+    """Divide floating arrays by the scale and count the non-finite ones: the pure form that every adapter must equal.
+
+    Parameters
+    ----------
+    grads : sequence of arrays
+        Floating or complex arrays of the state's library.
+    state : ScaleState
+        Gives the scale; unchanged.
+    dtype : dtype, optional
+        Wanted dtype of the real ones. Default: each one's own.
+
+    Returns
+    -------
+    arrays : list of arrays
+        New arrays, on the devices of the given ones.
+    nonfinite : array
+        0-d int32 on the state's device.
+    """
+    state_xp = array_namespace(state.scale)
+    check_real_dtype(state.scale, dtype)
+    home = device(state.scale)
+    inverses = PerDevice(reciprocal(state.scale))
+    nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
+    unscaled = []
+    for x in grads:
+        xp = array_namespace(x)
+        kind = kind_of(x)
+        wide = xp.astype(x, xp.float32) if kind is Kind.NARROW else x
+        wide = multiply(xp, wide, inverses.on(x))
+        stored_dtype = x.dtype if dtype is None or kind is Kind.COMPLEX else dtype
+        stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
+        unscaled.append(stored)
+        # Widening is exact, and isfinite is not there for every narrow type.
+        judged = xp.astype(stored, xp.float32) if kind_of(stored) is Kind.NARROW else stored
+        bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(judged))), xp.int32)
+        nonfinite = nonfinite + (bad if device(x) == home else to_device(bad, home))
+    return unscaled, state_xp.asarray(nonfinite)
+
+
+def check_real_dtype(like: Array, dtype: Any) -> None:
+    """Refuse a wanted dtype that is not real floating.
+
+    Raises
+    ------
+    InvalidValueError
+        When it is not; ``None`` is fine.
+    """
+    if dtype is None:
+        return
+    try:
+        accepted = _dtype_kind(dtype, array_namespace(like)) in (Kind.NARROW, Kind.WIDE)
+    except (TypeError, ValueError):
+        accepted = False
+    if not accepted:
+        msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {dtype!r}"
+        raise InvalidValueError(msg)
+
+
+def reciprocal(x: Array) -> Array:
+    """Return 1/x of a 0-d float32 array as float32, rounded once; exact for powers of two.
+
+    Computed in float64 where the device has it, because some compilers divide float32 inexactly.
+    """
+    xp = array_namespace(x)
+    if not has_float64(xp, device(x)):
+        return xp.asarray(xp.full_like(x, 1.0) / x)
+    wide = xp.astype(x, xp.float64)
+    return xp.asarray(xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
+
+
+@functools.lru_cache(maxsize=64)
+def has_float64(xp: Any, where: Any) -> bool:
+    """Tell whether a device computes in float64."""
+    return "float64" in xp.__array_namespace_info__().dtypes(device=where, kind="real floating")
+
+
+def fingerprint(state: ScaleState) -> Array:
+    """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker.
+
+    The standard has no bit cast, so the bits are taken apart by exact arithmetic. Equal fingerprints mean equal states.
+    """
+    xp = array_namespace(state.scale)
+    fields = [_float32_bits(state.scale), *state[1:]]
+    return xp.stack([xp.asarray(field) for field in fields])
+
+
+def _float32_bits(x: Array) -> Array:
+    """Return the bits of a 0-d float32 that is normal and above zero, as int32."""
+    xp = array_namespace(x)
+    exponent = xp.zeros((), dtype=xp.int32, device=device(x))
+    for step in _EXPONENT_STEPS:
+        large = x >= xp.full_like(x, 2.0**step)
+        x = xp.where(large, x * xp.full_like(x, 2.0**-step), x)
+        exponent = exponent + xp.where(large, xp.full_like(exponent, step), xp.zeros_like(exponent))
+    for step in _EXPONENT_STEPS:
+        small = x < xp.full_like(x, 2.0 ** (1 - step))
+        x = xp.where(small, x * xp.full_like(x, 2.0**step), x)
+        exponent = exponent - xp.where(small, xp.full_like(exponent, step), xp.zeros_like(exponent))
+    mantissa = xp.astype((x - xp.full_like(x, 1.0)) * xp.full_like(x, 2.0**23), xp.int32)
+    return xp.asarray((exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + mantissa)
+
+
+def multiply(xp: Any, x: Array, factor: Array) -> Array:
+    """Multiply by a 0-d float32 in the dtype of ``x``, which is float32, wider or complex."""
+    if x.dtype == factor.dtype:
+        return xp.asarray(x * factor)
+    if kind_of(x) is Kind.COMPLEX:
+        return xp.asarray(x * xp.astype(factor, xp.real(x).dtype))
+    return xp.asarray(x * xp.astype(factor, x.dtype))
+
+
+class PerDevice:
+    """Copies of one 0-d array on the devices where it is needed, each made once."""
+
+    def __init__(self, x: Array) -> None:
+        self._copies = {device(x): x}
+
+    def on(self, like: Array) -> Array:
+        """Return the copy on the device of ``like``."""
+        where = device(like)
+        if where not in self._copies:
+            self._copies[where] = to_device(next(iter(self._copies.values())), where)
+        return self._copies[where]

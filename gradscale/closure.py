@@ -1,0 +1,93 @@
+"""Steps with a closure: the gradients of each evaluation are unscaled, and computed again at a lower scale if bad.
+
+LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. It wraps the
+closure instead: after each evaluation the ranks agree on the gradients, and when one is not finite the scale is backed
+off and the closure called again, until the scale cannot fall or enough has been tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradscale.errors import ClosureOverflowError, GradscaleError
+from gradscale.iteration import Progress, Stage
+
+if TYPE_CHECKING:
+    from gradscale.scaler import GradScaler
+
+__all__ = ["find_closure", "step_with_closure"]
+
+# From the default scale, 65536, down to 1.
+_LARGEST_RETRIES = 16
+
+
+class _SkippedStepError(GradscaleError):
+    """Leaves ``optimizer.step`` when its first evaluation overflows at every scale; never reaches the user."""
+
+
+def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return the closure among the arguments of a step: the first positional one, or ``closure=``."""
+    candidate = args[0] if args else kwargs.get("closure")
+    return candidate if callable(candidate) else None
+
+
+def step_with_closure(
+    scaler: GradScaler, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``optimizer.step`` with its closure wrapped; return its value, or None for a skipped step."""
+    evaluation = _Evaluation(scaler, optimizer, progress, args, kwargs)
+    if args:
+        args = (evaluation, *args[1:])
+    else:
+        kwargs = {**kwargs, "closure": evaluation}
+    returned = None
+    with contextlib.suppress(_SkippedStepError):
+        returned = optimizer.step(*args, **kwargs)
+    scaler._conclude(optimizer, progress, retries=evaluation.retries)
+    return returned
+
+
+class _Evaluation:
+    """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
+
+    def __init__(
+        self, scaler: GradScaler, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        closure = find_closure(args, kwargs)
+        if closure is None:
+            msg = "a step with a closure needs one"
+            raise GradscaleError(msg)
+        self._closure = closure
+        self._scaler = scaler
+        self._optimizer = optimizer
+        self._progress = progress
+        self._completed = 0
+        self.retries = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        previous_scale = None
+        for attempt in range(_LARGEST_RETRIES + 1):
+            self.retries += attempt > 0
+            self._progress.stage = Stage.READY
+            with self._scaler._inside_closure():
+                loss = self._closure(*args, **kwargs)
+                if self._progress.stage is Stage.READY:
+                    self._scaler._unscale(self._optimizer, self._progress)
+                verdict = self._scaler._judge(self._progress)
+            if not verdict.nonfinite:
+                self._completed += 1
+                return loss
+            if verdict.scale == previous_scale:
+                break
+            previous_scale = verdict.scale
+            self._scaler._lower()
+        if self._completed == 0:
+            raise _SkippedStepError
+        msg = (
+            f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients down to "
+            f"the scale {verdict.scale!r}, so the cause is not the scale. The optimizer has begun its step: restore its "
+            f"parameters from a copy or a checkpoint before going on"
+        )
+        raise ClosureOverflowError(msg)

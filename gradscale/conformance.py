@@ -1,0 +1,185 @@
+"""The conformance suite: whether an adapter gives the answers of the pure core; offered in ``gradscale.testing``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from array_api_compat import array_namespace
+from array_api_compat import device as device_of
+
+from gradscale import arithmetic, validation
+from gradscale.policy import DynamicScale
+from gradscale.protocols import Array, Backend, Collectives
+from gradscale.state import ScaleState
+
+__all__ = ["check_backend", "check_collectives"]
+
+_SCALES = (1.0, 65536.0, 2.0**-10, 3.0, 2.0**127, validation.SMALLEST_NORMAL)
+_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1031,))
+_BAD = (math.inf, -math.inf, math.nan)
+
+
+def _fail(what: str) -> NoReturn:
+    raise AssertionError(what)
+
+
+def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None = None) -> None:
+    """Check an array adapter against the pure core, bit for bit.
+
+    Parameters
+    ----------
+    backend : Backend
+        The adapter.
+    like : array
+        Any array of its library, on the device to test.
+    dtypes : sequence of dtypes, optional
+        Floating dtypes that it serves. Default: float32, and float64 where the device has it.
+
+    Raises
+    ------
+    AssertionError
+        With the case and both answers, when it differs from the pure core.
+    """
+    if not isinstance(backend, Backend):
+        _fail(f"{backend!r} lacks a member of gradscale.Backend")
+    xp = array_namespace(like)
+    device = device_of(like)
+    if dtypes is None:
+        dtypes = [xp.float32] + ([xp.float64] if arithmetic.has_float64(xp, device) else [])
+    _check_reading(backend, xp, device)
+    for scale in _SCALES:
+        state = DynamicScale(init_scale=scale).init(like)
+        _check_fingerprint(backend, state)
+        for dtype in dtypes:
+            for values in _value_sets(xp, device, dtype):
+                for wanted in (None, xp.float32):
+                    _check_unscale(backend, state, values, wanted, in_place=False)
+                _check_unscale(backend, state, values, None, in_place=True)
+
+
+def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
+    expected = [0, -1, validation.LARGEST_INT32, -validation.LARGEST_INT32, 7]
+    got = backend.read(xp.asarray(expected, dtype=xp.int32, device=device))
+    if got != expected or not all(type(value) is int for value in got):
+        _fail(f"read must give Python ints {expected}, got {got!r}")
+    example = backend.example()
+    if example.shape != () or example.dtype != array_namespace(example).float32:
+        _fail(f"example must give a 0-d float32, got {example!r}")
+
+
+def _check_fingerprint(backend: Backend, state: ScaleState) -> None:
+    counters = [array_namespace(state.scale).full_like(state.growth_tracker, value) for value in (3, 2**31 - 1, 0)]
+    state = ScaleState(state.scale, *counters)
+    expected, got = (backend.read(taken) for taken in (arithmetic.fingerprint(state), backend.fingerprint(state)))
+    if got != expected:
+        _fail(f"fingerprint of {state} must be {expected}, got {got}")
+
+
+def _value_sets(xp: Any, device: Any, dtype: Any) -> Iterator[list[Array]]:
+    """Yield lists of arrays: clean ones, and each kind of bad value at the first, a middle and the last place."""
+    arrays = [_ramp(xp, device, dtype, shape) for shape in _SHAPES]
+    yield []
+    yield arrays
+    for bad in _BAD:
+        for index, array in enumerate(arrays):
+            for place in sorted({0, array.size // 2, array.size - 1}) if array.size else []:
+                flat = xp.reshape(array, (-1,))
+                positions = xp.arange(array.size, device=device)
+                spoilt = xp.where(positions == place, xp.full_like(flat, bad), flat)
+                yield [*arrays[:index], xp.reshape(spoilt, array.shape), *arrays[index + 1 :]]
+
+
+def _ramp(xp: Any, device: Any, dtype: Any, shape: tuple[int, ...]) -> Array:
+    size = math.prod(shape)
+    steps = xp.arange(size, dtype=xp.float32, device=device) - xp.full(
+        (size,), size // 2, dtype=xp.float32, device=device
+    )
+    return xp.astype(xp.reshape(steps, shape), dtype)
+
+
+def _check_unscale(backend: Backend, state: ScaleState, values: list[Array], dtype: Any, *, in_place: bool) -> None:
+    xp = array_namespace(state.scale)
+    given = [xp.asarray(value, copy=True) for value in values]
+    expected, expected_count = arithmetic.unscale_arrays(values, state, dtype=dtype)
+    got, count = backend.unscale(given, state, dtype=dtype, in_place=in_place)
+    case = f"scale {backend.read(arithmetic.fingerprint(state))[0]:#x}, dtype {dtype}, in_place {in_place}"
+    if len(got) != len(expected):
+        _fail(f"{case}: {len(expected)} arrays must come back, got {len(got)}")
+    if count.shape != () or count.dtype != xp.int32 or _host(backend, count) != _host(backend, expected_count):
+        _fail(f"{case}: the count must be {expected_count!r}, got {count!r}")
+    for value, before, after, want in zip(values, given, got, expected, strict=True):
+        if after.dtype != want.dtype or after.shape != want.shape:
+            _fail(f"{case}: must give {want.dtype} {want.shape}, got {after.dtype} {after.shape}")
+        if not _same(backend, after, want):
+            _fail(f"{case}: {value!r} must become {want!r}, got {after!r}")
+        if not in_place and not _same(backend, before, value):
+            _fail(f"{case}: the given array {value!r} was modified to {before!r}")
+
+
+def _host(backend: Backend, x: Array) -> int:
+    return backend.read(array_namespace(x).reshape(x, (1,)))[0]
+
+
+def _same(backend: Backend, a: Array, b: Array) -> bool:
+    """Tell whether two arrays hold the same values, with NaN equal to NaN and -0 apart from 0."""
+    xp = array_namespace(a)
+    both_nan = xp.logical_and(xp.isnan(a), xp.isnan(b))
+    same = xp.logical_or(both_nan, a == b)
+    if xp.isdtype(a.dtype, "real floating"):
+        same = xp.logical_and(same, xp.logical_or(both_nan, xp.signbit(a) == xp.signbit(b)))
+    return bool(_host(backend, xp.astype(xp.all(same), xp.int32)))
+
+
+def check_collectives(collectives: Collectives, like: Array, *, repetitions: int = 100) -> None:
+    """Check a group's collectives; to be called on every rank of a real world, or on the ranks of ``run_ranks``.
+
+    Parameters
+    ----------
+    collectives : Collectives
+        This rank's.
+    like : array
+        Any array of a library whose arrays the group is to carry.
+    repetitions : int, default 100
+        How many all-reduces are made in a row.
+
+    Raises
+    ------
+    AssertionError
+        With both answers, when a result is wrong.
+    """
+    from gradscale import registry
+
+    xp = array_namespace(like)
+    device = device_of(like)
+    backend = registry.backend_for(like)
+    rank, size = collectives.rank, collectives.size
+    if not 0 <= rank < size:
+        _fail(f"rank must lie within 0 and size, got {rank} of {size}")
+
+    def check(values: list[int], expected: list[int], pending: Any, sent: Array) -> None:
+        result = pending()
+        if type(result) is not type(sent) or result.dtype != sent.dtype or result.shape != sent.shape:
+            _fail(f"rank {rank}: the result must be like {sent!r}, got {result!r}")
+        if backend.read(result) != expected:
+            _fail(f"rank {rank}: MAX must give {expected}, got {backend.read(result)}")
+        if backend.read(sent) != values:
+            _fail(f"rank {rank}: the array sent, {values}, was modified to {backend.read(sent)}")
+
+    last = size - 1
+    for repetition in range(repetitions):
+        values = [
+            rank,
+            -rank,
+            repetition,
+            validation.LARGEST_INT32 * (rank == repetition % size),
+            -validation.LARGEST_INT32,
+        ]
+        expected = [last, 0, repetition, validation.LARGEST_INT32, -validation.LARGEST_INT32]
+        # Two under way at once, finished in the order in which they began.
+        first = xp.asarray(values, dtype=xp.int32, device=device)
+        second = xp.asarray([rank + repetition], dtype=xp.int32, device=device)
+        pending = [collectives.start_max(first), collectives.start_max(second)]
+        check(values, expected, pending[0], first)
+        check([rank + repetition], [last + repetition], pending[1], second)

@@ -1,0 +1,114 @@
+"""The exceptions of gradscale: one root, and the built-in that fits beside it.
+
+::
+
+    GradscaleError
+    ├── InvalidValueError (ValueError)          an argument of the right type, out of range
+    │   └── StateDictError                      a state dict that cannot be loaded; nothing was changed
+    ├── InvalidTypeError (TypeError)            an argument of the wrong type
+    ├── CallOrderError (RuntimeError)           scale, unscale_, step, update called in a wrong order
+    ├── ScaleUnderflowError (FloatingPointError)    still overflowing at min_scale, and the policy says raise
+    ├── ClosureOverflowError (FloatingPointError)   a closure overflows at every scale, in mid-step
+    ├── ScaleDesyncError (RuntimeError)         ranks that should hold one state hold different ones
+    ├── CollectiveTimeoutError (TimeoutError)   a rank never came to a collective
+    ├── BackendNotAvailableError (ImportError)  the adapter for a library is not installed, or cannot be imported
+    └── BackendError (RuntimeError)             an adapter or its library failed; the cause is attached
+
+Catch :class:`GradscaleError` for all of them, or the built-in one would expect.
+"""
+
+__all__ = [
+    "BackendError",
+    "BackendNotAvailableError",
+    "CallOrderError",
+    "ClosureOverflowError",
+    "CollectiveTimeoutError",
+    "GradscaleError",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "ScaleDesyncError",
+    "ScaleUnderflowError",
+    "StateDictError",
+]
+
+
+class GradscaleError(Exception):
+    """Root of every exception that gradscale raises on its own account."""
+
+
+class InvalidValueError(GradscaleError, ValueError):
+    """An argument has the right type and a value out of range."""
+
+
+class StateDictError(InvalidValueError):
+    """A state dict is empty, corrupted or of a newer version; the scaler is as it was before."""
+
+
+class InvalidTypeError(GradscaleError, TypeError):
+    """An argument has the wrong type."""
+
+
+class CallOrderError(GradscaleError, RuntimeError):
+    """A method was called at the wrong point of the iteration."""
+
+
+class ScaleUnderflowError(GradscaleError, FloatingPointError):
+    """Gradients overflow although the scale is at its minimum, and ``at_min="raise"``."""
+
+
+class ClosureOverflowError(GradscaleError, FloatingPointError):
+    """A closure gives non-finite gradients at every scale after the optimizer has begun to move."""
+
+
+class ScaleDesyncError(GradscaleError, RuntimeError):
+    """Ranks of one group hold different scales, trackers or policies; raised on every rank."""
+
+
+class BackendNotAvailableError(GradscaleError, ImportError):
+    """No usable adapter serves the library that an object belongs to."""
+
+
+class BackendError(GradscaleError, RuntimeError):
+    """An adapter, or the library behind it, failed; ``__cause__`` holds the original."""
+
+
+class CollectiveTimeoutError(GradscaleError, TimeoutError):
+    """A collective was not completed in time, because some rank has not come to it.
+
+    Parameters
+    ----------
+    rank : int
+        The rank that gave up waiting.
+    size : int
+        Number of ranks in the group.
+    seconds : float
+        How long it waited.
+    iteration : int or None, default None
+        The scaler's iteration; filled in by the scaler on the way up.
+    operation : str, default "the agreement on a step"
+        What was waited for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        seconds: float,
+        iteration: int | None = None,
+        operation: str = "the agreement on a step",
+    ) -> None:
+        super().__init__(rank, size, seconds, iteration, operation)
+        self.rank = rank
+        self.size = size
+        self.seconds = seconds
+        self.iteration = iteration
+        self.operation = operation
+
+    def __str__(self) -> str:
+        where = "" if self.iteration is None else f" in iteration {self.iteration}"
+        return (
+            f"rank {self.rank} of {self.size} waited {self.seconds:g} s for {self.operation}{where}, and some rank "
+            f"never came. Look at the other ranks: one of them raised, ended, skipped a call to unscale_(), step() "
+            f"or update(), or needs a longer timeout=. The group can no longer be used: end this process, and run "
+            f"the program so that one failing rank ends the others (mpiexec -n {self.size} python -m mpi4py ...)."
+        )

@@ -1,0 +1,38 @@
+"""GenericBackend: serves every array library that follows the standard and has no adapter of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradscale import arithmetic
+from gradscale.errors import BackendNotAvailableError
+from gradscale.protocols import Array
+from gradscale.state import ScaleState
+
+__all__ = ["GenericBackend"]
+
+
+class GenericBackend:
+    """The pure functions of :mod:`gradscale.arithmetic`, and the standard's own conversion for the read."""
+
+    name = "generic"
+
+    def read(self, x: Array, /) -> list[int]:
+        """Return a 1-d int32 array as Python ints; the standard converts only 0-d arrays, so one by one."""
+        return [int(x[index]) for index in range(x.shape[0])]
+
+    def unscale(
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, in_place: bool = False
+    ) -> tuple[list[Array], Array]:
+        """Divide arrays by the scale; always into new ones, since the standard does not say which can be written."""
+        return arithmetic.unscale_arrays(grads, state, dtype=None if in_place else dtype)
+
+    def example(self) -> Array:
+        """Refuse: without a library named there is no array to make."""
+        msg = "backend= must name a library's adapter for a rank that has no arrays, got the generic one"
+        raise BackendNotAvailableError(msg)
+
+    def fingerprint(self, state: ScaleState, /) -> Array:
+        """Return a state as a 1-d int32 array."""
+        return arithmetic.fingerprint(state)

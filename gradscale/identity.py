@@ -1,0 +1,55 @@
+"""IdentityMap: values for objects, by identity and weakly, whether or not the objects can be hashed."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+__all__ = ["IdentityMap"]
+
+_Value = TypeVar("_Value")
+
+
+class IdentityMap(Generic[_Value]):
+    """A mapping keyed by the object itself, which does not keep it alive.
+
+    A plain ``id()`` would be handed on to the next object at that address; ``WeakKeyDictionary`` would merge objects
+    that compare equal and refuses those without a hash. An object that cannot be referenced weakly is kept alive until
+    :meth:`clear`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, _Value]] = {}
+
+    def __getitem__(self, key: Any) -> _Value:
+        return self._entries[id(key)][1]
+
+    def __setitem__(self, key: Any, value: _Value) -> None:
+        identity = id(key)
+        if identity in self._entries:
+            self._entries[identity] = (self._entries[identity][0], value)
+            return
+        entries = self._entries
+
+        def forget(_: Any) -> None:
+            entries.pop(identity, None)
+
+        try:
+            reference: Any = weakref.ref(key, forget)
+        except TypeError:
+            reference = key
+        self._entries[identity] = (reference, value)
+
+    def __contains__(self, key: Any) -> bool:
+        return id(key) in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def values(self) -> Iterator[_Value]:
+        """Iterate over the values, in the order of insertion."""
+        return iter([value for _, value in self._entries.values()])
+
+    def clear(self) -> None:
+        """Forget every object."""
+        # A new dict: the callbacks of the old references must not reach entries made later.
+        self._entries = {}

@@ -1,0 +1,93 @@
+"""Iteration: which optimizers have been unscaled and stepped since the last update, and the errors of a wrong order."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from gradscale.agreement import Verdict
+from gradscale.errors import CallOrderError
+from gradscale.identity import IdentityMap
+from gradscale.protocols import Array
+from gradscale.state import ScaleState
+
+__all__ = ["Iteration", "Progress", "Stage"]
+
+_ORDER = (
+    "The right order in each iteration: scale(loss) and the backward pass; then, for each optimizer, "
+    "unscale_(optimizer) if wanted, once, and step(optimizer), once; then update()"
+)
+
+
+class Stage(enum.Enum):
+    """How far an optimizer has come in the iteration."""
+
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """One optimizer's iteration: its stage and, once its gradients are unscaled, the verdict on them.
+
+    Attributes
+    ----------
+    stage : Stage
+        How far it has come.
+    sent, agreed : array or None
+        The vector of :mod:`gradscale.agreement`, before and after the group's MAX.
+    finish : callable or None
+        Completes the agreement and returns ``agreed``.
+    verdict : Verdict or None
+        ``agreed``, read by the host.
+    """
+
+    stage: Stage = Stage.READY
+    sent: Array | None = None
+    finish: Callable[[], Array] | None = None
+    agreed: Array | None = None
+    verdict: Verdict | None = None
+
+
+class Iteration:
+    """What has been called since the last update.
+
+    Parameters
+    ----------
+    number : int
+        Position in the run, from 1.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.scaled = False
+        self.calls = 0
+        self.lowered: ScaleState | None = None
+        self._progress: IdentityMap[Progress] = IdentityMap()
+
+    def of(self, optimizer: Any) -> Progress:
+        """Return an optimizer's progress, READY if it is new."""
+        if optimizer not in self._progress:
+            self._progress[optimizer] = Progress()
+        return self._progress[optimizer]
+
+    def judged(self) -> list[Progress]:
+        """Return the progress of every optimizer whose gradients have been unscaled."""
+        return [progress for progress in self._progress.values() if progress.finish is not None]
+
+    def require_boundary(self, what: str) -> None:
+        """Raise CallOrderError unless this is a boundary between iterations: nothing unscaled, nothing stepped."""
+        if any(progress.stage is not Stage.READY for progress in self._progress.values()):
+            msg = (
+                f"{what} is possible only at the beginning of an iteration, before unscale_() and step(), or at its "
+                f"end, after update(); this is the middle of iteration {self.number}"
+            )
+            raise CallOrderError(msg)
+
+    def wrong_order(self, what: str) -> NoReturn:
+        """Raise CallOrderError with what was wrong and the right order."""
+        msg = f"{what} (iteration {self.number}). {_ORDER}"
+        raise CallOrderError(msg)

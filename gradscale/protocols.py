@@ -1,0 +1,133 @@
+"""What an adapter supplies and what a user's optimizer looks like: Backend, Collectives, Optimizer, Policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from gradscale.state import ScaleState
+
+__all__ = ["Array", "Backend", "Collectives", "GroupBackend", "Optimizer", "Policy"]
+
+Array: TypeAlias = Any
+"""An array of any library that follows the Python array API standard."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What an array library's adapter adds to the array API standard.
+
+    Registered in the entry-point group ``gradscale.backends`` under the top-level module of the array type.
+    Hold it to :func:`gradscale.testing.check_backend`.
+    """
+
+    name: str
+    """The entry point's name."""
+
+    def read(self, x: Array, /) -> list[int]:
+        """Return a 1-d int32 array as Python ints: the one place where the host waits for the device."""
+        ...
+
+    def unscale(
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, in_place: bool = False
+    ) -> tuple[list[Array], Array]:
+        """Divide floating arrays by the scale and count those that are not finite afterwards.
+
+        Same answer, bit for bit, as :func:`gradscale.arithmetic.unscale_arrays`, which any adapter may call. With
+        ``in_place`` the given arrays are overwritten where the library can, else new ones are returned; ``dtype``
+        gives new arrays of that dtype and excludes ``in_place``. Returns the arrays and a 0-d int32 count.
+        """
+        ...
+
+    def example(self) -> Array:
+        """Return a 0-d float32 array on the default device, for a rank that has no arrays of its own."""
+        ...
+
+    def fingerprint(self, state: ScaleState, /) -> Array:
+        """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker.
+
+        Same answer as :func:`gradscale.arithmetic.fingerprint`, which any adapter may call.
+        """
+        ...
+
+
+class Collectives(Protocol):
+    """A group of processes that can agree on a few integers."""
+
+    rank: int
+    """Position of this process in the group, from 0."""
+    size: int
+    """Number of processes in the group."""
+
+    def start_max(self, x: Array, /) -> Callable[[], Array]:
+        """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
+
+        Every rank starts the same collectives in the same order. ``x`` is left alone; the result is a new array of
+        the same library and device. The call raises :class:`~gradscale.CollectiveTimeoutError` when a rank does
+        not come in time, and :class:`~gradscale.BackendError` for failures of the group's library.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupBackend(Protocol):
+    """What the adapter of a communication library supplies; registered like a :class:`Backend`.
+
+    One object may be both, for a library that brings arrays and process groups.
+    """
+
+    name: str
+    """The entry point's name."""
+
+    def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
+        """Wrap a communicator; ``timeout`` in seconds. May be collective over the group (duplicating it is)."""
+        ...
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """Anything with ``step()`` and gradients.
+
+    The gradients are found in one of two places:
+
+    - ``param_groups``: a list of dicts whose ``"params"`` have ``.grad`` (torch's convention); ``None`` is skipped;
+    - ``grads``: nested containers of arrays, which can be read and assigned.
+
+    An optional attribute ``master_dtype`` asks for the unscaled gradients in that dtype (float32 masters out of
+    float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their
+    own dtype, where the library can.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the parameters from the gradients."""
+        ...
+
+
+class Policy(Protocol):
+    """The rule that adapts the scale: pure functions of a state; no host read."""
+
+    @property
+    def init_scale(self) -> float:
+        """The first scale."""
+        ...
+
+    def init(self, like: Array) -> ScaleState:
+        """Return the first state, in the library and on the device of ``like``."""
+        ...
+
+    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
+        """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step)."""
+        ...
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state with the scale lowered once, whatever is tolerated (a closure is tried again)."""
+        ...
+
+    def clamp(self, scale: float) -> float:
+        """Return a scale moved into the range that the policy allows (a checkpoint's, or one set by hand)."""
+        ...
+
+    def exhausted(self, state: ScaleState) -> Array | None:
+        """Return a 0-d bool: would one more overflow have to be raised; None where the policy never raises."""
+        ...

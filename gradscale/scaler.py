@@ -1,0 +1,322 @@
+"""GradScaler: the per-iteration protocol READY -> UNSCALED -> STEPPED, a thin stateful shell around the pure core."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale import agreement, ops, tree
+from gradscale.agreement import Verdict
+from gradscale.closure import find_closure, step_with_closure
+from gradscale.errors import CallOrderError, ScaleUnderflowError
+from gradscale.gradients import collect_gradients
+from gradscale.iteration import Iteration, Progress, Stage
+from gradscale.protocols import Array, Backend, Policy
+from gradscale.report import StepReport
+from gradscale.state import ScaleState
+from gradscale.stateful import StatefulScale
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(StatefulScale):
+    """Scale losses, unscale gradients, skip steps with non-finite gradients, and adapt the scale.
+
+    Per iteration: ``scale(loss)`` and the backward pass; for each optimizer ``unscale_(optimizer)`` if its gradients
+    are to be looked at or clipped, and ``step(optimizer)``; then ``update()``.
+
+    Parameters
+    ----------
+    init_scale, growth_factor, backoff_factor, growth_interval : optional
+        As in :class:`DynamicScale`; default 65536.0, 2.0, 0.5, 2000.
+    policy : DynamicScale, StaticScale or a Policy of your own, optional
+        Instead of the four above.
+    enabled : bool, default True
+        False makes every method pass through: nothing is scaled, checked or skipped.
+    backend : str or Backend, optional
+        An adapter or its registered name. Default: the one for the arrays' library.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For an argument out of range or of a wrong type, or for a policy together with one of the four.
+
+    Notes
+    -----
+    Several optimizers share the scale: each is skipped on its own verdict, and any overflow backs the scale off once.
+    The state is made on the library and device of the first array that comes along.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        policy: Policy | None = None,
+        enabled: bool = True,
+        backend: str | Backend | None = None,
+    ) -> None:
+        factors = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        super().__init__(policy, factors, enabled, backend)
+        self._packer = agreement.Packer()
+        self._closure_state: ScaleState | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or nested containers of arrays, by the scale.
+
+        Parameters
+        ----------
+        outputs : array or nested containers of arrays
+            Floating arrays of one library, on any devices; integers and ``None`` pass through.
+
+        Returns
+        -------
+        same as outputs
+            New arrays of the same dtypes; a 0-d loss of half precision comes back as float32. The very same object when
+            the scaler is disabled. No host read, no collective.
+
+        Raises
+        ------
+        InvalidTypeError
+            For a leaf that is no array, or arrays of two libraries.
+        """
+        if not self._enabled:
+            return outputs
+        leaves, rebuild = tree.flatten(outputs)
+        like = next((leaf for leaf in leaves if is_array_api_obj(leaf)), None)
+        if like is None:
+            ops.require_arrays(leaves, what="output", rebuild=rebuild)
+            return rebuild(leaves)
+        scaled = ops.scale(rebuild(leaves), self._closure_state or self._current(like))
+        self._iteration.scaled = True
+        return scaled
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
+
+        Gradients are overwritten in place where their library can, else assigned. Over a group this starts the
+        agreement, which ``step`` finishes, so that gradient clipping overlaps with it. No host read.
+
+        Raises
+        ------
+        CallOrderError
+            When it was called already, or after ``step``, or before any ``scale``.
+        InvalidTypeError
+            When the object has no gradients, or something among them is no array.
+        """
+        if not self._enabled:
+            return
+        progress = self._iteration.of(optimizer)
+        if progress.stage is Stage.UNSCALED:
+            self._iteration.wrong_order("unscale_() has already been called on this optimizer since the last update()")
+        if progress.stage is Stage.STEPPED:
+            self._iteration.wrong_order("unscale_() is being called after step() on this optimizer")
+        self._unscale(optimizer, progress)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer unless one of its gradients, on any rank, is not finite.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Its ``step`` is called through the attribute, exactly when the step is really made.
+        *args, **kwargs
+            Passed on. A closure, first positional or ``closure=``, zeroes the gradients, computes the loss, scales it
+            with ``scale`` and makes the backward pass; the scaler unscales after each evaluation, and evaluates again
+            at a lower scale when a gradient is not finite.
+
+        Returns
+        -------
+        object
+            What ``optimizer.step`` returned; None for a skipped step. ``last_step`` tells the two apart.
+
+        Raises
+        ------
+        CallOrderError
+            When it was called already since the last ``update``.
+        ScaleDesyncError, CollectiveTimeoutError
+            Over a group: on every rank when the states differ; when some rank never comes.
+        ClosureOverflowError
+            When a closure overflows at every scale after its first evaluation was fine.
+
+        Notes
+        -----
+        One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
+        """
+        if not self._enabled:
+            self._reports[optimizer] = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
+            return optimizer.step(*args, **kwargs)
+        progress = self._iteration.of(optimizer)
+        if progress.stage is Stage.STEPPED:
+            self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
+        if find_closure(args, kwargs) is not None:
+            if progress.stage is Stage.UNSCALED:
+                self._iteration.wrong_order(
+                    "step() with a closure unscales by itself, and unscale_() was called before"
+                )
+            return step_with_closure(self, optimizer, progress, args, kwargs)
+        if progress.stage is Stage.READY:
+            self._unscale(optimizer, progress)
+        verdict = self._judge(progress)
+        returned = None if verdict.nonfinite else optimizer.step(*args, **kwargs)
+        self._conclude(optimizer, progress)
+        return returned
+
+    def update(self, new_scale: Any = None) -> None:
+        """Adapt the scale to this iteration's verdicts, and begin the next iteration.
+
+        Parameters
+        ----------
+        new_scale : number or 1-element array, optional
+            Set this scale instead; the trackers stay. An array is read by the host.
+
+        Raises
+        ------
+        CallOrderError
+            When nothing has been scaled or unscaled since the last ``update``. A step that was left out on purpose is
+            fine, before or after ``unscale_``.
+        ScaleUnderflowError
+            When an overflow finds the scale at ``min_scale`` and the policy says so; the iteration is ended first, so
+            the scaler can be saved or used on.
+        InvalidValueError, InvalidTypeError
+            For a new scale that is not finite and above zero, or outside the policy's bounds; nothing is changed.
+        ScaleDesyncError, CollectiveTimeoutError
+            For an agreement that no ``step`` has finished.
+        """
+        if not self._enabled:
+            return
+        wanted = None if new_scale is None else self._checked_scale(new_scale)
+        judged = self._iteration.judged()
+        verdicts = [self._judge(progress) for progress in judged]
+        if wanted is not None:
+            self._set_scale(wanted)
+        elif self._iteration.lowered is not None:
+            self._state = self._iteration.lowered
+        elif judged:
+            state = self._current(None)
+            maximum = array_namespace(state.scale).maximum
+            nonfinite = [progress.agreed[0] for progress in judged if progress.agreed is not None]
+            self._state = self._policy.update(state, functools.reduce(maximum, nonfinite))
+        elif not self._iteration.scaled:
+            self._iteration.wrong_order(
+                "update() was called, and nothing was scaled or unscaled since the last update()"
+            )
+        self._iteration = Iteration(self._iteration.number + 1)
+        if wanted is None and any(verdict.nonfinite and verdict.exhausted for verdict in verdicts):
+            msg = (
+                f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
+                f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
+                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {self._policy!r}'
+            )
+            raise ScaleUnderflowError(msg)
+
+    def last_step(self, optimizer: Any) -> StepReport:
+        """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
+
+        Raises
+        ------
+        CallOrderError
+            When it has not been stepped by this scaler.
+        """
+        if optimizer not in self._reports:
+            msg = f"last_step() needs a step() of this optimizer first, got {optimizer!r}"
+            raise CallOrderError(msg)
+        return self._reports[optimizer]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: settings and numbers, no arrays.
+
+        Raises
+        ------
+        CallOrderError
+            In the middle of an iteration.
+        """
+        return super().__getstate__() | {"_packer": agreement.Packer(), "_closure_state": None}
+
+    # What a scaler over a group replaces.
+
+    def _start(self, vector: Array) -> Callable[[], Array]:
+        """Begin the agreement on a vector and return what finishes it; a single process agrees with itself."""
+        return lambda: vector
+
+    def _whereabouts(self) -> str:
+        """Say which process this is, for error messages."""
+        return "this process"
+
+    def _like_nothing(self) -> Array | None:
+        """Return an array for a process that has none; None where it need not take part."""
+        return None
+
+    # The steps inside; the closure module calls them, too.
+
+    def _unscale(self, optimizer: Any, progress: Progress) -> None:
+        """Unscale the gradients in place, and start the agreement on them."""
+        found, assign = collect_gradients(optimizer)
+        what = f"gradient of {type(optimizer).__name__}"
+        like = next((leaf for leaf in found if is_array_api_obj(leaf)), None)
+        if self._state is None and not self._restored and not self._may_unscale_unscaled():
+            self._iteration.wrong_order("gradients are to be unscaled, and scale() has never been called")
+        if like is None and self._state is None:
+            like = self._like_nothing()
+        state = self._closure_state or self._current(like)
+        backend = self._backend_for(state.scale)
+        chosen = ops.floating_leaves(found, state, what=what)
+        master_dtype = getattr(optimizer, "master_dtype", None)
+        unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, in_place=master_dtype is None)
+        # From here on the gradients are unscaled, whatever fails.
+        progress.stage = Stage.UNSCALED
+        assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
+        progress.verdict = None
+        progress.sent = self._packer.pack(backend, self._policy, state, nonfinite, self._iteration.calls)
+        self._iteration.calls += 1
+        progress.finish = self._start(progress.sent)
+
+    def _may_unscale_unscaled(self) -> bool:
+        """Tell whether gradients may come scaled from elsewhere, though this process never called scale()."""
+        return False
+
+    def _judge(self, progress: Progress) -> Verdict:
+        """Finish the agreement and read its verdict: the one host read of a step."""
+        if progress.verdict is None:
+            if progress.finish is None:
+                self._iteration.wrong_order("the agreement on this optimizer's gradients could not be started")
+            progress.agreed = progress.finish()
+            backend = self._backend_for(progress.agreed)
+            where = f"{self._whereabouts()} in iteration {self._iteration.number}"
+            progress.verdict = agreement.read_verdict(
+                backend.read(progress.agreed), lambda: backend.read(progress.sent), self._policy, where
+            )
+        return progress.verdict
+
+    def _conclude(self, optimizer: Any, progress: Progress, retries: int = 0) -> None:
+        """Record the end of a step."""
+        progress.stage = Stage.STEPPED
+        verdict = progress.verdict
+        nonfinite, scale = (0, self.get_scale()) if verdict is None else (verdict.nonfinite, verdict.scale)
+        reason: Any = "overflow" if nonfinite else "stepped"
+        report = StepReport(nonfinite > 0, scale, nonfinite, reason, self._iteration.number, retries)
+        self._reports[optimizer] = report
+
+    @contextlib.contextmanager
+    def _inside_closure(self) -> Iterator[None]:
+        """Scale and unscale with the scale that closures have been lowered to in this iteration, if they have."""
+        self._closure_state = self._iteration.lowered
+        try:
+            yield
+        finally:
+            self._closure_state = None
+
+    def _lower(self) -> None:
+        """Back the scale off for the rest of this iteration's closures; update() makes it the scale."""
+        self._iteration.lowered = self._policy.backoff(self._iteration.lowered or self._current(None))

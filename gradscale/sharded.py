@@ -1,0 +1,151 @@
+"""ShardedGradScaler: GradScaler whose verdict is agreed over a group of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradscale import registry, validation
+from gradscale.errors import CallOrderError, CollectiveTimeoutError, InvalidTypeError
+from gradscale.protocols import Array, Backend, Collectives, Policy
+from gradscale.scaler import GradScaler
+
+__all__ = ["ShardedGradScaler"]
+
+DEFAULT_TIMEOUT = 1800.0
+
+
+class ShardedGradScaler(GradScaler):
+    """A GradScaler whose ranks skip together, back off together, and notice when they differ.
+
+    For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
+    parallelism. One collective of 56 bytes for each optimizer, iteration and group, on every rank, whatever it found
+    and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
+    is an error on every rank instead of a silent divergence.
+
+    Parameters
+    ----------
+    group : communicator, Collectives, or list of these
+        What to agree over: an MPI communicator (duplicated, which is collective over it), an object with ``rank``,
+        ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
+    timeout : float, default 1800.0
+        Seconds to wait for the other ranks. Ignored by Collectives of your own.
+    init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend
+        As in :class:`GradScaler`; the same on every rank. ``backend`` lets a rank that never has an array take part.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a group that no adapter serves.
+    BackendNotAvailableError
+        When the adapter for the group is not installed.
+    CollectiveTimeoutError
+        When some rank does not construct its scaler.
+
+    Notes
+    -----
+    Construct it on every rank, and call ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order
+    on every rank. A disabled scaler makes no collectives.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: Any,
+        timeout: float = DEFAULT_TIMEOUT,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        policy: Policy | None = None,
+        enabled: bool = True,
+        backend: str | Backend | None = None,
+    ) -> None:
+        super().__init__(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            policy=policy,
+            enabled=enabled,
+            backend=backend,
+        )
+        self._timeout = validation.number("timeout", timeout, above=0.0)
+        self._groups: Sequence[Collectives] | None = None
+        self.set_group(group)
+
+    def set_group(self, group: Any) -> None:
+        """Agree over another group from now on; needed after unpickling, since communicators do not travel.
+
+        Parameters
+        ----------
+        group : communicator, Collectives, or list of these
+            As for the constructor. Collective over it.
+
+        Raises
+        ------
+        CallOrderError
+            In the middle of an iteration.
+        """
+        self._iteration.require_boundary("set_group()")
+        if not self._enabled:
+            return
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if not groups:
+            msg = f"group must name at least one group, got {group!r}"
+            raise InvalidTypeError(msg)
+        self._groups = [registry.collectives_for(one, self._timeout) for one in groups]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled; the group is not, see ``set_group``."""
+        return super().__getstate__() | {"_groups": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGradScaler:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(self.__getstate__())
+        # A copy in the same process talks to the same ranks.
+        copied._groups = self._groups
+        return copied
+
+    def _start(self, vector: Array) -> Callable[[], Array]:
+        """Begin the agreement over the first group; over the others it is made in turn when it is finished."""
+        first, *others = self._require_groups()
+        pending = first.start_max(vector)
+
+        def finish() -> Array:
+            try:
+                agreed = pending()
+                for collectives in others:
+                    agreed = collectives.start_max(agreed)()
+            except CollectiveTimeoutError as error:
+                error.iteration = self._iteration.number
+                raise
+            return agreed
+
+        return finish
+
+    def _require_groups(self) -> Sequence[Collectives]:
+        if self._groups is None:
+            msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
+            raise CallOrderError(msg)
+        return self._groups
+
+    def _whereabouts(self) -> str:
+        ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in self._require_groups()]
+        return " / ".join(ranks)
+
+    def _may_unscale_unscaled(self) -> bool:
+        # A pipeline's inner stages get gradients that the last stage has scaled.
+        return True
+
+    def _like_nothing(self) -> Array | None:
+        if isinstance(self._backend, str):
+            return registry.get(self._backend).example()
+        if self._backend is not None:
+            return self._backend.example()
+        msg = (
+            f"{self._whereabouts()} has seen no array yet, so it is not known in which library it takes part: pass "
+            f'backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
+        )
+        raise CallOrderError(msg)

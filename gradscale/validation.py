@@ -1,0 +1,160 @@
+"""Checks of users' numbers on the host: each returns the value as a plain Python one, or raises naming it."""
+
+import functools
+import math
+import operator
+import struct
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from gradscale.errors import InvalidTypeError, InvalidValueError
+
+__all__ = [
+    "LARGEST_FLOAT32",
+    "LARGEST_INT32",
+    "SMALLEST_NORMAL",
+    "boolean",
+    "choice",
+    "choices",
+    "float32_from_bits",
+    "integer",
+    "is_power_of_two",
+    "largest_with_finite_product",
+    "number",
+    "round_to_float32",
+    "scale",
+]
+
+LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+SMALLEST_NORMAL = 2.0**-126
+LARGEST_INT32 = 2**31 - 1
+
+_Choice = TypeVar("_Choice")
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """Return a finite real number within bounds as a float; NumPy's numbers are fine, booleans and text are not."""
+    limits = {"above": above, "below": below, "at least": at_least, "at most": at_most}
+    wanted = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+    expected = f"a finite number{' ' if wanted else ''}{wanted}"
+    converted = _as_float(name, value, expected)
+    outside = (
+        not math.isfinite(converted)
+        or (above is not None and not converted > above)
+        or (below is not None and not converted < below)
+        or (at_least is not None and not converted >= at_least)
+        or (at_most is not None and not converted <= at_most)
+    )
+    if outside:
+        msg = f"{name} must be {expected}, got {value!r}"
+        raise InvalidValueError(msg)
+    return converted
+
+
+def _as_float(name: str, value: Any, expected: str) -> float:
+    # One-element arrays convert as well: checkpoints in npz or msgpack hold numbers so.
+    if not isinstance(value, (bool, str, bytes, complex)) and hasattr(type(value), "__float__"):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+        except (TypeError, ValueError):
+            pass
+    msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
+    raise InvalidTypeError(msg)
+
+
+def scale(name: str, value: Any) -> float:
+    """Return a scale, rounded to float32: above zero, finite and no subnormal there."""
+    converted = number(name, value)
+    rounded = round_to_float32(converted)
+    if not SMALLEST_NORMAL <= rounded <= LARGEST_FLOAT32:
+        limits = f"{SMALLEST_NORMAL:g} to {LARGEST_FLOAT32:g}"
+        msg = f"{name} must be above 0 and within float32's normal range, {limits}, got {value!r}"
+        raise InvalidValueError(msg)
+    return rounded
+
+
+def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
+    """Return an integer within bounds as an int; a float with an integral value is refused, as a bool is."""
+    expected = f"an integer from {at_least} to {at_most}"
+    if isinstance(value, (bool, str, bytes)):
+        msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
+        raise InvalidTypeError(msg)
+    try:
+        converted = operator.index(value)
+    except TypeError:
+        msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
+        raise InvalidTypeError(msg) from None
+    if not at_least <= converted <= at_most:
+        msg = f"{name} must be {expected}, got {value!r}"
+        raise InvalidValueError(msg)
+    return converted
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return a bool; NumPy's is fine, numbers are not."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    msg = f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
+    raise InvalidTypeError(msg)
+
+
+def choice(name: str, value: Any, options: tuple[_Choice, ...]) -> _Choice:
+    """Return the option that equals a value."""
+    for option in options:
+        if isinstance(value, str) and value == option:
+            return option
+    msg = f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}"
+    raise InvalidValueError(msg)
+
+
+def choices(name: str, value: Any, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
+    """Return the options among several values, in the order of ``options``; one may be given bare."""
+    values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    chosen = {choice(name, item, options) for item in values}
+    if not chosen:
+        msg = f"{name} must hold at least one of {', '.join(map(repr, options))}, got {value!r}"
+        raise InvalidValueError(msg)
+    return tuple(option for option in options if option in chosen)
+
+
+def is_power_of_two(value: float) -> bool:
+    """Tell whether a positive float is a power of two."""
+    return math.frexp(value)[0] == 0.5
+
+
+def round_to_float32(value: float) -> float:
+    """Return the nearest float32, or an inf beyond its range."""
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
+
+
+def float32_from_bits(bits: int) -> float:
+    """Return the float32 that an int32 holds the bits of."""
+    value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
+    return value
+
+
+@functools.lru_cache(maxsize=64)
+def largest_with_finite_product(factor: float) -> float:
+    """Return the largest float32 whose product with a factor above 1 rounds to a finite float32."""
+    # A product rounds to inf from half a unit above the largest float32 on.
+    limit = 2.0**128 - 2.0**103
+    bits: int = struct.unpack("<i", struct.pack("<f", min(limit / factor, LARGEST_FLOAT32)))[0]
+    while float32_from_bits(bits) * factor >= limit:
+        bits -= 1
+    while bits < 0x7F7FFFFF and float32_from_bits(bits + 1) * factor < limit:
+        bits += 1
+    return float32_from_bits(bits)
