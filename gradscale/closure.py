@@ -87,7 +87,7 @@ class _Evaluation:
             raise _SkippedStepError
         msg = (
             f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients down to "
-            f"the scale {verdict.scale!r}, so the cause is not the scale. The optimizer has begun its step: restore its "
-            f"parameters from a copy or a checkpoint before going on"
+            f"the scale {verdict.scale!r}, so the cause is not the scale. The optimizer has begun its step: restore "
+            f"its parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)

@@ -35,7 +35,6 @@ class _Duplicate:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        # After a timeout, a collective that is still under way would meet whatever is sent later.
         self.is_usable = True
 
     def free(self) -> None:
@@ -65,23 +64,27 @@ class MPICollectives:
         For an intercommunicator, and for a null communicator.
     CollectiveTimeoutError
         When some rank does not construct its own in time.
+    BackendError
+        When an earlier collective over the communicator was given up.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
-        if not isinstance(comm, MPI.Intracomm):
-            msg = (
-                f"group must be an MPI intracommunicator, got {comm!r}; merge an intercommunicator first (comm.Merge())"
-            )
-            raise InvalidTypeError(msg)
-        if comm == MPI.COMM_NULL:
+        if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
             msg = "group must be a communicator that this process belongs to, got MPI.COMM_NULL"
             raise InvalidValueError(msg)
+        if not isinstance(comm, MPI.Intracomm):
+            msg = f"group must be an MPI intracommunicator (Merge() makes one of an intercommunicator), got {comm!r}"
+            raise InvalidTypeError(msg)
         self._timeout = timeout
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         found: Any = comm.Get_attr(_attribute)
         self._duplicate: _Duplicate | None = None
-        if found is None or not found.is_usable:
+        if found is not None and not found.is_usable:
+            # A collective that is still under way would meet whatever is sent now, and other ranks may not know of it.
+            msg = f"an agreement over {comm!r} was given up on rank {self.rank}: pass another communicator (comm.Dup())"
+            raise BackendError(msg)
+        if found is None:
             duplicate, request = comm.Idup()
             self._wait(request, "the construction of a ShardedGradScaler", (duplicate,))
             found = _Duplicate(duplicate)

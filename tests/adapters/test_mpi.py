@@ -1,0 +1,175 @@
+"""MPICollectives under real MPI: messages, communicators, grids, and programs that end badly."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from axes import require
+from worlds import Failure, MPIWorld, mpi_command, mpi_environment
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def _mpi_is_there() -> None:
+    require("mpi")
+
+
+@pytest.fixture(params=[2, 3], ids=["mpi-2", "mpi-3"])
+def world(request: pytest.FixtureRequest) -> MPIWorld:
+    return MPIWorld(request.param)
+
+
+def scenario(name: str):  # type: ignore[no-untyped-def]
+    import mpi_scenarios
+
+    return getattr(mpi_scenarios, name)
+
+
+@pytest.mark.parametrize("optimizers", [1, 3])
+def test_one_message_of_at_most_64_bytes_for_each_optimizer_and_iteration(world: MPIWorld, optimizers: int) -> None:
+    cases = [(optimizers, bad_rank, parameters) for bad_rank in (-1, 0, world.size - 1) for parameters in (0, 1, 40)]
+    for (_, bad_rank, parameters), results in zip(cases, world.run_each(scenario("messages"), cases), strict=True):
+        for result in results:
+            assert result["messages"] == [56] * (3 * optimizers)
+            assert result["steps"] == [2 if bad_rank >= 0 and parameters else 3] * optimizers
+
+
+def test_messages_never_meet_the_users_own(world: MPIWorld) -> None:
+    assert world.run(scenario("overlapped"), 50) == [50.0 * world.size] * world.size
+
+
+@pytest.mark.parametrize("bad_rank", range(4))
+def test_a_list_of_groups_reaches_every_rank_of_a_grid(bad_rank: int) -> None:
+    both, rows = MPIWorld(4).run_each(scenario("grid"), [(2, bad_rank, "both"), (2, bad_rank, "rows")])
+    assert [(result["skipped"], result["scale"]) for result in both] == [(True, 32768.0)] * 4
+    # Over the rows alone only the bad one's row skips: the test can tell the difference.
+    assert [result["skipped"] for result in rows] == [result["row"] == bad_rank // 2 for result in rows]
+
+
+def test_scalers_do_not_use_up_communicators() -> None:
+    assert MPIWorld(2).run(scenario("many_scalers"), 2500) == ["done", "done"]
+
+
+def test_what_cannot_be_a_group_is_refused(world: MPIWorld) -> None:
+    for between, null, empty, text, nothing, group in world.run(scenario("bad_groups")):
+        assert "intracommunicator" in between
+        assert "COMM_NULL" in null
+        assert "at least one group" in empty
+        assert "'world' of type str" in text
+        assert "None of type NoneType" in nothing
+        assert "Group" in group
+
+
+def test_a_rank_that_constructs_no_scaler_is_a_timeout(world: MPIWorld) -> None:
+    for rank, result in enumerate(world.run(scenario("missing_construction"), 1)):
+        if rank == 1:
+            continue
+        assert isinstance(result, Failure)
+        assert f"rank {rank} of {world.size} waited 1 s for the construction of a ShardedGradScaler" in result.message
+
+
+def test_after_a_timeout_another_communicator_is_needed_and_meets_no_old_messages(world: MPIWorld) -> None:
+    for late_rank in (0, world.size - 1):
+        results = world.run(scenario("after_a_timeout"), late_rank)
+        assert results == [
+            {"failures": world.size - 1, "refused": rank != late_rank, "skipped": True, "scale": 32768.0}
+            for rank in range(world.size)
+        ]
+
+
+def test_only_int32_vectors_travel(world: MPIWorld) -> None:
+    for messages in world.run(scenario("wrong_arrays")):
+        assert [message.rpartition("got ")[2] for message in messages] == ["1-d float32", "1-d int64", "2-d int32"]
+
+
+def test_a_strided_vector_is_reduced(world: MPIWorld) -> None:
+    last = world.size - 1
+    assert world.run(scenario("strided")) == [[last, 3 + last, 6 + last, 9 + last]] * world.size
+
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+import gradscale
+
+class Optimizer:
+    grads = [np.ones(3, dtype=np.float32)]
+    def step(self): pass
+
+comm = MPI.COMM_WORLD
+scaler = gradscale.ShardedGradScaler(group=comm, timeout=float(sys.argv[2]))
+scaler.scale(np.float32(1.0))
+comm.Barrier()
+if comm.rank == 1:
+    if sys.argv[1] == "raises":
+        raise ValueError("rank 1 fails")
+    if sys.argv[1] == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "sleeps":
+        time.sleep(60)
+print("waiting", flush=True)
+scaler.step(Optimizer())
+"""
+
+
+def run_program(
+    tmp_path: Path, how: str, timeout: float, *flags: str
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    begin = time.monotonic()
+    completed = subprocess.run(
+        mpi_command(2, *flags, program, how, str(timeout)),
+        env=mpi_environment(),
+        capture_output=True,
+        text=True,
+        timeout=45,
+        check=False,
+    )
+    return completed, time.monotonic() - begin
+
+
+def test_a_program_with_a_rank_that_raises_ends_with_its_error(tmp_path: Path) -> None:
+    completed, seconds = run_program(tmp_path, "raises", 1000.0, "-m", "mpi4py")
+    assert completed.returncode != 0
+    assert "ValueError: rank 1 fails" in completed.stderr
+    assert seconds < 20
+
+
+def test_a_program_with_a_rank_that_is_killed_ends(tmp_path: Path) -> None:
+    completed, seconds = run_program(tmp_path, "is killed", 1000.0)
+    assert completed.returncode != 0
+    assert seconds < 20
+
+
+def test_a_program_with_a_rank_that_hangs_ends_with_the_timeout(tmp_path: Path) -> None:
+    completed, seconds = run_program(tmp_path, "sleeps", 1.0, "-m", "mpi4py")
+    assert completed.returncode != 0
+    assert (
+        "CollectiveTimeoutError: rank 0 of 2 waited 1 s for the agreement on a step in iteration 1" in completed.stderr
+    )
+    assert seconds < 20
+
+
+def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = mpi_command(2, program, "sleeps", "1000")
+    with subprocess.Popen(
+        command, env=mpi_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "waiting"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        try:
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+        assert process.returncode != 0
+        assert time.monotonic() - begin < 20

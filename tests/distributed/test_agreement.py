@@ -1,0 +1,125 @@
+"""All ranks skip together, back off together, and end with bit-identical states, wherever the bad value is."""
+
+from typing import Any
+
+import pytest
+import scenarios
+from axes import require
+from worlds import Failure, MPIWorld, ThreadWorld
+
+World = ThreadWorld | MPIWorld
+
+
+def assert_all_equal(results: list[Any]) -> None:
+    assert not [result for result in results if isinstance(result, Failure)], results
+    assert all(result == results[0] for result in results), results
+
+
+def test_assert_all_equal_fails_for_a_rank_that_differs_or_raised() -> None:
+    assert_all_equal([1, 1])
+    for wrong in ([1, 2], [1, Failure.of(ValueError("x"))], [Failure.of(ValueError("x"))] * 2):
+        with pytest.raises(AssertionError):
+            assert_all_equal(wrong)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
+def test_overflow_on_each_rank_in_turn_skips_all_ranks(world: World, explicit: bool) -> None:
+    values = (float("inf"), float("-inf"), float("nan"))
+    cases = [([bad_rank], value, "numpy", explicit) for bad_rank in range(world.size) for value in values]
+    for results in world.run_each(scenarios.overflow_on, cases):
+        assert_all_equal(results)
+        skipped = [report[0] for report in results[0]["reports"]]
+        scales = [report[1] for report in results[0]["reports"]]
+        assert skipped == [False, True, False, False]
+        assert scales == [65536.0, 65536.0, 32768.0, 32768.0]
+        assert [report[2] for report in results[0]["reports"]] == ["moved", None, "moved", "moved"]
+        assert results[0]["steps"] == 3
+        assert results[0]["state"]["_growth_tracker"] == 2
+
+
+def test_overflow_on_all_ranks_at_once_backs_off_once(world: World) -> None:
+    results = world.run(scenarios.overflow_on, list(range(world.size)), float("nan"), "numpy", False)
+    assert_all_equal(results)
+    assert results[0]["state"]["scale"] == 32768.0
+
+
+@pytest.mark.parametrize("library", ["strict", pytest.param("torch", marks=pytest.mark.torch)])
+def test_arrays_of_any_library_agree_over_any_group(world: World, library: str) -> None:
+    require(library)
+    results = world.run(scenarios.overflow_on, [world.size - 1], float("inf"), library, True)
+    assert_all_equal(results)
+    assert [report[0] for report in results[0]["reports"]] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["list", "none", "zero-size"])
+def test_a_rank_without_gradients_takes_part(world: World, kind: str) -> None:
+    ranks = range(world.size)
+    for overflowing in world.run_each(
+        scenarios.empty_on, [([rank], [(rank + 1) % world.size], kind) for rank in ranks]
+    ):
+        assert_all_equal(overflowing)
+        assert overflowing[0]["skipped"]
+        assert overflowing[0]["state"]["scale"] == 32768.0
+    for clean in world.run_each(scenarios.empty_on, [([rank], [], kind) for rank in ranks]):
+        assert_all_equal(clean)
+        assert clean[0]["steps"] == 1
+
+
+def test_no_rank_with_gradients_is_a_clean_step(world: World) -> None:
+    results = world.run(scenarios.empty_on, list(range(world.size)), [], "none")
+    assert_all_equal(results)
+    assert not results[0]["skipped"]
+
+
+def test_random_overflows_leave_the_states_bit_identical(world: World) -> None:
+    for results in world.run_each(scenarios.many_iterations, [(seed, 150) for seed in range(3)]):
+        assert_all_equal(results)
+        assert {skipped for skipped, _ in results[0]["history"]} == {True, False}
+        assert len({scale for _, scale in results[0]["history"]}) > 3
+
+
+@pytest.mark.parametrize("order", ["step by step", "unscale both first"])
+def test_two_optimizers_are_skipped_on_their_own_verdicts(world: World, order: str) -> None:
+    for results in world.run_each(scenarios.two_optimizers, [(bad_rank, order) for bad_rank in range(world.size)]):
+        assert_all_equal(results)
+        assert results[0] == {"skipped": [True, False], "steps": [0, 1], "scale": 32768.0}
+
+
+def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
+    for results in world.run_each(scenarios.closure_overflow, [(bad_rank,) for bad_rank in range(world.size)]):
+        assert_all_equal(results)
+        assert results[0]["evaluations"] == [65536.0, 32768.0, 16384.0]
+        assert results[0]["gradient"] == [1.0, 1.0, 1.0]
+        assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2)
+        assert results[0]["scale"] == 16384.0
+        assert (results[0]["steps"], results[0]["returned"]) == (1, 1.0)
+
+
+def test_a_step_left_out_on_purpose_still_counts_its_verdict(world: World) -> None:
+    for results in world.run_each(scenarios.skip_on_purpose, [(bad_rank,) for bad_rank in range(world.size)]):
+        assert_all_equal(results)
+        assert results[0]["scale"] == 32768.0
+        assert results[0]["then"] == (False, 32768.0)
+
+
+def test_copies_agree_and_an_unpickled_scaler_asks_for_its_group(world: World) -> None:
+    results = world.run(scenarios.copies, 0)
+    assert_all_equal(results)
+    assert "set_group" in results[0]["refused"]
+    assert results[0]["reports"] == [(False, 32768.0)] * 3
+
+
+def test_overflow_at_the_minimum_raises_on_every_rank(world: World) -> None:
+    for results in world.run_each(scenarios.underflow, [(bad_rank,) for bad_rank in range(world.size)]):
+        assert_all_equal(results)
+        first, second, third = results[0]["raised"]
+        assert (first, third) == ("", "")
+        assert "minimum, 1.0" in second
+        assert results[0]["state"]["scale"] == 1.0
+        assert results[0]["steps"] == 1
+
+
+@pytest.mark.parametrize("library", ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)])
+def test_collectives_pass_the_conformance_suite(world: World, library: str) -> None:
+    require(library)
+    assert_all_equal(world.run(scenarios.collectives_conform, library, 200 if library == "numpy" else 10))

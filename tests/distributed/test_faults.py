@@ -1,0 +1,61 @@
+"""Ranks that drift, fail or come late: an error on every rank that can still be told, never a hang."""
+
+import pytest
+import scenarios
+from worlds import Failure, MPIWorld, ThreadWorld
+
+World = ThreadWorld | MPIWorld
+
+EXPECTED = {
+    "scale": ("scale from 32768.0 to 65536.0", "here {}"),
+    "tracker": ("growth_tracker from 0 to 3", "here {}"),
+    "policy": ("policy (here DynamicScale(", "growth_interval={}"),
+    "call": ("call of the iteration from 0 to 1", "here {}"),
+}
+OWN = {"scale": ("32768.0", "65536.0"), "tracker": ("3", "0"), "policy": ("7", "5"), "call": ("1", "0")}
+
+
+@pytest.mark.parametrize("what", list(EXPECTED))
+def test_a_rank_that_has_drifted_is_an_error_on_every_rank(world: World, what: str) -> None:
+    cases = [(drifting_rank, what, {"timeout": 20.0}) for drifting_rank in range(world.size)]
+    for drifting_rank, results in enumerate(world.run_each(scenarios.drift, cases)):
+        for rank, result in enumerate(results):
+            assert not isinstance(result, Failure), result
+            failure = result["failure"]
+            assert failure is not None, f"rank {rank} did not notice"
+            assert failure.kind == "ScaleDesyncError"
+            assert "RuntimeError" in failure.bases
+            values, own = EXPECTED[what]
+            assert values in failure.message
+            if what != "call":
+                assert own.format(OWN[what][rank != drifting_rank]) in failure.message
+            assert f"rank {rank} of {world.size}" in failure.message
+            assert result["steps"] == 0
+            assert result["seconds"] < 10
+
+
+@pytest.mark.parametrize("how", ["raises", "is late"])
+def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, how: str) -> None:
+    for absent_rank in range(world.size):
+        results = world.run(scenarios.absence, absent_rank, how, {"timeout": 1.0, "late": 3.0})
+        for rank, result in enumerate(results):
+            if rank == absent_rank:
+                if how == "raises":
+                    assert result.kind == "ValueError"
+                continue
+            failure = result["failure"]
+            assert failure is not None, f"rank {rank} did not notice"
+            assert failure.kind == "CollectiveTimeoutError"
+            assert {"TimeoutError", "GradscaleError"} <= set(failure.bases)
+            assert failure.attributes == {
+                "rank": rank,
+                "size": world.size,
+                "seconds": 1.0,
+                "iteration": 2,
+                "operation": "the agreement on a step",
+            }
+            assert (
+                f"rank {rank} of {world.size} waited 1 s for the agreement on a step in iteration 2" in failure.message
+            )
+            assert 0.9 <= result["seconds"] < 3.0
+            assert result["steps"] == 1

@@ -1,0 +1,64 @@
+"""Which libraries the tests may use, and which must not be missing.
+
+``GRADSCALE_TEST_REQUIRE=numpy,torch,mpi`` turns the absence of these into a failure: a skip must never look like a
+pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+import pytest
+from worlds import find_mpiexec
+
+VARIABLE = "GRADSCALE_TEST_REQUIRE"
+
+# The names that the variable takes, and the modules behind them.
+MODULES = {
+    "numpy": ("numpy",),
+    "strict": ("array_api_strict",),
+    "torch": ("torch",),
+    "mpi": ("mpi4py.MPI",),
+    "fast": ("numba",),
+    "ml_dtypes": ("ml_dtypes",),
+    "examples": ("sklearn", "matplotlib", "tqdm"),
+}
+
+
+def required() -> frozenset[str]:
+    """Return the names that must not be missing."""
+    names = frozenset(filter(None, (name.strip() for name in os.environ.get(VARIABLE, "").split(","))))
+    unknown = names - MODULES.keys()
+    if unknown:
+        msg = f"{VARIABLE} names {sorted(unknown)}; known are {sorted(MODULES)}"
+        raise pytest.UsageError(msg)
+    return names
+
+
+@functools.cache
+def _missing(name: str) -> str:
+    """Return why a library cannot be used, or an empty string."""
+    for module in MODULES[name]:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return f"{name}: {error}"
+        except RuntimeError as error:
+            # mpi4py is installed, and no MPI library is.
+            return f"{name}: {error}"
+    if name == "mpi" and find_mpiexec() is None:
+        return "mpi: there is no mpiexec beside this Python nor on the PATH"
+    return ""
+
+
+def require(name: str) -> Any:
+    """Return the library's module; without it skip the test with the reason, or fail if it is required."""
+    reason = _missing(name)
+    if not reason:
+        return importlib.import_module(MODULES[name][0])
+    if name in required():
+        pytest.fail(f"{reason}, and {VARIABLE} requires it")
+    pytest.skip(reason)

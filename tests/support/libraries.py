@@ -1,0 +1,147 @@
+"""The array libraries that the tests run on: how to make arrays of each, and how to assert what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from numpy.typing import NDArray
+
+from gradscale import registry
+from gradscale.generic import GenericBackend
+
+__all__ = ["ROWS", "Library", "opened"]
+
+REALS = ("float32", "float64")
+COMPLEX = ("complex64", "complex128")
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """One row of the ``arrays`` fixture.
+
+    Attributes
+    ----------
+    name : str
+        The row's id.
+    xp : module
+        The array namespace.
+    halves, reals : tuple of str
+        Names of the half dtypes, and of all real floating dtypes that there are.
+    readonly : bool
+        Whether the arrays made here refuse to be written to.
+    """
+
+    name: str
+    xp: Any
+    halves: tuple[str, ...] = ()
+    readonly: bool = False
+
+    @property
+    def reals(self) -> tuple[str, ...]:
+        """Return the names of all real floating dtypes."""
+        return (*self.halves, *REALS)
+
+    def dtype(self, name: str) -> Any:
+        """Return a dtype of this library by its name."""
+        return getattr(self.xp, name)
+
+    def asarray(self, values: Any, dtype: str = "float32", **options: Any) -> Any:
+        """Return an array of this library; read-only in that row."""
+        x = self.xp.asarray(values, dtype=self.dtype(dtype), **options)
+        if self.readonly:
+            x.flags.writeable = False
+        return x
+
+    def to_numpy(self, x: Any) -> NDArray[Any]:
+        """Return the values as a NumPy array; half precision of torch as float32."""
+        if self.name == "torch" and str(x.dtype) == "torch.bfloat16":
+            x = x.float()
+        return np.array(x) if self.name.startswith("numpy") else np.from_dlpack(x).copy()
+
+    def item(self, x: Any) -> Any:
+        """Return the value of a 0-d array as a Python number."""
+        assert x.shape == (), x
+        return self.to_numpy(x).item()
+
+    def assert_is_mine(self, x: Any) -> None:
+        """Assert that an object is an array of this library, not a scalar and not of another one."""
+        assert type(x) is type(self.xp.asarray(1.0)), f"{x!r} of type {type(x)} is no array of {self.name}"
+
+    def assert_array(self, x: Any, expected: Any, dtype: str = "float32") -> None:
+        """Assert library, dtype, shape and every bit of the values; NaN equals NaN, and -0.0 is not 0.0."""
+        self.assert_is_mine(x)
+        assert x.dtype == self.dtype(dtype), f"{x.dtype} is not {dtype}"
+        got = self.to_numpy(x)
+        wanted = np.asarray(expected)
+        assert got.shape == wanted.shape, f"{got.shape} is not {wanted.shape}"
+        wanted = wanted.astype(got.dtype)
+        np.testing.assert_array_equal(got, wanted, strict=True)
+        if np.isrealobj(got):
+            np.testing.assert_array_equal(np.signbit(got[~np.isnan(got)]), np.signbit(wanted[~np.isnan(wanted)]))
+
+    def state(self, state: Any) -> tuple[float, int, int, int]:
+        """Return a ScaleState as Python numbers, after asserting its dtypes and shapes."""
+        for field, dtype in zip(state, ("float32", "int32", "int32", "int32"), strict=True):
+            self.assert_is_mine(field)
+            assert field.dtype == self.dtype(dtype), f"{field!r} is not {dtype}"
+        scale, *trackers = (self.item(field) for field in state)
+        return (scale, *trackers)
+
+
+def _numpy() -> Library:
+    import array_api_compat.numpy as xp
+
+    return Library("numpy", xp, halves=("float16",))
+
+
+def _numpy_readonly() -> Library:
+    return dataclasses.replace(_numpy(), name="numpy-readonly", readonly=True)
+
+
+def _strict() -> Library:
+    return Library("strict", require("strict"))
+
+
+def _torch() -> Library:
+    require("torch").set_num_threads(1)
+    import array_api_compat.torch as xp
+
+    return Library("torch", xp, halves=("float16", "bfloat16"))
+
+
+_MAKERS = {"numpy": _numpy, "numpy-readonly": _numpy_readonly, "strict": _strict, "torch": _torch}
+
+# A new library is a function above, and its row and marks here.
+ROWS: Sequence[Any] = [
+    pytest.param("numpy", id="numpy", marks=pytest.mark.numpy),
+    pytest.param("numpy-readonly", id="numpy-readonly", marks=pytest.mark.numpy),
+    pytest.param("strict", id="strict"),
+    pytest.param("torch", id="torch", marks=pytest.mark.torch),
+]
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Library]:
+    """Make a library ready, and yield it.
+
+    - ``numpy`` goes through its adapter.
+    - ``numpy-readonly`` and ``torch`` go through the pure core; the arrays of the first raise when they are written to.
+    - ``strict`` goes through the pure core, with every optional part of the standard switched off.
+    """
+    library = _MAKERS[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "numpy-readonly":
+            generic = GenericBackend()
+            patch.setattr(registry, "backend_for", lambda _: generic)
+        if name == "strict":
+            flags = {"boolean_indexing": False, "data_dependent_shapes": False, "enabled_extensions": ()}
+            with library.xp.ArrayAPIStrictFlags(**flags):
+                yield library
+        else:
+            yield library

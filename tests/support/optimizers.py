@@ -1,0 +1,103 @@
+"""Optimizers of both protocols that record how they are called, for the tests of the scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from libraries import Library
+
+__all__ = ["Evaluating", "Grouped", "Parameter", "Tree", "iterate"]
+
+
+class Parameter:
+    """A parameter of torch's convention."""
+
+    def __init__(self, grad: Any = None) -> None:
+        self.grad = grad
+
+
+class Recording:
+    """Counts its steps, and keeps what they were called with and the gradients that they saw."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.seen: list[Any] = []
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps have been made."""
+        return len(self.calls)
+
+    def step(self, *args: Any, **kwargs: Any) -> str:
+        """Record one step."""
+        self.calls.append((args, kwargs))
+        self.seen.append(self.gradients())
+        return "stepped"
+
+    def gradients(self) -> Any:
+        """Return the gradients as they are."""
+        raise NotImplementedError
+
+
+class Grouped(Recording):
+    """An optimizer with ``param_groups`` of parameters."""
+
+    def __init__(self, *groups: Sequence[Any]) -> None:
+        super().__init__()
+        self.param_groups: Any = [{"params": [Parameter(grad) for grad in grads]} for grads in groups]
+
+    @property
+    def parameters(self) -> list[Any]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def gradients(self) -> list[Any]:
+        """Return every parameter's gradient."""
+        return [parameter.grad for parameter in self.parameters]
+
+
+class Tree(Recording):
+    """An optimizer with a ``grads`` tree."""
+
+    def __init__(self, grads: Any = None) -> None:
+        super().__init__()
+        self.grads = grads
+
+    def gradients(self) -> Any:
+        """Return the tree."""
+        return self.grads
+
+
+class Evaluating:
+    """An optimizer whose step evaluates a closure several times, as LBFGS does.
+
+    Parameters
+    ----------
+    evaluations : int
+        How often.
+    """
+
+    def __init__(self, evaluations: int = 1) -> None:
+        self.grads: Any = None
+        self.seen: list[Any] = []
+        self.losses: list[Any] = []
+        self.steps = 0
+        self._evaluations = evaluations
+
+    def step(self, closure: Callable[[], Any]) -> str:
+        """Evaluate, recording the gradients that the optimizer is shown, and count the step."""
+        for _ in range(self._evaluations):
+            self.losses.append(closure())
+            self.seen.append(self.grads)
+        self.steps += 1
+        return "minimised"
+
+
+def iterate(arrays: Library, scaler: Any, optimizer: Any, values: Sequence[float] = (1.0,)) -> Any:
+    """Make one iteration in which the true gradients of a ``Tree`` are these values; return its report."""
+    factor = scaler.scale(arrays.asarray(1.0))
+    optimizer.grads = [arrays.asarray([value], "float32") * factor for value in values]
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer)

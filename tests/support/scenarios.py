@@ -1,0 +1,289 @@
+"""What the ranks do in the distributed tests: functions of a group, run in every world.
+
+Everything that a scenario returns is plain Python, so that it can be compared between ranks and sent by pickle.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+from worlds import Failure
+
+import gradscale
+from gradscale import registry
+from gradscale.testing import check_collectives
+
+SHAPES = ((3,), (2, 5), ())
+
+
+class SGD:
+    """The smallest optimizer with a ``grads`` tree, and a count of the steps really made."""
+
+    def __init__(self, grads: Any) -> None:
+        self.grads = grads
+        self.weights = np.ones(4, dtype=np.float32)
+        self.steps = 0
+
+    def step(self) -> str:
+        """Move the weights by what is the same on every rank, and count."""
+        self.weights -= np.float32(0.1)
+        self.steps += 1
+        return "moved"
+
+
+def rank_and_size(group: Any) -> tuple[int, int]:
+    """Return the rank and size of a communicator or of thread collectives."""
+    return group.rank, group.size
+
+
+def gradients(library: str, value: float = 1.0) -> list[Any]:
+    """Return a few gradients of a library, scaled by the default scale."""
+    if library == "numpy":
+        return [np.full(shape, value * 65536.0, dtype=np.float32) for shape in SHAPES]
+    if library == "torch":
+        import torch
+
+        return [torch.full(shape, value * 65536.0, dtype=torch.float32) for shape in SHAPES]
+    import array_api_strict
+
+    return [array_api_strict.full(shape, value * 65536.0, dtype=array_api_strict.float32) for shape in SHAPES]
+
+
+def loss(library: str) -> Any:
+    """Return a 0-d float32 of a library."""
+    return gradients(library)[-1]
+
+
+def iterate(scaler: Any, optimizer: SGD, grads: list[Any], library: str = "numpy") -> gradscale.StepReport:
+    """Make one whole iteration."""
+    scaler.scale(loss(library))
+    optimizer.grads = grads
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer)
+
+
+def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, explicit: bool) -> dict[str, Any]:
+    """Overflow on some ranks in the second of four iterations, with or without an explicit unscale_."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    optimizer = SGD(None)
+    reports = []
+    for iteration in range(4):
+        grads = gradients(library)
+        if iteration == 1 and rank in bad_ranks:
+            grads[1] = grads[1] * value
+        scaler.scale(loss(library))
+        optimizer.grads = grads
+        if explicit:
+            scaler.unscale_(optimizer)
+        returned = scaler.step(optimizer)
+        scaler.update()
+        report = scaler.last_step(optimizer)
+        reports.append((report.skipped, report.scale, returned, report.reason))
+    return {
+        "reports": reports,
+        "state": scaler.state_dict(),
+        "weights": optimizer.weights.tobytes(),
+        "steps": optimizer.steps,
+    }
+
+
+def empty_on(group: Any, empty_ranks: list[int], bad_ranks: list[int], kind: str) -> dict[str, Any]:
+    """Give some ranks no gradients at all; others may overflow."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
+    optimizer = SGD(None)
+    # A rank without gradients may never have a loss either (the inner stages of a pipeline).
+    if rank not in empty_ranks:
+        scaler.scale(np.float32(1.0))
+    nothing: Any = {"list": [], "none": [None, None], "zero-size": [np.zeros((0, 3), dtype=np.float32)]}[kind]
+    optimizer.grads = nothing if rank in empty_ranks else gradients("numpy", np.inf if rank in bad_ranks else 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    return {"skipped": report.skipped, "state": scaler.state_dict(), "steps": optimizer.steps}
+
+
+def many_iterations(group: Any, seed: int, count: int) -> dict[str, Any]:
+    """Overflow on random ranks in random iterations; every rank draws its own."""
+    rank, _ = rank_and_size(group)
+    random = np.random.default_rng([seed, rank])
+    policy = gradscale.DynamicScale(growth_interval=3, hysteresis=2)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, policy=policy)
+    optimizer = SGD(None)
+    history = []
+    for _ in range(count):
+        report = iterate(scaler, optimizer, gradients("numpy", np.nan if random.random() < 0.1 else 1.0))
+        history.append((report.skipped, report.scale))
+    return {"history": history, "state": scaler.state_dict(), "weights": optimizer.weights.tobytes()}
+
+
+def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Let one rank resume from another checkpoint, or be set up differently; then step."""
+    rank, _ = rank_and_size(group)
+    policy: Any = gradscale.DynamicScale(growth_interval=7 if what == "policy" and rank == drifting_rank else 5)
+    if what == "call":
+        policy = gradscale.StaticScale(65536.0)
+    scaler = gradscale.ShardedGradScaler(group=group, policy=policy, timeout=settings["timeout"])
+    saved = scaler.state_dict()
+    if rank == drifting_rank:
+        saved |= {"scale": {"scale": 32768.0}, "tracker": {"_growth_tracker": 3}}.get(what, {})
+    scaler.load_state_dict(saved)
+    optimizer = SGD(gradients("numpy"))
+    failure = None
+    begin = time.monotonic()
+    try:
+        if what == "call" and rank == drifting_rank:
+            # This rank steps an optimizer that the others do not have.
+            scaler.scale(np.float32(1.0))
+            scaler.step(SGD(gradients("numpy")))
+        elif what == "call":
+            iterate(scaler, SGD(None), gradients("numpy"))
+        scaler.scale(np.float32(1.0))
+        scaler.step(optimizer)
+    except gradscale.ScaleDesyncError as error:
+        failure = Failure.of(error)
+    return {"failure": failure, "steps": optimizer.steps, "seconds": time.monotonic() - begin}
+
+
+def absence(group: Any, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Let one rank raise before the step of iteration 2, or come too late."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"])
+    optimizer = SGD(None)
+    iterate(scaler, optimizer, gradients("numpy"))
+    if rank == absent_rank:
+        if how == "raises":
+            msg = "this rank fails before its step"
+            raise ValueError(msg)
+        time.sleep(settings["late"])
+    begin = time.monotonic()
+    failure = None
+    try:
+        iterate(scaler, optimizer, gradients("numpy"))
+    except gradscale.CollectiveTimeoutError as error:
+        failure = Failure.of(error)
+    return {"failure": failure, "seconds": time.monotonic() - begin, "steps": optimizer.steps}
+
+
+def two_optimizers(group: Any, bad_rank: int, order: str) -> dict[str, Any]:
+    """Step two optimizers that share the scale; the first overflows on one rank."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    first, second = SGD(gradients("numpy")), SGD(gradients("numpy"))
+    if rank == bad_rank:
+        first.grads[0][0] = np.inf
+    scaler.scale([np.float32(1.0), np.float32(1.0)])
+    if order == "unscale both first":
+        scaler.unscale_(first)
+        scaler.unscale_(second)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    return {
+        "skipped": [scaler.last_step(optimizer).skipped for optimizer in (first, second)],
+        "steps": [first.steps, second.steps],
+        "scale": scaler.get_scale(),
+    }
+
+
+class Evaluating:
+    """An optimizer whose step evaluates a closure."""
+
+    def __init__(self) -> None:
+        self.grads: Any = None
+        self.steps = 0
+
+    def step(self, closure: Any) -> Any:
+        """Evaluate, then count the step."""
+        value = closure()
+        self.steps += 1
+        return value
+
+
+def closure_overflow(group: Any, bad_rank: int) -> dict[str, Any]:
+    """Overflow inside a closure on one rank until the scale has fallen twice."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    optimizer = Evaluating()
+    evaluations = []
+
+    def closure() -> float:
+        scaled = scaler.scale(np.float32(1.0))
+        evaluations.append(float(scaled))
+        overflows = rank == bad_rank and scaled > 16384.0
+        optimizer.grads = [np.full(3, np.inf if overflows else scaled, dtype=np.float32)]
+        return 1.0
+
+    returned = scaler.step(optimizer, closure)
+    gradient = optimizer.grads[0].tolist()
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    return {
+        "evaluations": evaluations,
+        "gradient": gradient,
+        "returned": returned,
+        "report": tuple(report),
+        "scale": scaler.get_scale(),
+        "steps": optimizer.steps,
+    }
+
+
+def skip_on_purpose(group: Any, bad_rank: int) -> dict[str, Any]:
+    """Leave out a step on every rank after unscale_; its verdict still counts."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    optimizer = SGD(gradients("numpy", np.inf if rank == bad_rank else 1.0))
+    scaler.scale(np.float32(1.0))
+    scaler.unscale_(optimizer)
+    scaler.update()
+    after = scaler.get_scale()
+    report = iterate(scaler, optimizer, gradients("numpy", 0.5))
+    return {"scale": after, "then": (report.skipped, report.scale), "state": scaler.state_dict()}
+
+
+def copies(group: Any, bad_rank: int) -> dict[str, Any]:
+    """Go on with a deep copy, and with an unpickled scaler that is given its group anew."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    optimizer = SGD(None)
+    iterate(scaler, optimizer, gradients("numpy", np.inf if rank == bad_rank else 1.0))
+    copied = copy.deepcopy(scaler)
+    unpickled = pickle.loads(pickle.dumps(scaler))
+    refused = None
+    try:
+        unpickled.scale(np.float32(1.0))
+        unpickled.step(SGD(gradients("numpy", 0.5)))
+    except gradscale.CallOrderError as error:
+        refused = str(error)
+    unpickled = pickle.loads(pickle.dumps(scaler))
+    unpickled.set_group(group)
+    reports = [iterate(one, optimizer, gradients("numpy", 0.5)) for one in (scaler, copied, unpickled)]
+    return {"refused": refused, "reports": [(report.skipped, report.scale) for report in reports]}
+
+
+def collectives_conform(group: Any, library: str, repetitions: int) -> str:
+    """Run the conformance suite on the group."""
+    check_collectives(registry.collectives_for(group, 20.0), gradients(library)[0], repetitions=repetitions)
+    return "conforms"
+
+
+def underflow(group: Any, bad_rank: int) -> dict[str, Any]:
+    """Overflow at the minimum scale on one rank: every rank raises, and can go on."""
+    rank, _ = rank_and_size(group)
+    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
+    scaler = gradscale.ShardedGradScaler(group=group, policy=policy, timeout=20.0)
+    optimizer = SGD(None)
+    raised = []
+    for value in (np.nan, np.nan, 1.0):
+        try:
+            iterate(scaler, optimizer, gradients("numpy", value if rank == bad_rank else 1.0))
+            raised.append("")
+        except gradscale.ScaleUnderflowError as error:
+            raised.append(str(error))
+    return {"raised": raised, "state": scaler.state_dict(), "steps": optimizer.steps}

@@ -1,0 +1,130 @@
+"""Worlds: where a scenario runs on several ranks, as threads of this process or as real processes.
+
+A scenario is a function of ``scenarios.py`` that takes a group as its first argument. Every world runs it on each rank
+and returns what each rank returned or raised, so that one test serves them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradscale.testing import run_ranks
+
+HERE = Path(__file__).parent
+RUNNER = HERE / "mpi_runner.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What a rank raised, with what is asserted of it."""
+
+    kind: str
+    bases: tuple[str, ...]
+    message: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception."""
+        plain = {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, type(None)))}
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        return cls(type(error).__name__, bases, str(error), plain)
+
+
+def find_mpiexec() -> str | None:
+    """Return the mpiexec of this environment, or of the PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def mpi_command(size: int, *arguments: str | Path) -> list[str]:
+    """Return the command line that runs Python on several ranks, oversubscribed if need be."""
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        msg = "there is no mpiexec beside this Python nor on the PATH: install gradscale[mpich]"
+        raise FileNotFoundError(msg)
+    return [mpiexec, "-n", str(size), sys.executable, *map(str, arguments)]
+
+
+def mpi_environment() -> dict[str, str]:
+    """Return the environment for real ranks: Open MPI wants to be told that root and oversubscription are meant."""
+    return os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreadWorld:
+    """Ranks that are threads of this process."""
+
+    size: int
+
+    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a scenario on every rank; results, or a Failure for a rank that raised."""
+
+        def call(group: Any) -> Any:
+            return scenario(group, *args)
+
+        results = run_ranks(self.size, call, timeout=_timeout(args), return_exceptions=True)
+        return [Failure.of(result) if isinstance(result, BaseException) else result for result in results]
+
+    def run_each(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+        """Run a scenario once for each tuple of arguments; the results of each."""
+        return [self.run(scenario, *case) for case in cases]
+
+
+@dataclasses.dataclass(frozen=True)
+class MPIWorld:
+    """Ranks that are processes under mpiexec; the group is COMM_WORLD."""
+
+    size: int
+
+    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a scenario on every rank; results, or a Failure for a rank that raised."""
+        return self.run_each(scenario, [args])[0]
+
+    def run_each(
+        self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 90.0
+    ) -> list[list[Any]]:
+        """Run a scenario once for each tuple of arguments, all in the same processes; the results of each."""
+        with tempfile.TemporaryDirectory() as folder:
+            task = Path(folder, "task.pickle")
+            task.write_bytes(pickle.dumps((scenario.__module__, scenario.__name__, cases)))
+            completed = subprocess.run(
+                mpi_command(self.size, RUNNER, task),
+                env=mpi_environment(),
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+            answers = [Path(folder, f"{rank}.pickle") for rank in range(self.size)]
+            missing = [answer.stem for answer in answers if not answer.exists()]
+            if missing or completed.returncode:
+                output = f"{completed.stdout}{completed.stderr}"
+                msg = f"ranks {missing} gave no answer, status {completed.returncode}:\n{output}"
+                raise RuntimeError(msg)
+            by_rank = [pickle.loads(answer.read_bytes()) for answer in answers]
+            return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _timeout(args: Sequence[Any]) -> float:
+    """Return the timeout that a scenario is given in a dict of settings, so that threads obey it too."""
+    for value in args:
+        if isinstance(value, dict) and "timeout" in value:
+            return float(value["timeout"])
+    return 30.0
