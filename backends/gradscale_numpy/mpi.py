@@ -26,8 +26,9 @@ _LONGEST_PAUSE = 1e-3
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
-# Requests that were given up, with the buffers that MPI may still write to.
-_abandoned: list[tuple[Any, ...]] = []
+# What MPI still reads from and writes to: requests that are not done, also those that were given up or that nobody
+# asks for any more, with their buffers.
+_under_way: dict[int, tuple[Any, ...]] = {}
 
 
 class _Duplicate:
@@ -86,7 +87,8 @@ class MPICollectives:
             raise BackendError(msg)
         if found is None:
             duplicate, request = comm.Idup()
-            self._wait(request, "the construction of a ShardedGradScaler", (duplicate,))
+            _under_way[id(request)] = (request, duplicate)
+            self._wait(request, "the construction of a ShardedGradScaler")
             found = _Duplicate(duplicate)
             comm.Set_attr(_attribute, found)
         self._duplicate = found
@@ -120,37 +122,41 @@ class MPICollectives:
             request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
         except MPI.Exception as error:
             raise self._failure(error) from error
+        _under_way[id(request)] = (request, send, receive)
 
         def finish() -> Array:
-            self._wait(request, "the agreement on a step", (send, receive))
+            self._wait(request, "the agreement on a step")
             return receive if isinstance(x, np.ndarray) else _like(receive, x)
 
         return finish
 
-    def _wait(self, request: MPI.Request, operation: str, buffers: tuple[Any, ...]) -> None:
+    def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""
         try:
-            for _ in range(_BUSY_TESTS):
-                if request.Test():
-                    return
-            begin = time.monotonic()
-            pause = _SHORTEST_PAUSE
-            while not request.Test():
-                waited = time.monotonic() - begin
-                if waited > self._timeout:
-                    raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
-                if waited < _YIELDING:
-                    _give_way()
-                else:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+            self._poll(request, operation)
         except BaseException as error:
-            _abandoned.append((request, *buffers))
             if self._duplicate is not None:
                 self._duplicate.is_usable = False
             if isinstance(error, MPI.Exception):
                 raise self._failure(error) from error
             raise
+        _under_way.pop(id(request), None)
+
+    def _poll(self, request: MPI.Request, operation: str) -> None:
+        for _ in range(_BUSY_TESTS):
+            if request.Test():
+                return
+        begin = time.monotonic()
+        pause = _SHORTEST_PAUSE
+        while not request.Test():
+            waited = time.monotonic() - begin
+            if waited > self._timeout:
+                raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
+            if waited < _YIELDING:
+                _give_way()
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _failure(self, error: MPI.Exception) -> BackendError:
         text = f"MPI failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {error}"

@@ -85,6 +85,10 @@ def test_only_int32_vectors_travel(world: MPIWorld) -> None:
         assert [message.rpartition("got ")[2] for message in messages] == ["1-d float32", "1-d int64", "2-d int32"]
 
 
+def test_memory_that_mpi_reads_outlives_whoever_asked_for_it(world: MPIWorld) -> None:
+    assert world.run(scenario("dropped")) == [[True]] * world.size
+
+
 def test_a_strided_vector_is_reduced(world: MPIWorld) -> None:
     last = world.size - 1
     assert world.run(scenario("strided")) == [[last, 3 + last, 6 + last, 9 + last]] * world.size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +58,8 @@ def overlapped(comm: MPI.Intracomm, rounds: int) -> float:
     for iteration in range(rounds):
         scaler.scale(np.float32(1.0))
         optimizer.grads = gradients("numpy")
-        theirs = np.zeros(14, dtype=np.int32)
-        request = comm.Iallreduce(np.full(14, comm.rank, dtype=np.int32), theirs, op=MPI.MAX)
+        mine, theirs = np.full(14, comm.rank, dtype=np.int32), np.zeros(14, dtype=np.int32)
+        request = comm.Iallreduce(mine, theirs, op=MPI.MAX)
         scaler.unscale_(optimizer)
         total += comm.allreduce(1.0)
         if iteration % 2:
@@ -162,6 +164,22 @@ def wrong_arrays(comm: MPI.Intracomm) -> list[str]:
         except gradscale.InvalidValueError as error:
             messages.append(str(error))
     return messages
+
+
+def dropped(comm: MPI.Intracomm) -> list[bool]:
+    """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
+    collectives = MPICollectives(comm, 5.0)
+    alive = []
+    for rank in range(comm.size):
+        if comm.rank == rank:
+            sent = np.zeros(3, dtype=np.int32)
+            watched = weakref.ref(sent)
+            collectives.start_max(sent)
+            del sent
+            gc.collect()
+            alive.append(watched() is not None)
+        comm.Barrier()
+    return alive
 
 
 def strided(comm: MPI.Intracomm) -> list[int]:
