@@ -1,0 +1,105 @@
+"""What can be imported, what an import loads, and what is installed."""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradscale
+
+FRAMEWORKS = {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes", "gradscale_numpy"}
+PACKAGES = ("gradscale", "gradscale_numpy")
+
+
+def loaded_after(*statements: str) -> set[str]:
+    """Return the top-level modules that a new process has loaded after some statements."""
+    program = "\n".join(
+        [*statements, "import json, sys", "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"]
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return set(json.loads(completed.stdout.splitlines()[-1]))
+
+
+def test_importing_gradscale_loads_no_framework() -> None:
+    assert not loaded_after("import gradscale") & FRAMEWORKS
+
+
+def test_constructing_a_scaler_and_listing_adapters_loads_no_framework() -> None:
+    loaded = loaded_after("import gradscale", "gradscale.GradScaler()", "gradscale.registry.names()")
+    assert not loaded & FRAMEWORKS
+
+
+def test_an_adapter_is_loaded_for_the_library_that_comes_along_and_no_other() -> None:
+    loaded = loaded_after("import gradscale, numpy", "gradscale.GradScaler().scale(numpy.float32(1.0))")
+    assert "gradscale_numpy" not in loaded or "numpy" in loaded
+    assert not loaded & (FRAMEWORKS - {"numpy", "gradscale_numpy"})
+
+
+def test_the_check_of_loaded_modules_sees_a_framework() -> None:
+    assert loaded_after("import gradscale, numpy") & FRAMEWORKS == {"numpy"}
+
+
+def test_public_names_are_listed_once_sorted_and_there() -> None:
+    assert gradscale.__all__ == sorted(set(gradscale.__all__))
+    for name in gradscale.__all__:
+        assert getattr(gradscale, name) is not None
+    public = {name for name in vars(gradscale) if not name.startswith("_")}
+    modules = {name for name in public if isinstance(getattr(gradscale, name), type(os))}
+    assert public - modules == set(gradscale.__all__) - modules
+
+
+def test_every_module_lists_names_that_it_has() -> None:
+    for package in PACKAGES:
+        folder = Path(importlib.import_module(package).__file__ or "").parent
+        for path in sorted(folder.glob("*.py")):
+            if (package, path.stem) in {("gradscale_numpy", "mpi"), ("gradscale_numpy", "fast")}:
+                continue
+            module = importlib.import_module(package if path.stem == "__init__" else f"{package}.{path.stem}")
+            for name in module.__all__:
+                assert hasattr(module, name), f"{module.__name__}.{name}"
+
+
+def test_errors_derive_from_the_root_and_from_a_built_in() -> None:
+    names = [name for name in gradscale.__all__ if name.endswith("Error") and name != "GradscaleError"]
+    assert len(names) == 10
+    for name in names:
+        error = getattr(gradscale, name)
+        assert issubclass(error, gradscale.GradscaleError)
+        assert any(
+            base.__module__ == "builtins" and base not in (Exception, BaseException, object) for base in error.__mro__
+        )
+        assert name in (gradscale.errors.__doc__ or "")
+
+
+def test_the_version_is_in_one_place() -> None:
+    assert importlib.metadata.version("gradscale") == gradscale.__version__
+
+
+def test_entry_points_and_extras_are_installed() -> None:
+    assert {"numpy", "mpi4py"} <= set(gradscale.registry.names())
+    metadata = importlib.metadata.metadata("gradscale")
+    assert {"numpy", "mpi", "mpich", "fast", "examples", "test"} <= set(metadata.get_all("Provides-Extra") or [])
+    # An editable install adds "editables", which it is made with.
+    needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
+    assert {line.partition(">")[0].partition("~")[0] for line in needed} - {"editables"} == {"array-api-compat"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_is_marked_as_typed(package: str) -> None:
+    assert (Path(importlib.import_module(package).__file__ or "").parent / "py.typed").exists()
+
+
+@pytest.mark.skipif(
+    "GRADSCALE_TEST_INSTALLED" not in os.environ, reason="GRADSCALE_TEST_INSTALLED is not set: this is no wheel"
+)
+def test_the_installed_wheel_is_what_is_tested() -> None:
+    for package in PACKAGES:
+        assert "site-packages" in (importlib.import_module(package).__file__ or "")
+    files = importlib.metadata.files("gradscale") or []
+    top_level = {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")}
+    assert top_level == set(PACKAGES)

@@ -1,0 +1,44 @@
+"""The README's code runs as it stands, and its commands are the ones that are tested."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from axes import require
+from worlds import mpi_command, mpi_environment
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_every_block_of_python_is_run() -> None:
+    assert {name for name, _ in BLOCKS} == {"mpi", "functional", "single", "adapter", "testing"}
+    assert len(re.findall(r"```python", README)) == len(BLOCKS)
+
+
+@pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
+    program = tmp_path / f"{name}.py"
+    program.write_text(code)
+    command = [sys.executable, str(program)]
+    if name == "mpi":
+        require("mpi")
+        command = mpi_command(2, program)
+    completed = subprocess.run(
+        command, env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
+    )
+    assert completed.returncode == 0, completed.stderr
+    if name == "mpi":
+        printed = re.findall(r"\[(.*?)\]", completed.stdout)
+        assert len(printed) == 2
+        for weights in printed:
+            assert [float(weight) for weight in weights.split()] == pytest.approx([1, -2, 3, -4], abs=0.01)
+
+
+def test_the_documents_tell_nothing_of_the_machine_they_were_written_on() -> None:
+    documents = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("examples/*.py")]
+    for path in documents:
+        assert not re.search(r"/(root|work|home|tmp|opt)/", path.read_text()), path
