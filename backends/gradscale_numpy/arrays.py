@@ -29,9 +29,9 @@ class NumpyBackend:
     Parameters
     ----------
     fast : bool, optional
-        Whether to use the kernels compiled by numba (extra ``fast``); their first call compiles for a few seconds, and
-        caches on disk. Default: where numba is installed, unless the environment says ``GRADSCALE_NUMPY_FAST=0``.
-        Both give the same bits.
+        Whether to use the kernels compiled by numba (extra ``fast``); they are compiled at the
+        first call and cached on disk. Default: where numba is installed, unless the environment says
+        ``GRADSCALE_NUMPY_FAST=0``. Both give the same bits.
     """
 
     name = "numpy"
@@ -69,8 +69,14 @@ class NumpyBackend:
         return np.array([np.asarray(state.scale).view(np.int32), *state[1:]], dtype=np.int32)
 
     def unscale(
-        self, grads: Sequence[NumpyArray], state: ScaleState, /, *, dtype: Any = None, in_place: bool = False
-    ) -> tuple[list[NumpyArray], NumpyArray]:
+        self,
+        grads: Sequence[NumpyArray],
+        state: ScaleState,
+        /,
+        *,
+        dtype: Any = None,
+        out: Sequence[NumpyArray] | None = None,
+    ) -> tuple[Sequence[NumpyArray], NumpyArray]:
         """Divide arrays by the scale and count those with a non-finite value.
 
         Parameters
@@ -81,60 +87,80 @@ class NumpyBackend:
             Gives the scale.
         dtype : dtype, optional
             Wanted dtype of the real ones, as new arrays.
-        in_place : bool, default False
-            Overwrite the given arrays; NumPy's scalars, which cannot be written, come back as new arrays.
+        out : sequence of arrays, optional
+            Arrays to write to instead, of equal shapes; the gradients themselves for unscaling in place. NumPy's
+            scalars, which cannot be written, come back as new arrays.
 
         Returns
         -------
-        arrays : list of arrays
-            The given ones if ``in_place``.
+        arrays : sequence of arrays
+            ``out``, or new ones.
         nonfinite : array
             0-d int32.
 
         Raises
         ------
         InvalidValueError
-            When an array is to be overwritten and is read-only or overlaps itself; nothing is modified.
+            When an array to be written is read-only or overlaps itself; nothing is modified.
         """
-        check_real_dtype(state.scale, dtype)
-        if in_place:
-            outs = [_writable(index, grad) for index, grad in enumerate(grads)]
-            # The kernels see by identity that they may overwrite.
-            sources = [_scalar_or(grad, out) for grad, out in zip(grads, outs, strict=True)]
-            returned = [grad if source is out else out for grad, source, out in zip(grads, sources, outs, strict=True)]
-        else:
-            sources = [np.asarray(grad) for grad in grads]
-            outs = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
-            returned = outs
         inverse = np.float32(1.0 / float(state.scale))
-        count = self._unscale_all(sources, outs, inverse)
-        return returned, np.asarray(count, dtype=np.int32)
+        # A list, because it takes half the time that a generator does, and there may be thousands of small arrays.
+        if out is grads and {*map(type, grads)} == {np.ndarray} and all([grad.flags.carray for grad in grads]):  # noqa: C419
+            return grads, np.asarray(self._unscale_all(grads, grads, inverse), dtype=np.int32)
+        if out is None:
+            check_real_dtype(state.scale, dtype)
+            sources = [np.asarray(grad) for grad in grads]
+            targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
+            returned = targets
+        else:
+            targets = [_writable(index, target) for index, target in enumerate(out)]
+            # The kernels see by identity that they overwrite.
+            sources = [
+                target if grad is given and not isinstance(grad, np.generic) else np.asarray(grad)
+                for grad, given, target in zip(grads, out, targets, strict=True)
+            ]
+            returned = [
+                target if isinstance(given, np.generic) else given for given, target in zip(out, targets, strict=True)
+            ]
+        return returned, np.asarray(self._unscale_all(sources, targets, inverse), dtype=np.int32)
 
 
-def _writable(index: int, grad: NumpyArray) -> NumpyArray:
-    """Return what to write to for an array that is to be overwritten: itself, as a plain ndarray."""
-    if type(grad) is np.ndarray and grad.flags.carray:
-        return grad
-    if isinstance(grad, np.generic):
-        return np.empty((), dtype=grad.dtype)
-    if not grad.flags.writeable:
+def _writable(index: int, array: NumpyArray) -> NumpyArray:
+    """Return what to write to for an array: itself, as a plain ndarray; a new one for a scalar."""
+    if type(array) is np.ndarray and array.flags.carray:
+        return array
+    if isinstance(array, np.generic):
+        return np.empty((), dtype=array.dtype)
+    if not array.flags.writeable:
         msg = (
-            f"gradient {index}, shape {grad.shape}, {grad.dtype}, is read-only and cannot be unscaled in place: assign "
-            f"a copy (grad.copy()), or take new arrays from gradscale.unscale(grads, state)"
+            f"gradient {index}, shape {array.shape}, {array.dtype}, is read-only and cannot be unscaled in place: "
+            f"assign a copy (grad.copy()), or take new arrays from gradscale.unscale(grads, state)"
         )
         raise InvalidValueError(msg)
-    if any(stride == 0 and length > 1 for stride, length in zip(grad.strides, grad.shape, strict=True)) and grad.size:
+    if _overlaps_itself(array):
         msg = (
-            f"gradient {index}, shape {grad.shape}, strides {grad.strides}, overlaps itself and cannot be unscaled in "
-            f"place: assign a copy (grad.copy())"
+            f"gradient {index}, shape {array.shape}, strides {array.strides}, overlaps itself and cannot be unscaled "
+            f"in place: assign a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
-    return grad.view(np.ndarray)
+    return array.view(np.ndarray)
 
 
-def _scalar_or(grad: NumpyArray, out: NumpyArray) -> NumpyArray:
-    """Return the source for an array: the one that is overwritten, or a scalar's value."""
-    return np.asarray(grad) if isinstance(grad, np.generic) else out
+def _overlaps_itself(grad: NumpyArray) -> bool:
+    """Tell whether elements share memory, as broadcasting and strides made by hand have it."""
+    axes = sorted((abs(stride), length) for stride, length in zip(grad.strides, grad.shape, strict=True) if length != 1)
+    span = grad.itemsize
+    for stride, length in axes:
+        if stride < span:
+            break
+        span += stride * (length - 1)
+    else:
+        return False
+    # Axes that interleave need not meet: look at every element.
+    offsets = np.zeros((), np.intp)
+    for stride, length in axes:
+        offsets = np.add.outer(offsets, stride * np.arange(length))
+    return bool(np.any(np.diff(np.sort(offsets, axis=None)) < grad.itemsize))
 
 
 def _stored_dtype(grad: NumpyArray, dtype: Any) -> Any:

@@ -15,6 +15,8 @@ __all__ = [
     "DOUBLE",
     "HALF",
     "LAYOUTS",
+    "PAIRS",
+    "PAIR_IDS",
     "SINGLE",
     "Array",
     "assert_same",
@@ -28,6 +30,30 @@ Array = NDArray[Any]
 
 BFLOAT = np.dtype(ml_dtypes.bfloat16)
 HALF, SINGLE, DOUBLE = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
+
+
+# Every kind of source, and the types that it is unscaled to.
+PAIRS = [
+    (source, out)
+    for source, outs in {
+        HALF: [HALF, SINGLE, DOUBLE, BFLOAT],
+        BFLOAT: [BFLOAT, SINGLE, HALF],
+        SINGLE: [SINGLE, HALF, BFLOAT, DOUBLE],
+        DOUBLE: [DOUBLE, SINGLE],
+        np.dtype(np.longdouble): [np.longdouble, DOUBLE],
+        np.dtype(np.complex64): [np.complex64, np.complex128],
+        np.dtype(np.complex128): [np.complex128, np.complex64],
+        np.dtype(np.clongdouble): [np.clongdouble],
+        np.dtype(ml_dtypes.float8_e4m3fn): [ml_dtypes.float8_e4m3fn, SINGLE],
+        np.dtype(ml_dtypes.float8_e5m2): [ml_dtypes.float8_e5m2, SINGLE],
+        BFLOAT.newbyteorder(">"): [BFLOAT.newbyteorder(">"), SINGLE],
+        np.dtype(">f4"): [">f4", SINGLE],
+        np.dtype(">f2"): [">f2", SINGLE],
+        np.dtype(">c8"): [">c8"],
+    }.items()
+    for out in map(np.dtype, outs)
+]
+PAIR_IDS = [f"{source.name}-{out.name}" + "-swapped" * (not source.isnative) for source, out in PAIRS]
 
 
 def isfinite(array: Array) -> Array:

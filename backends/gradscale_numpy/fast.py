@@ -1,0 +1,249 @@
+"""Unscale and judge NumPy arrays in one pass, with loops that Numba compiles.
+
+The answers are those of `kernels`, bit for bit. What has no loop here (float8, long double, strided or
+byte-swapped arrays, a cast to a narrower type) is left to `kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from . import kernels
+
+__all__ = ["unscale_all"]
+
+Array = NDArray[Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
+_BLOCK = 1 << 17
+
+# Arrays handed over in one call: for small ones, the call takes longer than the loop.
+_TOGETHER = 32
+
+_SINGLE = np.dtype(np.float32)
+_DOUBLE = np.dtype(np.float64)
+_BITS = np.dtype(np.uint16)
+
+_f4 = np.float32
+_u2 = np.uint16
+_u4 = np.uint32
+
+
+def _compile(function: Function) -> Function:
+    """Compile on first use, and keep the machine code on disk where there is a place for it."""
+    # Never with fast-math, which lets the compiler assume that there are no infinities and NaNs.
+    try:
+        return cast("Function", numba.njit(function, cache=True, nogil=True))
+    except RuntimeError:  # no folder to write to, neither beside this file nor in the user's cache
+        return cast("Function", numba.njit(function, nogil=True))
+
+
+@_compile
+def _half_to_single(half: Any) -> Any:
+    """Return the float32 of a float16 given by its bits."""
+    magnitude = _u4(half) & _u4(0x7FFF)
+    subnormal = _f4(_f4(np.int32(magnitude)) * _f4(2.0**-24)).view(_u4)
+    normal = _u4((magnitude << _u4(13)) + _u4(0x38000000))
+    special = _u4((magnitude << _u4(13)) | _u4(0x7F800000))
+    finite = subnormal if magnitude < _u4(0x0400) else normal
+    bits = finite if magnitude < _u4(0x7C00) else special
+    return _u4(bits | ((_u4(half) & _u4(0x8000)) << _u4(16))).view(_f4)
+
+
+@_compile
+def _single_to_half(single: Any) -> Any:
+    """Return the bits of the float16 nearest to a float32, ties to even."""
+    bits = _f4(single).view(_u4)
+    magnitude = _u4(bits & _u4(0x7FFFFFFF))
+    # Adding one half leaves a float32 whose last place is that of a float16 subnormal: the sum rounds it.
+    subnormal = _u4(_f4(magnitude.view(_f4) + _f4(0.5)).view(_u4) - _u4(0x3F000000))
+    rounded = _u4(magnitude + _u4(0x0FFF) + ((magnitude >> _u4(13)) & _u4(1)))
+    normal = _u4((rounded - _u4(0x38000000)) >> _u4(13))
+    special = _u4(0x7E00) if magnitude > _u4(0x7F800000) else _u4(0x7C00)
+    finite = subnormal if magnitude < _u4(0x38800000) else normal
+    half = finite if magnitude < _u4(0x47800000) else special
+    return _u2(half | ((bits >> _u4(16)) & _u4(0x8000)))
+
+
+@_compile
+def _bfloat_to_single(bfloat: Any) -> Any:
+    """Return the float32 of a bfloat16 given by its bits."""
+    return _u4(_u4(bfloat) << _u4(16)).view(_f4)
+
+
+@_compile
+def _single_to_bfloat(single: Any) -> Any:
+    """Return the bits of the bfloat16 nearest to a float32, ties to even."""
+    bits = _f4(single).view(_u4)
+    # A NaN stays one: it was a bfloat16, so that the lower half, which could carry over, is zero.
+    return _u2((bits + _u4(0x7FFF) + ((bits >> _u4(16)) & _u4(1))) >> _u4(16))
+
+
+@_compile
+def _scale_floats(array: Any, factor: Any) -> Any:
+    nonfinite = False
+    for i in range(array.size):
+        value = array[i] * factor
+        array[i] = value
+        # Zero for a finite value and NaN for any other, in every type.
+        difference = value - value
+        nonfinite |= difference != difference
+    return nonfinite
+
+
+@_compile
+def _count_scaled(arrays: Any, factor: Any) -> Any:
+    count = 0
+    for array in arrays:
+        count += _scale_floats(array, factor)
+    return count
+
+
+@_compile
+def _scale_halves(array: Any, factor: Any) -> Any:
+    nonfinite = False
+    for i in range(array.size):
+        value = _single_to_half(_half_to_single(array[i]) * factor)
+        array[i] = value
+        nonfinite |= (value & _u2(0x7C00)) == _u2(0x7C00)
+    return nonfinite
+
+
+@_compile
+def _scale_bfloats(array: Any, factor: Any) -> Any:
+    nonfinite = False
+    for i in range(array.size):
+        value = _single_to_bfloat(_bfloat_to_single(array[i]) * factor)
+        array[i] = value
+        nonfinite |= (value & _u2(0x7F80)) == _u2(0x7F80)
+    return nonfinite
+
+
+@_compile
+def _widen_halves(source: Any, out: Any, factor: Any) -> Any:
+    nonfinite = False
+    for i in range(source.size):
+        value = _half_to_single(source[i]) * factor
+        out[i] = value
+        difference = value - value
+        nonfinite |= difference != difference
+    return nonfinite
+
+
+@_compile
+def _widen_bfloats(source: Any, out: Any, factor: Any) -> Any:
+    nonfinite = False
+    for i in range(source.size):
+        value = _bfloat_to_single(source[i]) * factor
+        out[i] = value
+        difference = value - value
+        nonfinite |= difference != difference
+    return nonfinite
+
+
+class _Loop(NamedTuple):
+    """The loop for one pair of types, and the types that it sees the arrays and the factor as."""
+
+    run: Callable[..., bool]
+    source_type: np.dtype[Any]
+    out_type: np.dtype[Any]
+    factor_type: type[np.float32 | np.float64] = np.float32
+
+
+@lru_cache(maxsize=64)
+def _loop_for(source: np.dtype[Any], out: np.dtype[Any]) -> _Loop | None:
+    """Return the loop for a pair of types: in place where they are the same, from source to out otherwise."""
+    if source == out:
+        if source in (np.dtype(np.float32), np.dtype(np.complex64)):
+            return _Loop(_scale_floats, _SINGLE, _SINGLE)
+        if source in (np.dtype(np.float64), np.dtype(np.complex128)):
+            return _Loop(_scale_floats, _DOUBLE, _DOUBLE, np.float64)
+        if source == np.dtype(np.float16):
+            return _Loop(_scale_halves, _BITS, _BITS)
+        if _is_bfloat(source):
+            return _Loop(_scale_bfloats, _BITS, _BITS)
+    elif out == _SINGLE:
+        if source == np.dtype(np.float16):
+            return _Loop(_widen_halves, _BITS, _SINGLE)
+        if _is_bfloat(source):
+            return _Loop(_widen_bfloats, _BITS, _SINGLE)
+    return None
+
+
+def _is_bfloat(dtype: np.dtype[Any]) -> bool:
+    """Return whether the type is bfloat16, which NumPy knows only by the library that registered it."""
+    return dtype.name == "bfloat16" and dtype.itemsize == _BITS.itemsize and dtype.isnative
+
+
+def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
+    """Do what `kernels.unscale_all` does, to the same bits.
+
+    Parameters
+    ----------
+    sources, outs, inverse
+        As for `kernels.unscale_all`. Where both sequences are one object, every array in it is C-contiguous, aligned
+        and writable.
+
+    Returns
+    -------
+    int
+        How many outs hold an infinity or a NaN.
+    """
+    nonfinite = 0
+    inverse = np.float32(inverse)
+    plain: list[Array] = []
+    small_sources: list[Array] = []
+    small_outs: list[Array] = []
+    # Thousands of small arrays are known by their few types, in less time than each is looked at.
+    if sources is outs and {out.dtype for out in outs} == {_SINGLE} and {out.ndim for out in outs} == {1}:
+        plain = list(outs)
+    else:
+        with np.errstate(all="ignore"):
+            for source, out in zip(sources, outs, strict=True):
+                if source is out and out.dtype is _SINGLE and out.ndim == 1 and out.flags.carray:
+                    plain.append(out)
+                elif out.size > kernels.SMALL:
+                    nonfinite += _unscale_one(source, out, inverse)
+                else:
+                    small_sources.append(source)
+                    small_outs.append(out)
+    whole = len(plain) - len(plain) % _TOGETHER
+    for start in range(0, whole, _TOGETHER):
+        nonfinite += _count_scaled(tuple(plain[start : start + _TOGETHER]), inverse)
+    for array in plain[whole:]:
+        nonfinite += _scale_floats(array, inverse)
+    if small_outs:
+        nonfinite += kernels.unscale_all(small_sources, small_outs, inverse)
+    return nonfinite
+
+
+def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
+    """Unscale one pair in a compiled loop where there is one, and say whether `out` is then not finite."""
+    loop = _loop_for(source.dtype, out.dtype)
+    if loop is None or not (source.flags.aligned and out.flags.aligned):
+        return kernels.unscale_one(source, out, inverse)
+    if source.flags.c_contiguous and out.flags.c_contiguous:
+        values, results = source.reshape(-1), out.reshape(-1)
+    elif source.flags.f_contiguous and out.flags.f_contiguous:
+        values, results = source.T.reshape(-1), out.T.reshape(-1)
+    else:
+        return kernels.unscale_one(source, out, inverse)
+    values, results = values.view(loop.source_type), results.view(loop.out_type)
+    factor = loop.factor_type(inverse)
+    if source.dtype != out.dtype:
+        return loop.run(values, results, factor)
+    if source is out:
+        return loop.run(results, factor)
+    nonfinite = False
+    for start in range(0, results.size, _BLOCK):
+        block = results[start : start + _BLOCK]
+        block[...] = values[start : start + _BLOCK]
+        nonfinite |= loop.run(block, factor)
+    return nonfinite

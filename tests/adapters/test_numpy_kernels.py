@@ -1,0 +1,394 @@
+"""Hold both NumPy kernels to a slow oracle, to torch and to each other, bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from axes import require
+from exactness import (
+    BFLOAT,
+    DOUBLE,
+    HALF,
+    LAYOUTS,
+    PAIR_IDS,
+    PAIRS,
+    SINGLE,
+    Array,
+    assert_same,
+    bit_patterns,
+    isfinite,
+    oracle,
+    random_array,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscale_numpy import kernels
+
+pytestmark = pytest.mark.numpy
+
+INVERSES = [2.0**-16, 2.0**-24, 1 / 3, 0.75, 1.0, 2.0**10, 2.0**15, 2.0**16, 2.0**126, 2.0**-127]
+
+# Block and row as small as this put block ends and tails into arrays of a few thousand elements.
+BLOCK, ROW = 512, 64
+LARGE = 3 * BLOCK + ROW + 5
+SIZES = [0, 1, 2, 31, 33, 500, BLOCK + 1]
+
+
+@pytest.fixture(params=["kernels", "fast"])
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    """Return each module that has ``unscale_all``."""
+    if request.param == "fast":
+        require("fast")
+    return importlib.import_module(f"gradscale_numpy.{request.param}")
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    """Return torch."""
+    return require("torch")
+
+
+@pytest.fixture
+def small_blocks(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shrink the blocks, so that arrays of a few thousand elements have several of them and a tail."""
+    for each in {kernels, module}:
+        monkeypatch.setattr(each, "_BLOCK", BLOCK)
+    monkeypatch.setattr(kernels, "_ROW", ROW)
+    monkeypatch.setattr(kernels, "SMALL", 32)
+
+
+def check(module: ModuleType, source: Array, out: Array, inverse: float) -> None:
+    """Unscale one pair and require the oracle's answer."""
+    expected, nonfinite = oracle(source, out.dtype, inverse)
+    before = source.copy()
+    assert module.unscale_all([source], [out], np.float32(inverse)) == nonfinite
+    assert_same(out, expected)
+    if out is not source:
+        assert_same(source, before)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (LARGE, 1), (LARGE // 4, 4), (3, LARGE)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("source_type", "out_type"), PAIRS, ids=PAIR_IDS)
+@pytest.mark.usefixtures("small_blocks")
+def test_oracle(
+    module: ModuleType,
+    source_type: np.dtype[Any],
+    out_type: np.dtype[Any],
+    layout: Callable[[Array], Array],
+    shape: tuple[int, int],
+) -> None:
+    """Every pair of types and layout gives the oracle's bits, in place and out of place."""
+    values = random_array(source_type, shape, seed=1)
+    for inverse in (2.0**-16, 1 / 3):
+        check(module, layout(values), np.empty(shape, out_type), inverse)
+        check(module, values, layout(np.empty(shape, out_type)), inverse)
+        check(module, layout(values), layout(np.empty(shape, out_type)), inverse)
+        if source_type == out_type:
+            in_place = layout(values.copy())
+            check(module, in_place, in_place, inverse)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1, 1), (2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize(("source_type", "out_type"), PAIRS, ids=PAIR_IDS)
+def test_shapes(
+    module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], shape: tuple[int, ...]
+) -> None:
+    """Empty arrays, single numbers and many axes give the oracle's bits, alone and together."""
+    source = np.full(shape, 0.75, source_type)
+    check(module, source, np.empty(shape, out_type), 1 / 3)
+    sources = [source, np.ones((3, 2), source_type), np.full(2, np.nan, source_type)]
+    outs = [np.empty(each.shape, out_type) for each in sources]
+    assert module.unscale_all(sources, outs, np.float32(1 / 3)) == 1
+    for each, out in zip(sources, outs, strict=True):
+        assert_same(out, oracle(each, out_type, 1 / 3)[0])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize(
+    ("source_type", "out_type"),
+    [(HALF, HALF), (HALF, SINGLE), (BFLOAT, BFLOAT), (BFLOAT, SINGLE), (SINGLE, SINGLE), (DOUBLE, DOUBLE)],
+    ids=lambda dtype: dtype.name,
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_every_position(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], bad: float) -> None:
+    """A bad value is seen wherever it stands, and every other element is still unscaled."""
+    source = np.ones(LARGE, source_type)
+    out = np.empty(LARGE, out_type)
+    good = np.full(LARGE, 0.5, out_type)
+    for position in range(LARGE):
+        source[position] = bad
+        assert module.unscale_all([source], [out], np.float32(0.5)) == 1
+        assert not isfinite(out[position])
+        out[position] = 0.5
+        assert_same(out, good)
+        in_place = source.copy()
+        assert module.unscale_all([in_place], [in_place], np.float32(0.5)) == 1
+        source[position] = 1
+    assert module.unscale_all([source], [out], np.float32(0.5)) == 0
+
+
+@pytest.mark.parametrize("imaginary", [False, True], ids=["real", "imaginary"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
+def test_complex_parts(module: ModuleType, bad: float, layout: Callable[[Array], Array], imaginary: bool) -> None:
+    """A bad part counts once and leaves the other part alone."""
+    for shape in ((3, 4), (60, 50)):
+        array = layout(np.full(shape, 2 + 4j, np.complex64))
+        array[-1, -1] = complex(2, bad) if imaginary else complex(bad, 4)
+        assert module.unscale_all([array], [array], np.float32(0.5)) == 1
+        last = array[-1, -1]
+        assert (last.real if imaginary else last.imag) == (1 if imaginary else 2)
+        assert not isfinite(last.imag if imaginary else last.real)
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 2**13, 2**18 - 1, 2**18, 2**18 + 1, 2**19 + 2**13 + 3], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
+def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int) -> None:
+    """Sizes around the real blocks give the oracle's answer with a bad first, last or no element."""
+    for bad in (None, 0, size - 1):
+        if size or bad is None:
+            array = np.full(size, 3, dtype)
+            if bad is not None:
+                array[bad] = -np.inf
+            check(module, array, np.empty(size, dtype), 1 / 3)
+            check(module, array, np.empty(size, SINGLE), 1 / 3)
+            check(module, array, array, 1 / 3)
+
+
+@pytest.mark.parametrize("inverse", INVERSES, ids=str)
+@pytest.mark.parametrize(("dtype", "other"), [(HALF, BFLOAT), (BFLOAT, HALF)], ids=lambda dtype: dtype.name)
+def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[Any], inverse: float) -> None:
+    """All 65536 bit patterns give the oracle's answer, together and each on its own verdict."""
+    patterns = np.arange(65536, dtype=np.uint16).view(dtype)
+    finite = patterns[isfinite(patterns)]
+    for source in (patterns, finite):
+        for out_type in (dtype, SINGLE, other):
+            check(module, source, np.empty(source.shape, out_type), inverse)
+        in_place = source.copy()
+        check(module, in_place, in_place, inverse)
+    singles = list(patterns.reshape(-1, 1))
+    for out_type in (dtype, SINGLE):
+        outs = list(np.empty((65536, 1), out_type))
+        expected, _ = oracle(patterns, out_type, inverse)
+        assert module.unscale_all(singles, outs, np.float32(inverse)) == np.sum(~isfinite(expected))
+        assert_same(np.concatenate(outs), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)])
+def test_every_float8(module: ModuleType, dtype: np.dtype[Any]) -> None:
+    """All 256 bit patterns give the oracle's answer."""
+    patterns = np.tile(np.arange(256, dtype=np.uint8).view(dtype), 8)
+    for inverse in INVERSES:
+        for source in (patterns, patterns[isfinite(patterns)]):
+            check(module, source, np.empty(source.shape, dtype), inverse)
+            check(module, source, np.empty(source.shape, SINGLE), inverse)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(SINGLE, 1e30), (SINGLE, -3e38), (DOUBLE, 1e200)], ids=str)
+def test_square_overflows(module: ModuleType, dtype: np.dtype[Any], value: float) -> None:
+    """Finite values count as finite even when a sum of their squares is not."""
+    array = np.full(2**18 + 2**13 + 1, value, dtype)
+    assert module.unscale_all([array], [array], np.float32(1.0)) == 0
+    array[-1] = np.nan
+    assert module.unscale_all([array], [array], np.float32(1.0)) == 1
+
+
+def test_count(module: ModuleType) -> None:
+    """The answer counts arrays, not elements, among many sizes and types."""
+    arrays, bad = [], 0
+    for index in range(1500):
+        dtype = (HALF, SINGLE, DOUBLE, BFLOAT, np.dtype(np.complex64))[index % 5]
+        array = np.ones((index % 7, 300 if index % 100 == 3 else 2), dtype)
+        if index % 11 == 0 and array.size:
+            array[-1, :] = np.inf
+            bad += 1
+        arrays.append(array)
+    assert module.unscale_all(arrays, arrays, np.float32(0.5)) == bad
+    for index, array in enumerate(arrays):
+        assert np.all(array[:-1] == 0.5), index
+
+
+def test_many_vectors(module: ModuleType) -> None:
+    """Among many vectors, the bad one counts wherever it stands."""
+    vectors = [np.ones(10, SINGLE) for _ in range(100)]
+    for bad in vectors:
+        bad[-1] = np.nan
+        assert module.unscale_all(vectors, vectors, np.float32(1)) == 1
+        bad[-1] = 1
+    assert module.unscale_all(vectors, vectors, np.float32(0.5)) == 0
+    assert all(np.all(vector == 0.5) for vector in vectors)
+
+
+def test_mixed_sources(module: ModuleType) -> None:
+    """Sources of several types go to outs of one type, each by its own arithmetic."""
+    types = [HALF, DOUBLE, BFLOAT, SINGLE] * 3
+    sources = [random_array(dtype, (7, 2), seed) for seed, dtype in enumerate(types)]
+    outs = [np.empty(source.shape, SINGLE) for source in sources]
+    expected = [oracle(source, SINGLE, 1 / 3) for source in sources]
+    assert module.unscale_all(sources, outs, np.float32(1 / 3)) == sum(nonfinite for _, nonfinite in expected)
+    for out, (result, _) in zip(outs, expected, strict=True):
+        assert_same(out, result)
+
+
+def test_overflow_of_stored_value(module: ModuleType) -> None:
+    """A finite source is not finite once it overflows its out, by the factor or by the cast."""
+    for size in (3, 5000):
+        half, single = np.full(size, 60000, HALF), np.full(size, 60000, SINGLE)
+        assert module.unscale_all([half], [np.empty(size, HALF)], np.float32(2)) == 1
+        assert module.unscale_all([half], [np.empty(size, SINGLE)], np.float32(2)) == 0
+        assert module.unscale_all([single], [np.empty(size, HALF)], np.float32(2)) == 1
+        assert module.unscale_all([single], [np.empty(size, SINGLE)], np.float32(2)) == 0
+        # The product is not formed in a narrower type on its way to a wider one.
+        assert module.unscale_all([half], [np.empty(size, DOUBLE)], np.float32(2)) == 0
+        assert module.unscale_all([single * 1e30], [np.empty(size, DOUBLE)], np.float32(1e30)) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning(module: ModuleType) -> None:
+    """Overflow, underflow and NaNs are silent, and the caller's error state is left as it was."""
+    values = [np.inf, -np.inf, np.nan, 60000, 1e-7, 0]
+    with np.errstate(all="raise"):
+        state = np.geterr()
+        for source_type, out_type in PAIRS:
+            with np.errstate(all="ignore"):
+                source = np.array(values * 1000).astype(source_type)
+            for size in (6, 6000):
+                assert module.unscale_all([source[:size]], [np.empty(size, out_type)], np.float32(2.0**20)) == 1
+        assert np.geterr() == state
+
+
+def test_read_only_source(module: ModuleType, tmp_path: Path) -> None:
+    """A source may be read-only, and either array may be mapped from a file."""
+    for dtype in (HALF, BFLOAT, SINGLE):
+        values = random_array(dtype, (3000,), seed=3)
+        values.flags.writeable = False
+        check(module, values, np.empty(values.shape, dtype), 1 / 3)
+        check(module, values, np.empty(values.shape, SINGLE), 1 / 3)
+        file = tmp_path / dtype.name
+        mapped = np.memmap(file, dtype, "w+", shape=values.shape)
+        mapped[...] = values
+        check(module, mapped, np.empty(values.shape, SINGLE), 1 / 3)
+        check(module, mapped, mapped, 1 / 3)
+        mapped.flush()
+        assert_same(np.fromfile(file, dtype), oracle(values, dtype, 1 / 3)[0])
+
+
+def test_lengths_differ(module: ModuleType) -> None:
+    """Every source has an out."""
+    assert module.unscale_all([], [], np.float32(1)) == 0
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        module.unscale_all([np.ones(2)], [], np.float32(1))
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Array], Array]) -> None:
+    """Work in place takes a small part of the array's memory."""
+    array = layout(np.ones((1024, 4096), dtype))
+    module.unscale_all([array[:40]], [array[:40]], np.float32(1))
+    tracemalloc.start()
+    try:
+        assert module.unscale_all([array], [array], np.float32(0.5)) == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("source_type", "out_type"),
+    [
+        pytest.param(*pair, id=name)
+        for pair, name in zip(PAIRS, PAIR_IDS, strict=True)
+        if pair[0].isnative and pair[0].char not in "gG"
+    ],
+)
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], data: st.DataObject) -> None:
+    """Arrays of any bits with any factor give the oracle's answer, each alone and all at once."""
+    sources = data.draw(st.lists(bit_patterns(source_type, SIZES), min_size=1, max_size=4))
+    any_inverse = st.floats(0, width=32, exclude_min=True, allow_infinity=False)
+    inverse = np.float32(data.draw(any_inverse | st.sampled_from(INVERSES)))
+    expected = [oracle(source, out_type, inverse) for source in sources]
+    count = sum(nonfinite for _, nonfinite in expected)
+    outs = [np.empty(source.shape, out_type) for source in sources]
+    assert module.unscale_all(sources, outs, inverse) == count
+    for out, (result, _) in zip(outs, expected, strict=True):
+        assert_same(out, result)
+    if source_type == out_type:
+        assert module.unscale_all(sources, sources, inverse) == count
+        for source, (result, _) in zip(sources, expected, strict=True):
+            assert_same(source, result)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("inverse", INVERSES, ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
+def test_torch(module: ModuleType, torch: ModuleType, dtype: np.dtype[Any], inverse: float) -> None:
+    """The kernel of torch leaves the same bits, and the same verdict where both judge the same."""
+    words = np.dtype(f"i{dtype.itemsize}")
+    rng = np.random.default_rng(5)
+    limits = np.iinfo(words)
+    patterns = rng.integers(limits.min, limits.max, 100_003, words, endpoint=True).view(dtype)
+    for source in (patterns, np.where(isfinite(patterns), patterns, 0).astype(dtype), patterns[:9].copy()):
+        tensor = torch.from_numpy(source.view(words).copy()).view(getattr(torch, dtype.name))
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, torch.tensor([inverse]))
+        expected = tensor.view(getattr(torch, words.name)).numpy().view(dtype)
+        actual = source.copy()
+        nonfinite = module.unscale_all([actual], [actual], np.float32(inverse))
+        assert_same(actual, expected)
+        # torch judges the source, so that it misses what overflows only now.
+        assert nonfinite == (not isfinite(expected).all())
+        if inverse <= 1:
+            assert nonfinite == found.item()
+
+
+@pytest.mark.torch
+def test_stricter_than_torch(module: ModuleType, torch: ModuleType) -> None:
+    """A finite gradient that a scale below one makes infinite passes in torch, and not here."""
+    tensor, found = torch.full((4,), 60000.0, dtype=torch.float16), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, torch.tensor([2.0]))
+    array = np.full(4, 60000, HALF)
+    assert module.unscale_all([array], [array], np.float32(2)) == 1
+    assert (tensor.numpy() == np.inf).all()
+    assert (array == np.inf).all()
+    assert found.item() == 0
+
+
+def test_kernels_need_no_numba() -> None:
+    """The module without compiled loops imports none of the compiler."""
+    code = "import sys, gradscale_numpy.kernels; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (np.array([0.0], SINGLE), np.array([-0.0], SINGLE)),
+        (np.array([1.0], SINGLE), np.array([np.nextafter(SINGLE.type(1), SINGLE.type(2))])),
+        (np.array([np.nan], HALF), np.array([np.inf], HALF)),
+        (np.array([1], HALF), np.array([1], SINGLE)),
+        (np.array([1j], np.complex64), np.array([2j], np.complex64)),
+        (np.array([1], BFLOAT), np.array([[1]], BFLOAT)),
+        (np.array([0.0], np.longdouble), np.array([-0.0], np.longdouble)),
+    ],
+)
+def test_comparison_fails(actual: Array, expected: Array) -> None:
+    """The comparison that the other tests rest on tells wrong answers."""
+    with pytest.raises(AssertionError):
+        assert_same(actual, expected)

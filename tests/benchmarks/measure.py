@@ -1,0 +1,64 @@
+"""Time calls in turn, and hold the results against their targets."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Call", "Row", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed, and what then has to be done, off the clock, before it can be called again."""
+
+    run: Callable[[], object]
+    reset: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours against a peer's time or against a limit, in seconds or MiB.
+
+    Attributes
+    ----------
+    case : str
+        What is measured, and against what.
+    ours, other : float
+        The two numbers.
+    unit : str
+        Theirs: "s" or "MiB".
+    target : float
+        The largest ratio of the two that is good enough.
+    """
+
+    case: str
+    ours: float
+    other: float
+    unit: str
+    target: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours in units of the other."""
+        return self.ours / self.other
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio is good enough."""
+        return self.ratio <= self.target
+
+
+def interleaved(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Time every call once in each round, after one round to warm up, and return the median seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call.run()
+            times[name].append(time.perf_counter() - begin)
+            if call.reset is not None:
+                call.reset()
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
