@@ -14,13 +14,24 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace, device, is_numpy_namespace, to_device
 
 from gradscale.errors import InvalidValueError
 from gradscale.protocols import Array
 from gradscale.state import ScaleState
 
-__all__ = ["Kind", "PerDevice", "fingerprint", "has_float64", "kind_of", "multiply", "reciprocal", "unscale_arrays"]
+__all__ = [
+    "Kind",
+    "PerDevice",
+    "dtype_kind",
+    "fingerprint",
+    "has_float64",
+    "kind_of",
+    "multiply",
+    "no_scalar",
+    "reciprocal",
+    "unscale_arrays",
+]
 
 # The exponents of a float32 are halved away in this order, upwards and downwards.
 _EXPONENT_STEPS = (64, 32, 16, 8, 4, 2, 1)
@@ -38,7 +49,7 @@ class Kind(enum.Enum):
 
 
 @functools.lru_cache(maxsize=1024)
-def _dtype_kind(dtype: Any, xp: Any) -> Kind:
+def dtype_kind(dtype: Any, xp: Any) -> Kind:
     """Classify a dtype of a namespace."""
     if any(name in str(dtype) for name in _NARROW_NAMES):
         # Under NumPy these belong to ml_dtypes, and isdtype and finfo refuse them.
@@ -60,10 +71,12 @@ def _dtype_kind(dtype: Any, xp: Any) -> Kind:
 
 def kind_of(x: Array) -> Kind:
     """Return how an array is computed with."""
-    return _dtype_kind(x.dtype, array_namespace(x))
+    return dtype_kind(x.dtype, array_namespace(x))
 
 
-def unscale_arrays(grads: Sequence[Array], state: ScaleState, *, dtype: Any = None) -> tuple[list[Array], Array]:
+def unscale_arrays(
+    grads: Sequence[Array], state: ScaleState, *, dtype: Any = None, out: Sequence[Array] | None = None
+) -> tuple[list[Array], Array]:
     """Divide floating arrays by the scale and count the non-finite ones: the pure form that every adapter must equal.
 
     Parameters
@@ -74,6 +87,8 @@ def unscale_arrays(grads: Sequence[Array], state: ScaleState, *, dtype: Any = No
         Gives the scale; unchanged.
     dtype : dtype, optional
         Wanted dtype of the real ones. Default: each one's own.
+    out : sequence of arrays, optional
+        Instead of ``dtype``: one array for each gradient, whose dtype is wanted. Never written to.
 
     Returns
     -------
@@ -88,12 +103,13 @@ def unscale_arrays(grads: Sequence[Array], state: ScaleState, *, dtype: Any = No
     inverses = PerDevice(reciprocal(state.scale))
     nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
     unscaled = []
-    for x in grads:
+    wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
+    for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
         xp = array_namespace(x)
         kind = kind_of(x)
         wide = xp.astype(x, xp.float32) if kind is Kind.NARROW else x
         wide = multiply(xp, wide, inverses.on(x))
-        stored_dtype = x.dtype if dtype is None or kind is Kind.COMPLEX else dtype
+        stored_dtype = x.dtype if wanted_dtype is None or (kind is Kind.COMPLEX and out is None) else wanted_dtype
         stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
         unscaled.append(stored)
         # Widening is exact, and isfinite is not there for every narrow type.
@@ -114,8 +130,8 @@ def check_real_dtype(like: Array, dtype: Any) -> None:
     if dtype is None:
         return
     try:
-        accepted = _dtype_kind(dtype, array_namespace(like)) in (Kind.NARROW, Kind.WIDE)
-    except (TypeError, ValueError):
+        accepted = dtype_kind(dtype, array_namespace(like)) in (Kind.NARROW, Kind.WIDE)
+    except (AttributeError, TypeError, ValueError):
         accepted = False
     if not accepted:
         msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {dtype!r}"
@@ -168,11 +184,14 @@ def _float32_bits(x: Array) -> Array:
 
 def multiply(xp: Any, x: Array, factor: Array) -> Array:
     """Multiply by a 0-d float32 in the dtype of ``x``, which is float32, wider or complex."""
-    if x.dtype == factor.dtype:
-        return xp.asarray(x * factor)
-    if kind_of(x) is Kind.COMPLEX:
-        return xp.asarray(x * xp.astype(factor, xp.real(x).dtype))
-    return xp.asarray(x * xp.astype(factor, x.dtype))
+    if x.dtype != factor.dtype:
+        factor = xp.astype(factor, xp.real(x).dtype if kind_of(x) is Kind.COMPLEX else x.dtype)
+    return no_scalar(xp, x * factor)
+
+
+def no_scalar(xp: Any, x: Array) -> Array:
+    """Return an array where NumPy's operators give a scalar; torch's asarray would take others out of their graph."""
+    return xp.asarray(x) if is_numpy_namespace(xp) else x
 
 
 class PerDevice:

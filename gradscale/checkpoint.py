@@ -108,7 +108,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
 
 
 def _restore_policy(description: Any) -> Policy:
-    if not isinstance(description, Mapping) or description.get("kind") not in _KINDS:
+    if not isinstance(description, Mapping) or description.get("kind") not in list(_KINDS):
         msg = f"policy must be a mapping with a kind out of {sorted(_KINDS)}, got {description!r}"
         raise InvalidValueError(msg)
     settings = {name: value for name, value in description.items() if name != "kind"}

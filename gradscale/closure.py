@@ -67,6 +67,7 @@ class _Evaluation:
         self.retries = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._progress.by_closure = True
         previous_scale = None
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0

@@ -23,10 +23,10 @@ class GenericBackend:
         return [int(x[index]) for index in range(x.shape[0])]
 
     def unscale(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, in_place: bool = False
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
     ) -> tuple[list[Array], Array]:
         """Divide arrays by the scale; always into new ones, since the standard does not say which can be written."""
-        return arithmetic.unscale_arrays(grads, state, dtype=None if in_place else dtype)
+        return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
 
     def example(self) -> Array:
         """Refuse: without a library named there is no array to make."""

@@ -55,21 +55,22 @@ def _from_param_groups(optimizer: Any) -> tuple[list[Any], Assign]:
         except (TypeError, KeyError, IndexError):
             msg = f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {group!r}"
             raise InvalidTypeError(msg) from None
-        for parameter in [listed] if hasattr(listed, "grad") else listed:
-            if not hasattr(parameter, "grad"):
-                msg = f"a parameter of {type(optimizer).__name__} must have .grad, got {parameter!r}"
-                raise InvalidTypeError(msg)
-            if parameter.grad is not None:
-                parameters[id(parameter)] = parameter
+        parameters |= {id(parameter): parameter for parameter in ([listed] if hasattr(listed, "grad") else listed)}
+    try:
+        # Each gradient is read once: a parameter may give a new object at each access.
+        gradients = [parameter.grad for parameter in parameters.values()]
+    except AttributeError:
+        bad = next(parameter for parameter in parameters.values() if not hasattr(parameter, "grad"))
+        msg = f"a parameter of {type(optimizer).__name__} must have .grad, got {bad!r}"
+        raise InvalidTypeError(msg) from None
 
     def assign(replacements: dict[int, Array]) -> None:
-        for parameter in parameters.values():
-            old = parameter.grad
+        for parameter, old in zip(parameters.values(), gradients, strict=True):
             new = replacements.get(id(old), old)
             if new is not old:
                 parameter.grad = new
 
-    return [parameter.grad for parameter in parameters.values()], assign
+    return [gradient for gradient in gradients if gradient is not None], assign
 
 
 def _from_grads(optimizer: Any) -> tuple[list[Any], Assign]:

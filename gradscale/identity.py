@@ -1,7 +1,6 @@
 """IdentityMap: values for objects, by identity and weakly, whether or not the objects can be hashed."""
 
 import weakref
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 __all__ = ["IdentityMap"]
@@ -44,10 +43,6 @@ class IdentityMap(Generic[_Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def values(self) -> Iterator[_Value]:
-        """Iterate over the values, in the order of insertion."""
-        return iter([value for _, value in self._entries.values()])
 
     def clear(self) -> None:
         """Forget every object."""

@@ -43,6 +43,8 @@ class Progress:
         Completes the agreement and returns ``agreed``.
     verdict : Verdict or None
         ``agreed``, read by the host.
+    by_closure : bool
+        Whether a closure has been evaluated, so that the step may evaluate one again if it failed.
     """
 
     stage: Stage = Stage.READY
@@ -50,6 +52,7 @@ class Progress:
     finish: Callable[[], Array] | None = None
     agreed: Array | None = None
     verdict: Verdict | None = None
+    by_closure: bool = False
 
 
 class Iteration:
@@ -67,20 +70,23 @@ class Iteration:
         self.calls = 0
         self.lowered: ScaleState | None = None
         self._progress: IdentityMap[Progress] = IdentityMap()
+        # The map forgets an optimizer that is deleted before the update; its verdict counts all the same.
+        self._all: list[Progress] = []
 
     def of(self, optimizer: Any) -> Progress:
         """Return an optimizer's progress, READY if it is new."""
         if optimizer not in self._progress:
             self._progress[optimizer] = Progress()
+            self._all.append(self._progress[optimizer])
         return self._progress[optimizer]
 
     def judged(self) -> list[Progress]:
         """Return the progress of every optimizer whose gradients have been unscaled."""
-        return [progress for progress in self._progress.values() if progress.finish is not None]
+        return [progress for progress in self._all if progress.finish is not None]
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError unless this is a boundary between iterations: nothing unscaled, nothing stepped."""
-        if any(progress.stage is not Stage.READY for progress in self._progress.values()):
+        if any(progress.stage is not Stage.READY for progress in self._all):
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before unscale_() and step(), or at its "
                 f"end, after update(); this is the middle of iteration {self.number}"

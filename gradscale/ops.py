@@ -8,12 +8,12 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale import registry, tree
-from gradscale.arithmetic import Kind, PerDevice, kind_of, multiply
+from gradscale.arithmetic import Kind, PerDevice, dtype_kind, kind_of, multiply, no_scalar
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Array
 from gradscale.state import ScaleState
 
-__all__ = ["floating_leaves", "require_arrays", "scale", "select", "unscale"]
+__all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
 
 
 def scale(outputs: Any, state: ScaleState) -> Any:
@@ -48,12 +48,12 @@ def scale(outputs: Any, state: ScaleState) -> Any:
         if kind_of(x) is not Kind.NARROW:
             scaled[id(x)] = multiply(xp, x, factor)
             continue
-        wide = xp.astype(x, xp.float32) * factor
+        wide = multiply(xp, xp.astype(x, xp.float32), factor)
         scaled[id(x)] = wide if x.ndim == 0 else xp.astype(wide, x.dtype)
     return rebuild(scaled.get(id(leaf), leaf) for leaf in leaves)
 
 
-def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, Array]:
+def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None) -> tuple[Any, Array]:
     """Divide gradients by the scale, and count the leaves that are not finite afterwards.
 
     Use the state that ``scale`` used: a policy's update comes after (systems that update first halve the gradients
@@ -69,11 +69,14 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, A
     dtype : dtype, optional
         Wanted dtype of real floating leaves, such as float32 master gradients out of float16 ones. Default: each
         leaf's own.
+    out : same as grads, optional
+        Arrays to write to, of equal shapes and any floating dtypes, such as float32 masters that are there already, or
+        the gradients themselves. A library whose arrays cannot be written (JAX) gives new ones of these dtypes.
 
     Returns
     -------
     grads : same as grads
-        New arrays; the given ones are not modified.
+        ``out`` where it is given and can be written, else new arrays; no others are modified.
     nonfinite : array
         0-d int32 on the state's device: how many leaves hold an inf or NaN, judged on the unscaled values in the dtype
         in which they are returned, which is what the optimizer will see. No host read, no collective.
@@ -82,13 +85,38 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, A
     ------
     InvalidTypeError
         For a leaf that is no array, or arrays of two libraries.
+    InvalidValueError
+        For ``dtype`` together with ``out``, or an ``out`` of another structure or shape.
     """
     leaves, rebuild = tree.flatten(grads)
     chosen = floating_leaves(leaves, state, what="gradient", rebuild=rebuild)
     backend = registry.backend_for(state.scale)
-    unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype)
+    outs = None if out is None else _matching_outs(rebuild(leaves), out, chosen, state)
+    if outs is not None and dtype is not None:
+        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={dtype!r}"
+        raise InvalidValueError(msg)
+    unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
     return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves), nonfinite
+
+
+def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
+    """Return the array to write to for each chosen gradient."""
+    pairs: dict[int, Any] = {}
+    tree.map_leaves(lambda grad, target: pairs.setdefault(id(grad), target), grads, out)
+    outs = [pairs[id(grad)] for grad in chosen]
+    require_arrays(outs, what="out")
+    for grad, target in zip(chosen, outs, strict=True):
+        if target is None or isinstance(target, int) or target.shape != grad.shape:
+            msg = f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {target!r}"
+            raise InvalidValueError(msg)
+        if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
+            msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
+            raise InvalidValueError(msg)
+    if len(floating_leaves(outs, state, what="out")) != len(outs):
+        msg = "out must hold a floating array for each gradient, each once"
+        raise InvalidValueError(msg)
+    return outs
 
 
 def select(pred: Array, on_true: Any, on_false: Any) -> Any:
@@ -97,7 +125,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
     Parameters
     ----------
     pred : array
-        0-d bool, such as ``nonfinite == 0``.
+        0-d bool, such as ``nonfinite == 0``; on any device of the library.
     on_true, on_false : nested containers of arrays
         Of one structure, with equal dtypes and shapes leaf by leaf. Leaves that are no arrays must be equal.
 
@@ -109,10 +137,14 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
     Raises
     ------
     InvalidTypeError
-        When two leaves differ in dtype (casting one of them would be a promotion by accident).
+        When ``pred`` is no 0-d bool, or two leaves differ in dtype (casting one would be a promotion by accident).
     InvalidValueError
         When the trees differ in structure, shapes, or in a leaf that is no array.
     """
+    if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
+        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"
+        raise InvalidTypeError(msg)
+    chosen = PerDevice(pred)
 
     def choose(a: Any, b: Any) -> Any:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
@@ -127,7 +159,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
             msg = f"both trees must have one shape leaf by leaf, got {a.shape} and {b.shape}"
             raise InvalidValueError(msg)
         xp = array_namespace(a, b)
-        return xp.asarray(xp.where(pred, a, b))
+        return no_scalar(xp, xp.where(chosen.on(a), a, b))
 
     return tree.map_leaves(choose, on_true, on_false)
 
@@ -153,7 +185,12 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
         accepted.add(type(leaf))
 
 
-def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebuild: Any = None) -> list[Array]:
+def first_floating(leaves: Sequence[Any]) -> Array | None:
+    """Return the first array that is not of integers, beside which a scale belongs; None without one."""
+    return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.EXACT), None)
+
+
+def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebuild: Any = None) -> Sequence[Array]:
     """Return the floating arrays among leaves, each object once.
 
     Parameters
@@ -172,36 +209,41 @@ def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebu
     InvalidTypeError
         For a leaf that is no array, or of another library than the state.
     """
+    home = array_namespace(state.scale)
+    if _all_floating(leaves, home):
+        # Thousands of gradients of one type are told by their few dtypes.
+        return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
     require_arrays(leaves, what=what, rebuild=rebuild)
     chosen = {}
-    home = array_namespace(state.scale)
-    kinds: dict[tuple[type, Any], Kind] = {
-        (type(None), None): Kind.EXACT,
-        (int, None): Kind.EXACT,
-        (bool, None): Kind.EXACT,
-    }
     for index, leaf in enumerate(leaves):
-        key = (type(leaf), getattr(leaf, "dtype", None))
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = kind_of(leaf)
-            if kind is Kind.UNKNOWN:
-                msg = (
-                    f"{what}{_path(leaves, index, rebuild)} must have a floating, complex, integer or bool dtype, got "
-                    f"{leaf.dtype!r}"
-                )
-                raise InvalidTypeError(msg)
-            # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
-            xp = array_namespace(leaf)
-            if xp is not home and kind is not Kind.EXACT:
-                msg = (
-                    f"{what}{_path(leaves, index, rebuild)} must be an array of the library that the scale is in, "
-                    f"{home.__name__}, got one of {xp.__name__}; use one scaler for each library"
-                )
-                raise InvalidTypeError(msg)
+        if not hasattr(leaf, "dtype"):
+            continue
+        kind = kind_of(leaf)
+        if kind is Kind.UNKNOWN:
+            msg = (
+                f"{what}{_path(leaves, index, rebuild)} must have a floating, complex, integer or bool dtype, got "
+                f"{leaf.dtype!r}"
+            )
+            raise InvalidTypeError(msg)
+        # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
+        xp = array_namespace(leaf)
+        if xp is not home and kind is not Kind.EXACT:
+            msg = (
+                f"{what}{_path(leaves, index, rebuild)} must be an array of the library that the scale is in, "
+                f"{home.__name__}, got one of {xp.__name__}; use one scaler for each library"
+            )
+            raise InvalidTypeError(msg)
         if kind is not Kind.EXACT:
             chosen[id(leaf)] = leaf
     return list(chosen.values())
+
+
+def _all_floating(leaves: Sequence[Any], home: Any) -> bool:
+    """Tell, without a look at each of them, whether leaves are floating arrays of one type and library."""
+    if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
+        return False
+    dtypes = {leaf.dtype for leaf in leaves}
+    return all(dtype_kind(dtype, home) in (Kind.NARROW, Kind.WIDE, Kind.COMPLEX) for dtype in dtypes)
 
 
 def _path(leaves: Sequence[Any], index: int, rebuild: Any) -> str:

@@ -88,7 +88,10 @@ class DynamicScale:
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "init_scale": validation.scale("init_scale", self.init_scale),
-            "growth_factor": validation.number("growth_factor", self.growth_factor, above=1.0),
+            # A larger one would overflow in the product that is discarded where growth is not made.
+            "growth_factor": validation.number(
+                "growth_factor", self.growth_factor, above=1.0, at_most=validation.LARGEST_FLOAT32
+            ),
             "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
             "growth_interval": validation.integer(
                 "growth_interval", self.growth_interval, 1, validation.LARGEST_INT32 - 1

@@ -30,13 +30,14 @@ class Backend(Protocol):
         ...
 
     def unscale(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, in_place: bool = False
-    ) -> tuple[list[Array], Array]:
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
+    ) -> tuple[Sequence[Array], Array]:
         """Divide floating arrays by the scale and count those that are not finite afterwards.
 
-        Same answer, bit for bit, as :func:`gradscale.arithmetic.unscale_arrays`, which any adapter may call. With
-        ``in_place`` the given arrays are overwritten where the library can, else new ones are returned; ``dtype``
-        gives new arrays of that dtype and excludes ``in_place``. Returns the arrays and a 0-d int32 count.
+        Same answer, bit for bit, as :func:`gradscale.arithmetic.unscale_arrays`, which any adapter may call; of a
+        complex value that is not finite, only that it is not. ``out`` names an array to write to for each gradient, the
+        gradients themselves among them; where the library cannot write, new arrays of these dtypes come back. Without
+        it new arrays come back, of ``dtype`` if that is given. Returns the arrays and a 0-d int32 count.
         """
         ...
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import array_namespace
 
 from gradscale import agreement, ops, tree
 from gradscale.agreement import Verdict
@@ -48,7 +48,7 @@ class GradScaler(StatefulScale):
     Notes
     -----
     Several optimizers share the scale: each is skipped on its own verdict, and any overflow backs the scale off once.
-    The state is made on the library and device of the first array that comes along.
+    The state is made on the library and device of the first floating array that comes along.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GradScaler(StatefulScale):
         if not self._enabled:
             return outputs
         leaves, rebuild = tree.flatten(outputs)
-        like = next((leaf for leaf in leaves if is_array_api_obj(leaf)), None)
+        like = ops.first_floating(leaves)
         if like is None:
             ops.require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
@@ -161,7 +161,7 @@ class GradScaler(StatefulScale):
         if progress.stage is Stage.STEPPED:
             self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
         if find_closure(args, kwargs) is not None:
-            if progress.stage is Stage.UNSCALED:
+            if progress.stage is Stage.UNSCALED and not progress.by_closure:
                 self._iteration.wrong_order(
                     "step() with a closure unscales by itself, and unscale_() was called before"
                 )
@@ -264,7 +264,7 @@ class GradScaler(StatefulScale):
         """Unscale the gradients in place, and start the agreement on them."""
         found, assign = collect_gradients(optimizer)
         what = f"gradient of {type(optimizer).__name__}"
-        like = next((leaf for leaf in found if is_array_api_obj(leaf)), None)
+        like = ops.first_floating(found)
         if self._state is None and not self._restored and not self._may_unscale_unscaled():
             self._iteration.wrong_order("gradients are to be unscaled, and scale() has never been called")
         if like is None and self._state is None:
@@ -273,10 +273,13 @@ class GradScaler(StatefulScale):
         backend = self._backend_for(state.scale)
         chosen = ops.floating_leaves(found, state, what=what)
         master_dtype = getattr(optimizer, "master_dtype", None)
-        unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, in_place=master_dtype is None)
+        unscaled, nonfinite = backend.unscale(
+            chosen, state, dtype=master_dtype, out=chosen if master_dtype is None else None
+        )
         # From here on the gradients are unscaled, whatever fails.
         progress.stage = Stage.UNSCALED
-        assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
+        if unscaled is not chosen:
+            assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
         progress.verdict = None
         progress.sent = self._packer.pack(backend, self._policy, state, nonfinite, self._iteration.calls)
         self._iteration.calls += 1

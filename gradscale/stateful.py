@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from array_api_compat import array_namespace, device
 
 from gradscale import checkpoint, registry, validation
+from gradscale.arithmetic import Kind, has_float64, kind_of
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Iteration
@@ -189,13 +191,16 @@ class StatefulScale:
 
     def _read_scale(self, array: Array) -> float:
         xp = array_namespace(array)
-        if array.size != 1 or not xp.isdtype(array.dtype, ("real floating", "integral")):
+        is_real = kind_of(array) in (Kind.NARROW, Kind.WIDE) or "int" in str(array.dtype)
+        if math.prod(array.shape) != 1 or not is_real:
             msg = f"new_scale must be a number or a real array of 1 element, got {array!r}"
             raise InvalidTypeError(msg)
-        scale = xp.reshape(xp.astype(array, xp.float32), ())
-        smallest, largest = (xp.full_like(scale, x) for x in (validation.SMALLEST_NORMAL, validation.LARGEST_FLOAT32))
-        valid = xp.logical_and(scale >= smallest, scale <= largest)
-        state = DynamicScale().init(scale)._replace(scale=xp.asarray(xp.where(valid, scale, xp.full_like(scale, 1.0))))
+        wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
+        wide = xp.reshape(xp.astype(array, wide_dtype), ())
+        smallest, largest = (xp.full_like(wide, x) for x in (validation.SMALLEST_NORMAL, validation.LARGEST_FLOAT32))
+        valid = xp.logical_and(wide >= smallest, wide <= largest)
+        scale = xp.astype(xp.where(valid, wide, xp.full_like(wide, 1.0)), xp.float32)
+        state = DynamicScale().init(scale)._replace(scale=xp.asarray(scale))
         backend = registry.backend_for(state.scale)
         flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
         is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))

@@ -60,8 +60,11 @@ def number(
 
 
 def _as_float(name: str, value: Any, expected: str) -> float:
-    # One-element arrays convert as well: checkpoints in npz or msgpack hold numbers so.
-    if not isinstance(value, (bool, str, bytes, complex)) and hasattr(type(value), "__float__"):
+    # One-element arrays convert as well: checkpoints in npz or msgpack hold numbers so. Those of booleans, complex
+    # numbers and text would convert, too.
+    dtype = str(getattr(value, "dtype", "float"))
+    is_real = not isinstance(value, (bool, str, bytes, complex)) and ("float" in dtype or "int" in dtype)
+    if is_real and hasattr(type(value), "__float__"):
         try:
             return float(value)
         except OverflowError:
@@ -86,7 +89,8 @@ def scale(name: str, value: Any) -> float:
 def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     """Return an integer within bounds as an int; a float with an integral value is refused, as a bool is."""
     expected = f"an integer from {at_least} to {at_most}"
-    if isinstance(value, (bool, str, bytes)):
+    # NumPy's booleans can be an index, too.
+    if isinstance(value, (bool, str, bytes)) or "bool" in str(getattr(value, "dtype", "")):
         msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
         raise InvalidTypeError(msg)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from libraries import Library
 
-__all__ = ["Evaluating", "Grouped", "Parameter", "Tree", "iterate"]
+__all__ = ["Evaluating", "Grouped", "Parameter", "Recording", "Tree", "iterate", "scaled"]
 
 
 class Parameter:
@@ -92,6 +92,12 @@ class Evaluating:
             self.seen.append(self.grads)
         self.steps += 1
         return "minimised"
+
+
+def scaled(arrays: Library, scaler: Any, *values: Any, dtype: str = "float32") -> list[Any]:
+    """Return gradients that a backward pass of the scaled loss would give: the values times the scale."""
+    scaler.scale(arrays.asarray(1.0))
+    return [arrays.asarray([value * scaler.get_scale()], dtype) for value in values]
 
 
 def iterate(arrays: Library, scaler: Any, optimizer: Any, values: Sequence[float] = (1.0,)) -> Any:

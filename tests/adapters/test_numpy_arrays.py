@@ -1,0 +1,347 @@
+"""NumpyBackend, as users meet it: which arrays are overwritten, which come back new, and which are refused."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from axes import require
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+import gradscale
+from gradscale import DynamicScale, InvalidValueError, ScaleState, arithmetic
+from gradscale_numpy import NumpyBackend
+from gradscale_numpy import backend as registered
+
+pytestmark = pytest.mark.numpy
+
+Array = NDArray[Any]
+NAMES = ["float16", "float32", "float64", "longdouble"]
+DTYPES = [np.dtype(name) for name in NAMES] + [
+    np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+]
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def backend(request: pytest.FixtureRequest) -> NumpyBackend:
+    """Return the adapter with each of its kernels."""
+    if request.param == "numba":
+        require("fast")
+    return NumpyBackend(fast=request.param == "numba")
+
+
+def state_of(scale: float = 8.0) -> ScaleState:
+    """Return a state."""
+    return DynamicScale(init_scale=scale).init(np.zeros(()))
+
+
+def overwrite(backend: NumpyBackend, grads: list[Any]) -> Any:
+    """Unscale in place."""
+    return backend.unscale(grads, state_of(), out=grads)
+
+
+def same(got: Any, expected: Any, dtype: Any) -> None:
+    """Assert dtype, shape and values, NaN equal to NaN."""
+    assert got.dtype == dtype, got.dtype
+    wide, wanted = np.asarray(got).astype(np.float64), np.asarray(expected, dtype=np.float64)
+    np.testing.assert_array_equal(wide, wanted, strict=True)
+
+
+def test_same_fails_for_a_wrong_answer() -> None:
+    for got in (np.float32(1.0), *(np.array([x], kind) for x, kind in ((2, "f4"), (1, "f8"), (np.nan, "f4")))):
+        with pytest.raises(AssertionError):
+            same(got, [1.0], np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_the_given_objects_come_back_overwritten(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
+    grads = [np.array([8.0, -16.0], dtype), np.array(24.0, dtype), np.array([], dtype), np.full((2, 3), 8.0, dtype)]
+    got, count = overwrite(backend, grads)
+    assert all(after is before for after, before in zip(got, grads, strict=True))
+    for grad, expected in zip(grads, ([1.0, -2.0], 3.0, [], np.ones((2, 3))), strict=True):
+        same(grad, expected, dtype)
+    assert type(count) is np.ndarray
+    same(count, 0, np.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
+    grads = [np.array([8.0, -16.0], dtype), np.array(24.0, dtype), np.array([], dtype)]
+    for grad in grads:
+        grad.flags.writeable = False
+    for wanted in (None, np.float32, np.dtype(np.float64), np.dtype(ml_dtypes.bfloat16)):
+        got, count = backend.unscale(grads, state_of(), dtype=wanted)
+        for after, before, expected in zip(got, grads, ([1.0, -2.0], 3.0, []), strict=True):
+            assert type(after) is np.ndarray
+            assert after.flags.writeable
+            assert not np.shares_memory(after, before)
+            same(after, expected, dtype if wanted is None else np.dtype(wanted))
+        assert int(count) == 0
+    same(grads[0], [8.0, -16.0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
+def test_every_array_with_a_bad_value_is_counted(backend: NumpyBackend, dtype: np.dtype[Any], in_place: bool) -> None:
+    # float8_e4m3fn has a NaN and no infinity.
+    grads = [np.array([8.0, np.nan], dtype), np.array([8.0], dtype), np.array(np.nan, dtype)]
+    _, count = backend.unscale(grads, state_of(), out=grads if in_place else None)
+    assert int(count) == 2
+
+
+def test_no_gradients_at_all(backend: NumpyBackend) -> None:
+    got, count = overwrite(backend, [])
+    assert got == []
+    same(count, 0, np.int32)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "clongdouble"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
+def test_complex_gradients_keep_their_dtype_whatever_is_wanted(
+    backend: NumpyBackend, dtype: str, in_place: bool
+) -> None:
+    grads = [np.array([8 + 16j], dtype), np.array(complex(1, np.inf), dtype), np.array(complex(np.nan, 0), dtype)]
+    wanted: dict[str, Any] = {"out": grads} if in_place else {"dtype": np.float32}
+    got, count = backend.unscale(grads, state_of(), **wanted)
+    assert got[0].dtype == np.dtype(dtype)
+    assert got[0].tolist() == [1 + 2j]
+    assert int(count) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_to_write_to_may_be_of_another_dtype_and_layout(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
+    grads = [np.array([8.0, -16.0], dtype), np.array([[24.0], [8.0]], dtype), np.array(32.0, dtype)]
+    wide = np.full((2, 4), 7.0, np.float32)
+    out: list[Any] = [wide[0, ::2], wide[:, 1:2], np.float64(0.0)]
+    got, count = backend.unscale(grads, state_of(), out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    assert wide.tolist() == [[1.0, 3.0, -2.0, 7.0], [7.0, 1.0, 7.0, 7.0]]
+    # A scalar cannot be written.
+    same(got[2], 4.0, np.float64)
+    assert int(count) == 0
+    same(grads[0], [8.0, -16.0], dtype)
+
+
+def test_an_array_to_write_to_is_refused_like_a_gradient(backend: NumpyBackend) -> None:
+    for name, (make, _) in REFUSED.items():
+        if name != "complex":
+            target = make()
+            grads = [np.full(2, 8.0, np.float32), np.full(target.shape, 8.0, np.float32)]
+            first = np.zeros(2, np.float32)
+            with pytest.raises(InvalidValueError, match=r"1, shape .* (read-only|overlaps itself)"):
+                backend.unscale(grads, state_of(), out=[first, target])
+            assert first.tolist() == [0.0, 0.0]
+
+
+# Layouts and kinds of arrays.
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "fortran": np.asfortranarray,
+    "transposed": lambda x: np.ascontiguousarray(x.T).T,
+    "every other": lambda x: np.repeat(np.repeat(x, 2, 0), 2, 1)[::2, ::2],
+    "reversed": lambda x: np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+    "a view of more": lambda x: np.tile(x, (3, 3))[len(x) : 2 * len(x), x.shape[1] : 2 * x.shape[1]],
+    "an axis of length 1 without stride": lambda x: as_strided(x.copy(), (1, *x.shape), (0, *x.strides)),
+}
+
+
+def _interleaved(x: Array) -> Array:
+    """Return a copy whose axes interleave in memory without meeting: strides of 2 and 3 items for 2 rows."""
+    buffer = np.zeros(16, x.dtype)
+    view = as_strided(buffer, x.shape, (3 * x.itemsize, 2 * x.itemsize))
+    view[...] = x
+    return view
+
+
+def _misaligned(x: Array) -> Array:
+    buffer = np.zeros(x.nbytes + 1, np.uint8)
+    view = buffer[1:].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+LAYOUTS |= {"interleaved": _interleaved, "misaligned": _misaligned}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64", ">f4", ">f2"])
+def test_any_layout_is_overwritten_where_it_is(backend: NumpyBackend, dtype: str, layout: str) -> None:
+    shape = (2, 3) if layout == "interleaved" else (5, 4)
+    grad = LAYOUTS[layout]((8.0 * np.arange(np.prod(shape)).reshape(shape)).astype(dtype))
+    expected = np.array(grad, copy=True) / 8
+    new, count = backend.unscale([grad], state_of())
+    assert int(count) == 0
+    np.testing.assert_array_equal(new[0], expected)
+    assert new[0].dtype == np.dtype(dtype)
+    got, count = overwrite(backend, [grad])
+    assert got[0] is grad
+    np.testing.assert_array_equal(grad, expected)
+    grad[-1, -1] = np.nan
+    assert int(overwrite(backend, [grad])[1]) == 1
+
+
+def test_what_lies_between_the_elements_of_a_view_is_left_alone(backend: NumpyBackend) -> None:
+    whole = np.full((6, 6), 8.0, np.float32)
+    whole[1::2] = np.nan
+    _, count = overwrite(backend, [whole[::2, ::3]])
+    assert int(count) == 0
+    assert (whole[::2, ::3] == 1.0).all()
+    assert (whole == 8.0).sum() == 12
+    assert np.isnan(whole[1::2]).all()
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble, np.complex64, ml_dtypes.bfloat16])
+def test_scalars_come_back_as_0d_arrays(backend: NumpyBackend, kind: Any) -> None:
+    for in_place in (False, True):
+        grads = [kind(8.0), np.full(1, np.nan, kind)]
+        got, count = backend.unscale(grads, state_of(), out=grads if in_place else None)
+        assert (type(got[0]), got[0].shape, got[0].dtype) == (np.ndarray, (), np.dtype(kind))
+        assert complex(got[0]) == 1.0
+        assert int(count) == 1
+
+
+class Mine(np.ndarray[Any, Any]):
+    """A subclass whose arithmetic is not to be used."""
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.note = getattr(obj, "note", "none")
+
+    def __array_ufunc__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
+def test_subclasses_are_overwritten_and_come_back_as_they_are(backend: NumpyBackend) -> None:
+    mine = np.full(3, 8.0, np.float32).view(Mine)
+    mine.note = "kept"
+    matrix = np.full((2, 2), 8.0, np.float16).view(np.matrix)
+    masked = np.ma.masked_array([8.0, 16.0], mask=[False, True])
+    got, count = overwrite(backend, [mine, matrix, masked])
+    assert got[0] is mine
+    assert mine.note == "kept"
+    assert got[1] is matrix
+    assert got[2] is masked
+    assert mine.view(np.ndarray).tolist() == [1.0] * 3
+    assert matrix.tolist() == [[1.0, 1.0]] * 2
+    assert masked.data.tolist() == [1.0, 2.0]
+    assert int(count) == 0
+    new, _ = backend.unscale([mine], state_of())
+    assert type(new[0]) is np.ndarray
+
+
+def test_arrays_mapped_from_a_file_are_overwritten_there(backend: NumpyBackend, tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "grads", np.float32, "w+", shape=(4,))
+    mapped[:] = 8.0
+    overwrite(backend, [mapped])
+    mapped.flush()
+    assert np.fromfile(tmp_path / "grads", np.float32).tolist() == [1.0] * 4
+
+
+# What cannot be overwritten.
+
+
+def _readonly() -> Array:
+    grad = np.ones((2, 3), np.float32)
+    grad.flags.writeable = False
+    return grad
+
+
+def _writable_broadcast() -> Array:
+    return as_strided(np.ones(3, np.float32), (4, 3), (0, 4))
+
+
+REFUSED: dict[str, tuple[Callable[[], Array], str]] = {
+    "read-only": (_readonly, r"gradient 1, shape \(2, 3\), float32, is read-only .* assign a copy \(grad\.copy\(\)\)"),
+    "broadcast": (lambda: np.broadcast_to(np.float16(1), (3,)), "gradient 1, .* is read-only"),
+    "no stride": (_writable_broadcast, r"gradient 1, shape \(4, 3\), strides \(0, 4\), overlaps itself"),
+    "sliding window": (lambda: as_strided(np.ones(6, np.float32), (4, 3), (4, 4)), "gradient 1, .* overlaps itself"),
+    "half an item": (lambda: as_strided(np.ones(6, np.float32), (8,), (2,)), "gradient 1, .* overlaps itself"),
+    "backwards": (lambda: as_strided(np.ones(9, np.float32)[8:], (3, 3), (-4, -8)), "gradient 1, .* overlaps itself"),
+    "complex": (lambda: as_strided(np.ones(6, np.complex64), (4, 3), (8, 8)), "gradient 1, .* overlaps itself"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_overwritten_is_refused_and_nothing_is_modified(backend: NumpyBackend, name: str) -> None:
+    make, message = REFUSED[name]
+    first, last = np.full(2, 8.0, np.float32), np.full(2, 8.0, np.float32)
+    wrong = make()
+    before = wrong.copy()
+    with pytest.raises(InvalidValueError, match=message):
+        overwrite(backend, [first, wrong, last])
+    assert first.tolist() == last.tolist() == [8.0, 8.0]
+    np.testing.assert_array_equal(wrong, before)
+    # Into new arrays it goes.
+    got, count = backend.unscale([first, wrong, last], state_of())
+    np.testing.assert_array_equal(got[1], before / 8)
+    assert int(count) == 0
+
+
+def test_an_empty_array_overlaps_nothing(backend: NumpyBackend) -> None:
+    empty = as_strided(np.ones(3, np.float32), (4, 0), (0, 0))
+    assert overwrite(backend, [empty])[0][0] is empty
+
+
+def test_an_empty_readonly_array_is_refused_like_any_other(backend: NumpyBackend) -> None:
+    with pytest.raises(InvalidValueError, match="read-only"):
+        overwrite(backend, [np.broadcast_to(np.float32(1), (0, 3))])
+
+
+@pytest.mark.parametrize("wrong", [np.int32, "int64", np.complex64, bool, "no dtype", object], ids=str)
+def test_a_wanted_dtype_must_be_real_and_floating(backend: NumpyBackend, wrong: Any) -> None:
+    with pytest.raises(InvalidValueError, match="dtype must be a real floating dtype"):
+        backend.unscale([np.ones(2, np.float32)], state_of(), dtype=wrong)
+
+
+# Its other methods, and which kernel it takes.
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1.0, 3.0, 2.0**127])
+def test_reading_example_and_fingerprint(backend: NumpyBackend, scale: float) -> None:
+    assert backend.name == "numpy"
+    assert backend.read(np.array([1, -2], np.int32)) == [1, -2]
+    example = backend.example()
+    same(example, 0.0, np.float32)
+    state = state_of(scale)._replace(growth_tracker=np.asarray(3, np.int32))
+    fingerprint = backend.fingerprint(state)
+    assert fingerprint.dtype == np.int32
+    assert fingerprint.tolist() == arithmetic.fingerprint(state).tolist()
+
+
+def test_a_backend_can_be_pickled(backend: NumpyBackend) -> None:
+    backend.unscale([np.ones(1, np.float32)], state_of())
+    copied = pickle.loads(pickle.dumps(backend))
+    assert copied._fast == backend._fast
+    assert int(copied.unscale([np.full(1, np.inf, np.float32)], state_of())[1]) == 1
+
+
+def test_the_registered_one_is_an_instance() -> None:
+    assert isinstance(registered, NumpyBackend)
+    assert gradscale.registry.get("numpy") is registered
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", "gradscale_numpy.kernels"), ("1", "gradscale_numpy.fast")])
+def test_the_environment_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch, value: str, expected: str) -> None:
+    require("fast")
+    monkeypatch.setenv("GRADSCALE_NUMPY_FAST", value)
+    assert NumpyBackend()._unscale_all.__module__ == expected
+
+
+def test_without_numba_the_kernels_of_numpy_serve() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import numpy as np, gradscale\n"
+        "from gradscale_numpy import NumpyBackend\n"
+        "state = gradscale.DynamicScale(init_scale=8.0).init(np.zeros(()))\n"
+        "[got], count = NumpyBackend().unscale([np.float32([8.0])], state)\n"
+        "print(got.tolist(), int(count), NumpyBackend()._unscale_all.__module__)\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.stdout.split() == ["[1.0]", "0", "gradscale_numpy.kernels"], completed.stderr

@@ -1,0 +1,90 @@
+"""The axis ``arrays`` of every test, and what a run under mpiexec needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+from axes import VARIABLE, required
+from hypothesis import HealthCheck, settings
+from libraries import ROWS, Library, opened
+
+# Shared machines stall; and the fixtures here hold nothing that one example could spoil for the next.
+settings.register_profile("gradscale", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.load_profile("gradscale")
+
+_DISTRIBUTIONS = (
+    "gradscale",
+    "array-api-compat",
+    "array-api-strict",
+    "numpy",
+    "ml_dtypes",
+    "numba",
+    "torch",
+    "mpi4py",
+    "hypothesis",
+)
+_FORWARDING = 1.0  # seconds
+_LAUNCHED_BY_MPI = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+
+
+@pytest.fixture(params=ROWS)
+def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """Return an array library; each test runs once on each."""
+    with opened(request.param) as library:
+        yield library
+
+
+@pytest.fixture
+def strict() -> Iterator[Library]:
+    """Return array-api-strict alone, for what only its several devices can show."""
+    with opened("strict") as library:
+        yield library
+
+
+def _world() -> Any:
+    """Return MPI.COMM_WORLD if this process is one of several, else None; mpi4py is not imported for the question."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None and any(name in os.environ for name in _LAUNCHED_BY_MPI):
+        mpi = importlib.import_module("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
+        return None
+    return mpi.COMM_WORLD
+
+
+def pytest_report_header() -> list[str]:
+    """Print what the tests run with."""
+    versions = []
+    for name in _DISTRIBUTIONS:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} missing")
+    lines = ["libraries: " + ", ".join(versions), f"{VARIABLE}: {', '.join(sorted(required())) or 'nothing'}"]
+    world = _world()
+    if world is not None:
+        lines.append(f"MPI: rank {world.rank} of {world.size}")
+    return lines
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(exitstatus: int) -> Generator[None, None, None]:
+    """Abort the other ranks under mpiexec when tests of this one have failed, since they may wait for it for ever.
+
+    Run with ``-x``, so that the failure that the others wait on is the last. The summary has been printed by then.
+    """
+    yield
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return
+    world = _world()
+    if world is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The launcher forwards what was printed through a pipe, and drops what it has not read by then.
+        time.sleep(_FORWARDING)
+        world.Abort(1)

@@ -1,0 +1,240 @@
+"""Steps with a closure: an overflow is tried again at a lower scale, and what happens when that does not help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from libraries import Library
+from optimizers import Evaluating, Tree, iterate
+
+from gradscale import ClosureOverflowError, DynamicScale, GradscaleError, GradScaler, ScaleUnderflowError, StaticScale
+
+
+def closure_of(
+    arrays: Library,
+    scaler: GradScaler,
+    optimizer: Any,
+    overflows: Callable[[int, float], bool] = lambda _index, _scale: False,
+) -> tuple[Callable[[], str], list[float]]:
+    """Return a closure whose true gradient is 3 and which overflows as told, and the scales that it was called at."""
+    called_at: list[float] = []
+
+    def closure() -> str:
+        factor = scaler.scale(arrays.asarray(1.0))
+        called_at.append(arrays.item(factor))
+        bad = overflows(len(called_at), called_at[-1])
+        optimizer.grads = [arrays.asarray([math.inf if bad else 3.0 * called_at[-1]])]
+        return f"loss {len(called_at)}"
+
+    return closure, called_at
+
+
+def check_seen(arrays: Library, optimizer: Evaluating) -> None:
+    """Assert that the optimizer has been shown true gradients only."""
+    assert optimizer.seen
+    for grads in optimizer.seen:
+        arrays.assert_array(grads[0], [3.0])
+
+
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+def test_every_evaluation_is_unscaled(arrays: Library, keyword: bool) -> None:
+    scaler, optimizer = GradScaler(), Evaluating(3)
+    closure, called_at = closure_of(arrays, scaler, optimizer)
+    returned = scaler.step(optimizer, closure=closure) if keyword else scaler.step(optimizer, closure)
+    assert returned == "minimised"
+    check_seen(arrays, optimizer)
+    assert called_at == [65536.0] * 3
+    assert optimizer.losses == ["loss 1", "loss 2", "loss 3"]
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    assert (report.skipped, report.scale, report.reason, report.retries) == (False, 65536.0, "stepped", 0)
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_an_overflow_is_evaluated_again_at_a_lower_scale(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating(2)
+    closure, called_at = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
+    assert scaler.step(optimizer, closure) == "minimised"
+    assert called_at == [65536.0, 32768.0, 16384.0, 16384.0]
+    check_seen(arrays, optimizer)
+    # The lower scale is the scaler's from the update on.
+    assert scaler.get_scale() == 65536.0
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    assert (report.skipped, report.scale, report.nonfinite, report.retries) == (False, 16384.0, 0, 2)
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (16384.0, 0)
+
+
+def test_an_overflow_in_a_later_evaluation_is_tried_again_too(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating(3)
+    closure, called_at = closure_of(arrays, scaler, optimizer, lambda index, _: index == 2)
+    assert scaler.step(optimizer, closure) == "minimised"
+    assert called_at == [65536.0, 65536.0, 32768.0, 32768.0]
+    check_seen(arrays, optimizer)
+
+
+def test_a_first_evaluation_that_always_overflows_skips_the_step(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating(2)
+    closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
+    assert scaler.step(optimizer, closure) is None
+    assert called_at == [2.0**exponent for exponent in range(16, -1, -1)]
+    assert (optimizer.steps, optimizer.seen) == (0, [])
+    report = scaler.last_step(optimizer)
+    assert (report.skipped, report.reason, report.nonfinite, report.retries) == (True, "overflow", 1, 16)
+    scaler.update()
+    assert scaler.get_scale() < 65536.0
+
+
+def test_the_retries_end_at_the_minimum(arrays: Library) -> None:
+    policy = DynamicScale(init_scale=8.0, min_scale=2.0)
+    scaler, optimizer = GradScaler(policy=policy), Evaluating()
+    closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
+    assert scaler.step(optimizer, closure) is None
+    assert called_at == [8.0, 4.0, 2.0, 2.0]
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_static_scale_is_tried_twice(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(policy=StaticScale(8.0)), Evaluating()
+    closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
+    assert scaler.step(optimizer, closure) is None
+    assert called_at == [8.0, 8.0]
+
+
+def test_an_overflow_at_the_minimum_is_raised_by_the_update_if_the_policy_says_so(arrays: Library) -> None:
+    policy = DynamicScale(init_scale=4.0, min_scale=2.0, at_min="raise")
+    scaler, optimizer = GradScaler(policy=policy), Evaluating()
+    closure, _ = closure_of(arrays, scaler, optimizer, lambda *_: True)
+    scaler.step(optimizer, closure)
+    with pytest.raises(ScaleUnderflowError):
+        scaler.update()
+
+
+def test_an_optimizer_that_has_begun_to_move_cannot_be_skipped(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating(3)
+    closure, _ = closure_of(arrays, scaler, optimizer, lambda index, _: index > 1)
+    with pytest.raises(ClosureOverflowError, match=r"evaluation 2 of the closure gives 1 non-finite .*down to.* 1\.0"):
+        scaler.step(optimizer, closure)
+    assert issubclass(ClosureOverflowError, FloatingPointError)
+    assert optimizer.steps == 0
+    # After restoring the parameters, the scaler can be used on.
+    scaler.update()
+    assert not iterate(arrays, scaler, Tree()).skipped
+
+
+def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating()
+    before, after = Tree(), Tree()
+    factor = scaler.scale(arrays.asarray(1.0))
+    before.grads, after.grads = ([arrays.asarray([5.0]) * factor] for _ in range(2))
+    scaler.unscale_(before)
+    closure, _ = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
+    scaler.step(optimizer, closure)
+    scaler.step(before)
+    scaler.step(after)
+    # So does a loss that is scaled now, outside of a closure.
+    arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 65536.0)
+    scaler.update()
+    arrays.assert_array(before.seen[0][0], [5.0])
+    arrays.assert_array(after.seen[0][0], [5.0])
+    assert scaler.last_step(after).scale == 65536.0
+    assert scaler.get_scale() == 16384.0
+
+
+def test_the_next_closure_of_the_iteration_begins_at_the_lowered_scale(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizers = [Evaluating(), Evaluating()]
+    histories = []
+    for optimizer in optimizers:
+        closure, called_at = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
+        scaler.step(optimizer, closure)
+        check_seen(arrays, optimizer)
+        histories.append(called_at)
+    assert histories == [[65536.0, 32768.0, 16384.0], [16384.0]]
+    scaler.update()
+    assert scaler.get_scale() == 16384.0
+
+
+def test_a_new_scale_wins_over_the_lowered_one(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating()
+    closure, _ = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
+    scaler.step(optimizer, closure)
+    scaler.update(1024.0)
+    assert scaler.get_scale() == 1024.0
+
+
+def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating(2)
+    inner, called_at = closure_of(arrays, scaler, optimizer, lambda index, _: index == 1)
+
+    def closure() -> str:
+        loss = inner()
+        scaler.unscale_(optimizer)
+        return loss
+
+    assert scaler.step(optimizer, closure) == "minimised"
+    assert called_at == [65536.0, 32768.0, 32768.0]
+    check_seen(arrays, optimizer)
+
+
+def test_arguments_of_the_optimizers_call_reach_the_closure(arrays: Library) -> None:
+    class Passing(Evaluating):
+        def step(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return closure(1, two=2), args, kwargs
+
+    scaler, optimizer = GradScaler(), Passing()
+
+    def closure(one: int, two: int) -> tuple[int, int]:
+        optimizer.grads = [scaler.scale(arrays.asarray(1.0))]
+        return one, two
+
+    assert scaler.step(optimizer, closure, "more", lr=0.1) == ((1, 2), ("more",), {"lr": 0.1})
+
+
+@pytest.mark.parametrize("place", ["closure", "optimizer"])
+def test_an_exception_passes_through_and_the_step_can_be_called_again(arrays: Library, place: str) -> None:
+    class Failing(Evaluating):
+        fails = place == "optimizer"
+
+        def step(self, closure: Callable[[], Any]) -> str:
+            returned = super().step(closure)
+            if self.fails:
+                self.fails = False
+                raise MemoryError
+            return returned
+
+    scaler, optimizer = GradScaler(), Failing()
+    inner, called_at = closure_of(arrays, scaler, optimizer, lambda index, _: index == 2)
+
+    def closure() -> str:
+        loss = inner()
+        if place == "closure" and len(called_at) == 1:
+            raise MemoryError
+        return loss
+
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer, closure)
+    assert scaler.step(optimizer, closure) == "minimised"
+    assert called_at == [65536.0, 65536.0, 32768.0]
+    check_seen(arrays, optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+
+
+def test_a_closure_that_never_scales_is_found(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Evaluating()
+    optimizer.grads = [arrays.asarray([1.0])]
+    with pytest.raises(GradscaleError, match=r"scale\(\) has never been called"):
+        scaler.step(optimizer, lambda: None)
+
+
+def test_a_disabled_scaler_passes_the_closure_on(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(enabled=False), Evaluating(2)
+    optimizer.grads = [arrays.asarray([math.nan])]
+    assert scaler.step(optimizer, lambda: "loss") == "minimised"
+    assert optimizer.losses == ["loss", "loss"]

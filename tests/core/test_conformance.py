@@ -1,0 +1,321 @@
+"""check_backend and check_collectives: right adapters pass, and each kind of wrong one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from array_api_compat import array_namespace
+from libraries import Library, opened
+
+import gradscale
+from gradscale.generic import GenericBackend
+from gradscale.testing import RankFailedError, ThreadCollectives, check_backend, check_collectives, run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+
+class Core(GenericBackend):
+    """The pure core as an adapter: what the wrong ones below differ from."""
+
+    def __init__(self, arrays: Library) -> None:
+        self.arrays = arrays
+
+    def example(self) -> Any:
+        return self.arrays.xp.zeros((), dtype=self.arrays.xp.float32)
+
+
+def test_the_pure_core_passes(arrays: Library) -> None:
+    dtypes = [arrays.dtype(name) for name in (*arrays.reals, "complex64")]
+    check_backend(Core(arrays), arrays.asarray(0.0), dtypes=dtypes)
+
+
+@pytest.mark.numpy
+def test_numpys_adapter_passes() -> None:
+    names = ["float16", "float32", "float64", "longdouble", "complex64", "complex128"]
+    dtypes = [np.dtype(name) for name in names] + [
+        np.dtype(kind) for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e5m2)
+    ]
+    check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=dtypes)
+
+
+class OffByOne(Core):
+    def unscale(self, *args: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(*args, **options)
+        return arrays, self.arrays.xp.asarray(count + self.arrays.xp.full_like(count, 1))
+
+
+class Flag(Core):
+    """Says that there is an overflow, and not how many."""
+
+    def unscale(self, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(grads, *args, **options)
+        xp = self.arrays.xp
+        return arrays, xp.asarray(xp.minimum(count, xp.full_like(count, 0)))
+
+
+class FloatCount(Core):
+    def unscale(self, *args: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(*args, **options)
+        return arrays, self.arrays.xp.astype(count, self.arrays.xp.float32)
+
+
+class VectorCount(Core):
+    def unscale(self, *args: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(*args, **options)
+        return arrays, self.arrays.xp.reshape(count, (1,))
+
+
+class Forgetful(Core):
+    def unscale(self, *args: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(*args, **options)
+        return arrays[1:], count
+
+
+class JudgesItsInput(Core):
+    """Counts what is not finite before it is divided, as torch does."""
+
+    def unscale(self, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
+        arrays, _ = super().unscale(grads, *args, **options)
+        xp = self.arrays.xp
+        count = sum(not bool(xp.all(xp.isfinite(grad))) for grad in grads)
+        return arrays, xp.asarray(count, dtype=xp.int32)
+
+
+class Divides(Core):
+    """Divides by the scale instead of multiplying by its reciprocal: other bits where it is no power of two."""
+
+    def unscale(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(grads, state, **options)
+        single = state.scale.dtype
+        divided = [x / state.scale if x.dtype == single else y for x, y in zip(grads, arrays, strict=True)]
+        return divided, count
+
+
+class IgnoresTheDtype(Core):
+    def unscale(self, grads: Sequence[Any], state: Any, **_options: Any) -> Any:
+        return super().unscale(grads, state)
+
+
+class LosesTheSignOfZero(Core):
+    def unscale(self, *args: Any, **options: Any) -> Any:
+        arrays, count = super().unscale(*args, **options)
+        return [x + self.arrays.xp.zeros_like(x) for x in arrays], count
+
+
+class IgnoresTheOut(Core):
+    """Keeps each gradient's dtype, whatever it is to be written to."""
+
+    def unscale(self, grads: Sequence[Any], state: Any, *, dtype: Any = None, **_options: Any) -> Any:
+        return super().unscale(grads, state, dtype=dtype)
+
+
+class WrongBits(Core):
+    def fingerprint(self, state: Any) -> Any:
+        bits = super().fingerprint(state)
+        return self.arrays.xp.asarray(bits + self.arrays.xp.full_like(bits, 1))
+
+
+class ReadsFloats(Core):
+    def read(self, x: Any) -> Any:
+        return [float(value) for value in super().read(x)]
+
+
+class ReadsBackwards(Core):
+    def read(self, x: Any) -> list[int]:
+        return super().read(x)[::-1]
+
+
+class WrongExample(Core):
+    def example(self) -> Any:
+        return self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)
+
+
+WRONG = [
+    OffByOne,
+    Flag,
+    FloatCount,
+    VectorCount,
+    Forgetful,
+    JudgesItsInput,
+    Divides,
+    IgnoresTheDtype,
+    IgnoresTheOut,
+    WrongBits,
+    ReadsFloats,
+    ReadsBackwards,
+    WrongExample,
+]
+
+
+@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+def test_a_wrong_adapter_fails(arrays: Library, kind: type[Core]) -> None:
+    with pytest.raises(AssertionError):
+        check_backend(kind(arrays), arrays.asarray(0.0))
+
+
+@pytest.mark.numpy
+def test_an_adapter_that_modifies_its_input_fails() -> None:
+    class InPlace(Core):
+        def unscale(self, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
+            arrays, count = super().unscale(grads, *args, **options)
+            for grad in grads:
+                grad[...] = 1
+            return arrays, count
+
+    with opened("numpy") as library, pytest.raises(AssertionError, match="was modified to"):
+        check_backend(InPlace(library), library.asarray(0.0))
+
+
+@pytest.mark.numpy
+def test_an_adapter_that_loses_the_sign_of_zero_fails() -> None:
+    with opened("numpy") as library:
+        state = gradscale.DynamicScale().init(np.zeros(()))
+        with pytest.raises(AssertionError, match="must become"):
+            gradscale.conformance._check_unscale(
+                LosesTheSignOfZero(library), state, [np.array([-0.0], np.float32)], None, "new arrays"
+            )
+
+
+def test_an_object_that_is_no_backend_fails(arrays: Library) -> None:
+    with pytest.raises(AssertionError, match="lacks a member"):
+        check_backend(object(), arrays.asarray(0.0))  # type: ignore[arg-type]
+
+
+# Collectives.
+
+
+class One:
+    """A group of one rank."""
+
+    rank = 0
+    size = 1
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        return lambda: x
+
+
+def check_on(size: int, arrays: Library, wrap: Callable[[ThreadCollectives], Any]) -> None:
+    """Check collectives of threads, wrapped on each rank."""
+    like = arrays.asarray(0.0)
+
+    def rank(collectives: ThreadCollectives) -> None:
+        check_collectives(wrap(collectives), like, repetitions=4)
+
+    run_ranks(size, rank, timeout=10.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_collectives_of_threads_pass(arrays: Library, size: int) -> None:
+    check_on(size, arrays, lambda collectives: collectives)
+
+
+def test_a_group_of_one_passes(arrays: Library) -> None:
+    check_collectives(One(), arrays.asarray(0.0))
+
+
+class Wrapped:
+    """Right collectives, to be bent."""
+
+    def __init__(self, inner: ThreadCollectives) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        return self.inner.start_max(x)
+
+
+class DropsTheMaximum(Wrapped):
+    """Gives each rank its own values back."""
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        pending = self.inner.start_max(x)
+        return lambda: (pending(), x)[1]
+
+
+class Minimum(Wrapped):
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        pending = self.inner.start_max(-x)
+        return lambda: -pending()
+
+
+class Widens(Wrapped):
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        pending = self.inner.start_max(x)
+        return lambda: array_namespace(x).astype(pending(), arrays_int64(x))
+
+
+class Reshapes(Wrapped):
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        pending = self.inner.start_max(x)
+        return lambda: array_namespace(x).reshape(pending(), (-1, 1))
+
+
+class Hosts(Wrapped):
+    """Gives back an array of another library."""
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        pending = self.inner.start_max(x)
+        return lambda: gradscale.registry.backend_for(x).read(pending())
+
+
+class WrongRank(Wrapped):
+    def __init__(self, inner: ThreadCollectives) -> None:
+        super().__init__(inner)
+        self.rank += 1
+
+
+def arrays_int64(x: Any) -> Any:
+    """Return the int64 of an array's library."""
+    return array_namespace(x).int64
+
+
+@pytest.mark.parametrize(
+    "kind", [DropsTheMaximum, Minimum, Widens, Reshapes, WrongRank], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_wrong_collectives_fail(arrays: Library, kind: Any, size: int) -> None:
+    with pytest.raises((AssertionError, RankFailedError)) as caught:
+        check_on(size, arrays, kind)
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_collectives_that_give_a_list_fail(arrays: Library) -> None:
+    with pytest.raises((AssertionError, AttributeError)):
+        check_on(2, arrays, Hosts)
+
+
+@pytest.mark.numpy
+def test_collectives_that_write_to_the_array_sent_fail() -> None:
+    class Overwrites(Wrapped):
+        def start_max(self, x: Any, /) -> Callable[[], Any]:
+            pending = self.inner.start_max(x)
+
+            def finish() -> Any:
+                result = pending()
+                x[...] = result
+                return result
+
+            return finish
+
+    with opened("numpy") as library, pytest.raises(AssertionError, match="was modified to"):
+        check_on(2, library, Overwrites)
+
+
+@pytest.mark.numpy
+def test_collectives_that_finish_in_one_buffer_fail() -> None:
+    class OneBuffer(Wrapped):
+        buffer = np.zeros(5, dtype=np.int32)
+
+        def start_max(self, x: Any, /) -> Callable[[], Any]:
+            result = self.inner.start_max(x)()
+            self.buffer[: x.size] = result
+            return lambda: self.buffer[: x.size]
+
+    with opened("numpy") as library, pytest.raises(AssertionError):
+        check_on(1, library, OneBuffer)

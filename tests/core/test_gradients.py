@@ -1,0 +1,178 @@
+"""Where GradScaler finds an optimizer's gradients, and how unscaled ones go back to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library, opened
+from optimizers import Grouped, Parameter, Tree, scaled
+
+from gradscale import GradScaler, InvalidTypeError, InvalidValueError
+from gradscale.generic import GenericBackend
+
+
+@pytest.mark.parametrize("nothing", [[], None, {}, [None], [[], {"w": None}]], ids=repr)
+def test_an_optimizer_without_gradients_steps(arrays: Library, nothing: Any) -> None:
+    scaler = GradScaler()
+    scaler.scale(arrays.asarray(1.0))
+    optimizer = Tree(nothing)
+    assert scaler.step(optimizer) == "stepped"
+    scaler.update()
+    assert optimizer.grads == nothing
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_parameters_without_gradient_are_left_alone(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Grouped([None, *scaled(arrays, scaler, 4.0)], [])
+    scaler.step(optimizer)
+    assert optimizer.gradients()[0] is None
+    arrays.assert_array(optimizer.gradients()[1], [4.0])
+
+
+def test_grads_may_be_one_array_or_any_tree(arrays: Library) -> None:
+    scaler = GradScaler()
+    one = Tree(scaled(arrays, scaler, 4.0)[0])
+    tree = Tree({"layer": [*scaled(arrays, scaler, 2.0), None], "bias": (scaled(arrays, scaler, 8.0)[0], 3)})
+    scaler.step(one)
+    scaler.step(tree)
+    arrays.assert_array(one.grads, [4.0])
+    arrays.assert_array(tree.grads["layer"][0], [2.0])
+    arrays.assert_array(tree.grads["bias"][0], [8.0])
+    assert tree.grads["layer"][1] is None
+    assert tree.grads["bias"][1] == 3
+
+
+def test_a_parameter_that_is_listed_twice_is_unscaled_once(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Grouped(scaled(arrays, scaler, 4.0))
+    optimizer.param_groups.append({"params": [optimizer.parameters[0]]})
+    scaler.step(optimizer)
+    arrays.assert_array(optimizer.parameters[0].grad, [4.0])
+
+
+def test_a_gradient_that_two_parameters_share_is_unscaled_once(arrays: Library) -> None:
+    scaler = GradScaler()
+    [grad] = scaled(arrays, scaler, 4.0)
+    grouped, tree = Grouped([grad, grad]), Tree([scaled(arrays, scaler, 4.0)[0]] * 2)
+    for optimizer in (grouped, tree):
+        scaler.step(optimizer)
+        for shared in optimizer.gradients():
+            arrays.assert_array(shared, [4.0])
+
+
+def test_a_gradient_that_is_a_new_object_at_each_access_is_unscaled(arrays: Library) -> None:
+    class Wrapped:
+        """A parameter whose gradient is wrapped at each access, as over a foreign pointer."""
+
+        def __init__(self, stored: Any) -> None:
+            self.stored = stored
+
+        @property
+        def grad(self) -> Any:
+            return arrays.asarray(self.stored)
+
+        @grad.setter
+        def grad(self, new: Any) -> None:
+            self.stored = float(arrays.to_numpy(new))
+
+    scaler = GradScaler(backend=GenericBackend())
+    scaler.scale(arrays.asarray(1.0))
+    parameter = Wrapped(65536.0 * 4)
+    optimizer = Grouped()
+    optimizer.param_groups = [{"params": [parameter]}]
+    scaler.step(optimizer)
+    assert parameter.stored == 4.0
+
+
+def test_one_bare_parameter_may_stand_for_a_list(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Grouped()
+    parameter = Parameter(scaled(arrays, scaler, 4.0)[0])
+    optimizer.param_groups = [{"params": parameter}]
+    scaler.unscale_(optimizer)
+    arrays.assert_array(parameter.grad, [4.0])
+
+
+def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library) -> None:
+    scaler = GradScaler(init_scale=1024.0)
+    optimizer = Grouped(scaled(arrays, scaler, 2.0, dtype="float64"))
+    given = optimizer.gradients()[0]
+    optimizer.master_dtype = arrays.dtype("float32")  # type: ignore[attr-defined]
+    scaler.step(optimizer)
+    arrays.assert_array(optimizer.gradients()[0], [2.0], "float32")
+    arrays.assert_array(given, [2048.0], "float64")
+
+
+@pytest.mark.parametrize("wrong", [object(), 3, "SGD", lambda: None], ids=["object", "number", "text", "function"])
+def test_an_optimizer_must_have_gradients(arrays: Library, wrong: Any) -> None:
+    scaler = GradScaler()
+    scaler.scale(arrays.asarray(1.0))
+    with pytest.raises(InvalidTypeError, match=r"param_groups .* or grads .*got"):
+        scaler.step(wrong)
+
+
+@pytest.mark.parametrize("groups", [[3], [{"weights": []}], [[Parameter()]]], ids=["number", "no params", "list"])
+def test_param_groups_must_be_dicts_with_params(arrays: Library, groups: Any) -> None:
+    scaler = GradScaler()
+    scaler.scale(arrays.asarray(1.0))
+    optimizer = Grouped()
+    optimizer.param_groups = groups
+    with pytest.raises(InvalidTypeError, match=r"param_groups\[0\] of Grouped must be a dict with 'params'"):
+        scaler.step(optimizer)
+    optimizer.param_groups = [{"params": [3]}]
+    with pytest.raises(InvalidTypeError, match=r"a parameter of Grouped must have \.grad, got 3"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("wrong", ["gradients", 2.5, [1.0], {"w": "x"}], ids=repr)
+def test_gradients_must_be_arrays(arrays: Library, wrong: Any) -> None:
+    scaler = GradScaler()
+    scaler.scale(arrays.asarray(1.0))
+    with pytest.raises(InvalidTypeError, match=r"of Tree( \d)? must be"):
+        scaler.step(Tree(wrong))
+
+
+def test_gradients_of_another_library_are_refused_and_left_alone(arrays: Library, strict: Library) -> None:
+    if arrays.name == "strict":
+        stranger: Any = np.asarray([1.0], dtype=np.float32)
+    else:
+        stranger = strict.asarray([1.0])
+    scaler = GradScaler()
+    mine = scaled(arrays, scaler, 4.0)
+    optimizer = Tree([*mine, stranger])
+    with pytest.raises(InvalidTypeError, match="gradient of Tree 1 must be an array of the library"):
+        scaler.step(optimizer)
+    arrays.assert_array(optimizer.grads[0], [4.0 * 65536])
+    # The iteration can go on without it.
+    optimizer.grads = mine
+    assert scaler.step(optimizer) == "stepped"
+    arrays.assert_array(optimizer.grads[0], [4.0])
+
+
+@pytest.mark.numpy
+def test_a_scaler_of_numpy_overwrites_gradients_in_place() -> None:
+    with opened("numpy") as library:
+        scaler = GradScaler()
+        grads = scaled(library, scaler, 4.0)
+        optimizer = Tree(grads)
+        scaler.unscale_(optimizer)
+        assert optimizer.grads is grads
+        library.assert_array(grads[0], [4.0])
+
+
+@pytest.mark.numpy
+def test_a_readonly_gradient_is_refused_and_nothing_is_modified() -> None:
+    scaler = GradScaler()
+    scaler.scale(np.float32(1.0))
+    writable, readonly = np.ones(2, np.float32), np.ones(2, np.float32)
+    readonly.flags.writeable = False
+    optimizer = Tree([writable, readonly])
+    with pytest.raises(InvalidValueError, match=r"gradient 1, .*read-only"):
+        scaler.step(optimizer)
+    assert writable.tolist() == [1.0, 1.0]
+    optimizer.grads = [writable]
+    scaler.step(optimizer)
+    assert writable.tolist() == [2.0**-16] * 2

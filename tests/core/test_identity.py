@@ -1,0 +1,87 @@
+"""IdentityMap: by identity, weakly, for any object."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from gradscale.identity import IdentityMap
+
+
+class Thing:
+    pass
+
+
+class Equal:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Slotted:
+    __slots__ = ()
+
+
+def test_values_are_found_by_the_object() -> None:
+    mapping: IdentityMap[int] = IdentityMap()
+    things: list[Any] = [Thing(), Equal(), Equal(), Slotted(), [], {}, Thing]
+    for value, thing in enumerate(things):
+        assert thing not in mapping
+        mapping[thing] = value
+    assert [mapping[thing] for thing in things] == list(range(len(things)))
+    assert len(mapping) == len(things)
+    mapping[things[1]] = 70
+    assert (mapping[things[1]], mapping[things[2]], len(mapping)) == (70, 2, len(things))
+    with pytest.raises(KeyError):
+        mapping[Thing()]
+
+
+def test_an_object_is_forgotten_when_it_dies_and_its_address_is_free() -> None:
+    mapping: IdentityMap[str] = IdentityMap()
+    for _ in range(100):
+        thing = Thing()
+        # The address of the one before is often handed on.
+        assert thing not in mapping
+        mapping[thing] = "value"
+        assert len(mapping) == 1
+        del thing
+    assert len(mapping) == 0
+
+
+def test_an_object_in_a_cycle_is_not_kept_alive() -> None:
+    mapping: IdentityMap[str] = IdentityMap()
+    thing: Any = Thing()
+    thing.itself = thing
+    reference = weakref.ref(thing)
+    mapping[thing] = "value"
+    mapping[thing] = "another"
+    del thing
+    gc.collect()
+    assert reference() is None
+    assert len(mapping) == 0
+
+
+def test_an_object_that_cannot_be_referenced_weakly_keeps_its_address() -> None:
+    mapping: IdentityMap[int] = IdentityMap()
+    for value in range(20):
+        mapping[Slotted()] = value
+    assert len(mapping) == 20
+    mapping.clear()
+    assert len(mapping) == 0
+
+
+def test_the_death_of_an_object_before_a_clear_leaves_later_entries_alone() -> None:
+    mapping: IdentityMap[str] = IdentityMap()
+    thing = Thing()
+    mapping[thing] = "before"
+    mapping.clear()
+    assert thing not in mapping
+    mapping[thing] = "after"
+    gc.collect()
+    assert mapping[thing] == "after"
+    del thing
+    assert len(mapping) == 0

@@ -1,0 +1,160 @@
+"""GradScaler called in a wrong order: an error that names the right one, and nothing done to gradients or scale."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from libraries import Library
+from optimizers import Evaluating, Tree, iterate
+
+from gradscale import CallOrderError, GradScaler
+
+ORDER = (
+    r"The right order in each iteration: scale\(loss\) and the backward pass; then, for each optimizer, "
+    r"unscale_\(optimizer\) if wanted, once, and step\(optimizer\), once; then update\(\)"
+)
+
+
+def begun(arrays: Library) -> tuple[GradScaler, Tree]:
+    """Return a scaler in its second iteration, after scale(), and an optimizer with gradients."""
+    scaler, optimizer = GradScaler(), Tree()
+    iterate(arrays, scaler, optimizer)
+    factor = scaler.scale(arrays.asarray(1.0))
+    optimizer.grads = [arrays.asarray([4.0]) * factor]
+    return scaler, optimizer
+
+
+def test_unscale_twice(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    scaler.unscale_(optimizer)
+    message = r"unscale_\(\) has already been called on this optimizer since the last update\(\) \(iteration 2\)"
+    with pytest.raises(CallOrderError, match=f"{message}. {ORDER}"):
+        scaler.unscale_(optimizer)
+    arrays.assert_array(optimizer.grads[0], [4.0])
+    assert scaler.step(optimizer) == "stepped"
+
+
+def test_unscale_after_step(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match=rf"unscale_\(\) is being called after step\(\).*{ORDER}"):
+        scaler.unscale_(optimizer)
+    arrays.assert_array(optimizer.grads[0], [4.0])
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf], ids=["stepped", "skipped"])
+def test_step_twice(arrays: Library, value: float) -> None:
+    scaler, optimizer = begun(arrays)
+    optimizer.grads = [arrays.asarray([value])]
+    scaler.step(optimizer)
+    steps = optimizer.steps
+    with pytest.raises(CallOrderError, match=rf"step\(\) has already been called.*since the last update\(\).*{ORDER}"):
+        scaler.step(optimizer)
+    assert optimizer.steps == steps
+    with pytest.raises(CallOrderError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer, lambda: None)
+
+
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_unscale_before_any_scale(arrays: Library, method: str) -> None:
+    scaler, optimizer = GradScaler(), Tree([arrays.asarray([1.0])])
+    with pytest.raises(CallOrderError, match=rf"scale\(\) has never been called.*{ORDER}"):
+        getattr(scaler, method)(optimizer)
+    arrays.assert_array(optimizer.grads[0], [1.0])
+    assert optimizer.steps == 0
+    # It is not held against the optimizer afterwards.
+    assert not iterate(arrays, scaler, optimizer).skipped
+
+
+def test_update_of_an_iteration_in_which_nothing_happened(arrays: Library) -> None:
+    scaler = GradScaler()
+    with pytest.raises(CallOrderError, match=rf"update\(\) was called, and nothing was scaled or unscaled.*{ORDER}"):
+        scaler.update()
+    iterate(arrays, scaler, Tree())
+    with pytest.raises(CallOrderError, match=r"\(iteration 2\)"):
+        scaler.update()
+    assert scaler.state_dict()["iteration"] == 2
+
+
+def test_update_twice_does_not_grow_twice(arrays: Library) -> None:
+    scaler = GradScaler(growth_interval=1)
+    iterate(arrays, scaler, Tree())
+    with pytest.raises(CallOrderError):
+        scaler.update()
+    assert scaler.get_scale() == 131072.0
+
+
+def test_step_with_a_closure_after_unscale(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    scaler.unscale_(optimizer)
+    with pytest.raises(CallOrderError, match=rf"closure unscales by itself, and unscale_\(\) was called.*{ORDER}"):
+        scaler.step(optimizer, lambda: None)
+    assert scaler.step(optimizer) == "stepped"
+
+
+def test_last_step_of_an_optimizer_that_was_never_stepped(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    with pytest.raises(CallOrderError, match=r"last_step\(\) needs a step\(\) of this optimizer first"):
+        scaler.last_step(Tree())
+    # The report of the iteration before is there until the next step.
+    scaler.unscale_(optimizer)
+    assert scaler.last_step(optimizer).iteration == 1
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).iteration == 2
+
+
+def test_an_update_after_the_error_is_legal(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    scaler.step(optimizer)
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(CallOrderError):
+            call(optimizer)
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] == 2
+
+
+MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
+    "pickle": pickle.dumps,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "load_state_dict": lambda scaler: scaler.load_state_dict(GradScaler().state_dict()),
+}
+
+
+@pytest.mark.parametrize("what", MIDDLE)
+@pytest.mark.parametrize("after", ["unscale_", "step", "a closure"])
+def test_no_copy_and_no_load_in_the_middle_of_an_iteration(arrays: Library, what: str, after: str) -> None:
+    scaler, optimizer = begun(arrays)
+    before = scaler.state_dict()
+    if after == "a closure":
+        minimiser = Evaluating()
+        minimiser.grads = optimizer.grads
+        scaler.step(minimiser, lambda: None)
+    else:
+        getattr(scaler, after)(optimizer)
+    with pytest.raises(
+        CallOrderError, match=r"possible only at the beginning of an iteration, .* or at its end.*of it"
+    ):
+        MIDDLE[what](scaler)
+    assert scaler.state_dict() == before
+    scaler.update()
+    MIDDLE[what](scaler)
+
+
+@pytest.mark.parametrize("what", MIDDLE)
+def test_copies_and_loads_between_scale_and_unscale_are_fine(arrays: Library, what: str) -> None:
+    scaler, _ = begun(arrays)
+    MIDDLE[what](scaler)
+
+
+def test_a_copy_in_the_middle_is_refused_though_the_optimizer_is_gone(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    scaler.step(optimizer)
+    del optimizer
+    with pytest.raises(CallOrderError):
+        pickle.dumps(scaler)

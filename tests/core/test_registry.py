@@ -1,0 +1,213 @@
+"""The registry: adapters by name, loaded lazily, with errors that say what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library
+
+import gradscale
+from gradscale import BackendError, BackendNotAvailableError, InvalidTypeError, registry
+from gradscale.generic import GenericBackend
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Return a function that makes the given entry points (name, value) the only installed ones."""
+
+    def replace(*entries: tuple[str, str]) -> None:
+        points = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
+
+        def entry_points(*, group: str) -> list[EntryPoint]:
+            assert group == "gradscale.backends"
+            return points
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+        registry.refresh()
+
+    yield replace
+    monkeypatch.undo()
+    registry.refresh()
+
+
+class Adapter(GenericBackend):
+    """A whole array adapter."""
+
+    name = "mine"
+
+
+class Array:
+    """An array of a library of this module's top-level name."""
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Make a module importable."""
+    made = ModuleType(name)
+    vars(made).update(members)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+def test_the_adapters_of_this_distribution_are_registered() -> None:
+    assert {"numpy", "mpi4py"} <= set(registry.names())
+    assert registry.names() == sorted(registry.names())
+    assert registry.get("numpy").name == "numpy"
+    assert registry.get("numpy") is registry.get("numpy")
+
+
+@pytest.mark.numpy
+def test_numpys_arrays_scalars_and_subclasses_are_served_by_its_adapter() -> None:
+    class Mine(np.ndarray[Any, Any]):
+        pass
+
+    for x in (np.zeros(2), np.float32(1), np.zeros(2).view(Mine)):
+        assert registry.backend_for(x) is registry.get("numpy")
+
+
+def test_a_library_without_adapter_is_served_by_the_pure_core(strict: Library) -> None:
+    assert registry.backend_for(strict.asarray(1.0)).name == "generic"
+    with pytest.raises(BackendNotAvailableError, match="backend= must name a library's adapter"):
+        registry.backend_for(strict.asarray(1.0)).example()
+
+
+def test_an_adapter_is_found_along_the_mro_by_the_top_level_module(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tensor:
+        __module__ = "mylib.deep.inside"
+
+    class Derived(Tensor):
+        __module__ = "elsewhere"
+
+    install(("mylib", "gradscale_mylib:backend"))
+    module(monkeypatch, "gradscale_mylib", backend=Adapter())
+    assert registry.backend_for(Derived()) is registry.get("mylib")
+    assert registry.names() == ["mylib"]
+
+
+def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(("broken", "no_such_module_at_all:backend"), ("mine", "gradscale_mine:backend"))
+    module(monkeypatch, "gradscale_mine", backend=Adapter())
+    assert registry.names() == ["broken", "mine"]
+    # An unrelated broken one does no harm.
+    assert isinstance(registry.get("mine"), Adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("numpy", r"install it with: python -m pip install 'gradscale\[numpy\]'"),
+        ("mpi4py", r"install it with: python -m pip install 'gradscale\[mpi\]'"),
+        ("mylib", "install the package that provides it"),
+    ],
+)
+def test_a_missing_adapter_is_named_with_what_to_install(install: Install, name: str, command: str) -> None:
+    install(("other", "gradscale_other:backend"))
+    with pytest.raises(BackendNotAvailableError, match=f"registered for '{name}'; {command}. Registered: other"):
+        registry.get(name)
+    install()
+    with pytest.raises(BackendNotAvailableError, match="Registered: none") as caught:
+        registry.get(name)
+    assert isinstance(caught.value, ImportError)
+
+
+def test_two_adapters_of_one_name_are_an_error_that_names_both(install: Install) -> None:
+    install(("mine", "second:backend"), ("mine", "first:backend"))
+    message = r"2 gradscale adapters .*'mine': first:backend \(from .*\) and second:backend \(from .*\); uninstall"
+    with pytest.raises(BackendError, match=message):
+        registry.get("mine")
+
+
+def test_one_adapter_that_is_found_twice_is_one(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(("mine", "gradscale_mine:backend"), ("mine", "gradscale_mine:backend"))
+    module(monkeypatch, "gradscale_mine", backend=Adapter())
+    assert isinstance(registry.get("mine"), Adapter)
+
+
+def test_an_adapter_that_cannot_be_imported_keeps_the_cause(install: Install) -> None:
+    install(("numpy", "no_such_module_at_all:backend"))
+    with pytest.raises(
+        BackendNotAvailableError, match=r"no_such_module_at_all.*pip install 'gradscale\[numpy\]'"
+    ) as caught:
+        registry.get("numpy")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_an_adapter_that_fails_otherwise_keeps_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(monkeypatch, "gradscale_mine")
+    install(("mine", "gradscale_mine:backend"))
+    with pytest.raises(BackendError, match="'mine', gradscale_mine:backend, failed while it was loaded") as caught:
+        registry.get("mine")
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_an_adapter_without_the_methods_of_one_is_an_error(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(("numpy", "gradscale_mine:backend"))
+    module(monkeypatch, "gradscale_mine", backend=object())
+    with pytest.raises(BackendError, match="must have name, read, unscale, example and fingerprint"):
+        registry.backend_for(np.zeros(1))
+
+
+def test_refresh_finds_what_was_installed_since(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    assert registry.backend_for(np.zeros(1)).name == "generic"
+    install(("numpy", "gradscale_mine:backend"))
+    module(monkeypatch, "gradscale_mine", backend=Adapter())
+    assert registry.backend_for(np.zeros(1)).name == "mine"
+
+
+def test_an_object_with_the_members_of_collectives_is_taken_as_it_is() -> None:
+    class Own:
+        rank, size = 0, 1
+
+        def start_max(self, x: Any, /) -> Callable[[], Any]:
+            return lambda: x
+
+    group = Own()
+    assert registry.collectives_for(group, 1.0) is group
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "world", object(), np.zeros(1)], ids=repr)
+def test_what_is_no_group_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"group must be a communicator .*registered: .*numpy.*got"):
+        registry.collectives_for(wrong, 1.0)
+
+
+def test_importing_gradscale_imports_no_framework_and_no_adapter() -> None:
+    code = (
+        "import sys, gradscale; gradscale.registry.names(); gradscale.GradScaler(); "
+        "print(*sorted(name for name in sys.modules if name.partition('.')[0] in "
+        "('numpy', 'torch', 'jax', 'cupy', 'mpi4py', 'numba', 'array_api_strict', 'gradscale_numpy')))"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == ""
+
+
+def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits() -> None:
+    fits = {
+        "InvalidValueError": ValueError,
+        "StateDictError": ValueError,
+        "InvalidTypeError": TypeError,
+        "CallOrderError": RuntimeError,
+        "ScaleUnderflowError": FloatingPointError,
+        "ClosureOverflowError": FloatingPointError,
+        "ScaleDesyncError": RuntimeError,
+        "CollectiveTimeoutError": TimeoutError,
+        "BackendNotAvailableError": ImportError,
+        "BackendError": RuntimeError,
+    }
+    assert set(gradscale.errors.__all__) == {"GradscaleError", *fits}
+    for name, built_in in fits.items():
+        kind = getattr(gradscale, name)
+        assert issubclass(kind, gradscale.GradscaleError)
+        assert issubclass(kind, built_in)
+        assert f"── {name} " in str(gradscale.errors.__doc__)

@@ -1,0 +1,203 @@
+"""scale: trees, dtypes, devices, and what is refused; through the function and through GradScaler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from axes import require
+from libraries import Library
+from runs import start
+
+import gradscale
+from gradscale import DynamicScale, GradScaler, InvalidTypeError
+
+
+class Outputs(NamedTuple):
+    loss: Any
+    logits: Any
+
+
+@dataclasses.dataclass
+class Losses:
+    main: Any
+    auxiliary: Any
+
+
+Scale = Callable[..., Any]
+
+
+@pytest.fixture(params=["function", "scaler"])
+def scale(request: pytest.FixtureRequest, arrays: Library) -> Scale:
+    """Return both ways to scale: a function of the outputs and the initial scale."""
+    if request.param == "scaler":
+        return lambda outputs, by=4.0: GradScaler(init_scale=by).scale(outputs)
+    return lambda outputs, by=4.0: gradscale.scale(outputs, start(arrays, DynamicScale(init_scale=by)))
+
+
+def test_the_dtype_of_an_array_is_kept(arrays: Library, scale: Scale) -> None:
+    for dtype in arrays.reals:
+        for values in ([1.5, -2.0], [[0.5]], []):
+            arrays.assert_array(scale(arrays.asarray(values, dtype)), np.asarray(values) * 4.0, dtype)
+
+
+def test_a_0d_loss_of_half_precision_becomes_float32(arrays: Library, scale: Scale) -> None:
+    for dtype in arrays.reals:
+        expected = "float32" if dtype in arrays.halves else dtype
+        arrays.assert_array(scale(arrays.asarray(3.0, dtype), 65536.0), 196608.0, expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_a_half_array_that_does_not_fit_overflows_in_its_own_dtype(arrays: Library, scale: Scale) -> None:
+    if "float16" in arrays.halves:
+        arrays.assert_array(scale(arrays.asarray([3.0, 0.0], "float16"), 65536.0), [math.inf, 0.0], "float16")
+
+
+def test_both_parts_of_a_complex_array_are_scaled(arrays: Library, scale: Scale) -> None:
+    for dtype in ("complex64", "complex128"):
+        arrays.assert_array(scale(arrays.asarray([1 + 2j, -3j], dtype)), [4 + 8j, -12j], dtype)
+
+
+def test_containers_keep_their_types(arrays: Library, scale: Scale) -> None:
+    def one() -> Any:
+        return arrays.asarray([1.0])
+
+    given = {
+        "list": [one(), [one()]],
+        "tuple": (one(), ()),
+        "named": Outputs(one(), [one()]),
+        "ordered": OrderedDict(b=one(), a=one()),
+        "default": defaultdict(list, {"x": one()}),
+        "dataclass": Losses(one(), {"aux": one()}),
+    }
+    got = scale(given)
+    leaves, _ = gradscale.tree.flatten(got)
+    assert len(leaves) == 10
+    for leaf in leaves:
+        arrays.assert_array(leaf, [4.0])
+    for name, container in given.items():
+        assert type(got[name]) is type(container)
+    assert got["default"]["missing"] == []
+    assert list(got["ordered"]) == ["b", "a"]
+    for leaf in gradscale.tree.flatten(given)[0]:
+        arrays.assert_array(leaf, [1.0])
+
+
+def test_a_generator_is_walked_once_and_comes_back_as_a_list(arrays: Library, scale: Scale) -> None:
+    got = scale(arrays.asarray(float(value)) for value in range(3))
+    assert type(got) is list
+    for value, leaf in enumerate(got):
+        arrays.assert_array(leaf, 4.0 * value)
+
+
+def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scale: Scale) -> None:
+    through = [None, 3, True, arrays.asarray([1, 2], "int32"), arrays.asarray(7, "int64"), arrays.asarray(True, "bool")]
+    got = scale([*through, arrays.asarray(1.0)])
+    assert all(after is before for before, after in zip(through, got[:-1], strict=True))
+    arrays.assert_array(got[-1], 4.0)
+    assert all(after is before for before, after in zip(through, scale(through), strict=True))
+
+
+@pytest.mark.parametrize("empty", [[], (), {}, None, [None], [[], {}]], ids=repr)
+def test_empty_trees_come_back(scale: Scale, empty: Any) -> None:
+    assert scale(empty) == empty
+
+
+def test_one_array_in_two_places_is_scaled_in_both(arrays: Library, scale: Scale) -> None:
+    shared = arrays.asarray([2.0])
+    for leaf in scale([shared, {"again": shared}, shared])[::2]:
+        arrays.assert_array(leaf, [8.0])
+
+
+def test_inputs_are_not_modified(arrays: Library, scale: Scale) -> None:
+    for dtype in arrays.reals:
+        given = arrays.asarray([1.0, 2.0], dtype)
+        scale([given])
+        arrays.assert_array(given, [1.0, 2.0], dtype)
+
+
+def test_nonfinite_values_stay_what_they_are(arrays: Library, scale: Scale) -> None:
+    arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
+
+
+def test_a_python_bool_or_integer_is_no_loss_and_the_scaler_waits_for_an_array(arrays: Library) -> None:
+    scaler = GradScaler()
+    assert scaler.scale([3, None]) == [3, None]
+    arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 65536.0)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "text": ("loss", "output must be an array"),
+    "a list of text": (["a", "b"], r"output at \[0\] must be an array .*got 'a' of type str"),
+    "a float": (1.5, r"output must be .*got 1\.5 of type float"),
+    "a float in a tree": ({"loss": [None, 1.5]}, r"output at \['loss'\]\[1\] must be an array"),
+    "a float in a dataclass": ([Losses(None, 2.0)], r"output at \[0\]\.auxiliary must be an array"),
+    "complex": (1j, "output must be an array"),
+    "a set": ({1.5}, "output must be an array"),
+    "an object": ([3, object()], r"output at \[1\] must be an array .*of type object"),
+    "bytes": (b"x", "output must be an array"),
+    "an array of objects": (
+        np.array([None, 1.0], dtype=object),
+        "output must have a floating, complex, integer or bool dtype, got dtype\\('O'\\)",
+    ),
+    "an array of text": ([np.array(["a"])], r"output at \[0\] must have a floating"),
+    "dates": (np.array(["2020-01-01"], dtype="datetime64[D]"), "output must have a floating"),
+    "records": ({"r": np.zeros(1, dtype=[("x", "f4")])}, r"output at \['r'\] must have a floating"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_array_is_refused_with_its_place(scale: Scale, name: str) -> None:
+    wrong, message = WRONG[name]
+    with pytest.raises(InvalidTypeError, match=message):
+        scale(wrong)
+
+
+def test_arrays_of_two_libraries_are_refused_with_the_place(arrays: Library, strict: Library, scale: Scale) -> None:
+    stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+    with pytest.raises(InvalidTypeError, match=r"output at \['x'\]\[1\] must be an array of the library .* use one"):
+        scale({"x": [arrays.asarray([1.0]), stranger]})
+
+
+@pytest.mark.torch
+def test_an_integer_array_of_another_library_passes_through(scale: Scale, arrays: Library) -> None:
+    count = require("torch").tensor(3)
+    got = scale([count, arrays.asarray(1.0)])
+    assert got[0] is count
+
+
+def test_each_array_stays_on_its_device(strict: Library) -> None:
+    devices = [strict.xp.Device(name) for name in ("CPU_DEVICE", "device1", "device2", "no_float64")]
+    given = [strict.asarray([float(index)], device=device) for index, device in enumerate(devices)]
+    got = GradScaler(init_scale=4.0).scale(given)
+    for index, device in enumerate(devices):
+        assert got[index].device == device
+        assert np.asarray(got[index].to_device(devices[0])).tolist() == [4.0 * index]
+
+
+@pytest.mark.numpy
+def test_numpys_scalars_and_subclasses_are_arrays() -> None:
+    class Mine(np.ndarray[Any, Any]):
+        pass
+
+    for value, dtype in ((np.float16(2), "float32"), (np.float32(2), "float32"), (np.float64(2), "float64")):
+        got = GradScaler().scale(value)
+        assert (float(got), got.dtype.name, got.shape) == (131072.0, dtype, ())
+    got = GradScaler(init_scale=4.0).scale(np.ones(3, np.float16).view(Mine))
+    assert isinstance(got, np.ndarray)
+    assert got.dtype == np.float16
+
+
+@pytest.mark.torch
+def test_a_scaled_loss_of_torch_can_be_differentiated() -> None:
+    torch = require("torch")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        parameter = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
+        loss = GradScaler(init_scale=8.0).scale((parameter * parameter).sum())
+        loss.backward()
+        assert parameter.grad.tolist() == [16.0, 32.0]

@@ -1,0 +1,280 @@
+"""GradScaler: what it does to gradients, optimizers and the scale in iterations that are called in the right order."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library, opened
+from optimizers import Grouped, Recording, Tree, iterate, scaled
+
+from gradscale import DynamicScale, GradScaler, StaticScale, StepReport, registry
+from gradscale.generic import GenericBackend
+
+BAD = [math.inf, -math.inf, math.nan]
+
+
+def test_a_clean_iteration_steps_with_the_unscaled_gradients(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree(scaled(arrays, scaler, 1.5, -3.0))
+    assert scaler.step(optimizer) == "stepped"
+    scaler.update()
+    arrays.assert_array(optimizer.seen[0][0], [1.5])
+    arrays.assert_array(optimizer.seen[0][1], [-3.0])
+    assert scaler.last_step(optimizer) == StepReport(False, 65536.0, 0, "stepped", 1, 0)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_bad_value_skips_the_step_and_backs_off(arrays: Library, bad: float, place: int) -> None:
+    scaler = GradScaler()
+    values = [1.0, 2.0, 3.0]
+    values[place] = bad
+    optimizer = Tree(scaled(arrays, scaler, *values))
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert optimizer.steps == 0
+    assert scaler.get_scale() == 32768.0
+    assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0)
+
+
+def test_every_bad_gradient_is_counted_once_however_many_bad_values_it_holds(arrays: Library) -> None:
+    scaler = GradScaler()
+    scaler.scale(arrays.asarray(1.0))
+    optimizer = Tree([arrays.asarray([math.nan, math.inf]), arrays.asarray([1.0]), arrays.asarray(-math.inf)])
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).nonfinite == 2
+
+
+def test_unscale_shows_the_true_gradients_before_the_step(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Grouped(scaled(arrays, scaler, 8.0), scaled(arrays, scaler, 2.0))
+    scaler.unscale_(optimizer)
+    for grad, value in zip(optimizer.gradients(), (8.0, 2.0), strict=True):
+        arrays.assert_array(grad, [value])
+    # What is done to them in between (clipping) is what the optimizer steps with.
+    optimizer.parameters[0].grad = arrays.asarray([1.0])
+    scaler.step(optimizer)
+    arrays.assert_array(optimizer.seen[0][0], [1.0])
+    arrays.assert_array(optimizer.seen[0][1], [2.0])
+
+
+def test_the_scale_that_unscales_is_the_one_that_scaled_also_when_it_grows(arrays: Library) -> None:
+    scaler = GradScaler(growth_interval=1)
+    optimizer = Tree()
+    for _ in range(4):
+        iterate(arrays, scaler, optimizer, [3.0])
+        arrays.assert_array(optimizer.seen[-1][0], [3.0])
+    assert scaler.get_scale() == 65536.0 * 16
+
+
+def test_a_new_interval_that_the_run_has_passed_grows_at_the_next_clean_step(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree()
+    for _ in range(3):
+        iterate(arrays, scaler, optimizer)
+    scaler.set_growth_interval(2)
+    iterate(arrays, scaler, optimizer)
+    assert scaler.get_scale() == 131072.0
+
+
+def test_several_optimizers_are_skipped_on_their_own_verdicts_and_back_off_once(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizers = [Tree(scaled(arrays, scaler, value)) for value in (math.nan, 1.0, math.inf)]
+    scaler.unscale_(optimizers[1])
+    returned = [scaler.step(optimizer) for optimizer in optimizers]
+    scaler.update()
+    assert returned == [None, "stepped", None]
+    assert [scaler.last_step(optimizer).skipped for optimizer in optimizers] == [True, False, True]
+    assert scaler.get_scale() == 32768.0
+
+
+@pytest.mark.parametrize("bad", [0, 1], ids=["first", "last"])
+def test_an_overflow_of_any_optimizer_backs_off_whatever_their_order(arrays: Library, bad: int) -> None:
+    scaler = GradScaler()
+    optimizers = [Tree(scaled(arrays, scaler, math.inf if index == bad else 1.0)) for index in range(2)]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+
+
+def test_an_overflow_counts_though_its_optimizer_is_gone_at_the_update(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree(scaled(arrays, scaler, math.inf))
+    scaler.step(optimizer)
+    del optimizer
+    gc.collect()
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+
+
+def test_a_deliberate_skip_after_unscale_still_counts_its_verdict(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree(scaled(arrays, scaler, math.inf))
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+    assert scaler.state_dict()["_growth_tracker"] == 0
+    assert iterate(arrays, scaler, optimizer).iteration == 2
+
+
+def test_a_deliberate_skip_before_unscale_leaves_scale_and_run_alone(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree()
+    iterate(arrays, scaler, optimizer)
+    scaler.scale(arrays.asarray(1.0))
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] == 1
+    assert iterate(arrays, scaler, optimizer).iteration == 3
+
+
+# How optimizers are called and kept.
+
+
+def test_arguments_are_passed_on_and_the_steps_value_returned(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree(scaled(arrays, scaler, 1.0))
+    assert scaler.step(optimizer, None, 3, lr=0.1, closure=None) == "stepped"
+    assert optimizer.calls == [((None, 3), {"lr": 0.1, "closure": None})]
+
+
+def test_step_is_called_through_the_instance_attribute_exactly_when_it_is_made(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree()
+    patched: list[int] = []
+    for value, expected in ((1.0, 1), (math.inf, 1), (2.0, 2)):
+        # As accelerate does before each step.
+        optimizer.step = lambda: patched.append(1)  # type: ignore[method-assign,assignment,misc]
+        assert iterate(arrays, scaler, optimizer, [value]).skipped == math.isinf(value)
+        assert len(patched) == expected
+    assert optimizer.steps == 0
+
+
+def test_a_step_that_raises_can_be_called_again_without_unscaling_twice(arrays: Library) -> None:
+    class Failing(Tree):
+        fails = True
+
+        def step(self, *args: Any, **kwargs: Any) -> str:
+            if self.fails:
+                msg = "out of memory"
+                raise MemoryError(msg)
+            return super().step(*args, **kwargs)
+
+    scaler = GradScaler()
+    optimizer = Failing(scaled(arrays, scaler, 4.0))
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    optimizer.fails = False
+    assert scaler.step(optimizer) == "stepped"
+    arrays.assert_array(optimizer.seen[0][0], [4.0])
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_optimizers_that_compare_equal_are_told_apart(arrays: Library) -> None:
+    class Equal(Tree):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    scaler = GradScaler()
+    first, second = Equal(scaled(arrays, scaler, 1.0)), Equal(scaled(arrays, scaler, math.inf))
+    scaler.step(first)
+    scaler.step(second)
+    assert [scaler.last_step(optimizer).skipped for optimizer in (first, second)] == [False, True]
+
+
+def test_optimizers_that_cannot_be_referenced_weakly_work(arrays: Library) -> None:
+    class Slotted:
+        __slots__ = ("grads",)
+
+        def step(self) -> str:
+            return "stepped"
+
+    scaler = GradScaler()
+    optimizer = Slotted()
+    for value in (1.0, math.inf):
+        assert iterate(arrays, scaler, optimizer, [value]).skipped == math.isinf(value)
+
+
+def test_optimizers_are_not_kept_alive(arrays: Library) -> None:
+    scaler = GradScaler()
+    optimizer = Tree()
+    iterate(arrays, scaler, optimizer)
+    scaler.scale(arrays.asarray(1.0))
+    optimizer.grads = scaled(arrays, scaler, 1.0)
+    scaler.unscale_(optimizer)
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    assert len(scaler._reports) == 0
+
+
+class Counting(GenericBackend):
+    """The pure core, counting its reads."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, x: Any, /) -> list[int]:
+        self.reads += 1
+        return super().read(x)
+
+
+@pytest.mark.parametrize("number", [0, 1, 50])
+@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_step_reads_from_the_device_once_whatever_it_holds(
+    arrays: Library, number: int, explicit: bool, value: float
+) -> None:
+    backend = Counting()
+    scaler = GradScaler(backend=backend, policy=DynamicScale(at_min="raise", tolerance=0.5))
+    scaler.scale(arrays.asarray(1.0))
+    grads = [arrays.asarray([value], dtype) for _ in range(number) for dtype in arrays.reals]
+    optimizer: Recording = Tree(grads) if number else Tree([])
+    if explicit:
+        scaler.unscale_(optimizer)
+    assert backend.reads == 0
+    scaler.step(optimizer)
+    assert backend.reads == 1
+    report = scaler.last_step(optimizer)
+    scaler.update()
+    assert report.nonfinite == (len(grads) if math.isnan(value) else 0)
+    assert backend.reads == 1
+
+
+def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Library, strict: Library) -> None:
+    stranger: Any = np.asarray(3) if arrays.name == "strict" else strict.asarray(3, "int32")
+    scaler = GradScaler()
+    count, loss = scaler.scale((stranger, arrays.asarray(2.0)))
+    assert count is stranger
+    arrays.assert_array(loss, 131072.0)
+    scaler = GradScaler()
+    assert scaler.scale([stranger, None]) == [stranger, None]
+    arrays.assert_array(scaler.scale(arrays.asarray(2.0)), 131072.0)
+
+
+@pytest.mark.numpy
+def test_a_backend_may_be_named() -> None:
+    with opened("numpy") as library:
+        scaler = GradScaler(backend="numpy")
+        assert scaler._backend_for(None) is registry.get("numpy")
+        assert iterate(library, scaler, Tree(), [math.nan]).skipped is True
+
+
+def test_a_static_scale_skips_and_stays(arrays: Library) -> None:
+    scaler = GradScaler(policy=StaticScale(128.0))
+    optimizer = Tree()
+    assert [iterate(arrays, scaler, optimizer, [value]).skipped for value in (1.0, math.nan, 1.0)] == [
+        False,
+        True,
+        False,
+    ]
+    assert scaler.get_scale() == 128.0

@@ -1,0 +1,155 @@
+"""Trees: every container is walked in order and rebuilt as its own type."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from gradscale import InvalidValueError, tree
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+Untyped = namedtuple("Untyped", ["x"])
+
+
+@dataclasses.dataclass
+class Layer:
+    w: Any
+    b: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    w: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.w, str):
+            msg = "checked when constructed by the user"
+            raise TypeError(msg)
+
+
+class MyList(list[Any]):
+    pass
+
+
+class MyDict(dict[str, Any]):
+    extra = "kept"
+
+
+CONTAINERS: dict[str, Any] = {
+    "list": [1, [2, 3], []],
+    "tuple": (1, (2,), ()),
+    "list subclass": MyList([1, 2]),
+    "namedtuple": Pair(1, Untyped([2])),
+    "dict": {"b": 1, "a": {"c": 2}},
+    "dict with any keys": {3: 1, None: 2, (1, 2): 3},
+    "OrderedDict": OrderedDict([("b", 1), ("a", 2)]),
+    "defaultdict": defaultdict(list, {"a": 1}),
+    "dict subclass": MyDict(a=1),
+    "UserDict": UserDict({"a": 1}),
+    "mapping proxy": MappingProxyType({"a": 1}),
+    "dataclass": Layer(1, Layer([2])),
+    "frozen dataclass": Frozen((1, 2)),
+    "leaf": 7,
+    "none": None,
+    "nones": [None, {"a": None}],
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_is_rebuilt_as_its_own_type(name: str) -> None:
+    given = CONTAINERS[name]
+    mapped = tree.map_leaves(lambda leaf: leaf, given)
+    assert type(mapped) is type(given)
+    assert mapped == given
+    assert mapped is not given or not isinstance(given, (list, dict, Layer))
+    leaves, rebuild = tree.flatten(given)
+    assert rebuild(leaves) == given
+    assert type(rebuild(leaves)) is type(given)
+
+
+def test_leaves_come_in_the_order_of_the_container() -> None:
+    given = {"b": [1, None], "a": Pair(2, Layer(3, (4,)))}
+    assert tree.flatten(given)[0] == [1, None, 2, 3, 4]
+
+
+def test_a_defaultdict_keeps_its_factory_and_an_ordered_dict_its_order() -> None:
+    mapped = tree.map_leaves(lambda leaf: -leaf, defaultdict(list, {"a": 1}))
+    assert mapped["new"] == []
+    assert list(tree.map_leaves(lambda leaf: -leaf, OrderedDict(b=1, a=2)).items()) == [("b", -1), ("a", -2)]
+
+
+def test_a_frozen_dataclass_is_rebuilt_without_its_checks() -> None:
+    assert tree.map_leaves(lambda leaf: f"traced {leaf}", Frozen(1)).w == "traced 1"
+
+
+def test_a_given_container_is_not_modified() -> None:
+    given = {"a": [1, 2], "b": Layer(3)}
+    tree.map_leaves(lambda leaf: 0 if leaf is not None else None, given)
+    leaves, rebuild = tree.flatten(given)
+    rebuild([0] * len(leaves))
+    assert given == {"a": [1, 2], "b": Layer(3)}
+
+
+@pytest.mark.parametrize(
+    "iterable",
+    [(x for x in (1, [2])), deque([1, [2]]), iter([1, [2]]), {"k": 1, "l": [2]}.values()],
+    ids=["generator", "deque", "iterator", "view"],
+)
+def test_another_iterable_comes_back_as_a_list(iterable: Any) -> None:
+    leaves, rebuild = tree.flatten(iterable)
+    assert leaves == [1, 2]
+    assert rebuild([3, 4]) == [3, [4]]
+    assert rebuild([5, 6]) == [5, [6]]
+
+
+@pytest.mark.parametrize("leaf", ["text", b"bytes", {1, 2}, frozenset({1}), int, 1.5, object(), Layer], ids=repr)
+def test_text_sets_and_classes_are_leaves(leaf: Any) -> None:
+    assert tree.flatten([leaf])[0] == [leaf]
+
+
+def test_paths_read_as_the_expression_that_reaches_the_leaf() -> None:
+    given = {"w": [1, Pair(2, 3)], 7: Layer(4, None)}
+    found = tree.leaves_with_paths(given)
+    assert found == [
+        ("['w'][0]", 1),
+        ("['w'][1][0]", 2),
+        ("['w'][1][1]", 3),
+        ("[7].w", 4),
+        ("[7].b", None),
+    ]
+    for path, leaf in found:
+        assert eval(f"given{path}", {"given": given}) == leaf
+    assert tree.leaves_with_paths(3) == [("", 3)]
+
+
+def test_several_trees_are_mapped_together_by_their_keys() -> None:
+    first = {"a": 1, "b": [2, Layer(3, 4)]}
+    second = {"b": (20, Layer(30, 40)), "a": 10}
+    assert tree.map_leaves(lambda x, y: x + y, first, second) == {"a": 11, "b": [22, Layer(33, 44)]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([1, 2], [1]),
+        ([1], [1, 2]),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ([1], 1),
+        ([[1]], [1]),
+        (Layer(1), Pair(1, 2)),
+    ],
+    ids=repr,
+)
+def test_trees_of_different_structure_are_refused(first: Any, second: Any) -> None:
+    with pytest.raises(InvalidValueError, match="trees must have one structure, got a "):
+        tree.map_leaves(lambda x, _: x, first, second)

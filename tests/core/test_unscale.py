@@ -1,0 +1,274 @@
+"""unscale: exact reciprocals, dtypes, the verdict on what is stored, trees and devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from hypothesis import example, given
+from hypothesis import strategies as st
+from libraries import Library
+from runs import start
+
+import gradscale
+from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, arithmetic
+
+SMALLEST = 2.0**-126
+LARGEST = float(np.finfo(np.float32).max)
+overflows = pytest.mark.filterwarnings(
+    "ignore:overflow encountered in (cast|multiply):RuntimeWarning",
+    "ignore:invalid value encountered in (cast|multiply):RuntimeWarning",
+)
+
+
+def unscale(arrays: Library, grads: Any, scale: float, **options: Any) -> tuple[Any, int]:
+    """Return the unscaled gradients and the count, after asserting what it is."""
+    state = start(arrays, DynamicScale(init_scale=scale))
+    unscaled, nonfinite = gradscale.unscale(grads, state, **options)
+    arrays.assert_is_mine(nonfinite)
+    assert nonfinite.dtype == arrays.dtype("int32")
+    assert arrays.state(state)[0] == scale
+    return unscaled, arrays.item(nonfinite)
+
+
+def test_values_are_divided_and_the_dtype_is_kept(arrays: Library) -> None:
+    for dtype in arrays.reals:
+        for values in ([8.0, -4.0], [[1.0]], 2.0):
+            got, nonfinite = unscale(arrays, arrays.asarray(values, dtype), 8.0)
+            arrays.assert_array(got, np.asarray(values) / 8.0, dtype)
+            assert nonfinite == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
+def test_zero_size_arrays_are_finite_and_keep_shape_and_dtype(arrays: Library, shape: tuple[int, ...]) -> None:
+    for dtype in (*arrays.reals, "complex64"):
+        got, nonfinite = unscale(arrays, [arrays.xp.zeros(shape, dtype=arrays.dtype(dtype))], 8.0)
+        arrays.assert_array(got[0], np.zeros(shape), dtype)
+        assert nonfinite == 0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_an_array_with_bad_values_counts_once(arrays: Library, bad: float) -> None:
+    for dtype in arrays.reals:
+        for values in ([bad], [1.0, bad], [[bad, bad], [bad, 1.0]], bad):
+            clean = arrays.asarray([1.0], dtype)
+            got, nonfinite = unscale(arrays, [clean, arrays.asarray(values, dtype), clean], 8.0)
+            assert nonfinite == 1
+            arrays.assert_array(got[1], np.asarray(values) / 8.0, dtype)
+
+
+def test_the_count_is_of_arrays(arrays: Library) -> None:
+    grads = [arrays.asarray([value]) for value in (math.nan, 1.0, math.inf, -math.inf, 0.0)]
+    assert unscale(arrays, grads, 8.0)[1] == 3
+
+
+@pytest.mark.parametrize("part", [complex(1, math.inf), complex(math.nan, 1), complex(-math.inf, math.nan)])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
+def test_both_parts_of_complex_gradients_are_divided_and_judged(arrays: Library, part: complex) -> None:
+    for dtype in ("complex64", "complex128"):
+        got, nonfinite = unscale(arrays, arrays.asarray([8 + 16j, -8j], dtype), 8.0)
+        arrays.assert_array(got, [1 + 2j, -1j], dtype)
+        assert nonfinite == 0
+        assert unscale(arrays, [arrays.asarray([1j, part], dtype)], 8.0)[1] == 1
+
+
+# Finiteness is judged on what is returned.
+
+
+@overflows
+def test_a_finite_value_that_overflows_when_it_is_divided_by_a_small_scale_is_counted(arrays: Library) -> None:
+    got, nonfinite = unscale(arrays, [arrays.asarray([1e38]), arrays.asarray([1.0])], 2.0**-10)
+    arrays.assert_array(got[0], [math.inf])
+    arrays.assert_array(got[1], [1024.0])
+    assert nonfinite == 1
+    for half in arrays.halves:
+        largest = {"float16": 65504.0, "bfloat16": 3.3e38}[half]
+        assert unscale(arrays, arrays.asarray([largest], half), 2.0**-10)[1] == 1
+
+
+@overflows
+def test_a_value_that_overflows_when_it_is_cast_is_counted(arrays: Library) -> None:
+    big = arrays.asarray([1e300], "float64")
+    assert unscale(arrays, big, 8.0)[1] == 0
+    got, nonfinite = unscale(arrays, big, 8.0, dtype=arrays.dtype("float32"))
+    arrays.assert_array(got, [math.inf])
+    assert nonfinite == 1
+    for half in arrays.halves:
+        given = arrays.asarray([1e6 * 8.0])
+        assert unscale(arrays, given, 8.0, dtype=arrays.dtype(half))[1] == (half == "float16")
+
+
+@overflows
+def test_a_value_that_is_infinite_scaled_and_finite_only_in_thought_is_counted(arrays: Library) -> None:
+    if "float16" in arrays.halves:
+        scaled = gradscale.scale(arrays.asarray([2.0], "float16"), start(arrays, DynamicScale(init_scale=2.0**16)))
+        assert unscale(arrays, scaled, 2.0**16)[1] == 1
+
+
+def test_a_half_value_is_divided_in_float32(arrays: Library) -> None:
+    # The reciprocal of 2**17 is 0 in no half dtype's normal range, and 2**-24 is float16's smallest subnormal.
+    for half in arrays.halves:
+        got, _ = unscale(arrays, arrays.asarray([2.0**-7, 1.0], half), 2.0**17)
+        arrays.assert_array(got, [2.0**-24, 2.0**-17], half)
+
+
+# The reciprocal.
+
+
+@pytest.mark.parametrize("scale", [2.0**exponent for exponent in range(-126, 128, 11)])
+def test_powers_of_two_divide_exactly(arrays: Library, scale: float) -> None:
+    given = [1.0, -1.5, 1.0000001192092896]
+    got, nonfinite = unscale(arrays, arrays.asarray([x * scale for x in given]), scale)
+    # float32's subnormals end at 2**-149: beyond 2**125 the reciprocal itself is subnormal, and exact.
+    arrays.assert_array(got, [np.float32(np.float32(x * scale) * np.float32(1 / scale)) for x in given])
+    if 2.0**-125 < scale < 2.0**126:
+        arrays.assert_array(got, given)
+    assert nonfinite == 0
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.1, 65535.0, 1e-37, 3e38, 1.0 + 2.0**-23, SMALLEST, LARGEST])
+def test_the_reciprocal_of_another_scale_is_rounded_once(arrays: Library, scale: float) -> None:
+    scale = float(np.float32(scale))
+    expected = np.float32(1.0 / np.float64(scale))
+    got, _ = unscale(arrays, arrays.asarray([1.0, 1.0]), scale)
+    arrays.assert_array(got, [expected, expected])
+
+
+@pytest.mark.numpy
+@given(scale=st.floats(SMALLEST, LARGEST, width=32))
+@example(scale=3.0)
+def test_the_reciprocal_is_numpys_through_float64(scale: float) -> None:
+    from libraries import opened
+
+    expected = np.float32(1.0 / np.float64(scale))
+    with opened("numpy") as library:
+        state = start(library, DynamicScale(init_scale=scale))
+        assert arithmetic.reciprocal(state.scale) == expected
+        assert gradscale.unscale(np.ones(1, np.float32), state)[0][0] == expected
+
+
+def test_without_float64_powers_of_two_are_exact_all_the_same(strict: Library) -> None:
+    where = strict.xp.Device("no_float64")
+    for exponent in range(-126, 127, 7):
+        state = DynamicScale(init_scale=2.0**exponent).init(strict.asarray(0.0, device=where))
+        got = arithmetic.reciprocal(state.scale)
+        assert got.device == where
+        assert float(got) == 2.0**-exponent
+
+
+def test_float64_is_divided_in_itself(arrays: Library) -> None:
+    value = 1.0 + 2.0**-50
+    got, _ = unscale(arrays, arrays.asarray([value * 8.0], "float64"), 8.0)
+    arrays.assert_array(got, [value], "float64")
+
+
+# Trees, masters, and inputs.
+
+
+def test_none_integers_and_containers_are_kept(arrays: Library) -> None:
+    count = arrays.asarray([3], "int32")
+    given = {"a": [arrays.asarray([8.0]), None], "b": (count, 5), "c": [], "d": (arrays.asarray(x) for x in (8.0,))}
+    got, nonfinite = unscale(arrays, given, 8.0)
+    arrays.assert_array(got["a"][0], [1.0])
+    arrays.assert_array(got["d"][0], 1.0)
+    assert (got["a"][1], got["b"][1], got["c"], type(got["b"])) == (None, 5, [], tuple)
+    assert got["b"][0] is count
+    assert nonfinite == 0
+
+
+@pytest.mark.parametrize("empty", [[], (), {}, None, [None]], ids=repr)
+def test_an_empty_tree_has_no_bad_gradients(arrays: Library, empty: Any) -> None:
+    assert unscale(arrays, empty, 8.0) == (empty, 0)
+
+
+def test_a_wanted_dtype_gives_masters_of_real_gradients_only(arrays: Library) -> None:
+    given = [arrays.asarray([8.0], dtype) for dtype in (*arrays.reals, "complex64")]
+    got, _ = unscale(arrays, [*given, arrays.asarray([8], "int32")], 8.0, dtype=arrays.dtype("float32"))
+    for master in got[:-2]:
+        arrays.assert_array(master, [1.0], "float32")
+    arrays.assert_array(got[-2], [1.0], "complex64")
+    arrays.assert_array(got[-1], [8], "int32")
+
+
+def test_masters_keep_what_half_precision_loses(arrays: Library) -> None:
+    for half in arrays.halves:
+        got, _ = unscale(arrays, arrays.asarray([2.0**-10], half), 2.0**30, dtype=arrays.dtype("float32"))
+        arrays.assert_array(got, [2.0**-40], "float32")
+
+
+def test_a_wanted_dtype_must_be_real_and_floating(arrays: Library) -> None:
+    state = start(arrays, DynamicScale())
+    for wrong in (arrays.dtype("int32"), arrays.dtype("complex64"), "no dtype", 3, [1]):
+        with pytest.raises(InvalidValueError, match=r"dtype must be a real floating dtype .*got"):
+            gradscale.unscale(arrays.asarray([1.0]), state, dtype=wrong)
+
+
+def test_inputs_are_not_modified(arrays: Library) -> None:
+    for dtype in arrays.reals:
+        given = arrays.asarray([8.0, 16.0], dtype)
+        got, _ = unscale(arrays, [given], 8.0)
+        arrays.assert_array(given, [8.0, 16.0], dtype)
+        assert got[0] is not given
+
+
+def test_a_scale_of_one_gives_new_arrays_too(arrays: Library) -> None:
+    given = arrays.asarray([8.0])
+    got, _ = unscale(arrays, given, 1.0)
+    assert got is not given
+    arrays.assert_array(got, [8.0])
+
+
+def test_one_array_in_two_places_is_divided_and_counted_once(arrays: Library) -> None:
+    shared, bad = arrays.asarray([8.0]), arrays.asarray([math.inf])
+    got, nonfinite = unscale(arrays, [shared, [shared], bad, bad], 8.0)
+    arrays.assert_array(got[0], [1.0])
+    arrays.assert_array(got[1][0], [1.0])
+    assert nonfinite == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (1.5, r"gradient must be an array .*got 1\.5"),
+        (["x"], r"gradient at \[0\] must be an array"),
+        ({"w": [None, 2.0]}, r"gradient at \['w'\]\[1\] must be an array"),
+        (np.array(["x"]), "gradient must have a floating"),
+    ],
+    ids=["float", "text", "place", "array of text"],
+)
+def test_what_is_no_array_is_refused_with_its_place(arrays: Library, wrong: Any, message: str) -> None:
+    with pytest.raises(InvalidTypeError, match=message):
+        unscale(arrays, wrong, 8.0)
+
+
+def test_arrays_of_another_library_than_the_state_are_refused(arrays: Library, strict: Library) -> None:
+    stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+    with pytest.raises(InvalidTypeError, match=r"gradient at \[1\] must be an array of the library"):
+        unscale(arrays, [arrays.asarray([1.0]), stranger], 8.0)
+
+
+def test_several_devices_are_judged_together_on_the_states_own(strict: Library) -> None:
+    devices = [strict.xp.Device(name) for name in ("CPU_DEVICE", "device1", "device2", "no_float64")]
+    for home in devices:
+        state = DynamicScale(init_scale=8.0).init(strict.asarray(0.0, device=home))
+        for bad in range(len(devices)):
+            values = [math.nan if index == bad else 8.0 for index in range(len(devices))]
+            given = [strict.asarray([value], device=device) for value, device in zip(values, devices, strict=True)]
+            got, nonfinite = gradscale.unscale(given, state)
+            assert [x.device for x in got] == devices
+            assert nonfinite.device == home
+            assert int(nonfinite) == 1
+            assert [float(x[0]) for x in got if not math.isnan(float(x[0]))] == [1.0] * 3
+
+
+@pytest.mark.torch
+def test_on_torch_a_gradient_with_a_graph_stays_in_it() -> None:
+    torch = require("torch")
+    leaf = torch.tensor([2.0], requires_grad=True)
+    state = DynamicScale(init_scale=8.0).init(leaf)
+    [got], _ = gradscale.unscale([leaf * 8.0], state)
+    got.sum().backward()
+    assert leaf.grad.tolist() == [1.0]

@@ -1,0 +1,266 @@
+"""Torch's own kernels and scaler as oracles, bit for bit; and the cases in which torch is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from hypothesis import example, given
+from hypothesis import strategies as st
+from libraries import Library, opened
+from optimizers import Tree
+from runs import start
+
+import gradscale
+from gradscale import DynamicScale, GradScaler
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:overflow encountered in (cast|multiply):RuntimeWarning"),
+]
+
+SMALLEST, LARGEST = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+@pytest.fixture(params=[pytest.param("numpy", marks=pytest.mark.numpy), "torch"])
+def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """Return the libraries that have all of torch's dtypes: NumPy with its adapter, torch with the pure core."""
+    with opened(request.param) as library:
+        yield library
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    """Return torch."""
+    return require("torch")
+
+
+def torch_update(torch: Any, scale: float, tracker: int, found: float, policy: Any) -> tuple[float, int]:
+    """Return torch's scale and tracker after a step."""
+    new_scale, new_tracker = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
+    torch._amp_update_scale_(
+        new_scale,
+        new_tracker,
+        torch.tensor(found),
+        policy.growth_factor,
+        policy.backoff_factor,
+        policy.growth_interval,
+    )
+    return new_scale.item(), new_tracker.item()
+
+
+def our_update(arrays: Library, scale: float, tracker: int, found: int, policy: Any) -> tuple[float, int]:
+    """Return our scale and tracker after a step."""
+    state = start(arrays, policy, scale=scale, growth_tracker=tracker)
+    return arrays.state(policy.update(state, arrays.asarray(found, "int32")))[:2]
+
+
+@given(
+    scale=st.floats(SMALLEST, LARGEST, width=32),
+    interval=st.integers(1, 2**31 - 2),
+    behind=st.integers(1, 3),
+    growth=st.one_of(st.sampled_from([2.0, 16.0, 1.5]), st.floats(1.0, 1e6, exclude_min=True)),
+    backoff=st.one_of(st.sampled_from([0.5, 0.25]), st.floats(1e-6, 1.0, exclude_max=True)),
+    found=st.integers(0, 3),
+)
+@example(scale=LARGEST, interval=1, behind=1, growth=1.0 + 2.0**-40, backoff=0.5, found=0)
+@example(scale=2.0**127, interval=2, behind=1, growth=2.0 - 2.0**-24, backoff=0.5, found=0)
+def test_update_is_torchs(
+    arrays: Library, torch: Any, scale: float, interval: int, behind: int, growth: float, backoff: float, found: int
+) -> None:
+    policy = DynamicScale(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
+    tracker = max(interval - behind, 0)
+    theirs = torch_update(torch, scale, tracker, float(found), policy)
+    ours = our_update(arrays, scale, tracker, found, policy)
+    if theirs[0] < SMALLEST:
+        # Torch goes on into the subnormals, and to 0.
+        assert ours == (SMALLEST, 0)
+        return
+    assert ours == theirs
+
+
+def test_torchs_scale_falls_to_zero_and_stays_there_and_ours_does_not(arrays: Library, torch: Any) -> None:
+    policy = DynamicScale(init_scale=2.0**-120, growth_interval=1)
+    theirs, ours = 2.0**-120, 2.0**-120
+    for _ in range(40):
+        theirs, _ = torch_update(torch, theirs, 0, 1.0, policy)
+        ours, _ = our_update(arrays, ours, 0, 1, policy)
+    assert (theirs, ours) == (0.0, SMALLEST)
+    assert torch_update(torch, theirs, 0, 0.0, policy)[0] == 0.0
+    assert our_update(arrays, ours, 0, 0, policy)[0] == 2.0 * SMALLEST
+
+
+def test_torch_never_grows_once_the_tracker_is_beyond_the_interval_and_we_do(arrays: Library, torch: Any) -> None:
+    policy = DynamicScale(growth_interval=100)
+    theirs, ours = (1024.0, 1500), (1024.0, 1500)
+    for _ in range(300):
+        theirs = torch_update(torch, *theirs, 0.0, policy)
+        ours = our_update(arrays, *ours, 0, policy)
+    assert theirs == (1024.0, 1800)
+    # At once, and then every 100 steps.
+    assert ours == (1024.0 * 2**3, 99)
+
+
+# unscale.
+
+PATTERNS: dict[str, Any] = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
+
+
+def torch_unscale(torch: Any, grads: list[Any], scale: float) -> tuple[list[Any], bool]:
+    """Return torch's gradients and verdict, given NumPy's."""
+    tensors = [torch.from_numpy(grad.copy()) for grad in grads]
+    inverse = torch.tensor(scale).double().reciprocal().float()
+    found = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
+    return [tensor.numpy() for tensor in tensors], bool(found.item())
+
+
+def check_unscale(arrays: Library, torch: Any, grads: list[Any], scale: float) -> None:
+    """Compare bits and verdict."""
+    names = [grad.dtype.name for grad in grads]
+    theirs, their_verdict = torch_unscale(torch, grads, scale)
+    state = start(arrays, DynamicScale(init_scale=scale))
+    ours, nonfinite = gradscale.unscale([arrays.xp.asarray(grad) for grad in grads], state)
+    for name, mine, other in zip(names, ours, theirs, strict=True):
+        arrays.assert_array(mine, other, name)
+    bad = sum(not np.isfinite(other).all() for other in theirs)
+    assert arrays.item(nonfinite) == bad
+    # Torch judges what it is given, and we what is stored: they differ where a finite value overflows.
+    assert their_verdict == any(not np.isfinite(grad).all() for grad in grads)
+    if their_verdict != (bad > 0):
+        assert scale < 1.0
+
+
+@pytest.mark.parametrize("dtype", PATTERNS)
+@given(
+    data=st.data(),
+    scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
+)
+def test_unscale_is_torchs_whatever_the_bits(arrays: Library, torch: Any, dtype: str, data: Any, scale: float) -> None:
+    unsigned = PATTERNS[dtype]
+    bits = st.integers(0, int(np.iinfo(unsigned).max))
+    values = data.draw(st.lists(st.lists(bits, max_size=5), max_size=3))
+    grads = [np.asarray(value, unsigned).view(dtype) for value in values]
+    check_unscale(arrays, torch, grads, scale)
+
+
+@pytest.mark.parametrize("scale", [65536.0, 3.0, 2.0**-3])
+def test_unscale_of_several_dtypes_is_torchs(arrays: Library, torch: Any, scale: float) -> None:
+    values = [1.0, -0.0, 6e-8, 65504.0, math.inf]
+    for keep in (4, 5):
+        check_unscale(arrays, torch, [np.asarray(values[:keep], dtype) for dtype in PATTERNS], scale)
+
+
+def test_unscale_of_bfloat16_is_torchs(torch: Any) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for scale in (65536.0, 3.0, 2.0**-10):
+        theirs = patterns.clone().view(torch.bfloat16)
+        found, inverse = torch.zeros(()), torch.tensor(scale).double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_([theirs], found, inverse)
+        state = DynamicScale(init_scale=scale).init(torch.zeros(()))
+        [ours], nonfinite = gradscale.unscale([patterns.view(torch.bfloat16)], state)
+        both_nan = torch.isnan(ours) & torch.isnan(theirs)
+        assert bool((both_nan | (ours.view(torch.int16) == theirs.view(torch.int16))).all())
+        assert (found.item(), nonfinite.item()) == (1.0, 1)
+
+
+def test_torch_steps_with_infinite_gradients_when_the_scale_is_below_one_and_we_skip(
+    arrays: Library, torch: Any
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs, ours = torch.amp.GradScaler("cpu", init_scale=2.0**-10), GradScaler(init_scale=2.0**-10)
+    theirs.scale(torch.tensor(1.0))
+    parameter.grad = torch.tensor([1e38])
+    theirs.step(optimizer)
+    assert parameter.item() == -math.inf
+    ours.scale(arrays.asarray(1.0))
+    recording = Tree([arrays.asarray([1e38])])
+    ours.step(recording)
+    assert ours.last_step(recording).skipped
+
+
+# Whole runs.
+
+
+@given(
+    sequence=st.lists(st.sampled_from(["clean", "clean", "clean", "inf", "nan", "skip", "unscaled"]), max_size=40),
+    interval=st.integers(1, 5),
+    factors=st.sampled_from([(2.0, 0.5), (1.7, 0.3), (4.0, 0.25)]),
+)
+def test_a_whole_run_is_torchs(
+    arrays: Library, torch: Any, sequence: list[str], interval: int, factors: tuple[float, float]
+) -> None:
+    settings = {"growth_factor": factors[0], "backoff_factor": factors[1], "growth_interval": interval}
+    theirs, ours = torch.amp.GradScaler("cpu", **settings), GradScaler(**settings)  # type: ignore[arg-type]
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer, recording = torch.optim.SGD([parameter], lr=1.0), Tree()
+    moved = 0
+    for event in sequence:
+        factor = theirs.scale(torch.tensor(1.0)).item()
+        assert arrays.item(ours.scale(arrays.asarray(1.0))) == factor
+        gradient = {"inf": math.inf, "nan": math.nan}.get(event, 0.5) * factor
+        parameter.grad = torch.tensor([1.0, gradient])
+        recording.grads = [arrays.asarray([1.0, gradient])]
+        theirs.unscale_(optimizer)
+        if event in ("skip", "unscaled"):
+            ours.unscale_(recording)
+        before = parameter.detach().clone()
+        if event != "skip":
+            theirs.step(optimizer)
+            ours.step(recording)
+            stepped = not torch.equal(parameter.detach(), before)
+            moved += stepped
+            assert ours.last_step(recording).skipped is (not stepped)
+            assert ours.last_step(recording).scale == factor
+        arrays.assert_array(recording.grads[0], parameter.grad.numpy())
+        theirs.update()
+        ours.update()
+        saved = ours.state_dict()
+        assert {key: saved[key] for key in theirs.state_dict()} == theirs.state_dict()
+    assert recording.steps == moved
+
+
+def test_our_scaler_trains_a_torch_model_with_torchs_optimizer_as_torchs_does(torch: Any) -> None:
+    def train(scaler: Any) -> tuple[list[float], float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        inputs, targets = torch.randn(16, 4), torch.randn(16, 1)
+        for iteration in range(12):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            scaler.scale(loss).backward()
+            if iteration in (3, 8):
+                model.bias.grad[0] = math.inf
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return [value for parameter in model.parameters() for value in parameter.flatten().tolist()], scaler.get_scale()
+
+    settings = {"init_scale": 2.0**12, "growth_interval": 2}
+    assert train(GradScaler(**settings)) == train(torch.amp.GradScaler("cpu", **settings))  # type: ignore[arg-type]
+
+
+def test_lbfgs_of_torch_minimises_through_an_overflow(torch: Any) -> None:
+    parameter = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
+    optimizer = torch.optim.LBFGS([parameter], lr=0.5, max_iter=10)
+    scaler = GradScaler(init_scale=2.0**127)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (parameter * parameter).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    for _ in range(3):
+        scaler.step(optimizer, closure)
+        assert not scaler.last_step(optimizer).skipped
+        scaler.update()
+    assert torch.allclose(parameter, torch.zeros(2), atol=1e-3)
+    assert scaler.get_scale() < 2.0**127
