@@ -2,7 +2,7 @@
 
 LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. It wraps the
 closure instead: after each evaluation the ranks agree on the gradients, and when one is not finite the scale is backed
-off and the closure called again, until the scale cannot fall or enough has been tried.
+off and the closure called again, until the scale cannot fall or enough has been tried. Then the step is skipped.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class _Evaluation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._progress.by_closure = True
+        begin = self._scaler._iteration.lowered
         previous_scale = None
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
@@ -80,10 +81,11 @@ class _Evaluation:
             if not verdict.nonfinite:
                 self._completed += 1
                 return loss
-            if verdict.scale == previous_scale:
+            if verdict.scale == previous_scale or not self._scaler._lower():
                 break
             previous_scale = verdict.scale
-            self._scaler._lower()
+        # The scale is not to blame, so update() backs it off once, as for any overflow.
+        self._scaler._iteration.lowered = begin
         if self._completed == 0:
             raise _SkippedStepError
         msg = (

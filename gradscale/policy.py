@@ -86,6 +86,8 @@ class DynamicScale:
     at_min: AtMin = "clamp"
 
     def __post_init__(self) -> None:
+        # The tracker counts one step more where growth comes one step later.
+        largest_interval = validation.LARGEST_INT32 - (self.growth_after != "interval")
         checked: dict[str, Any] = {
             "init_scale": validation.scale("init_scale", self.init_scale),
             # A larger one would overflow in the product that is discarded where growth is not made.
@@ -93,9 +95,7 @@ class DynamicScale:
                 "growth_factor", self.growth_factor, above=1.0, at_most=validation.LARGEST_FLOAT32
             ),
             "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
-            "growth_interval": validation.integer(
-                "growth_interval", self.growth_interval, 1, validation.LARGEST_INT32 - 1
-            ),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, largest_interval),
             "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
             "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),

@@ -320,6 +320,11 @@ class GradScaler(StatefulScale):
         finally:
             self._closure_state = None
 
-    def _lower(self) -> None:
-        """Back the scale off for the rest of this iteration's closures; update() makes it the scale."""
-        self._iteration.lowered = self._policy.backoff(self._iteration.lowered or self._current(None))
+    def _lower(self) -> bool:
+        """Back the scale off for the rest of this iteration's closures, and tell whether the policy does.
+
+        ``update`` makes it the scale.
+        """
+        state = self._iteration.lowered or self._current(None)
+        self._iteration.lowered = self._policy.backoff(state)
+        return self._iteration.lowered is not state

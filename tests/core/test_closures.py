@@ -85,8 +85,9 @@ def test_a_first_evaluation_that_always_overflows_skips_the_step(arrays: Library
     assert (optimizer.steps, optimizer.seen) == (0, [])
     report = scaler.last_step(optimizer)
     assert (report.skipped, report.reason, report.nonfinite, report.retries) == (True, "overflow", 1, 16)
+    # The cause is not the scale, which backs off once as for any overflow.
     scaler.update()
-    assert scaler.get_scale() < 65536.0
+    assert scaler.get_scale() == 32768.0
 
 
 def test_the_retries_end_at_the_minimum(arrays: Library) -> None:
@@ -96,14 +97,14 @@ def test_the_retries_end_at_the_minimum(arrays: Library) -> None:
     assert scaler.step(optimizer, closure) is None
     assert called_at == [8.0, 4.0, 2.0, 2.0]
     scaler.update()
-    assert scaler.get_scale() == 2.0
+    assert scaler.get_scale() == 4.0
 
 
-def test_a_static_scale_is_tried_twice(arrays: Library) -> None:
+def test_a_static_scale_is_not_tried_again(arrays: Library) -> None:
     scaler, optimizer = GradScaler(policy=StaticScale(8.0)), Evaluating()
     closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
     assert scaler.step(optimizer, closure) is None
-    assert called_at == [8.0, 8.0]
+    assert called_at == [8.0]
 
 
 def test_an_overflow_at_the_minimum_is_raised_by_the_update_if_the_policy_says_so(arrays: Library) -> None:

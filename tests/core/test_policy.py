@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from libraries import Library
 from runs import follow, scales, start
 
-from gradscale import DynamicScale, ScaleState, StaticScale
+from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
 
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
@@ -53,6 +53,13 @@ def test_the_verdict_may_be_of_any_dtype(arrays: Library, dtype: str, value: int
     policy = DynamicScale(init_scale=4.0)
     state = policy.update(start(arrays, policy), arrays.asarray(value, dtype))
     assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
+
+
+def test_an_interval_that_no_run_reaches_means_never(arrays: Library) -> None:
+    policy = DynamicScale(init_scale=8.0, growth_interval=LARGEST_INT)
+    assert scales(arrays, policy, "C" * 5) == [8.0] * 5
+    with pytest.raises(InvalidValueError, match="growth_interval"):
+        DynamicScale(growth_interval=LARGEST_INT, growth_after="interval_plus_one")
 
 
 @pytest.mark.parametrize("count", [2, 7, LARGEST_INT, -1])
