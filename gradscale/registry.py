@@ -49,6 +49,7 @@ def refresh() -> None:
     """Forget what was found and loaded, after an adapter was installed in a running process."""
     _entry_points.cache_clear()
     get.cache_clear()
+    _array_backend.cache_clear()
     _registered_name.cache_clear()
 
 
@@ -104,8 +105,12 @@ def backend_for(x: Any) -> Backend:
     """Return the adapter for an array; the pure core itself where its library has none."""
     kind: Any = type(x)
     name = _registered_name(kind)
-    if name is None:
-        return _GENERIC
+    return _GENERIC if name is None else _array_backend(name)
+
+
+@cache
+def _array_backend(name: str) -> Backend:
+    """Return the adapter of one name, checked to be one for arrays."""
     backend = get(name)
     if isinstance(backend, Backend):
         return backend
