@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -35,8 +35,8 @@ class Verdict:
 
     Attributes
     ----------
-    nonfinite : int
-        Largest number of non-finite gradient arrays on any rank.
+    nonfinite, local_nonfinite : int
+        Largest number of non-finite gradient arrays on any rank, and the number on this one.
     exhausted : bool
         Whether an overflow now must be raised, as the policy says.
     scale : float
@@ -44,6 +44,7 @@ class Verdict:
     """
 
     nonfinite: int
+    local_nonfinite: int
     exhausted: bool
     scale: float
 
@@ -99,15 +100,15 @@ def identify(policy: Any) -> int:
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
-def read_verdict(values: Sequence[int], own: Callable[[], Sequence[int]], policy: Any, where: str) -> Verdict:
+def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: str) -> Verdict:
     """Return the verdict, or say in which fields the ranks differ.
 
     Parameters
     ----------
     values : sequence of int
         The vector after MAX.
-    own : callable
-        Returns this rank's vector before MAX; called only for a message.
+    own : sequence of int
+        This rank's vector before MAX.
     policy : object
         This rank's policy, for the message.
     where : str
@@ -122,7 +123,7 @@ def read_verdict(values: Sequence[int], own: Callable[[], Sequence[int]], policy
     highest = values[2 : 2 + count]
     lowest = [-value for value in values[2 + count : LENGTH]]
     if highest != lowest:
-        mine = own()[2 : 2 + count]
+        mine = own[2 : 2 + count]
         differing = [
             _difference(name, low, high, here, policy)
             for name, low, high, here in zip(_FIELDS, lowest, highest, mine, strict=True)
@@ -134,7 +135,7 @@ def read_verdict(values: Sequence[int], own: Callable[[], Sequence[int]], policy
             f"update() for the same optimizers in the same order everywhere"
         )
         raise ScaleDesyncError(msg)
-    return Verdict(values[0], bool(values[1]), float32_from_bits(values[2]))
+    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
 
 
 def _difference(name: str, low: int, high: int, own: int, policy: Any) -> str:

@@ -96,8 +96,8 @@ class Optimizer(Protocol):
     - ``grads``: nested containers of arrays, which can be read and assigned.
 
     An optional attribute ``master_dtype`` asks for the unscaled gradients in that dtype (float32 masters out of
-    float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their
-    own dtype, where the library can.
+    float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their own
+    dtype, where the library can. A disabled scaler leaves them as they are.
     """
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

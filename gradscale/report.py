@@ -22,6 +22,8 @@ class StepReport(NamedTuple):
         The scaler's iteration, from 1; ``update`` begins the next.
     retries : int
         How often a closure was evaluated again at a lower scale.
+    local_nonfinite : int
+        How many gradient arrays of this rank held an inf or NaN: whether it saw the overflow, or only heard of it.
     """
 
     skipped: bool
@@ -30,3 +32,4 @@ class StepReport(NamedTuple):
     reason: Literal["stepped", "overflow", "disabled"]
     iteration: int
     retries: int = 0
+    local_nonfinite: int = 0

@@ -296,20 +296,29 @@ class GradScaler(StatefulScale):
                 self._iteration.wrong_order("the agreement on this optimizer's gradients could not be started")
             progress.agreed = progress.finish()
             backend = self._backend_for(progress.agreed)
+            if progress.agreed is progress.sent:
+                agreed = sent = backend.read(progress.agreed)
+            else:
+                # One read for both: the group's answer, and what this rank has put in.
+                both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
+                agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
             where = f"{self._whereabouts()} in iteration {self._iteration.number}"
-            progress.verdict = agreement.read_verdict(
-                backend.read(progress.agreed), lambda: backend.read(progress.sent), self._policy, where
-            )
+            progress.verdict = agreement.read_verdict(agreed, sent, self._policy, where)
         return progress.verdict
 
     def _conclude(self, optimizer: Any, progress: Progress, retries: int = 0) -> None:
         """Record the end of a step."""
         progress.stage = Stage.STEPPED
         verdict = progress.verdict
-        nonfinite, scale = (0, self.get_scale()) if verdict is None else (verdict.nonfinite, verdict.scale)
-        reason: Any = "overflow" if nonfinite else "stepped"
-        report = StepReport(nonfinite > 0, scale, nonfinite, reason, self._iteration.number, retries)
-        self._reports[optimizer] = report
+        number = self._iteration.number
+        if verdict is None:
+            # A closure that the optimizer has not called.
+            self._reports[optimizer] = StepReport(False, self.get_scale(), 0, "stepped", number)
+            return
+        reason: Any = "overflow" if verdict.nonfinite else "stepped"
+        self._reports[optimizer] = StepReport(
+            verdict.nonfinite > 0, verdict.scale, verdict.nonfinite, reason, number, retries, verdict.local_nonfinite
+        )
 
     @contextlib.contextmanager
     def _inside_closure(self) -> Iterator[None]:

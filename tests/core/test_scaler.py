@@ -39,7 +39,7 @@ def test_one_bad_value_skips_the_step_and_backs_off(arrays: Library, bad: float,
     scaler.update()
     assert optimizer.steps == 0
     assert scaler.get_scale() == 32768.0
-    assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0)
+    assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0, 1)
 
 
 def test_every_bad_gradient_is_counted_once_however_many_bad_values_it_holds(arrays: Library) -> None:

@@ -26,7 +26,9 @@ def test_assert_all_equal_fails_for_a_rank_that_differs_or_raised() -> None:
 def test_overflow_on_each_rank_in_turn_skips_all_ranks(world: World, explicit: bool) -> None:
     values = (float("inf"), float("-inf"), float("nan"))
     cases = [([bad_rank], value, "numpy", explicit) for bad_rank in range(world.size) for value in values]
-    for results in world.run_each(scenarios.overflow_on, cases):
+    for (bad_ranks, *_), results in zip(cases, world.run_each(scenarios.overflow_on, cases), strict=True):
+        seen = [result.pop("seen here") for result in results]
+        assert seen == [[0, int(rank in bad_ranks), 0, 0] for rank in range(world.size)]
         assert_all_equal(results)
         skipped = [report[0] for report in results[0]["reports"]]
         scales = [report[1] for report in results[0]["reports"]]
@@ -39,6 +41,7 @@ def test_overflow_on_each_rank_in_turn_skips_all_ranks(world: World, explicit: b
 
 def test_overflow_on_all_ranks_at_once_backs_off_once(world: World) -> None:
     results = world.run(scenarios.overflow_on, list(range(world.size)), float("nan"), "numpy", False)
+    assert [result.pop("seen here") for result in results] == [[0, 1, 0, 0]] * world.size
     assert_all_equal(results)
     assert results[0]["state"]["scale"] == 32768.0
 
@@ -47,6 +50,7 @@ def test_overflow_on_all_ranks_at_once_backs_off_once(world: World) -> None:
 def test_arrays_of_any_library_agree_over_any_group(world: World, library: str) -> None:
     require(library)
     results = world.run(scenarios.overflow_on, [world.size - 1], float("inf"), library, True)
+    assert [result.pop("seen here")[1] for result in results] == [0] * (world.size - 1) + [1]
     assert_all_equal(results)
     assert [report[0] for report in results[0]["reports"]] == [False, True, False, False]
 
@@ -90,7 +94,7 @@ def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
         assert_all_equal(results)
         assert results[0]["evaluations"] == [65536.0, 32768.0, 16384.0]
         assert results[0]["gradient"] == [1.0, 1.0, 1.0]
-        assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2)
+        assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2, 0)
         assert results[0]["scale"] == 16384.0
         assert (results[0]["steps"], results[0]["returned"]) == (1, 1.0)
 

@@ -73,6 +73,7 @@ def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, ex
     scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
     optimizer = SGD(None)
     reports = []
+    seen_here = []
     for iteration in range(4):
         grads = gradients(library)
         if iteration == 1 and rank in bad_ranks:
@@ -85,7 +86,9 @@ def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, ex
         scaler.update()
         report = scaler.last_step(optimizer)
         reports.append((report.skipped, report.scale, returned, report.reason))
+        seen_here.append(report.local_nonfinite)
     return {
+        "seen here": seen_here,
         "reports": reports,
         "state": scaler.state_dict(),
         "weights": optimizer.weights.tobytes(),
