@@ -1,8 +1,8 @@
-"""What the ranks agree on: a vector of 14 int32 (56 bytes) that carries the verdict and a fingerprint of the state.
+"""What the ranks agree on: a vector of 16 int32 (64 bytes) that carries the verdict and a fingerprint of the state.
 
 ::
 
-    [nonfinite, exhausted, f1 .. f6, -f1 .. -f6]
+    [nonfinite, exhausted, f1 .. f7, -f1 .. -f7]
 
 After an element-wise MAX over the ranks, the first two are what any rank found, and ``max(f) == -max(-f)`` exactly
 when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. Only int32
@@ -21,11 +21,11 @@ from array_api_compat import array_namespace, device
 from gradscale.errors import ScaleDesyncError
 from gradscale.protocols import Array, Backend, Policy
 from gradscale.state import ScaleState
-from gradscale.validation import float32_from_bits
+from gradscale.validation import LARGEST_INT32, float32_from_bits
 
 __all__ = ["LENGTH", "Packer", "Verdict", "identify", "read_verdict"]
 
-_FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "call")
+_FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
 LENGTH = 2 + 2 * len(_FIELDS)
 
 
@@ -57,9 +57,11 @@ class Packer:
         self._policy: Policy | None = None
         self._fingerprint: Array | None = None
         self._identity = 0
-        self._constants: dict[tuple[int, int], Array] = {}
+        self._constants: dict[tuple[int, int, int], Array] = {}
 
-    def pack(self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, call: int) -> Array:
+    def pack(
+        self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, position: tuple[int, int]
+    ) -> Array:
         """Return the vector: 1-d int32 on the state's device.
 
         Parameters
@@ -72,8 +74,8 @@ class Packer:
             What the gradients were unscaled with.
         nonfinite : array
             0-d int32, the local count.
-        call : int
-            Number of this agreement in the iteration, from 0: ranks that leave one out are found.
+        position : tuple of int
+            The iteration, and the number of this agreement in it: ranks that leave one out are found.
         """
         xp = array_namespace(state.scale)
         where = device(state.scale)
@@ -82,7 +84,8 @@ class Packer:
             self._identity = identify(policy)
             self._fingerprint = backend.fingerprint(state)
             self._constants = {}
-        key = (self._identity, call)
+        iteration, call = position
+        key = (self._identity, iteration & LARGEST_INT32, call)
         if key not in self._constants:
             self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
         exhausted = policy.exhausted(state)

@@ -94,17 +94,24 @@ def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
-    """Return the saved policy; where only torch's factors are saved, the scaler's own with these factors."""
+    """Return the saved policy, or the scaler's own where none is saved, with the saved factors of torch's format."""
     description = saved.get("policy")
     if description is not None:
-        return _restore_policy(description)
+        restored = _restore_policy(description)
+        if type(policy) not in _KINDS.values():
+            msg = (
+                f"it holds a {type(restored).__name__}, and this scaler's policy is {policy!r}; leave out the key "
+                f"'policy' to keep this one"
+            )
+            raise InvalidValueError(msg)
+        policy = restored
     factors = {name: saved[name] for name in _FACTORS}
-    if not isinstance(policy, policies.DynamicScale):
-        # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
-        if factors != _STATIC_FACTORS:
-            policies.DynamicScale(**factors)
-        return policy
-    return dataclasses.replace(policy, **factors)
+    if isinstance(policy, policies.DynamicScale):
+        return dataclasses.replace(policy, **factors)
+    # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
+    if factors != _STATIC_FACTORS:
+        policies.DynamicScale(**factors)
+    return policy
 
 
 def _restore_policy(description: Any) -> Policy:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gradscale.errors import ClosureOverflowError, GradscaleError
+from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
 from gradscale.iteration import Progress, Stage
 
 if TYPE_CHECKING:
@@ -28,37 +28,43 @@ class _SkippedStepError(GradscaleError):
 
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Return the closure among the arguments of a step: the first positional one, or ``closure=``."""
-    candidate = args[0] if args else kwargs.get("closure")
+    """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
+    candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
     return candidate if callable(candidate) else None
 
 
 def step_with_closure(
-    scaler: GradScaler, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scaler: GradScaler,
+    optimizer: Any,
+    progress: Progress,
+    closure: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Call ``optimizer.step`` with its closure wrapped; return its value, or None for a skipped step."""
-    evaluation = _Evaluation(scaler, optimizer, progress, args, kwargs)
-    if args:
-        args = (evaluation, *args[1:])
-    else:
+    evaluation = _Evaluation(scaler, optimizer, progress, closure)
+    if "closure" in kwargs:
         kwargs = {**kwargs, "closure": evaluation}
+    else:
+        args = (evaluation, *args[1:])
+    progress.verdict = None
     returned = None
     with contextlib.suppress(_SkippedStepError):
         returned = optimizer.step(*args, **kwargs)
-    scaler._conclude(optimizer, progress, retries=evaluation.retries)
+    if progress.verdict is None:
+        msg = (
+            f"{type(optimizer).__name__}.step() did not call its closure, so its gradients were neither unscaled nor "
+            f"judged: step it without a closure"
+        )
+        raise CallOrderError(msg)
+    scaler._conclude(optimizer, progress, progress.verdict, retries=evaluation.retries)
     return returned
 
 
 class _Evaluation:
     """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
 
-    def __init__(
-        self, scaler: GradScaler, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        closure = find_closure(args, kwargs)
-        if closure is None:
-            msg = "a step with a closure needs one"
-            raise GradscaleError(msg)
+    def __init__(self, scaler: GradScaler, optimizer: Any, progress: Progress, closure: Callable[..., Any]) -> None:
         self._closure = closure
         self._scaler = scaler
         self._optimizer = optimizer

@@ -182,6 +182,8 @@ def check_collectives(collectives: Collectives, like: Array, *, repetitions: int
             _fail(f"rank {rank}: the result must be like {sent!r}, got {result!r}")
         if backend.read(result) != expected:
             _fail(f"rank {rank}: MAX must give {expected}, got {backend.read(result)}")
+        if backend.read(pending()) != expected:
+            _fail(f"rank {rank}: finishing again must give the result again, {expected}")
         if backend.read(sent) != values:
             _fail(f"rank {rank}: the array sent, {values}, was modified to {backend.read(sent)}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from array_api_compat import is_array_api_obj
@@ -75,7 +75,9 @@ def _from_param_groups(optimizer: Any) -> tuple[list[Any], Assign]:
 
 def _from_grads(optimizer: Any) -> tuple[list[Any], Assign]:
     gradients = optimizer.grads
-    if isinstance(gradients, (str, bytes)) or (callable(gradients) and not is_array_api_obj(gradients)):
+    is_array = is_array_api_obj(gradients)
+    # An iterator would be empty for the optimizer after the scaler has walked it.
+    if not is_array and (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)):
         msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {gradients!r}"
         raise InvalidTypeError(msg)
     leaves, rebuild = tree.flatten(gradients)

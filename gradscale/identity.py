@@ -12,8 +12,8 @@ class IdentityMap(Generic[_Value]):
     """A mapping keyed by the object itself, which does not keep it alive.
 
     A plain ``id()`` would be handed on to the next object at that address; ``WeakKeyDictionary`` would merge objects
-    that compare equal and refuses those without a hash. An object that cannot be referenced weakly is kept alive until
-    :meth:`clear`.
+    that compare equal and refuses those without a hash. An object that cannot be referenced weakly is kept alive with
+    the map.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,12 @@ class IdentityMap(Generic[_Value]):
         if identity in self._entries:
             self._entries[identity] = (self._entries[identity][0], value)
             return
-        entries = self._entries
+        # Weakly, because a cycle would keep the map and its arrays until the collector runs.
+        this = weakref.ref(self)
 
         def forget(_: Any) -> None:
-            entries.pop(identity, None)
+            if (alive := this()) is not None:
+                alive._entries.pop(identity, None)
 
         try:
             reference: Any = weakref.ref(key, forget)
@@ -43,8 +45,3 @@ class IdentityMap(Generic[_Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def clear(self) -> None:
-        """Forget every object."""
-        # A new dict: the callbacks of the old references must not reach entries made later.
-        self._entries = {}

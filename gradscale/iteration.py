@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gradscale.agreement import Verdict
-from gradscale.errors import CallOrderError
+from gradscale.errors import CallOrderError, GradscaleError
 from gradscale.identity import IdentityMap
 from gradscale.protocols import Array
 from gradscale.state import ScaleState
@@ -67,6 +67,10 @@ class Iteration:
     def __init__(self, number: int) -> None:
         self.number = number
         self.scaled = False
+        # What this iteration scales and unscales with, even if another state is loaded in between.
+        self.state: ScaleState | None = None
+        # Why the ranks could not agree; the iteration can only be abandoned.
+        self.failure: GradscaleError | None = None
         self.calls = 0
         self.lowered: ScaleState | None = None
         self._progress: IdentityMap[Progress] = IdentityMap()
@@ -84,9 +88,14 @@ class Iteration:
         """Return the progress of every optimizer whose gradients have been unscaled."""
         return [progress for progress in self._all if progress.finish is not None]
 
+    def require_sound(self) -> None:
+        """Raise again what an agreement of this iteration failed with: ranks would not fail alike a second time."""
+        if self.failure is not None:
+            raise self.failure
+
     def require_boundary(self, what: str) -> None:
-        """Raise CallOrderError unless this is a boundary between iterations: nothing unscaled, nothing stepped."""
-        if any(progress.stage is not Stage.READY for progress in self._all):
+        """Raise CallOrderError unless nothing is unscaled or stepped yet, or the iteration has failed anyway."""
+        if self.failure is None and any(progress.stage is not Stage.READY for progress in self._all):
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before unscale_() and step(), or at its "
                 f"end, after update(); this is the middle of iteration {self.number}"

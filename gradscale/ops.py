@@ -38,6 +38,7 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     InvalidTypeError
         For a leaf that is no array, or arrays of two libraries.
     """
+    _require_state(state)
     leaves, rebuild = tree.flatten(outputs)
     chosen = floating_leaves(leaves, state, what="output", rebuild=rebuild)
     factors = PerDevice(state.scale)
@@ -88,6 +89,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
     InvalidValueError
         For ``dtype`` together with ``out``, or an ``out`` of another structure or shape.
     """
+    _require_state(state)
     leaves, rebuild = tree.flatten(grads)
     chosen = floating_leaves(leaves, state, what="gradient", rebuild=rebuild)
     backend = registry.backend_for(state.scale)
@@ -98,6 +100,12 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
     unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
     return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves), nonfinite
+
+
+def _require_state(state: Any) -> None:
+    if not hasattr(state, "scale"):
+        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {state!r}"
+        raise InvalidTypeError(msg)
 
 
 def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleState) -> list[Array]:

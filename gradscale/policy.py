@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale import validation
 from gradscale.arithmetic import has_float64
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Array
 from gradscale.state import ScaleState
 
@@ -263,6 +263,9 @@ class StaticScale:
 
 
 def _first_state(scale: float, like: Array) -> ScaleState:
+    if not is_array_api_obj(like):
+        msg = f"like must be an array, whose library and device the state is made on, got {like!r}"
+        raise InvalidTypeError(msg)
     xp = array_namespace(like)
     where = device(like)
     trackers = [xp.zeros((), dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
@@ -276,6 +279,9 @@ def _state(xp: Any, *fields: Array) -> ScaleState:
 
 def _flag(nonfinite: Array, like: Array) -> Array:
     """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
+    if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
+        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {nonfinite!r}"
+        raise InvalidTypeError(msg)
     xp = array_namespace(nonfinite)
     flag = nonfinite if xp.isdtype(nonfinite.dtype, "bool") else nonfinite != xp.zeros_like(nonfinite)
     where = device(like)

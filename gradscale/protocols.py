@@ -65,8 +65,9 @@ class Collectives(Protocol):
         """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
 
         Every rank starts the same collectives in the same order. ``x`` is left alone; the result is a new array of
-        the same library and device. The call raises :class:`~gradscale.CollectiveTimeoutError` when a rank does
-        not come in time, and :class:`~gradscale.BackendError` for failures of the group's library.
+        the same library and device, also when it is called again. The call raises
+        :class:`~gradscale.CollectiveTimeoutError` when a rank does not come in time, and
+        :class:`~gradscale.BackendError` for failures of the group's library.
         """
         ...
 

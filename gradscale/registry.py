@@ -18,7 +18,7 @@ from gradscale.protocols import Backend, Collectives, GroupBackend
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["backend_for", "collectives_for", "get", "names", "refresh"]
+__all__ = ["array_backend", "backend_for", "collectives_for", "get", "names", "refresh"]
 
 GROUP = "gradscale.backends"
 
@@ -49,7 +49,7 @@ def refresh() -> None:
     """Forget what was found and loaded, after an adapter was installed in a running process."""
     _entry_points.cache_clear()
     get.cache_clear()
-    _array_backend.cache_clear()
+    array_backend.cache_clear()
     _registered_name.cache_clear()
 
 
@@ -105,11 +105,11 @@ def backend_for(x: Any) -> Backend:
     """Return the adapter for an array; the pure core itself where its library has none."""
     kind: Any = type(x)
     name = _registered_name(kind)
-    return _GENERIC if name is None else _array_backend(name)
+    return _GENERIC if name is None else array_backend(name)
 
 
 @cache
-def _array_backend(name: str) -> Backend:
+def array_backend(name: str) -> Backend:
     """Return the adapter of one name, checked to be one for arrays."""
     backend = get(name)
     if isinstance(backend, Backend):

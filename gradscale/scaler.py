@@ -12,7 +12,15 @@ from array_api_compat import array_namespace
 from gradscale import agreement, ops, tree
 from gradscale.agreement import Verdict
 from gradscale.closure import find_closure, step_with_closure
-from gradscale.errors import CallOrderError, ScaleUnderflowError
+from gradscale.errors import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    InvalidTypeError,
+    InvalidValueError,
+    ScaleDesyncError,
+    ScaleUnderflowError,
+)
 from gradscale.gradients import collect_gradients
 from gradscale.iteration import Iteration, Progress, Stage
 from gradscale.protocols import Array, Backend, Policy
@@ -93,12 +101,19 @@ class GradScaler(StatefulScale):
         """
         if not self._enabled:
             return outputs
+        self._iteration.require_sound()
+        if isinstance(outputs, int):
+            msg = f"outputs must be an array or nested containers of arrays, got {outputs!r}"
+            raise InvalidTypeError(msg)
         leaves, rebuild = tree.flatten(outputs)
         like = ops.first_floating(leaves)
         if like is None:
             ops.require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
-        scaled = ops.scale(rebuild(leaves), self._closure_state or self._current(like))
+        state = self._in_force(like)
+        scaled = ops.scale(rebuild(leaves), state)
+        if self._closure_state is None:
+            self._iteration.state = state
         self._iteration.scaled = True
         return scaled
 
@@ -117,6 +132,7 @@ class GradScaler(StatefulScale):
         """
         if not self._enabled:
             return
+        self._iteration.require_sound()
         progress = self._iteration.of(optimizer)
         if progress.stage is Stage.UNSCALED:
             self._iteration.wrong_order("unscale_() has already been called on this optimizer since the last update()")
@@ -157,20 +173,22 @@ class GradScaler(StatefulScale):
         if not self._enabled:
             self._reports[optimizer] = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
             return optimizer.step(*args, **kwargs)
+        self._iteration.require_sound()
         progress = self._iteration.of(optimizer)
         if progress.stage is Stage.STEPPED:
             self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
-        if find_closure(args, kwargs) is not None:
+        closure = find_closure(args, kwargs)
+        if closure is not None:
             if progress.stage is Stage.UNSCALED and not progress.by_closure:
                 self._iteration.wrong_order(
                     "step() with a closure unscales by itself, and unscale_() was called before"
                 )
-            return step_with_closure(self, optimizer, progress, args, kwargs)
+            return step_with_closure(self, optimizer, progress, closure, args, kwargs)
         if progress.stage is Stage.READY:
             self._unscale(optimizer, progress)
         verdict = self._judge(progress)
         returned = None if verdict.nonfinite else optimizer.step(*args, **kwargs)
-        self._conclude(optimizer, progress)
+        self._conclude(optimizer, progress, verdict)
         return returned
 
     def update(self, new_scale: Any = None) -> None:
@@ -196,6 +214,7 @@ class GradScaler(StatefulScale):
         """
         if not self._enabled:
             return
+        self._iteration.require_sound()
         wanted = None if new_scale is None else self._checked_scale(new_scale)
         judged = self._iteration.judged()
         verdicts = [self._judge(progress) for progress in judged]
@@ -208,7 +227,7 @@ class GradScaler(StatefulScale):
             maximum = array_namespace(state.scale).maximum
             nonfinite = [progress.agreed[0] for progress in judged if progress.agreed is not None]
             self._state = self._policy.update(state, functools.reduce(maximum, nonfinite))
-        elif not self._iteration.scaled:
+        elif not self._iteration.scaled and not self._may_unscale_unscaled():
             self._iteration.wrong_order(
                 "update() was called, and nothing was scaled or unscaled since the last update()"
             )
@@ -260,8 +279,13 @@ class GradScaler(StatefulScale):
 
     # The steps inside; the closure module calls them, too.
 
+    def _in_force(self, like: Array | None) -> ScaleState:
+        """Return the state that gradients are scaled and unscaled with, made where ``like`` is if there is none yet."""
+        return self._closure_state or self._iteration.state or self._current(like)
+
     def _unscale(self, optimizer: Any, progress: Progress) -> None:
         """Unscale the gradients in place, and start the agreement on them."""
+        self._require_group()
         found, assign = collect_gradients(optimizer)
         what = f"gradient of {type(optimizer).__name__}"
         like = ops.first_floating(found)
@@ -269,19 +293,23 @@ class GradScaler(StatefulScale):
             self._iteration.wrong_order("gradients are to be unscaled, and scale() has never been called")
         if like is None and self._state is None:
             like = self._like_nothing()
-        state = self._closure_state or self._current(like)
+        state = self._in_force(like)
         backend = self._backend_for(state.scale)
         chosen = ops.floating_leaves(found, state, what=what)
         master_dtype = getattr(optimizer, "master_dtype", None)
-        unscaled, nonfinite = backend.unscale(
-            chosen, state, dtype=master_dtype, out=chosen if master_dtype is None else None
-        )
-        # From here on the gradients are unscaled, whatever fails.
+        out = chosen if master_dtype is None else None
+        # Whatever fails from here on may have unscaled some gradients, but for a refusal of their kind.
         progress.stage = Stage.UNSCALED
+        progress.verdict = progress.finish = None
+        try:
+            unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, out=out)
+        except (InvalidTypeError, InvalidValueError):
+            progress.stage = Stage.READY
+            raise
         if unscaled is not chosen:
             assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
-        progress.verdict = None
-        progress.sent = self._packer.pack(backend, self._policy, state, nonfinite, self._iteration.calls)
+        position = self._iteration.number, self._iteration.calls
+        progress.sent = self._packer.pack(backend, self._policy, state, nonfinite, position)
         self._iteration.calls += 1
         progress.finish = self._start(progress.sent)
 
@@ -289,35 +317,45 @@ class GradScaler(StatefulScale):
         """Tell whether gradients may come scaled from elsewhere, though this process never called scale()."""
         return False
 
+    def _require_group(self) -> None:
+        """Raise while there is nobody to agree with, before any gradient is touched."""
+
     def _judge(self, progress: Progress) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""
+        self._iteration.require_sound()
         if progress.verdict is None:
-            if progress.finish is None:
-                self._iteration.wrong_order("the agreement on this optimizer's gradients could not be started")
-            progress.agreed = progress.finish()
-            backend = self._backend_for(progress.agreed)
-            if progress.agreed is progress.sent:
-                agreed = sent = backend.read(progress.agreed)
-            else:
-                # One read for both: the group's answer, and what this rank has put in.
-                both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
-                agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
-            where = f"{self._whereabouts()} in iteration {self._iteration.number}"
-            progress.verdict = agreement.read_verdict(agreed, sent, self._policy, where)
+            try:
+                progress.verdict = self._read_verdict(progress)
+            except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
+                self._iteration.failure = error
+                raise
         return progress.verdict
 
-    def _conclude(self, optimizer: Any, progress: Progress, retries: int = 0) -> None:
+    def _read_verdict(self, progress: Progress) -> Verdict:
+        if progress.finish is None:
+            self._iteration.wrong_order("the gradients of this optimizer could not be unscaled completely before")
+        progress.agreed = progress.finish()
+        backend = self._backend_for(progress.agreed)
+        if progress.agreed is progress.sent:
+            agreed = sent = backend.read(progress.agreed)
+        else:
+            # One read for both: the group's answer, and what this rank has put in.
+            both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
+            agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
+        where = f"{self._whereabouts()} in iteration {self._iteration.number}"
+        return agreement.read_verdict(agreed, sent, self._policy, where)
+
+    def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:
         """Record the end of a step."""
         progress.stage = Stage.STEPPED
-        verdict = progress.verdict
-        number = self._iteration.number
-        if verdict is None:
-            # A closure that the optimizer has not called.
-            self._reports[optimizer] = StepReport(False, self.get_scale(), 0, "stepped", number)
-            return
-        reason: Any = "overflow" if verdict.nonfinite else "stepped"
         self._reports[optimizer] = StepReport(
-            verdict.nonfinite > 0, verdict.scale, verdict.nonfinite, reason, number, retries, verdict.local_nonfinite
+            skipped=verdict.nonfinite > 0,
+            scale=verdict.scale,
+            nonfinite=verdict.nonfinite,
+            reason="overflow" if verdict.nonfinite else "stepped",
+            iteration=self._iteration.number,
+            retries=retries,
+            local_nonfinite=verdict.local_nonfinite,
         )
 
     @contextlib.contextmanager
@@ -334,6 +372,6 @@ class GradScaler(StatefulScale):
 
         ``update`` makes it the scale.
         """
-        state = self._iteration.lowered or self._current(None)
+        state = self._iteration.lowered or self._iteration.state or self._current(None)
         self._iteration.lowered = self._policy.backoff(state)
         return self._iteration.lowered is not state

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale import registry, validation
-from gradscale.errors import CallOrderError, CollectiveTimeoutError, InvalidTypeError
+from gradscale.errors import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    GradscaleError,
+    InvalidTypeError,
+)
+from gradscale.iteration import Iteration
 from gradscale.protocols import Array, Backend, Collectives, Policy
 from gradscale.scaler import GradScaler
 
@@ -19,7 +27,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 56 bytes for each optimizer, iteration and group, on every rank, whatever it found
+    parallelism. One collective of 64 bytes for each optimizer, iteration and group, on every rank, whatever it found
     and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
     is an error on every rank instead of a silent divergence.
 
@@ -29,7 +37,7 @@ class ShardedGradScaler(GradScaler):
         What to agree over: an MPI communicator (duplicated, which is collective over it), an object with ``rank``,
         ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
     timeout : float, default 1800.0
-        Seconds to wait for the other ranks. Ignored by Collectives of your own.
+        Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
     init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend
         As in :class:`GradScaler`; the same on every rank. ``backend`` lets a rank that never has an array take part.
 
@@ -70,8 +78,11 @@ class ShardedGradScaler(GradScaler):
             enabled=enabled,
             backend=backend,
         )
-        self._timeout = validation.number("timeout", timeout, above=0.0)
+        # Infinity is no number of seconds, but what a user means who wants to wait for ever.
+        self._timeout = math.inf if timeout == math.inf else validation.number("timeout", timeout, above=0.0)
         self._groups: Sequence[Collectives] | None = None
+        # Why the group can no longer be used.
+        self._lost: GradscaleError | None = None
         self.set_group(group)
 
     def set_group(self, group: Any) -> None:
@@ -85,27 +96,30 @@ class ShardedGradScaler(GradScaler):
         Raises
         ------
         CallOrderError
-            In the middle of an iteration.
+            In the middle of an iteration, unless its agreement has failed: it is then abandoned.
         """
         self._iteration.require_boundary("set_group()")
         if not self._enabled:
             return
+        if self._iteration.failure is not None:
+            self._iteration = Iteration(self._iteration.number)
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if not groups:
             msg = f"group must name at least one group, got {group!r}"
             raise InvalidTypeError(msg)
         self._groups = [registry.collectives_for(one, self._timeout) for one in groups]
+        self._lost = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled; the group is not, see ``set_group``."""
-        return super().__getstate__() | {"_groups": None}
+        return super().__getstate__() | {"_groups": None, "_lost": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGradScaler:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(self.__getstate__())
         # A copy in the same process talks to the same ranks.
-        copied._groups = self._groups
+        copied._groups, copied._lost = self._groups, self._lost
         return copied
 
     def _start(self, vector: Array) -> Callable[[], Array]:
@@ -120,6 +134,10 @@ class ShardedGradScaler(GradScaler):
                     agreed = collectives.start_max(agreed)()
             except CollectiveTimeoutError as error:
                 error.iteration = self._iteration.number
+                self._lost = error
+                raise
+            except BackendError as error:
+                self._lost = error
                 raise
             return agreed
 
@@ -131,6 +149,12 @@ class ShardedGradScaler(GradScaler):
             raise CallOrderError(msg)
         return self._groups
 
+    def _require_group(self) -> None:
+        self._require_groups()
+        if self._lost is not None:
+            msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
+            raise BackendError(msg) from self._lost
+
     def _whereabouts(self) -> str:
         ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in self._require_groups()]
         return " / ".join(ranks)
@@ -140,10 +164,12 @@ class ShardedGradScaler(GradScaler):
         return True
 
     def _like_nothing(self) -> Array | None:
-        if isinstance(self._backend, str):
-            return registry.get(self._backend).example()
         if self._backend is not None:
-            return self._backend.example()
+            backend = registry.array_backend(self._backend) if isinstance(self._backend, str) else self._backend
+            return backend.example()
+        example: Callable[[], Array] | None = getattr(self._require_groups()[0], "example", None)
+        if example is not None:
+            return example()
         msg = (
             f"{self._whereabouts()} has seen no array yet, so it is not known in which library it takes part: pass "
             f'backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'

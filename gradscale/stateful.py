@@ -51,7 +51,7 @@ class StatefulScale:
             msg = f"policy must be a DynamicScale(), a StaticScale() or an object like them, got {policy!r}"
             raise InvalidTypeError(msg)
         if isinstance(backend, str):
-            registry.get(backend)
+            registry.array_backend(backend)
         elif backend is not None and not isinstance(backend, Backend):
             msg = f"backend must be a registered name ({', '.join(registry.names())}) or a Backend, got {backend!r}"
             raise InvalidTypeError(msg)
@@ -131,7 +131,10 @@ class StatefulScale:
         self._iteration.require_boundary("load_state_dict()")
         loaded = checkpoint.parse(state_dict, self._policy)
         self._policy = loaded.policy
-        self._iteration = Iteration(loaded.iteration)
+        before, self._iteration = self._iteration, Iteration(loaded.iteration)
+        if before.failure is None:
+            # Gradients under way are unscaled by what they were scaled with.
+            self._iteration.scaled, self._iteration.state = before.scaled, before.state
         if self._state is None:
             self._restored = loaded.snapshot
         else:
@@ -143,13 +146,15 @@ class StatefulScale:
         # Numbers instead of arrays: they belong to no device, and the next array says where the state goes.
         kept["_restored"] = dict(self._restored) if self._state is None else self._snapshot()
         kept["_state"] = None
-        kept["_iteration"] = self._iteration.number
+        kept["_iteration"] = (self._iteration.number, self._iteration.scaled)
         del kept["_reports"]
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        self._iteration = Iteration(kept["_iteration"])
+        number, scaled = kept["_iteration"]
+        self._iteration = Iteration(number)
+        self._iteration.scaled = scaled
         self._reports = IdentityMap()
 
     def _current(self, like: Array | None) -> ScaleState:
@@ -220,8 +225,7 @@ class StatefulScale:
         if self._backend is None:
             return registry.backend_for(x)
         if isinstance(self._backend, str):
-            backend: Backend = registry.get(self._backend)
-            return backend
+            return registry.array_backend(self._backend)
         return self._backend
 
 

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 from array_api_compat import array_namespace
 
+from gradscale import validation
 from gradscale.conformance import check_backend, check_collectives
-from gradscale.errors import CollectiveTimeoutError, GradscaleError, InvalidTypeError
+from gradscale.errors import CollectiveTimeoutError, GradscaleError
 from gradscale.protocols import Array
 
 __all__ = ["RankFailedError", "ThreadCollectives", "check_backend", "check_collectives", "run_ranks"]
@@ -76,17 +77,21 @@ class ThreadCollectives:
                 world.results[position] = functools.reduce(maximum, world.contributions.pop(position).values())
                 world.changed.notify_all()
 
+        taken: list[Array] = []
+
         def finish() -> Array:
+            if taken:
+                return taken[0]
             with world.changed:
                 done = world.changed.wait_for(
                     lambda: position in world.results or world.failed_rank is not None, self._timeout
                 )
                 if position in world.results:
-                    result = array_namespace(x).asarray(world.results[position], copy=True)
+                    taken.append(array_namespace(x).asarray(world.results[position], copy=True))
                     world.collected[position] = world.collected.get(position, 0) + 1
                     if world.collected[position] == self.size:
                         del world.results[position], world.collected[position]
-                    return result
+                    return taken[0]
             if done:
                 msg = f"rank {self.rank} of {self.size} waits for rank {world.failed_rank}, which raised"
                 raise RankFailedError(msg)
@@ -121,9 +126,7 @@ def run_ranks(
     list
         The results, by rank.
     """
-    if not isinstance(size, int) or size < 1:
-        msg = f"size must be a positive integer, got {size!r}"
-        raise InvalidTypeError(msg)
+    size = validation.integer("size", size, 1, validation.LARGEST_INT32)
     world = _World(size)
     results: list[Any] = [None] * size
     failures: list[BaseException] = []

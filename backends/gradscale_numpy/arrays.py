@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale import ScaleState
@@ -19,6 +20,9 @@ __all__ = ["NumpyBackend"]
 
 NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
+
+# C-contiguous, the owner of its memory, aligned and writable, as bits of ndarray.flags.num.
+_OWN_AND_PLAIN = 0x0001 | 0x0004 | 0x0100 | 0x0400
 
 _FAST_VARIABLE = "GRADSCALE_NUMPY_FAST"
 
@@ -101,18 +105,21 @@ class NumpyBackend:
         Raises
         ------
         InvalidValueError
-            When an array to be written is read-only or overlaps itself; nothing is modified.
+            When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
         inverse = np.float32(1.0 / float(state.scale))
-        # A list, because it takes half the time that a generator does, and there may be thousands of small arrays.
-        if out is grads and {*map(type, grads)} == {np.ndarray} and all([grad.flags.carray for grad in grads]):  # noqa: C419
-            return grads, np.asarray(self._unscale_all(grads, grads, inverse), dtype=np.int32)
+        if out is grads and {*map(type, grads)} == {np.ndarray}:
+            # Thousands of small arrays are told by their few combinations of flags.
+            combinations = {grad.flags.num for grad in grads}
+            if all(combination & _OWN_AND_PLAIN == _OWN_AND_PLAIN for combination in combinations):
+                return grads, np.asarray(self._unscale_all(grads, grads, inverse), dtype=np.int32)
         if out is None:
             check_real_dtype(state.scale, dtype)
             sources = [np.asarray(grad) for grad in grads]
             targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
             returned = targets
         else:
+            _require_disjoint(grads, out)
             targets = [_writable(index, target) for index, target in enumerate(out)]
             # The kernels see by identity that they overwrite.
             sources = [
@@ -123,6 +130,46 @@ class NumpyBackend:
                 target if isinstance(given, np.generic) else given for given, target in zip(out, targets, strict=True)
             ]
         return returned, np.asarray(self._unscale_all(sources, targets, inverse), dtype=np.int32)
+
+
+def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
+    """Refuse arrays that share memory, part of which would be divided twice."""
+    arrays = [*out] if out is grads else [*out, *(grad for grad, to in zip(grads, out, strict=True) if grad is not to)]
+    spans = sorted(
+        (*_span(array), index) for index, array in enumerate(arrays) if not isinstance(array, np.generic) and array.size
+    )
+    open_spans: list[tuple[int, int]] = []
+    for start, stop, index in spans:
+        # Interleaved views, such as columns of one array, overlap in span and not in memory.
+        open_spans = [(end, other) for end, other in open_spans if end > start]
+        for _, other in open_spans:
+            if _share_memory(arrays[other], arrays[index]):
+                first, second = sorted((other % len(out), index % len(out)))
+                msg = (
+                    f"gradients {first} and {second}, or what they are written to, share memory, which would be "
+                    f"divided twice: pass one of them, or a copy (grad.copy())"
+                )
+                raise InvalidValueError(msg)
+        open_spans.append((stop, index))
+
+
+def _span(array: NumpyArray) -> tuple[int, int]:
+    """Return the addresses of an array's first byte, and of the one behind its last."""
+    start: int = array.__array_interface__["data"][0]
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
+    reaches = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    return start + sum(min(reach, 0) for reach in reaches), start + sum(
+        max(reach, 0) for reach in reaches
+    ) + array.itemsize
+
+
+def _share_memory(a: NumpyArray, b: NumpyArray) -> bool:
+    """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
+    try:
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
+    except TooHardError:
+        return True
 
 
 def _writable(index: int, array: NumpyArray) -> NumpyArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -44,7 +45,10 @@ class _Duplicate:
             self.comm.Free()
 
 
-_attribute = MPI.Comm.Create_keyval(delete_fn=lambda _comm, _keyval, duplicate: duplicate.free())
+@functools.cache
+def _attribute() -> int:
+    """Return the key of that attribute; made late, since MPI may not be initialized when this is imported."""
+    return MPI.Comm.Create_keyval(delete_fn=lambda _comm, _keyval, duplicate: duplicate.free())
 
 
 class MPICollectives:
@@ -79,20 +83,17 @@ class MPICollectives:
         self._timeout = timeout
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        found: Any = comm.Get_attr(_attribute)
+        found: Any = comm.Get_attr(_attribute())
         self._duplicate: _Duplicate | None = None
-        if found is not None and not found.is_usable:
-            # A collective that is still under way would meet whatever is sent now, and other ranks may not know of it.
-            msg = f"an agreement over {comm!r} was given up on rank {self.rank}: pass another communicator (comm.Dup())"
-            raise BackendError(msg)
         if found is None:
             duplicate, request = comm.Idup()
             _under_way[id(request)] = (request, duplicate)
             self._wait(request, "the construction of a ShardedGradScaler")
             found = _Duplicate(duplicate)
-            comm.Set_attr(_attribute, found)
+            comm.Set_attr(_attribute(), found)
         self._duplicate = found
         self._comm = found.comm
+        self._require_usable()
 
     def __repr__(self) -> str:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
@@ -112,6 +113,7 @@ class MPICollectives:
             Returns a new array of the same library and device. It raises CollectiveTimeoutError when some rank does
             not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
         """
+        self._require_usable()
         send = x if isinstance(x, np.ndarray) else _to_host(x)
         if send.dtype != np.int32 or send.ndim != 1:
             msg = f"only 1-d int32 arrays are reduced, got {send.ndim}-d {send.dtype}"
@@ -129,6 +131,19 @@ class MPICollectives:
             return receive if isinstance(x, np.ndarray) else _like(receive, x)
 
         return finish
+
+    def example(self) -> NDArray[Any]:
+        """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
+        return np.zeros((), dtype=np.float32)
+
+    def _require_usable(self) -> None:
+        # A collective that is still under way would meet whatever is sent now, and other ranks may not know of it.
+        if self._duplicate is not None and not self._duplicate.is_usable:
+            msg = (
+                f"an agreement over this communicator was given up on rank {self.rank} of {self.size}: pass another "
+                f"one on every rank, such as comm.Dup()"
+            )
+            raise BackendError(msg)
 
     def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""

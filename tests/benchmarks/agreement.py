@@ -57,7 +57,7 @@ def measure(rounds: int) -> dict[str, float]:
     import gradscale
 
     comm = MPI.COMM_WORLD
-    x = np.arange(14, dtype=np.int32)
+    x = np.arange(16, dtype=np.int32)
     received = np.empty_like(x)
     collectives = gradscale.registry.collectives_for(comm, timeout=60)
     optimizer = SimpleNamespace(

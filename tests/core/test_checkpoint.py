@@ -254,6 +254,54 @@ def test_a_broken_state_dict_is_refused_and_changes_nothing(wrong: str) -> None:
         assert repr(given) == repr(BROKEN[wrong])
 
 
+@pytest.mark.parametrize("policy", [DynamicScale(), StaticScale(8.0)], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("growth_interval", 0), ("growth_factor", math.nan), ("backoff_factor", "x"), ("growth_factor", 0.5)],
+)
+def test_bad_factors_are_refused_also_beside_a_policy(policy: Any, key: str, value: Any) -> None:
+    scaler = GradScaler(policy=policy)
+    before = scaler.state_dict()
+    # A static scale's own factors would be refused of any other policy, so the first that is wrong is named.
+    with pytest.raises(StateDictError, match=key if isinstance(policy, DynamicScale) else "growth_factor"):
+        scaler.load_state_dict(before | {key: value})
+    assert scaler.state_dict() == before
+
+
+def test_an_edited_factor_wins_over_the_saved_policy() -> None:
+    scaler = GradScaler(policy=DynamicScale(hysteresis=2))
+    scaler.load_state_dict(scaler.state_dict() | {"growth_interval": 500})
+    assert scaler.get_growth_interval() == 500
+    assert scaler.state_dict()["policy"]["hysteresis"] == 2
+
+
+def test_a_policy_of_the_users_is_never_replaced() -> None:
+    class Mine(DynamicScale):
+        """A policy of a user's own."""
+
+    scaler = GradScaler(policy=Mine(growth_interval=3))
+    with pytest.raises(StateDictError, match=r"holds a DynamicScale, and this scaler's policy is .*leave out the key"):
+        scaler.load_state_dict(GradScaler().state_dict())
+    saved = GradScaler(init_scale=8.0, growth_interval=5).state_dict()
+    del saved["policy"]
+    scaler.load_state_dict(saved)
+    assert type(scaler._policy) is Mine
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 5)
+
+
+@pytest.mark.numpy
+def test_gradients_under_way_are_unscaled_by_what_they_were_scaled_with() -> None:
+    scaler, optimizer = GradScaler(), Tree()
+    factor = scaler.scale(np.float32(1.0))
+    scaler.load_state_dict(GradScaler(init_scale=1024.0).state_dict())
+    optimizer.grads = [np.full(3, 5.0, np.float32) * factor]
+    scaler.step(optimizer)
+    assert optimizer.grads[0].tolist() == [5.0] * 3
+    scaler.update()
+    assert scaler.get_scale() == 1024.0
+    assert float(scaler.scale(np.float32(1.0))) == 1024.0
+
+
 def test_the_messages_name_what_is_wrong() -> None:
     scaler = GradScaler()
     for saved, message in (

@@ -6,11 +6,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from libraries import Library
 from optimizers import Evaluating, Tree, iterate
 
-from gradscale import ClosureOverflowError, DynamicScale, GradscaleError, GradScaler, ScaleUnderflowError, StaticScale
+from gradscale import (
+    CallOrderError,
+    ClosureOverflowError,
+    DynamicScale,
+    GradscaleError,
+    GradScaler,
+    ScaleUnderflowError,
+    StaticScale,
+)
 
 
 def closure_of(
@@ -239,3 +248,34 @@ def test_a_disabled_scaler_passes_the_closure_on(arrays: Library) -> None:
     optimizer.grads = [arrays.asarray([math.nan])]
     assert scaler.step(optimizer, lambda: "loss") == "minimised"
     assert optimizer.losses == ["loss", "loss"]
+
+
+@pytest.mark.numpy
+def test_a_closure_behind_other_arguments_is_found() -> None:
+    class Odd(Evaluating):
+        def step(self, rate: float, closure: Any = None) -> Any:  # type: ignore[override]
+            assert rate == 0.1
+            return super().step(closure)
+
+    scaler, optimizer = GradScaler(), Odd()
+
+    def closure() -> str:
+        optimizer.grads = [scaler.scale(np.ones(3, np.float32))]
+        return "loss"
+
+    scaler.step(optimizer, 0.1, closure=closure)
+    assert optimizer.grads[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.numpy
+def test_a_closure_that_is_not_called_is_an_error() -> None:
+    class Deaf:
+        grads = (np.full(3, np.inf, np.float32),)
+
+        def step(self, closure: Any) -> None:
+            """Ignore the closure."""
+
+    scaler = GradScaler()
+    scaler.scale(np.float32(1.0))
+    with pytest.raises(CallOrderError, match=r"Deaf\.step\(\) did not call its closure"):
+        scaler.step(Deaf(), lambda: 1.0)

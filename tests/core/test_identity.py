@@ -70,18 +70,17 @@ def test_an_object_that_cannot_be_referenced_weakly_keeps_its_address() -> None:
     for value in range(20):
         mapping[Slotted()] = value
     assert len(mapping) == 20
-    mapping.clear()
-    assert len(mapping) == 0
 
 
-def test_the_death_of_an_object_before_a_clear_leaves_later_entries_alone() -> None:
-    mapping: IdentityMap[str] = IdentityMap()
+def test_a_map_is_no_cycle_and_goes_with_its_last_reference() -> None:
     thing = Thing()
-    mapping[thing] = "before"
-    mapping.clear()
-    assert thing not in mapping
-    mapping[thing] = "after"
-    gc.collect()
-    assert mapping[thing] == "after"
+    gc.disable()
+    try:
+        mapping: IdentityMap[Thing] = IdentityMap()
+        mapping[thing] = value = Thing()
+        held = weakref.ref(value)
+        del value, mapping
+        assert held() is None
+    finally:
+        gc.enable()
     del thing
-    assert len(mapping) == 0

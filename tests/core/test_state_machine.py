@@ -124,8 +124,9 @@ class Protocol(RuleBasedStateMachine):
             return
         made = roads[how]()
         self.scaler = {"same": self.scaler, "fresh": other}.get(how, made)
-        # What has been called since the last update is not part of a checkpoint.
-        self.scale_called, self.stages, self.bad = False, ["ready", "ready"], [False, False]
+        # A loss that has been scaled since the last update is under way in a scaler that goes on, and not in a new one.
+        self.scale_called = self.scale_called and how != "fresh"
+        self.stages, self.bad = ["ready", "ready"], [False, False]
         self.state_known = self.state_known or how in ("same", "fresh")
 
     @invariant()

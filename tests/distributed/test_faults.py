@@ -10,9 +10,9 @@ EXPECTED = {
     "scale": ("scale from 32768.0 to 65536.0", "here {}"),
     "tracker": ("growth_tracker from 0 to 3", "here {}"),
     "policy": ("policy (here DynamicScale(", "growth_interval={}"),
-    "call": ("call of the iteration from 0 to 1", "here {}"),
+    "call": ("iteration from 1 to 2", "here {}"),
 }
-OWN = {"scale": ("32768.0", "65536.0"), "tracker": ("3", "0"), "policy": ("7", "5"), "call": ("1", "0")}
+OWN = {"scale": ("32768.0", "65536.0"), "tracker": ("3", "0"), "policy": ("7", "5"), "call": ("1", "2")}
 
 
 @pytest.mark.parametrize("what", list(EXPECTED))

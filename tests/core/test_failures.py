@@ -1,0 +1,245 @@
+"""What a scaler does after a failure: it fails again in the same way, or is brought back; it never goes on silently."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradscale
+from gradscale import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    DynamicScale,
+    GradScaler,
+    InvalidTypeError,
+    InvalidValueError,
+    ScaleDesyncError,
+    ShardedGradScaler,
+)
+from gradscale.testing import run_ranks
+
+pytestmark = pytest.mark.numpy
+
+
+class SGD:
+    """An optimizer that counts its steps."""
+
+    def __init__(self) -> None:
+        self.grads: Any = [np.full(3, 65536.0, np.float32)]
+        self.steps = 0
+
+    def step(self) -> None:
+        """Count."""
+        self.steps += 1
+
+
+def begin(scaler: GradScaler) -> SGD:
+    scaler.scale(np.float32(1.0))
+    return SGD()
+
+
+def test_after_a_timeout_every_call_fails_until_there_is_another_group() -> None:
+    groups: dict[int, list[Any]] = {0: [], 1: []}
+
+    def first(group: Any) -> Any:
+        groups[0].append(group)
+        if group.rank == 1:
+            return None
+        scaler = ShardedGradScaler(group=group)
+        optimizer = begin(scaler)
+        with pytest.raises(CollectiveTimeoutError):
+            scaler.step(optimizer)
+        for call in (
+            lambda: scaler.step(optimizer),
+            scaler.update,
+            lambda: scaler.unscale_(SGD()),
+            lambda: begin(scaler),
+        ):
+            with pytest.raises(CollectiveTimeoutError):
+                call()
+        assert optimizer.steps == 0
+        # A checkpoint can be saved and loaded, and does not bring the group back.
+        scaler.load_state_dict(scaler.state_dict())
+        optimizer = begin(scaler)
+        with pytest.raises(BackendError, match=r"group was lost before, .*set_group"):
+            scaler.step(optimizer)
+        assert optimizer.grads[0].tolist() == [65536.0] * 3
+        return scaler
+
+    scaler, _ = run_ranks(2, first, timeout=0.2)
+
+    def second(group: Any) -> tuple[int, float]:
+        mine = scaler if group.rank == 0 else ShardedGradScaler(group=group)
+        mine.set_group(group)
+        mine.load_state_dict(GradScaler(init_scale=65536.0).state_dict())
+        optimizer = begin(mine)
+        mine.step(optimizer)
+        mine.update()
+        return optimizer.steps, mine.get_scale()
+
+    assert run_ranks(2, second) == [(1, 65536.0)] * 2
+
+
+def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it() -> None:
+    def train(group: Any) -> list[Any]:
+        scaler = ShardedGradScaler(group=group, init_scale=65536.0 / (1 + group.rank))
+        optimizer = begin(scaler)
+        seen = []
+        for call in (
+            lambda: scaler.step(optimizer),
+            scaler.update,
+            lambda: scaler.update(8.0),
+            lambda: scaler.step(optimizer),
+        ):
+            with pytest.raises(ScaleDesyncError) as caught:
+                call()
+            seen.append(str(caught.value))
+        assert len(set(seen)) == 1
+        assert optimizer.steps == 0
+        pickle.dumps(scaler)
+        scaler.load_state_dict(GradScaler(init_scale=1024.0).state_dict())
+        optimizer = begin(scaler)
+        optimizer.grads[0] /= 64
+        scaler.step(optimizer)
+        scaler.update()
+        return [optimizer.steps, optimizer.grads[0].tolist(), scaler.get_scale()]
+
+    assert run_ranks(3, train) == [[1, [1.0] * 3, 1024.0]] * 3
+
+
+def test_a_rank_that_leaves_out_an_iteration_is_found_by_every_rank() -> None:
+    def train(group: Any) -> Any:
+        scaler = ShardedGradScaler(group=group, policy=gradscale.StaticScale(65536.0))
+        for iteration in range(6):
+            if group.rank == 1 and iteration == 3:
+                scaler.scale(np.float32(1.0))
+                scaler.update()
+                continue
+            optimizer = begin(scaler)
+            try:
+                scaler.step(optimizer)
+            except ScaleDesyncError as error:
+                return iteration, "iteration from 4 to 5" in str(error)
+            scaler.update()
+        return None
+
+    assert run_ranks(2, train) == [(3, True), (4, True)]
+
+
+def test_an_unpickled_scaler_without_a_group_touches_no_gradient() -> None:
+    def train(group: Any) -> Any:
+        scaler = pickle.loads(pickle.dumps(ShardedGradScaler(group=group)))
+        optimizer = begin(scaler)
+        with pytest.raises(CallOrderError, match="set_group"):
+            scaler.step(optimizer)
+        assert optimizer.grads[0].tolist() == [65536.0] * 3
+        scaler.set_group(group)
+        scaler.step(optimizer)
+        return optimizer.steps, optimizer.grads[0].tolist()
+
+    assert run_ranks(2, train) == [(1, [1.0] * 3)] * 2
+
+
+def test_a_rank_that_never_scales_may_leave_out_a_step_on_purpose() -> None:
+    def train(group: Any) -> int:
+        scaler = ShardedGradScaler(group=group)
+        if group.rank == 0:
+            scaler.scale(np.float32(1.0))
+        scaler.update()
+        optimizer = SGD()
+        scaler.step(optimizer)
+        return optimizer.steps
+
+    assert run_ranks(2, train) == [1, 1]
+
+
+def test_waiting_for_ever_can_be_asked_for() -> None:
+    run_ranks(1, lambda group: ShardedGradScaler(group=group, timeout=math.inf))
+    for timeout in (0.0, -1.0, math.nan):
+        with pytest.raises(InvalidValueError, match="timeout"):
+            run_ranks(1, lambda group, timeout=timeout: ShardedGradScaler(group=group, timeout=timeout))
+
+
+def test_gradients_that_were_partly_unscaled_are_not_unscaled_again() -> None:
+    class Breaking:
+        name = "breaking"
+
+        def __init__(self) -> None:
+            from gradscale_numpy import NumpyBackend
+
+            self.inner = NumpyBackend(fast=False)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        read = property(lambda self: self.inner.read)
+        example = property(lambda self: self.inner.example)
+        fingerprint = property(lambda self: self.inner.fingerprint)
+
+        def unscale(self, grads: Any, state: Any, /, **_: Any) -> Any:
+            self.inner.unscale(grads[:1], state, out=grads[:1])
+            raise KeyboardInterrupt
+
+    scaler = GradScaler(backend=Breaking())
+    optimizer = begin(scaler)
+    optimizer.grads = [np.full(3, 65536.0, np.float32) for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match="could not be unscaled completely"):
+        scaler.step(optimizer)
+    assert [grad[0] for grad in optimizer.grads] == [1.0, 65536.0]
+    assert optimizer.steps == 0
+
+
+def test_a_refused_gradient_can_be_replaced_in_the_same_iteration() -> None:
+    scaler = GradScaler()
+    optimizer = begin(scaler)
+    optimizer.grads[0].flags.writeable = False
+    with pytest.raises(InvalidValueError, match="read-only"):
+        scaler.step(optimizer)
+    optimizer.grads = [np.full(3, 65536.0, np.float32)]
+    scaler.step(optimizer)
+    assert (optimizer.steps, optimizer.grads[0].tolist()) == (1, [1.0] * 3)
+
+
+def test_gradients_that_can_be_walked_once_are_refused() -> None:
+    scaler = GradScaler()
+    optimizer = begin(scaler)
+    optimizer.grads = (np.full(3, 65536.0, np.float32) for _ in range(2))
+    with pytest.raises(InvalidTypeError, match="grads of SGD must be arrays in nested containers"):
+        scaler.step(optimizer)
+    assert optimizer.steps == 0
+
+
+def test_what_is_no_adapter_for_arrays_is_refused_at_once() -> None:
+    # With MPI it is no adapter for arrays; without, it cannot be imported.
+    with pytest.raises((BackendError, gradscale.BackendNotAvailableError)):
+        GradScaler(backend="mpi4py")
+
+
+@pytest.mark.parametrize("wrong", [65536.0, DynamicScale(), None])
+def test_what_is_no_state_is_named(wrong: Any) -> None:
+    for function in (gradscale.scale, gradscale.unscale):
+        with pytest.raises(InvalidTypeError, match=r"state must be a ScaleState, such as policy\.init"):
+            function(np.float32(1.0), wrong)
+
+
+def test_a_verdict_and_a_likeness_that_are_no_arrays_are_named() -> None:
+    policy = DynamicScale()
+    state = policy.init(np.zeros(()))
+    for wrong in (1, True, np.array([1])):
+        with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d array"):
+            policy.update(state, wrong)
+    with pytest.raises(InvalidTypeError, match="like must be an array"):
+        policy.init({"w": np.zeros(3)})
+
+
+def test_a_bare_integer_is_no_loss() -> None:
+    for value in (2, True):
+        with pytest.raises(InvalidTypeError, match="outputs must be an array"):
+            GradScaler().scale(value)
