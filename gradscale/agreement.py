@@ -12,8 +12,9 @@ travels: MAX over floats gives ranks different answers when one of them holds a 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -103,7 +104,7 @@ def identify(policy: Any) -> int:
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
-def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: str) -> Verdict:
+def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str]) -> Verdict:
     """Return the verdict, or say in which fields the ranks differ.
 
     Parameters
@@ -114,8 +115,8 @@ def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: 
         This rank's vector before MAX.
     policy : object
         This rank's policy, for the message.
-    where : str
-        Which rank this is, and in which iteration, for the message.
+    where : callable
+        Returns which rank this is, and in which iteration, for the message.
 
     Raises
     ------
@@ -124,8 +125,9 @@ def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: 
     """
     count = len(_FIELDS)
     highest = values[2 : 2 + count]
-    lowest = [-value for value in values[2 + count : LENGTH]]
-    if highest != lowest:
+    negated = values[2 + count : LENGTH]
+    if any(map(operator.add, highest, negated)):
+        lowest = [-value for value in negated]
         mine = own[2 : 2 + count]
         differing = [
             _difference(name, low, high, here, policy)
@@ -133,8 +135,8 @@ def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: 
             if low != high
         ]
         msg = (
-            f"ranks hold different states, seen by {where}: {'; '.join(differing)}. No rank takes this step. Load one "
-            f"checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
+            f"ranks hold different states, seen by {where()}: {'; '.join(differing)}. No rank takes this step. Load "
+            f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
             f"update() for the same optimizers in the same order everywhere"
         )
         raise ScaleDesyncError(msg)

@@ -270,8 +270,8 @@ class GradScaler(StatefulScale):
         return lambda: vector
 
     def _whereabouts(self) -> str:
-        """Say which process this is, for error messages."""
-        return "this process"
+        """Say which process this is, and in which iteration, for error messages."""
+        return f"this process in iteration {self._iteration.number}"
 
     def _like_nothing(self) -> Array | None:
         """Return an array for a process that has none; None where it need not take part."""
@@ -342,8 +342,7 @@ class GradScaler(StatefulScale):
             # One read for both: the group's answer, and what this rank has put in.
             both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
             agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
-        where = f"{self._whereabouts()} in iteration {self._iteration.number}"
-        return agreement.read_verdict(agreed, sent, self._policy, where)
+        return agreement.read_verdict(agreed, sent, self._policy, self._whereabouts)
 
     def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:
         """Record the end of a step."""

@@ -157,7 +157,7 @@ class ShardedGradScaler(GradScaler):
 
     def _whereabouts(self) -> str:
         ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in self._require_groups()]
-        return " / ".join(ranks)
+        return f"{' / '.join(ranks)} in iteration {self._iteration.number}"
 
     def _may_unscale_unscaled(self) -> bool:
         # A pipeline's inner stages get gradients that the last stage has scaled.

@@ -87,22 +87,33 @@ def _single_to_bfloat(single: Any) -> Any:
 
 
 @_compile
-def _scale_floats(array: Any, factor: Any) -> Any:
+def _scale_doubles(array: Any, factor: Any) -> Any:
     nonfinite = False
     for i in range(array.size):
         value = array[i] * factor
         array[i] = value
-        # Zero for a finite value and NaN for any other, in every type.
+        # Zero for a finite value and NaN for any other.
         difference = value - value
         nonfinite |= difference != difference
     return nonfinite
 
 
 @_compile
+def _scale_singles(array: Any, factor: Any) -> Any:
+    largest = _u4(0)
+    for i in range(array.size):
+        value = _f4(array[i] * factor)
+        array[i] = value
+        # By their bits, magnitudes are ordered as integers, infinity and NaN last: quicker here than a NaN test.
+        largest = max(largest, value.view(_u4) & _u4(0x7FFFFFFF))
+    return largest >= _u4(0x7F800000)
+
+
+@_compile
 def _count_scaled(arrays: Any, factor: Any) -> Any:
     count = 0
     for array in arrays:
-        count += _scale_floats(array, factor)
+        count += _scale_singles(array, factor)
     return count
 
 
@@ -162,9 +173,9 @@ def _loop_for(source: np.dtype[Any], out: np.dtype[Any]) -> _Loop | None:
     """Return the loop for a pair of types: in place where they are the same, from source to out otherwise."""
     if source == out:
         if source in (np.dtype(np.float32), np.dtype(np.complex64)):
-            return _Loop(_scale_floats, _SINGLE, _SINGLE)
+            return _Loop(_scale_singles, _SINGLE, _SINGLE)
         if source in (np.dtype(np.float64), np.dtype(np.complex128)):
-            return _Loop(_scale_floats, _DOUBLE, _DOUBLE, np.float64)
+            return _Loop(_scale_doubles, _DOUBLE, _DOUBLE, np.float64)
         if source == np.dtype(np.float16):
             return _Loop(_scale_halves, _BITS, _BITS)
         if _is_bfloat(source):
@@ -218,7 +229,7 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     for start in range(0, whole, _TOGETHER):
         nonfinite += _count_scaled(tuple(plain[start : start + _TOGETHER]), inverse)
     for array in plain[whole:]:
-        nonfinite += _scale_floats(array, inverse)
+        nonfinite += _scale_singles(array, inverse)
     if small_outs:
         nonfinite += kernels.unscale_all(small_sources, small_outs, inverse)
     return nonfinite

@@ -21,8 +21,8 @@ Pair = tuple[Array, Array]
 SMALL = 1 << 10
 """The most elements of an array that is gathered with others, as it costs less work than calls."""
 
-# Elements of one block: one MiB of float32, which a second-level cache holds.
-_BLOCK = 1 << 18
+# Elements of one block: two MiB of float32, which stay in a cache between the product and the verdict.
+_BLOCK = 1 << 19
 # Elements of one dot product: few enough for a BLAS library to stay in the calling thread.
 _ROW = 1 << 13
 

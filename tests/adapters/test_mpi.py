@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,6 +79,18 @@ def test_after_a_timeout_another_communicator_is_needed_and_meets_no_old_message
             {"failures": world.size - 1, "refused": rank != late_rank, "skipped": True, "scale": 32768.0}
             for rank in range(world.size)
         ]
+
+
+def test_a_rank_that_never_has_an_array_needs_no_backend(world: MPIWorld) -> None:
+    cases = [(empty, (empty + 1) % world.size) for empty in range(world.size)]
+    for results in world.run_each(scenario("never_an_array"), cases):
+        assert results == [[(False, 65536.0), (True, 32768.0), (False, 32768.0)]] * world.size
+
+
+def test_the_adapter_can_be_imported_before_mpi_is_initialized() -> None:
+    program = "import mpi4py; mpi4py.rc.initialize = False; import gradscale_numpy.mpi; print('imported')"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (completed.returncode, completed.stdout.strip()) == (0, "imported"), completed.stderr
 
 
 def test_only_int32_vectors_travel(world: MPIWorld) -> None:

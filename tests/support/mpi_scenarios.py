@@ -187,3 +187,20 @@ def strided(comm: MPI.Intracomm) -> list[int]:
     collectives = MPICollectives(comm, 5.0)
     values: list[int] = collectives.start_max(np.arange(10, dtype=np.int32)[::3] + np.int32(comm.rank))().tolist()
     return values
+
+
+def never_an_array(comm: MPI.Intracomm, empty_rank: int, bad_rank: int) -> list[Any]:
+    """Take part on a rank that never has a loss, a gradient or a backend named."""
+    scaler = gradscale.ShardedGradScaler(group=comm, timeout=20.0)
+    optimizer = SGD(None)
+    seen = []
+    for iteration in range(3):
+        if comm.rank == empty_rank:
+            optimizer.grads = []
+        else:
+            scaler.scale(np.float32(1.0))
+            optimizer.grads = gradients("numpy", np.nan if (comm.rank, iteration) == (bad_rank, 1) else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.last_step(optimizer).skipped, scaler.get_scale()))
+    return seen
