@@ -44,7 +44,7 @@ def rows(quick: bool) -> list[Row]:
             added["group"],
             added["alone and Allreduce"],
             "s",
-            None,
+            2.0,
         ),
     ]
 
