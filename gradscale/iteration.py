@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from gradscale.agreement import Verdict
 from gradscale.errors import CallOrderError, GradscaleError
 from gradscale.identity import IdentityMap
-from gradscale.protocols import Array
+from gradscale.protocols import Array, Collectives
 from gradscale.state import ScaleState
 
 __all__ = ["Iteration", "Progress", "Stage"]
@@ -45,6 +45,10 @@ class Progress:
         ``agreed``, read by the host.
     by_closure : bool
         Whether a closure has been evaluated, so that the step may evaluate one again if it failed.
+    groups : sequence of Collectives
+        What the agreement is made over; empty for a process that decides alone.
+    found : object
+        What an adapter keeps of its own verdict.
     """
 
     stage: Stage = Stage.READY
@@ -53,6 +57,8 @@ class Progress:
     agreed: Array | None = None
     verdict: Verdict | None = None
     by_closure: bool = False
+    groups: Sequence[Collectives] = ()
+    found: Any = None
 
 
 class Iteration:
@@ -83,6 +89,14 @@ class Iteration:
             self._progress[optimizer] = Progress()
             self._all.append(self._progress[optimizer])
         return self._progress[optimizer]
+
+    def by_id(self, identity: int) -> Progress | None:
+        """Return the progress of the optimizer with this ``id()``; None if it was not met in this iteration."""
+        return self._progress.by_id(identity)
+
+    def ids(self) -> list[int]:
+        """Return the ``id()`` of each optimizer met in this iteration."""
+        return self._progress.ids()
 
     def judged(self) -> list[Progress]:
         """Return the progress of every optimizer whose gradients have been unscaled."""

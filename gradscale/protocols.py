@@ -37,7 +37,8 @@ class Backend(Protocol):
         Same answer, bit for bit, as :func:`gradscale.arithmetic.unscale_arrays`, which any adapter may call; of a
         complex value that is not finite, only that it is not. ``out`` names an array to write to for each gradient, the
         gradients themselves among them; where the library cannot write, new arrays of these dtypes come back. Without
-        it new arrays come back, of ``dtype`` if that is given. Returns the arrays and a 0-d int32 count.
+        it new arrays come back, of ``dtype`` if that is given. Returns the arrays and a 0-d int32 count, which a kernel
+        that judges many arrays at once may understate, but never to 0.
         """
         ...
 

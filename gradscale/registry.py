@@ -26,6 +26,7 @@ GROUP = "gradscale.backends"
 _EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]"}
 
 _GENERIC = GenericBackend()
+_backends: dict[type, Backend] = {}
 
 
 @cache
@@ -51,6 +52,7 @@ def refresh() -> None:
     get.cache_clear()
     array_backend.cache_clear()
     _registered_name.cache_clear()
+    _backends.clear()
 
 
 @cache
@@ -104,8 +106,11 @@ def _registered_name(kind: type) -> str | None:
 def backend_for(x: Any) -> Backend:
     """Return the adapter for an array; the pure core itself where its library has none."""
     kind: Any = type(x)
-    name = _registered_name(kind)
-    return _GENERIC if name is None else array_backend(name)
+    # A plain dictionary: compilers that trace Python look into functions behind a cache.
+    if kind not in _backends:
+        name = _registered_name(kind)
+        _backends[kind] = _GENERIC if name is None else array_backend(name)
+    return _backends[kind]
 
 
 @cache

@@ -11,11 +11,12 @@ class StepReport(NamedTuple):
     Attributes
     ----------
     skipped : bool
-        Whether ``optimizer.step`` was left out.
+        Whether the step was left out; an optimizer that skips by itself was called all the same.
     scale : float
         The scale that the gradients were divided by.
     nonfinite : int
-        How many gradient arrays held an inf or NaN; over a group, the largest number on any rank.
+        How many gradient arrays held an inf or NaN; over a group, the largest number on any rank. Kernels that judge
+        many arrays at once on a device report 1 for any number.
     reason : {"stepped", "overflow", "disabled"}
         Why: all gradients were finite; some were not; the scaler is disabled and checked nothing.
     iteration : int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -217,16 +217,13 @@ class GradScaler(StatefulScale):
         self._iteration.require_sound()
         wanted = None if new_scale is None else self._checked_scale(new_scale)
         judged = self._iteration.judged()
-        verdicts = [self._judge(progress) for progress in judged]
+        verdicts = [self._judge(progress) for progress in judged if self._is_judged_by_host(progress)]
         if wanted is not None:
             self._set_scale(wanted)
         elif self._iteration.lowered is not None:
             self._state = self._iteration.lowered
         elif judged:
-            state = self._current(None)
-            maximum = array_namespace(state.scale).maximum
-            nonfinite = [progress.agreed[0] for progress in judged if progress.agreed is not None]
-            self._state = self._policy.update(state, functools.reduce(maximum, nonfinite))
+            self._state = self._advance(judged)
         elif not self._iteration.scaled and not self._may_unscale_unscaled():
             self._iteration.wrong_order(
                 "update() was called, and nothing was scaled or unscaled since the last update()"
@@ -265,13 +262,24 @@ class GradScaler(StatefulScale):
 
     # What a scaler over a group replaces.
 
-    def _start(self, vector: Array) -> Callable[[], Array]:
-        """Begin the agreement on a vector and return what finishes it; a single process agrees with itself."""
-        return lambda: vector
+    def _start(self, progress: Progress) -> Callable[[], Array]:
+        """Begin the agreement on what is to be sent, and return what finishes it; one process agrees with itself."""
+        return lambda: progress.sent
 
-    def _whereabouts(self) -> str:
+    def _whereabouts(self, progress: Progress) -> str:  # noqa: ARG002
         """Say which process this is, and in which iteration, for error messages."""
         return f"this process in iteration {self._iteration.number}"
+
+    def _is_judged_by_host(self, progress: Progress) -> bool:  # noqa: ARG002
+        """Tell whether the host needs the verdict; not where the optimizer skips on the device."""
+        return True
+
+    def _advance(self, judged: Sequence[Progress]) -> ScaleState:
+        """Return the state after an iteration with these verdicts: any overflow backs the scale off once."""
+        state = self._current(None)
+        maximum = array_namespace(state.scale).maximum
+        nonfinite = [progress.agreed[0] for progress in judged if progress.agreed is not None]
+        return self._policy.update(state, functools.reduce(maximum, nonfinite))
 
     def _like_nothing(self) -> Array | None:
         """Return an array for a process that has none; None where it need not take part."""
@@ -308,10 +316,14 @@ class GradScaler(StatefulScale):
             raise
         if unscaled is not chosen:
             assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
+        self._agree(progress, backend, state, nonfinite)
+
+    def _agree(self, progress: Progress, backend: Backend, state: ScaleState, nonfinite: Array) -> None:
+        """Start the agreement on a local verdict."""
         position = self._iteration.number, self._iteration.calls
         progress.sent = self._packer.pack(backend, self._policy, state, nonfinite, position)
         self._iteration.calls += 1
-        progress.finish = self._start(progress.sent)
+        progress.finish = self._start(progress)
 
     def _may_unscale_unscaled(self) -> bool:
         """Tell whether gradients may come scaled from elsewhere, though this process never called scale()."""
@@ -342,7 +354,7 @@ class GradScaler(StatefulScale):
             # One read for both: the group's answer, and what this rank has put in.
             both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
             agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
-        return agreement.read_verdict(agreed, sent, self._policy, self._whereabouts)
+        return agreement.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(progress))
 
     def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:
         """Record the end of a step."""

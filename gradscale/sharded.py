@@ -14,7 +14,7 @@ from gradscale.errors import (
     GradscaleError,
     InvalidTypeError,
 )
-from gradscale.iteration import Iteration
+from gradscale.iteration import Iteration, Progress
 from gradscale.protocols import Array, Backend, Collectives, Policy
 from gradscale.scaler import GradScaler
 
@@ -122,10 +122,11 @@ class ShardedGradScaler(GradScaler):
         copied._groups, copied._lost = self._groups, self._lost
         return copied
 
-    def _start(self, vector: Array) -> Callable[[], Array]:
+    def _start(self, progress: Progress) -> Callable[[], Array]:
         """Begin the agreement over the first group; over the others it is made in turn when it is finished."""
-        first, *others = self._require_groups()
-        pending = first.start_max(vector)
+        progress.groups = progress.groups or self._require_groups()
+        first, *others = progress.groups
+        pending = first.start_max(progress.sent)
 
         def finish() -> Array:
             try:
@@ -155,8 +156,9 @@ class ShardedGradScaler(GradScaler):
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
 
-    def _whereabouts(self) -> str:
-        ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in self._require_groups()]
+    def _whereabouts(self, progress: Progress) -> str:
+        groups = progress.groups or self._require_groups()
+        ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in groups]
         return f"{' / '.join(ranks)} in iteration {self._iteration.number}"
 
     def _may_unscale_unscaled(self) -> bool:
@@ -171,7 +173,7 @@ class ShardedGradScaler(GradScaler):
         if example is not None:
             return example()
         msg = (
-            f"{self._whereabouts()} has seen no array yet, so it is not known in which library it takes part: pass "
-            f'backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
+            f"{self._whereabouts(Progress())} has seen no array yet, so it is not known in which library it takes "
+            f'part: pass backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
         )
         raise CallOrderError(msg)
