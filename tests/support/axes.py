@@ -25,6 +25,8 @@ MODULES = {
     "fast": ("numba",),
     "ml_dtypes": ("ml_dtypes",),
     "examples": ("sklearn", "matplotlib", "tqdm"),
+    "lightning": ("lightning",),
+    "accelerate": ("accelerate",),
 }
 
 

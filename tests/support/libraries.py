@@ -43,6 +43,11 @@ class Library:
     readonly: bool = False
 
     @property
+    def writes(self) -> bool:
+        """Return whether gradients are overwritten in place: the pure core does not know which can be."""
+        return self.name in ("numpy", "torch")
+
+    @property
     def reals(self) -> tuple[str, ...]:
         """Return the names of all real floating dtypes."""
         return (*self.halves, *REALS)
@@ -60,7 +65,7 @@ class Library:
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
         """Return the values as a NumPy array; half precision of torch as float32."""
-        if self.name == "torch" and str(x.dtype) == "torch.bfloat16":
+        if self.name.startswith("torch") and str(x.dtype) == "torch.bfloat16":
             x = x.float()
         return np.array(x) if self.name.startswith("numpy") else np.from_dlpack(x).copy()
 
@@ -115,7 +120,17 @@ def _torch() -> Library:
     return Library("torch", xp, halves=("float16", "bfloat16"))
 
 
-_MAKERS = {"numpy": _numpy, "numpy-readonly": _numpy_readonly, "strict": _strict, "torch": _torch}
+def _torch_core() -> Library:
+    return dataclasses.replace(_torch(), name="torch-core")
+
+
+_MAKERS = {
+    "numpy": _numpy,
+    "numpy-readonly": _numpy_readonly,
+    "strict": _strict,
+    "torch": _torch,
+    "torch-core": _torch_core,
+}
 
 # A new library is a function above, and its row and marks here.
 ROWS: Sequence[Any] = [
@@ -123,6 +138,7 @@ ROWS: Sequence[Any] = [
     pytest.param("numpy-readonly", id="numpy-readonly", marks=pytest.mark.numpy),
     pytest.param("strict", id="strict"),
     pytest.param("torch", id="torch", marks=pytest.mark.torch),
+    pytest.param("torch-core", id="torch-core", marks=pytest.mark.torch),
 ]
 
 
@@ -130,13 +146,14 @@ ROWS: Sequence[Any] = [
 def opened(name: str) -> Iterator[Library]:
     """Make a library ready, and yield it.
 
-    - ``numpy`` goes through its adapter.
-    - ``numpy-readonly`` and ``torch`` go through the pure core; the arrays of the first raise when they are written to.
+    - ``numpy`` and ``torch`` go through their adapters.
+    - ``numpy-readonly`` and ``torch-core`` go through the pure core; the arrays of the first raise when they are
+      written to.
     - ``strict`` goes through the pure core, with every optional part of the standard switched off.
     """
     library = _MAKERS[name]()
     with pytest.MonkeyPatch.context() as patch:
-        if name == "numpy-readonly":
+        if name in ("numpy-readonly", "torch-core"):
             generic = GenericBackend()
             patch.setattr(registry, "backend_for", lambda _: generic)
         if name == "strict":

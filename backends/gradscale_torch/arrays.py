@@ -1,0 +1,123 @@
+"""TorchBackend: torch tensors on any device, for the scalers and functions of gradscale itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradscale import ScaleState, arithmetic
+from gradscale.errors import InvalidTypeError
+from gradscale.protocols import Collectives
+from gradscale_torch.gradients import Gathered, group_tensors, kernel_view
+from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
+from gradscale_torch.verdicts import LocalVerdict, count_nonfinite
+
+__all__ = ["TorchBackend"]
+
+Tensor = torch.Tensor
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class TorchBackend:
+    """Tensors through torch's fused kernels, and its process groups and device meshes.
+
+    The count of a verdict is exact for tensors of the host; of those on a device it says 1 for any number.
+    """
+
+    name = "torch"
+
+    def __reduce__(self) -> tuple[type[TorchBackend], tuple[()]]:
+        return type(self), ()
+
+    def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
+        """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
+        from gradscale_torch.distributed import TorchCollectives
+
+        return TorchCollectives(group, timeout)
+
+    def read(self, x: Tensor, /) -> list[int]:
+        """Return a 1-d int32 tensor as Python ints."""
+        values: list[int] = x.tolist()
+        return values
+
+    def example(self) -> Tensor:
+        """Return a 0-d float32 tensor on the default device."""
+        return torch.zeros((), dtype=torch.float32)
+
+    def fingerprint(self, state: ScaleState, /) -> Tensor:
+        """Return a state as a 1-d int32 tensor: the bits of the scale, then each tracker."""
+        return torch.stack([state.scale.view(torch.int32), *state[1:]])
+
+    def unscale(
+        self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Divide tensors by the scale and judge them.
+
+        Parameters
+        ----------
+        grads : sequence of tensors
+            Floating or complex; dense, sparse or DTensors. Those that are part of an autograd graph stay part of it
+            where new tensors are made.
+        state : ScaleState
+            Gives the scale.
+        dtype : dtype, optional
+            Wanted dtype of the real ones, as new tensors.
+        out : sequence of tensors, optional
+            Tensors to write to instead; the gradients themselves for unscaling in place, outside of autograd's sight.
+
+        Returns
+        -------
+        tensors : sequence of tensors
+            ``out``, or new ones.
+        nonfinite : tensor
+            0-d int32 on the state's device. No host read.
+
+        Raises
+        ------
+        InvalidTypeError
+            For DTensors, whose verdict is not this rank's alone.
+        InvalidValueError
+            For a tensor to be written whose elements share memory.
+        """
+        if any(hasattr(grad, "device_mesh") for grad in grads):
+            msg = (
+                "the verdict on DTensor gradients must be agreed over their mesh: use gradscale_torch.GradScaler, or "
+                "pass their to_local() to gradscale.unscale"
+            )
+            raise InvalidTypeError(msg)
+        if out is None or torch.compiler.is_compiling():
+            return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
+        with torch.no_grad():
+            found: Found = {}
+            direct = [target for grad, target in zip(grads, out, strict=True) if _widened_into(grad, target)]
+            gathered = Gathered(group_tensors([kernel_view(target) for target in direct]), [])
+            inverse = inverse_of(state.scale)
+            # What the scale of a device is would take a host read; a second look takes none.
+            judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
+            unscale_in_place(gathered.groups, inverse, found, judge_again=judge_again)
+            verdict = LocalVerdict(found, state.scale.device, count_nonfinite(found, gathered))
+            nonfinite = verdict.nonfinite
+            others = [(grad, target) for grad, target in zip(grads, out, strict=True) if not _fits(grad, target)]
+            if others:
+                made, count = arithmetic.unscale_arrays([g for g, _ in others], state, out=[t for _, t in others])
+                for (_, target), new in zip(others, made, strict=True):
+                    target.copy_(new)
+                nonfinite = nonfinite + count
+        return out, nonfinite
+
+
+def _fits(grad: Tensor, target: Tensor) -> bool:
+    """Tell whether copying a gradient first and unscaling the copy gives the same bits."""
+    return grad is target or grad.dtype == target.dtype or (target.dtype == torch.float32 and grad.dtype in _NARROW)
+
+
+def _widened_into(grad: Tensor, target: Tensor) -> bool:
+    """Copy a gradient to where it is to be unscaled, and tell whether that can be done."""
+    if not _fits(grad, target):
+        return False
+    if grad is not target:
+        target.copy_(grad)
+    return True

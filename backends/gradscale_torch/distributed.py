@@ -1,0 +1,307 @@
+"""TorchCollectives: agreement over torch.distributed's groups and meshes, non-blocking, with a timeout."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from array_api_compat import array_namespace, device
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.dlpack import from_dlpack
+
+from gradscale import registry
+from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidValueError
+from gradscale.protocols import Array
+from gradscale_torch import groups
+
+__all__ = ["Pending", "TorchCollectives"]
+
+# Seconds. Signals, Ctrl-C among them, are seen between two slices.
+_SLICE = 0.1
+_SHORTEST_SLICE = 1e-3  # a timeout of 0 is none at all
+_YIELDING = 2e-3
+_SHORTEST_PAUSE = 5e-5
+_LONGEST_PAUSE = 1e-3
+# How much later than this timeout the library's own is, so that this one is what a user sees. It is also when ranks
+# that come late are told, for gloo then closes its connections.
+_LATER = 10.0
+
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+# What torch still reads and writes: work that is not done, also if it was given up or if nobody asks for it any more,
+# with its buffer and its group.
+_under_way: dict[int, tuple[Any, torch.Tensor, dist.ProcessGroup]] = {}
+_MANY = 8
+
+_CPU = 1  # in DLPack
+
+# Why a group can no longer be used. Messages that were given up would meet whatever is sent after them.
+_given_up: dict[dist.ProcessGroup, str] = {}
+
+
+@atexit.register
+def _leave() -> None:
+    """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
+    for group in {group for work, _, group in _under_way.values() if not work.is_completed()}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class TorchCollectives:
+    """MAX all-reduces over a process group or a device mesh.
+
+    They are made in the group itself, in one order with the user's own collectives.
+
+    Parameters
+    ----------
+    group : ProcessGroup, DeviceMesh or None
+        None is the default group at the time of each collective, which may not be there yet when this is constructed.
+        A mesh is one group of all its ranks; constructing is collective over those of a mesh that has several
+        dimensions and does not cover the world.
+    timeout : float
+        Seconds to wait for the other ranks, here and in each collective; ``math.inf`` for ever.
+
+    Attributes
+    ----------
+    rank, size : int
+        Position in the group, and number of ranks; -1 and 0 while there is no default group.
+
+    Raises
+    ------
+    CallOrderError, InvalidTypeError, InvalidValueError
+        For what cannot be a group here; see :func:`gradscale_torch.groups.resolve`.
+    CollectiveTimeoutError
+        When some rank of a mesh does not construct its own in time.
+    BackendError
+        When an earlier collective over the group was given up.
+
+    Notes
+    -----
+    The ranks' arrays must be on devices of one type, if the group has several backends ("cpu:gloo,cuda:nccl").
+
+    Over gloo and MPI the host waits, and sees Ctrl-C and the timeout. On an accelerator (NCCL, XCCL) the stream waits
+    and the host does not, unless it is made to by ``Pending.wait``; without that a rank that never comes is found by
+    the library's own watchdog, which ends the process some seconds after this timeout. Run on gloo; the paths of NCCL,
+    XCCL, UCC and MPI have not been run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
+        self._asked = group
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size = -1, 0
+        if group is not None or groups.default_group() is not None:
+            self._require_usable(self._resolve())
+
+    def __repr__(self) -> str:
+        return f"TorchCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
+
+    def start_max(self, x: Array, /) -> Pending:
+        """Begin an element-wise MAX all-reduce; calling what is returned finishes it.
+
+        Parameters
+        ----------
+        x : array
+            1-d int32 of any library; left alone. It is copied to a device that the group carries: its own, or the CPU,
+            or the group's accelerator.
+
+        Returns
+        -------
+        Pending
+            When called, returns a new array of the same library and device, the same one each time. The call raises
+            CollectiveTimeoutError when some rank does not come, after which the group cannot be used any more, and
+            BackendError for torch's own errors, of which a rank that ended is one.
+
+        Raises
+        ------
+        CallOrderError
+            When there is no default group yet.
+        BackendError
+            When the group was destroyed, or a collective over it given up.
+        """
+        group = self._require_usable(self._current())
+        sent = x if isinstance(x, torch.Tensor) else _as_tensor(x)
+        if sent.dtype != torch.int32 or sent.ndim != 1:
+            msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
+            raise InvalidValueError(msg)
+        where = groups.travels_on(self._carriers, sent.device, group)
+        buffer = sent.detach().to(where, copy=True).contiguous()
+        try:
+            work = group.allreduce([buffer], self._options)
+        except Exception as error:
+            raise self._fail(group, error) from error
+        if len(_under_way) > _MANY:
+            _forget_what_is_done()
+        _under_way[id(work)] = (work, buffer, group)
+        return Pending(self, group, work, buffer, x)
+
+    def example(self) -> torch.Tensor:
+        """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
+        group = self._current()
+        return torch.zeros((), dtype=torch.float32, device=groups.example_device(self._carriers, group, self._asked))
+
+    def _current(self) -> dist.ProcessGroup:
+        """Return the group, looked up at first use and, for the default group, when another world has begun."""
+        if self._group is None or (self._asked is None and groups.default_group() is not self._group):
+            return self._resolve()
+        if not groups.is_alive(self._group):
+            msg = (
+                f"the process group was destroyed after the scaler was constructed (rank {self.rank} of {self.size}): "
+                f"construct the scaler after init_process_group(), or call set_group() with a group of this world"
+            )
+            raise BackendError(msg)
+        return self._group
+
+    def _resolve(self) -> dist.ProcessGroup:
+        group = groups.resolve(self._asked, self._timeout)
+        self._group, self._carriers = group, groups.carriers(group)
+        self.rank, self.size = group.rank(), group.size()
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._options.asyncOp = True
+        self._options.timeout = timedelta(seconds=groups.seconds(self._timeout + _LATER))
+        return group
+
+    def _require_usable(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        if group in _given_up:
+            msg = (
+                f"an agreement over this process group was given up on rank {self.rank} of {self.size}: pass another "
+                f"one on every rank, such as torch.distributed.new_group(). It was given up for: {_given_up[group]}"
+            )
+            raise BackendError(msg)
+        return group
+
+    def _fail(self, group: dist.ProcessGroup, error: BaseException) -> BackendError:
+        _given_up.setdefault(group, repr(error))
+        text = f"torch.distributed failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {error}"
+        return BackendError(text)
+
+    def _wait(self, group: dist.ProcessGroup, work: Any, where: torch.device) -> None:
+        """Make the host wait until a reduction is done, it fails, or the time is over."""
+        # UCC waits without looking at the time; accelerators do not wait at all.
+        wait = self._poll if where.type != "cpu" or self._carriers["cpu"] == "ucc" else self._wait_in_slices
+        self._require_usable(group)
+        try:
+            wait(work)
+        except CollectiveTimeoutError as error:
+            _given_up.setdefault(group, repr(error))
+            raise
+        except Exception as error:
+            raise self._fail(group, error) from error
+        except BaseException as error:
+            _given_up.setdefault(group, repr(error))
+            raise
+
+    def _wait_in_slices(self, work: Any) -> None:
+        begin = time.monotonic()
+        left = self._timeout
+        while True:
+            try:
+                work.wait(timedelta(seconds=max(min(_SLICE, left), _SHORTEST_SLICE)))
+            except RuntimeError:
+                # The slice is over, or the reduction has failed; then it is completed, and says so again.
+                if work.is_completed():
+                    break
+            else:
+                return
+            left = begin + self._timeout - time.monotonic()
+            if left <= 0:
+                raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
+        work.wait()
+
+    def _poll(self, work: Any) -> None:
+        begin = time.monotonic()
+        pause = _SHORTEST_PAUSE
+        while not work.is_completed():
+            waited = time.monotonic() - begin
+            if waited > self._timeout:
+                raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
+            if waited < _YIELDING:
+                _give_way()
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        work.wait()
+
+
+class Pending:
+    """A reduction under way. Calling it finishes it and returns the result."""
+
+    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_work", "_x")
+
+    def __init__(
+        self, collectives: TorchCollectives, group: dist.ProcessGroup, work: Any, buffer: torch.Tensor, x: Array
+    ) -> None:
+        self._collectives, self._group, self._work, self._buffer, self._x = collectives, group, work, buffer, x
+        self._is_done = False
+        self._result: Array = None
+
+    def __call__(self) -> Array:
+        """Return the result; on an accelerator, where the stream and not the host waits for the ranks."""
+        if self._result is None:
+            is_local = isinstance(self._x, torch.Tensor) and self._x.device == self._buffer.device
+            if self._buffer.device.type == "cpu" or not is_local:
+                self.wait()
+            elif not self._is_done:
+                self._order()
+            self._result = self._buffer if is_local else _like(self._buffer, self._x)
+            self._x = None
+        return self._result
+
+    def wait(self) -> None:
+        """Make the host wait for the ranks, on any device.
+
+        Raises
+        ------
+        CollectiveTimeoutError
+            When some rank does not come in time.
+        BackendError
+            When the reduction fails.
+        """
+        if not self._is_done:
+            self._collectives._wait(self._group, self._work, self._buffer.device)
+            self._is_done = True
+            _under_way.pop(id(self._work), None)
+
+    def _order(self) -> None:
+        """Let what is put on the stream from now on come after the reduction."""
+        try:
+            self._work.wait()
+        except Exception as error:
+            raise self._collectives._fail(self._group, error) from error
+        # The stream keeps the order from here on.
+        _under_way.pop(id(self._work), None)
+
+
+def _forget_what_is_done() -> None:
+    for key, (work, _, _) in list(_under_way.items()):
+        if work.is_completed():
+            del _under_way[key]
+
+
+def _as_tensor(x: Array) -> torch.Tensor:
+    """Return an array of another library as a tensor, by DLPack or through the host."""
+    xp = array_namespace(x)
+    if x.dtype != xp.int32 or x.ndim != 1:
+        msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
+        raise InvalidValueError(msg)
+    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == _CPU:
+        # torch takes no read-only memory by DLPack, and ends the process at a negative stride.
+        return torch.tensor(registry.backend_for(x).read(x), dtype=torch.int32)
+    return from_dlpack(xp.asarray(x, copy=True))
+
+
+def _like(values: torch.Tensor, x: Array) -> Array:
+    """Return a tensor as an array of the library and device of ``x``."""
+    if isinstance(x, torch.Tensor):
+        return values.to(x.device)
+    xp = array_namespace(x)
+    if values.device.type != "cpu":
+        return xp.from_dlpack(values)
+    return xp.asarray(values.tolist(), dtype=x.dtype, device=device(x))

@@ -1,0 +1,237 @@
+"""Steps of fused optimizers, which unscale and skip in their own kernels: torch's ``grad_scale`` and ``found_inf``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import gradscale
+from gradscale import agreement
+from gradscale.agreement import Verdict
+from gradscale.closure import find_closure
+from gradscale.errors import ScaleDesyncError
+from gradscale.identity import IdentityMap
+from gradscale.iteration import Progress, Stage
+from gradscale.report import StepReport
+from gradscale_torch.compiling import untraced
+from gradscale_torch.verdicts import LocalVerdict, is_capturing, start_reading
+
+if TYPE_CHECKING:
+    from gradscale.state import ScaleState
+
+__all__ = ["FusedSteps"]
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unread:
+    """A verdict that the optimizer has acted on by itself, on its way to the host.
+
+    Attributes
+    ----------
+    read : callable
+        From :func:`gradscale_torch.verdicts.start_reading`.
+    progress : Progress
+        Of the step.
+    iteration, updates : int
+        The number of the iteration, and of the updates made before.
+    """
+
+    read: Callable[[bool], list[float] | None]
+    progress: Progress
+    iteration: int
+    updates: int
+
+
+class FusedSteps(gradscale.ShardedGradScaler):
+    """``step`` for optimizers with ``_step_supports_amp_scaling``; all others are passed on."""
+
+    def _forget_fused(self) -> None:
+        self._takes_scaler: IdentityMap[bool] = IdentityMap()
+        self._unread: IdentityMap[Unread] = IdentityMap()
+        self._unchecked: list[Unread] = []
+        self._updates = 0
+
+    @untraced
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer unless one of its gradients, on any rank, is not finite.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Its ``step`` is called through the attribute exactly when the step is really made. One with ``fused=True``
+            is called always, and skips in its kernel, by its attributes ``found_inf`` and ``grad_scale``.
+        *args, **kwargs
+            Passed on; a closure as in :meth:`gradscale.GradScaler.step`.
+
+        Returns
+        -------
+        object
+            What ``optimizer.step`` returned; None for a step that was left out. ``last_step`` tells the two apart.
+
+        Raises
+        ------
+        CallOrderError
+            When it was called already since the last ``update``.
+        ScaleDesyncError, CollectiveTimeoutError
+            Over a group: on every rank when the states differ; when some rank never comes.
+
+        Notes
+        -----
+        One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls,
+        and until then no rank steps.
+        """
+        is_fused = self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not is_fused or find_closure(args, kwargs) is not None:
+            return super().step(optimizer, *args, **kwargs)
+        self._iteration.require_sound()
+        progress = self._iteration.of(optimizer)
+        if progress.stage is Stage.STEPPED:
+            self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
+        if self._wants_the_scaler(optimizer):
+            return self._step_with_the_scaler(optimizer, progress, args, kwargs)
+        if progress.stage is Stage.READY:
+            # The optimizer's kernel would divide by a scale below 1 without a look at the result.
+            unscales = self._may_be_below_one(self._in_force(None)) if self._state is not None else True
+            self._begin(optimizer, progress, allow_fp16=True, unscales=unscales)
+            progress.stage = Stage.UNSCALED
+        local: LocalVerdict = progress.found
+        local.is_read_later = local.home.type != "cpu" and self._policy.exhausted(self._in_force(None)) is None
+        verdict = None if local.is_read_later else self._judge(progress)
+        scale = self._in_force(None).scale
+        preset = getattr(optimizer, "grad_scale", None)
+        if local.has_scaled_gradients:
+            optimizer.grad_scale = scale if preset is None else scale * preset
+        else:
+            optimizer.grad_scale = preset
+        optimizer.found_inf = self._agreed_flag(progress)
+        try:
+            returned = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        if verdict is None:
+            self._conclude_later(optimizer, progress, scale)
+        else:
+            self._conclude(optimizer, progress, verdict)
+        return returned
+
+    def _wants_the_scaler(self, optimizer: Any) -> bool:
+        """Tell whether ``optimizer.step`` takes the scaler as ``grad_scaler=``."""
+        if optimizer not in self._takes_scaler:
+            self._takes_scaler[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        return self._takes_scaler[optimizer]
+
+    def _step_with_the_scaler(
+        self, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Pass the scaler on to an optimizer that judges and unscales by asking it."""
+        warnings.warn(
+            f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
+            f"attributes grad_scale and found_inf, which scalers set, instead",
+            FutureWarning,
+            stacklevel=3,
+        )
+        returned = optimizer.step(*args, **kwargs, grad_scaler=self)
+        judged = progress.finish is not None
+        verdict = self._judge(progress) if judged else Verdict(0, 0, False, self.get_scale())
+        self._conclude(optimizer, progress, verdict)
+        return returned
+
+    def _agreed_flag(self, progress: Progress) -> Tensor:
+        """Return the agreed verdict as a 0-d float32 on the scale's device, exactly 0 or 1; no host read there."""
+        local: LocalVerdict = progress.found
+        if not progress.groups:
+            return local.flag
+        if local.home.type == "cpu":
+            return torch.tensor(float(self._judge(progress).nonfinite > 0))
+        agreed = self._agreed_vector(progress)
+        fields = agreed[2:].reshape(2, -1)
+        # Where ranks differ no rank steps, until the host sees it.
+        return ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
+
+    def _agreed_vector(self, progress: Progress) -> Tensor:
+        if progress.agreed is None:
+            if progress.finish is None:
+                self._iteration.wrong_order("the gradients of this optimizer could not be unscaled completely before")
+            progress.agreed = progress.finish()
+        agreed: Tensor = progress.agreed
+        return agreed
+
+    def _agreed_found(self, progress: Progress) -> dict[torch.device, Tensor]:
+        """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
+        local: LocalVerdict | None = progress.found
+        if local is None or progress.finish is None:
+            return {}
+        if not progress.groups:
+            return local.found
+        flag = self._agreed_flag(progress)
+        return {device: flag.to(device, non_blocking=True) for device in (local.found or [local.home])}
+
+    def _is_judged_by_host(self, progress: Progress) -> bool:
+        return progress.found is None or not progress.found.is_read_later
+
+    def _conclude_later(self, optimizer: Any, progress: Progress, scale: Tensor) -> None:
+        """End a step whose verdict the host has not seen, and send it on its way."""
+        progress.stage = Stage.STEPPED
+        local: LocalVerdict = progress.found
+        if progress.groups:
+            sent: Any = progress.sent
+            values = torch.cat([self._agreed_vector(progress), sent])
+        else:
+            values = torch.stack([local.flag, scale])
+        unread = Unread(start_reading(values), progress, self._iteration.number, self._updates)
+        self._unread[optimizer] = unread
+        if not is_capturing(values.device):
+            self._unchecked.append(unread)
+
+    def _check_unread(self) -> None:
+        """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
+        while self._unchecked:
+            values = self._unchecked[0].read(False)
+            if values is None:
+                return
+            unread = self._unchecked.pop(0)
+            try:
+                verdict = self._verdict_of(unread, values)
+            except ScaleDesyncError as error:
+                self._iteration.failure = error
+                raise
+            self._floor = verdict.scale * self.get_backoff_factor() ** (self._updates - unread.updates)
+
+    def _complete_report(self, optimizer: Any) -> None:
+        """Read the verdict on a step that the optimizer has decided by itself, and report it."""
+        if optimizer not in self._unread:
+            return
+        unread = self._unread.pop(optimizer)
+        values = unread.read(True)
+        assert values is not None
+        verdict = self._verdict_of(unread, values)
+        self._reports[optimizer] = StepReport(
+            skipped=verdict.nonfinite > 0,
+            scale=verdict.scale,
+            nonfinite=verdict.nonfinite,
+            reason="overflow" if verdict.nonfinite else "stepped",
+            iteration=unread.iteration,
+            local_nonfinite=verdict.local_nonfinite,
+        )
+
+    def _verdict_of(self, unread: Unread, values: list[float]) -> Verdict:
+        if not unread.progress.groups:
+            found, scale = values
+            return Verdict(int(found), int(found), False, scale)
+        whole = [int(value) for value in values]
+        agreed, sent = whole[: agreement.LENGTH], whole[agreement.LENGTH :]
+        return agreement.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(unread.progress))
+
+    if TYPE_CHECKING:
+        # What the scaler brings.
+        _floor: float
+
+        def _may_be_below_one(self, state: ScaleState) -> bool: ...
+        def _begin(self, optimizer: Any, progress: Progress, *, allow_fp16: bool, unscales: bool) -> None: ...

@@ -1,0 +1,202 @@
+"""Gathering an optimizer's gradients in one pass: the dense tensors a kernel may overwrite, by device and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from gradscale.errors import InvalidTypeError, InvalidValueError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Gathered",
+    "Groups",
+    "Parameters",
+    "gather",
+    "group_tensors",
+    "kernel_view",
+    "local_tensor",
+    "parameters_of",
+]
+
+Tensor = torch.Tensor
+Groups: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Tensor]]"
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PLAIN = {Tensor}
+_STRIDED = {torch.strided}
+_FLOAT32_OF_HOST = torch.device("cpu"), torch.float32
+_is_float32_of_host: Callable[[Tensor], bool] = torch.FloatTensor.__instancecheck__
+_layout: Callable[[Tensor], torch.layout] = operator.attrgetter("layout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """An optimizer's parameters, each once, and the meshes of those that are DTensors.
+
+    Attributes
+    ----------
+    listed : list of list
+        The lists of ``param_groups`` as they were, to notice when they have changed.
+    unique : list of tensors
+        Tied parameters stand here once.
+    meshes : tuple of DeviceMesh
+        Over which gradients are sharded.
+    """
+
+    listed: list[list[Any]]
+    unique: list[Tensor]
+    meshes: tuple[DeviceMesh, ...]
+
+    def are_those_of(self, optimizer: Any) -> bool:
+        """Tell whether the optimizer still has the same parameters."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self.listed):
+            return False
+        for group, listed in zip(groups, self.listed, strict=True):
+            current = group["params"]
+            if len(current) != len(listed) or not all(map(operator.is_, current, listed)):
+                return False
+        return True
+
+
+@dataclasses.dataclass(slots=True)
+class Gathered:
+    """What one pass has found.
+
+    Attributes
+    ----------
+    groups : dict
+        By device and dtype, the dense tensors that hold the gradients' values, to be overwritten.
+    judged : list of tensors
+        Values that are only judged: the sums over duplicate indices of sparse gradients.
+    """
+
+    groups: Groups
+    judged: list[Tensor]
+
+
+def parameters_of(optimizer: Any) -> Parameters:
+    """Return an optimizer's parameters.
+
+    Raises
+    ------
+    InvalidTypeError
+        When it has no ``param_groups``, or a parameter is no tensor.
+    """
+    try:
+        listed = [list(group["params"]) for group in optimizer.param_groups]
+    except (AttributeError, TypeError, KeyError) as error:
+        msg = (
+            f"an optimizer must have param_groups, dicts with a list of 'params', got {optimizer!r} of type "
+            f"{type(optimizer).__name__}"
+        )
+        raise InvalidTypeError(msg) from error
+    unique: dict[int, Tensor] = {}
+    for parameter in (parameter for group in listed for parameter in group):
+        if not isinstance(parameter, Tensor):
+            msg = (
+                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {parameter!r} in the param_groups "
+                f"of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
+            )
+            raise InvalidTypeError(msg)
+        unique[id(parameter)] = parameter
+    meshes = {
+        parameter.device_mesh: None
+        for parameter in unique.values()
+        if type(parameter) not in (Tensor, torch.nn.Parameter) and hasattr(parameter, "device_mesh")
+    }
+    return Parameters(listed, list(unique.values()), tuple(meshes))
+
+
+def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
+    """Return the tensors that hold the gradients of parameters.
+
+    Parameters
+    ----------
+    parameters : Parameters
+        Up to date.
+    allow_fp16 : bool
+        Whether gradients may be float16. Sparse ones are then coalesced, which replaces ``.grad``.
+
+    Returns
+    -------
+    Gathered
+        Integer gradients are left out. No host read, but for sparse gradients on a device.
+
+    Raises
+    ------
+    InvalidValueError
+        For float16 gradients that are not allowed; nothing has been modified.
+    """
+    tensors = [gradient for parameter in parameters.unique if (gradient := parameter.grad) is not None]
+    # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the host at once.
+    if set(map(type, tensors)) <= _PLAIN:
+        if tensors and all(map(_is_float32_of_host, tensors)):
+            return Gathered({_FLOAT32_OF_HOST: tensors}, [])
+        if set(map(_layout, tensors)) <= _STRIDED:
+            groups = group_tensors(tensors)
+            if all(dtype.is_floating_point for _, dtype in groups):
+                _check_dtypes((dtype for _, dtype in groups), allow_fp16)
+                return Gathered(groups, [])
+    tensors = [gradient for gradient in tensors if gradient.dtype.is_floating_point or gradient.dtype.is_complex]
+    _check_dtypes((gradient.dtype for gradient in tensors), allow_fp16)
+    chosen, judged = [], []
+    for parameter in parameters.unique:
+        gradient = parameter.grad
+        if gradient is None or not (gradient.dtype.is_floating_point or gradient.dtype.is_complex):
+            continue
+        if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
+            if gradient.dtype is torch.float16:
+                # The optimizer would sum the duplicates in float16, where they overflow easily.
+                gradient = parameter.grad = gradient.to(torch.float32).coalesce().to(torch.float16)
+            else:
+                judged.append(kernel_view(gradient.coalesce()))
+        chosen.append(kernel_view(gradient))
+    return Gathered(group_tensors(chosen), judged)
+
+
+def _check_dtypes(dtypes: Any, allow_fp16: bool) -> None:
+    if not allow_fp16 and torch.float16 in dtypes:
+        msg = (
+            "Attempting to unscale FP16 gradients. Keep the weights in float32 and let autocast choose float16 "
+            "(torch's advice), or construct the scaler with allow_fp16_grads=True"
+        )
+        raise InvalidValueError(msg)
+
+
+def group_tensors(tensors: Sequence[Tensor]) -> Groups:
+    """Return tensors by device and dtype."""
+    if not tensors:
+        return {}
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)])
+    return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
+
+
+def kernel_view(gradient: Tensor) -> Tensor:
+    """Return a dense real tensor that shares its memory with the values of a gradient."""
+    tensor = local_tensor(gradient)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    if tensor.dtype.is_complex:
+        # The conjugate of a lazily conjugated tensor is its memory as it stands, and a real factor commutes with it.
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    return tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, complete; any other tensor as it is."""
+    if type(tensor) is Tensor or not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local.wait() if hasattr(local, "wait") else local

@@ -1,0 +1,387 @@
+"""TorchScaler: gradscale's scalers with torch's kernels, fused optimizers, and the mesh of DTensor parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+import gradscale
+from gradscale import registry
+from gradscale.agreement import Verdict
+from gradscale.errors import InvalidValueError
+from gradscale.identity import IdentityMap
+from gradscale.iteration import Iteration, Progress, Stage
+from gradscale.protocols import Array, Collectives, Policy
+from gradscale.report import StepReport
+from gradscale.state import ScaleState
+from gradscale_torch import clipping, kernels
+from gradscale_torch.compiling import untraced
+from gradscale_torch.fused import FusedSteps
+from gradscale_torch.gradients import Gathered, Parameters, gather, group_tensors, parameters_of
+from gradscale_torch.hosts import HostSurface
+from gradscale_torch.interchange import Interchange, copy_into
+from gradscale_torch.scaling import scale_outputs
+from gradscale_torch.verdicts import LocalVerdict, count_nonfinite, is_capturing
+
+__all__ = ["TorchScaler"]
+
+Tensor = torch.Tensor
+
+
+class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  # type: ignore[misc,override]
+    """What both replacements share.
+
+    Parameters
+    ----------
+    device : str
+        Type of the device that is trained on.
+    factors : dict
+        Arguments of :class:`gradscale.DynamicScale`.
+    enabled, policy, timeout
+        As in :class:`gradscale.ShardedGradScaler`.
+    group : group, list of groups or None
+        What to agree over; None for the mesh of an optimizer's parameters, or nothing.
+    allow_fp16_grads : bool
+        Whether gradients may be float16.
+    """
+
+    # Whether scale() gives a half-precision loss back in its dtype.
+    _keeps_dtype = False
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        factors: dict[str, Any],
+        enabled: bool,
+        policy: Policy | None,
+        group: Any,
+        allow_fp16_grads: bool,
+        timeout: float,
+    ) -> None:
+        self._device = device
+        self._allow_fp16 = allow_fp16_grads
+        self._forget_tensors()
+        gradscale.ShardedGradScaler.__init__(
+            self, group=group, timeout=timeout, policy=policy, enabled=enabled, **factors
+        )
+
+    def _forget_tensors(self) -> None:
+        """Drop what is kept from call to call, which belongs to tensors of this process."""
+        self._known_parameters: IdentityMap[Parameters] = IdentityMap()
+        self._meshes: dict[Any, list[Collectives]] = {}
+        # Whether the growth tracker is below the growth interval, as torch's kernel takes for granted.
+        self._is_regular = False
+        # The smallest scale that there can be now, as far as the host knows without a read.
+        self._floor = 0.0
+        self._forget_fused()
+
+    def set_group(self, group: Any) -> None:
+        """Agree over another group from now on; None for what the scaler agrees over by default.
+
+        Raises
+        ------
+        CallOrderError
+            In the middle of an iteration, unless its agreement has failed: it is then abandoned.
+        """
+        self._meshes = {}
+        self._rejoins = group is None
+        if group is not None:
+            super().set_group(group)
+            return
+        self._iteration.require_boundary("set_group()")
+        if self._iteration.failure is not None:
+            self._iteration = Iteration(self._iteration.number)
+        self._lost = None
+        self._groups = self._default_groups()
+
+    @untraced
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or containers of tensors, by the scale.
+
+        Parameters
+        ----------
+        outputs : tensor, mapping or iterable of tensors
+            On any devices; part of their autograd graph.
+
+        Returns
+        -------
+        same as outputs
+            New tensors, with torch's promotion: a 0-d half loss becomes float32 (ShardedGradScaler keeps its dtype).
+            Iterables that are no containers come back as iterators. The very same object when the scaler is disabled.
+            No host read, no collective.
+
+        Raises
+        ------
+        InvalidValueError
+            For anything that is neither.
+        """
+        if not self._enabled:
+            return outputs
+        if self._iteration.failure is not None:
+            self._iteration.require_sound()
+        if type(outputs) is Tensor:
+            return self._scale_tensor(outputs)
+        return scale_outputs(outputs, self._scale_tensor)
+
+    def _scale_tensor(self, tensor: Tensor) -> Tensor:
+        state = self._in_force(tensor)
+        if self._closure_state is None:
+            self._iteration.state = state
+        self._iteration.scaled = True
+        scale = state.scale
+        if scale.device != tensor.device:
+            scale = scale.to(tensor.device, non_blocking=True)
+        scaled: Tensor = tensor * scale
+        return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
+
+    @untraced
+    def unscale_(self, optimizer: Any, *, max_norm: float | None = None) -> Tensor | None:  # type: ignore[override]
+        """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Its gradients are overwritten. Sparse float16 ones are coalesced first, which replaces ``.grad``.
+        max_norm : float, optional
+            Clip them to this global 2-norm in the same pass, as ``torch.nn.utils.clip_grad_norm_`` does afterwards.
+
+        Returns
+        -------
+        tensor or None
+            With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group the agreement is
+            started, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own.
+
+        Raises
+        ------
+        CallOrderError
+            When it was called already, or after ``step``, or before any ``scale``.
+        InvalidValueError
+            For float16 gradients that are not allowed, gradients whose elements share memory, DTensors of two meshes,
+            and ``max_norm`` for plain tensors over a group.
+        InvalidTypeError
+            When a parameter is no tensor.
+        """
+        largest = None if max_norm is None else clipping.checked_norm(max_norm)
+        if not self._enabled:
+            return None if largest is None else clipping.clip_unscaled(parameters_of(optimizer), largest)
+        self._largest_norm, self._norm = largest, None
+        try:
+            gradscale.ShardedGradScaler.unscale_(self, optimizer)
+            return self._norm
+        finally:
+            self._largest_norm = self._norm = None
+
+    _largest_norm: float | None = None
+    _norm: Tensor | None = None
+
+    @untraced
+    def update(self, new_scale: Any = None) -> None:
+        """Adapt the scale, in place, to this iteration's verdicts, and begin the next iteration.
+
+        Parameters
+        ----------
+        new_scale : number or 1-element tensor, optional
+            Set this scale instead; the tracker stays. A tensor is read by the host.
+
+        Raises
+        ------
+        CallOrderError
+            When nothing has been scaled or unscaled since the last ``update``.
+        ScaleUnderflowError, InvalidValueError, InvalidTypeError, ScaleDesyncError, CollectiveTimeoutError
+            As :meth:`gradscale.GradScaler.update`.
+        """
+        super().update(new_scale)
+
+    def get_scale(self) -> float:
+        """Return the scale as a float, 1.0 when disabled. One host read."""
+        if not self._enabled or self._state is None:
+            return super().get_scale()
+        return float(self._state.scale.item())
+
+    def last_step(self, optimizer: Any) -> StepReport:
+        """Return what happened in the last ``step`` of an optimizer.
+
+        With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device;
+        else there is no host read beyond the one that ``step`` made.
+
+        Raises
+        ------
+        CallOrderError
+            When it has not been stepped by this scaler.
+        """
+        self._complete_report(optimizer)
+        return super().last_step(optimizer)
+
+    def _default_groups(self) -> Sequence[Collectives]:
+        """Return what to agree over where no group was given."""
+        return []
+
+    # What the core asks for.
+
+    def _like_nothing(self) -> Array:
+        return torch.zeros((), device=self._device)
+
+    def _may_unscale_unscaled(self) -> bool:
+        # A pipeline's inner stages get gradients that the last stage has scaled.
+        return bool(self._groups)
+
+    def _require_group(self) -> None:
+        if self._groups != []:
+            super()._require_group()
+
+    def _groups_of(self, optimizer: Any, parameters: Parameters) -> Sequence[Collectives]:
+        """Return what to agree over: the groups that were given, or the mesh of the parameters."""
+        if self._groups or not parameters.meshes:
+            return self._groups or ()
+        if len(parameters.meshes) > 1:
+            both = " and ".join(map(repr, parameters.meshes))
+            msg = (
+                f"the parameters of {type(optimizer).__name__} are DTensors of {len(parameters.meshes)} meshes, "
+                f"{both}: which ranks have to agree is not known. Construct the scaler with group= (a mesh or process "
+                f"group over all of them, such as torch.distributed.group.WORLD), or use an optimizer for each mesh"
+            )
+            raise InvalidValueError(msg)
+        mesh = parameters.meshes[0]
+        if mesh not in self._meshes:
+            self._meshes[mesh] = [registry.collectives_for(mesh, self._timeout)]
+        return self._meshes[mesh]
+
+    def _gather(self, optimizer: Any, *, allow_fp16: bool) -> tuple[Parameters, Gathered]:
+        if optimizer in self._known_parameters:
+            parameters = self._known_parameters[optimizer]
+            if parameters.are_those_of(optimizer):
+                return parameters, gather(parameters, allow_fp16=allow_fp16)
+        parameters = self._known_parameters[optimizer] = parameters_of(optimizer)
+        return parameters, gather(parameters, allow_fp16=allow_fp16)
+
+    def _unscale(self, optimizer: Any, progress: Progress) -> None:
+        self._begin(optimizer, progress, allow_fp16=self._allow_fp16, unscales=True)
+
+    def _check(self, optimizer: Any, progress: Progress) -> None:
+        """Judge gradients, start the agreement on them, and leave them scaled."""
+        stage = progress.stage
+        self._begin(optimizer, progress, allow_fp16=True, unscales=False)
+        progress.stage = stage
+
+    def _begin(self, optimizer: Any, progress: Progress, *, allow_fp16: bool, unscales: bool) -> None:
+        self._require_group()
+        self._check_unread()
+        parameters, gathered = self._gather(optimizer, allow_fp16=allow_fp16)
+        groups = self._groups_of(optimizer, parameters)
+        state = self._state_beside(gathered, has_groups=bool(groups))
+        if self._largest_norm is not None and not parameters.meshes:
+            clipping.require_alone(optimizer, groups, gathered)
+        # Whatever fails from here on may have unscaled some gradients.
+        progress.stage = Stage.UNSCALED
+        progress.verdict = progress.finish = progress.sent = progress.agreed = None
+        home = state.scale.device
+        found: kernels.Found = {}
+        tensors = gathered.groups
+        with torch.no_grad():
+            if not unscales:
+                kernels.judge(tensors, found)
+                if gathered.judged:
+                    kernels.judge(group_tensors(gathered.judged), found)
+            else:
+                inverse = kernels.inverse_of(state.scale)
+                if self._largest_norm is not None and not parameters.meshes:
+                    norm = self._norm = clipping.scaled_norm(tensors, home) * inverse
+                    inverse = inverse * clipping.clip_factor(norm, self._largest_norm)
+                judge_again = self._may_be_below_one(state)
+                kernels.unscale_in_place(tensors, inverse, found, judge_again=judge_again)
+                if gathered.judged:
+                    judged = group_tensors(gathered.judged)
+                    kernels.unscale_in_place(judged, inverse, found, judge_again=judge_again)
+            count = count_nonfinite(found, gathered)
+            progress.found = LocalVerdict(found, home, count, has_scaled_gradients=not unscales)
+            if groups:
+                progress.groups = groups
+                self._agree(progress, self._backend_for(state.scale), state, progress.found.nonfinite)
+            else:
+                progress.finish = _nothing
+            if self._largest_norm is not None and parameters.meshes and unscales:
+                self._norm = clipping.clip_unscaled(parameters, self._largest_norm)
+
+    def _state_beside(self, gathered: Gathered, *, has_groups: bool) -> ScaleState:
+        """Return the state in force, made beside the gradients if there is none yet."""
+        if self._state is not None:
+            return self._in_force(None)
+        if not self._restored and not has_groups:
+            self._iteration.wrong_order("gradients are to be unscaled, and scale() has never been called")
+        first = next(iter(gathered.groups.values()), None)
+        return self._in_force(self._like_nothing() if first is None else first[0])
+
+    def _may_be_below_one(self, state: ScaleState) -> bool:
+        """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
+        if state.scale.device.type == "cpu":
+            return bool(state.scale.item() < 1.0)
+        return self._floor < 1.0 or is_capturing(state.scale.device)
+
+    def _read_verdict(self, progress: Progress) -> Verdict:
+        if progress.groups:
+            verdict = super()._read_verdict(progress)
+        else:
+            if progress.finish is None:
+                self._iteration.wrong_order("the gradients of this optimizer could not be unscaled completely before")
+            verdict = self._read_alone(progress.found)
+        self._floor = verdict.scale
+        return verdict
+
+    def _read_alone(self, local: LocalVerdict) -> Verdict:
+        """Read the verdict of a process that decides alone: on a device, one read for all of it."""
+        state = self._in_force(None)
+        exhausted = self._policy.exhausted(state)
+        if local.count is not None and local.home.type == "cpu":
+            is_exhausted = exhausted is not None and bool(exhausted.item())
+            return Verdict(local.count, local.count, is_exhausted, state.scale.item())
+        flags = [local.flag, state.scale] + ([] if exhausted is None else [exhausted.float()])
+        nonfinite, scale, *rest = torch.stack(flags).tolist()
+        return Verdict(int(nonfinite), int(nonfinite), any(rest), scale)
+
+    def _advance(self, judged: Sequence[Progress]) -> ScaleState:
+        """Adapt the state in place, so that a captured CUDA graph sees the new scale."""
+        state = self._current(None)
+        flags = [self._agreed_flag(progress) for progress in judged]
+        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        self._updates += 1
+        self._floor *= self.get_backoff_factor()
+        self._check_unread()
+        if self._is_regular and self._has_fused_update():
+            kernels.update_in_place(cast(gradscale.DynamicScale, self._policy), state, found)
+            # A new tuple of the same tensors: what is kept of the old one is out of date.
+            return ScaleState(*state)
+        self._is_regular = True
+        return copy_into(state, self._policy.update(state, found))
+
+    def _has_fused_update(self) -> bool:
+        policy = self._policy
+        if self._judged_policy is not policy:
+            self._judged_policy, self._policy_is_fused = policy, kernels.has_fused_update(policy)
+        return self._policy_is_fused
+
+    _judged_policy: Policy | None = None
+    _policy_is_fused = False
+
+    def _current(self, like: Array | None) -> ScaleState:
+        if self._state is None:
+            self._floor = float(self._restored.get("scale", self._policy.init_scale))
+        return super()._current(like)
+
+    def _set_scale(self, scale: float) -> None:
+        self._floor = scale
+        if self._state is None:
+            super()._set_scale(scale)
+        else:
+            self._state.scale.fill_(scale)
+            self._state = ScaleState(*self._state)
+
+    def _replace_setting(self, name: str, value: Any) -> None:
+        super()._replace_setting(name, value)
+        self._is_regular = False
+
+
+def _nothing() -> None:
+    """Finish an agreement that nobody else takes part in."""
