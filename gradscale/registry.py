@@ -23,7 +23,7 @@ __all__ = ["array_backend", "backend_for", "collectives_for", "get", "names", "r
 GROUP = "gradscale.backends"
 
 # What to install for a library whose adapter comes with gradscale.
-_EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]"}
+_EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]", "torch": "gradscale[torch]"}
 
 _GENERIC = GenericBackend()
 _backends: dict[type, Backend] = {}

@@ -173,10 +173,7 @@ class GradScaler(StatefulScale):
         if not self._enabled:
             self._reports[optimizer] = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
             return optimizer.step(*args, **kwargs)
-        self._iteration.require_sound()
-        progress = self._iteration.of(optimizer)
-        if progress.stage is Stage.STEPPED:
-            self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
+        progress = self._enter_step(optimizer)
         closure = find_closure(args, kwargs)
         if closure is not None:
             if progress.stage is Stage.UNSCALED and not progress.by_closure:
@@ -184,9 +181,7 @@ class GradScaler(StatefulScale):
                     "step() with a closure unscales by itself, and unscale_() was called before"
                 )
             return step_with_closure(self, optimizer, progress, closure, args, kwargs)
-        if progress.stage is Stage.READY:
-            self._unscale(optimizer, progress)
-        verdict = self._judge(progress)
+        verdict = self._judge_for_step(optimizer, progress)
         returned = None if verdict.nonfinite else optimizer.step(*args, **kwargs)
         self._conclude(optimizer, progress, verdict)
         return returned
@@ -286,6 +281,20 @@ class GradScaler(StatefulScale):
         return None
 
     # The steps inside; the closure module calls them, too.
+
+    def _enter_step(self, optimizer: Any) -> Progress:
+        """Return an optimizer's progress, having checked that it may be stepped."""
+        self._iteration.require_sound()
+        progress = self._iteration.of(optimizer)
+        if progress.stage is Stage.STEPPED:
+            self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
+        return progress
+
+    def _judge_for_step(self, optimizer: Any, progress: Progress) -> Verdict:
+        """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
+        if progress.stage is Stage.READY:
+            self._unscale(optimizer, progress)
+        return self._judge(progress)
 
     def _in_force(self, like: Array | None) -> ScaleState:
         """Return the state that gradients are scaled and unscaled with, made where ``like`` is if there is none yet."""

@@ -101,6 +101,7 @@ class ShardedGradScaler(TorchScaler):
     """
 
     _keeps_dtype = True
+    process_group: Any = None
 
     def __init__(
         self,
@@ -136,10 +137,6 @@ class ShardedGradScaler(TorchScaler):
 
         # The default group is looked up when it is needed: torch.distributed may not be initialized yet.
         return [TorchCollectives(None, self._timeout)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled; a process group is not."""
-        return super().__getstate__() | {"process_group": None}
 
 
 def _chosen(

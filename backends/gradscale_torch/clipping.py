@@ -79,7 +79,7 @@ def _squares(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.stack(norms).square().sum()]
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
     large = [tensor for tensor in tensors if tensor.numel() > _SMALL] if len(small) < len(tensors) else []
-    joined = [_flatten_dense_tensors(small)] if small else []
+    joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
     return [_square(tensor) for tensor in (*joined, *large)]
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["untraced"]
+__all__ = ["untraced", "untraced_but_for_calls"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -19,3 +19,8 @@ def untraced(method: _Method) -> _Method:
     compiler at once, which takes seconds, instead of at the first call.
     """
     return cast(_Method, _disable_dynamo(method))
+
+
+def untraced_but_for_calls(method: _Method) -> _Method:
+    """Return a method that torch.compile does not look into, though it compiles what the method calls."""
+    return cast(_Method, _disable_dynamo(method, recursive=False))

@@ -24,8 +24,9 @@ from gradscale_torch import groups
 __all__ = ["Pending", "TorchCollectives"]
 
 # Seconds. Signals, Ctrl-C among them, are seen between two slices.
-_SLICE = 0.1
-_SHORTEST_SLICE = 1e-3  # a timeout of 0 is none at all
+_SLICE_SECONDS = 0.1
+_SLICE = timedelta(seconds=_SLICE_SECONDS)
+_SHORTEST_SLICE_SECONDS = 1e-3  # a timeout of 0 is none at all
 _YIELDING = 2e-3
 _SHORTEST_PAUSE = 5e-5
 _LONGEST_PAUSE = 1e-3
@@ -130,8 +131,14 @@ class TorchCollectives:
         if sent.dtype != torch.int32 or sent.ndim != 1:
             msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
             raise InvalidValueError(msg)
-        where = groups.travels_on(self._carriers, sent.device, group)
-        buffer = sent.detach().to(where, copy=True).contiguous()
+        came_from = sent.device
+        if came_from not in self._routes:
+            self._routes[came_from] = groups.travels_on(self._carriers, came_from, group)
+        where = self._routes[came_from]
+        # What is sent is also what is received.
+        buffer = (
+            sent.clone(memory_format=torch.contiguous_format) if where == came_from else sent.to(where).contiguous()
+        )
         try:
             work = group.allreduce([buffer], self._options)
         except Exception as error:
@@ -139,7 +146,7 @@ class TorchCollectives:
         if len(_under_way) > _MANY:
             _forget_what_is_done()
         _under_way[id(work)] = (work, buffer, group)
-        return Pending(self, group, work, buffer, x)
+        return Pending(self, group, work, buffer, x, sent is x and where == came_from)
 
     def example(self) -> torch.Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
@@ -161,6 +168,7 @@ class TorchCollectives:
     def _resolve(self) -> dist.ProcessGroup:
         group = groups.resolve(self._asked, self._timeout)
         self._group, self._carriers = group, groups.carriers(group)
+        self._routes: dict[torch.device, torch.device] = {}
         self.rank, self.size = group.rank(), group.size()
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -203,7 +211,7 @@ class TorchCollectives:
         left = self._timeout
         while True:
             try:
-                work.wait(timedelta(seconds=max(min(_SLICE, left), _SHORTEST_SLICE)))
+                work.wait(_SLICE if left > _SLICE_SECONDS else timedelta(seconds=max(left, _SHORTEST_SLICE_SECONDS)))
             except RuntimeError:
                 # The slice is over, or the reduction has failed; then it is completed, and says so again.
                 if work.is_completed():
@@ -233,24 +241,35 @@ class TorchCollectives:
 class Pending:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_work", "_x")
+    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_is_home", "_result", "_work", "_x")
 
     def __init__(
-        self, collectives: TorchCollectives, group: dist.ProcessGroup, work: Any, buffer: torch.Tensor, x: Array
+        self,
+        collectives: TorchCollectives,
+        group: dist.ProcessGroup,
+        work: Any,
+        buffer: torch.Tensor,
+        x: Array,
+        is_home: bool,
     ) -> None:
-        self._collectives, self._group, self._work, self._buffer, self._x = collectives, group, work, buffer, x
+        self._collectives = collectives
+        self._group = group
+        self._work = work
+        self._buffer = buffer
+        self._x = x
+        # Whether the buffer is of the library and on the device that the result must have.
+        self._is_home = is_home
         self._is_done = False
         self._result: Array = None
 
     def __call__(self) -> Array:
         """Return the result; on an accelerator, where the stream and not the host waits for the ranks."""
         if self._result is None:
-            is_local = isinstance(self._x, torch.Tensor) and self._x.device == self._buffer.device
-            if self._buffer.device.type == "cpu" or not is_local:
+            if not self._is_home or self._buffer.device.type == "cpu":
                 self.wait()
             elif not self._is_done:
                 self._order()
-            self._result = self._buffer if is_local else _like(self._buffer, self._x)
+            self._result = self._buffer if self._is_home else _like(self._buffer, self._x)
             self._x = None
         return self._result
 

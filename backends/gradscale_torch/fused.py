@@ -18,7 +18,7 @@ from gradscale.errors import ScaleDesyncError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Progress, Stage
 from gradscale.report import StepReport
-from gradscale_torch.compiling import untraced
+from gradscale_torch.compiling import untraced, untraced_but_for_calls
 from gradscale_torch.verdicts import LocalVerdict, is_capturing, start_reading
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class FusedSteps(gradscale.ShardedGradScaler):
         self._unchecked: list[Unread] = []
         self._updates = 0
 
-    @untraced
+    @untraced_but_for_calls
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
@@ -87,13 +87,36 @@ class FusedSteps(gradscale.ShardedGradScaler):
         One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls,
         and until then no rank steps.
         """
+        ready = self._prepare(optimizer, args, kwargs)
+        if ready is None:
+            return self._step_untraced(optimizer, args, kwargs)
+        progress, verdict = ready
+        # Called from a frame that the compiler has not left, so that it compiles the optimizer.
+        returned = None if verdict.nonfinite else optimizer.step(*args, **kwargs)
+        self._finish(optimizer, progress, verdict)
+        return returned
+
+    @untraced
+    def _prepare(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Progress, Verdict] | None:
+        """Unscale and judge for a plain step; None for a fused optimizer, a closure or a disabled scaler."""
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not self._enabled or is_fused or find_closure(args, kwargs) is not None:
+            return None
+        progress = self._enter_step(optimizer)
+        return progress, self._judge_for_step(optimizer, progress)
+
+    @untraced
+    def _finish(self, optimizer: Any, progress: Progress, verdict: Verdict) -> None:
+        self._conclude(optimizer, progress, verdict)
+
+    @untraced
+    def _step_untraced(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_fused = self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False)
         if not is_fused or find_closure(args, kwargs) is not None:
             return super().step(optimizer, *args, **kwargs)
-        self._iteration.require_sound()
-        progress = self._iteration.of(optimizer)
-        if progress.stage is Stage.STEPPED:
-            self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
+        progress = self._enter_step(optimizer)
         if self._wants_the_scaler(optimizer):
             return self._step_with_the_scaler(optimizer, progress, args, kwargs)
         if progress.stage is Stage.READY:

@@ -17,7 +17,7 @@ __all__ = ["Interchange", "copy_into"]
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 # What belongs to tensors and optimizers of this process.
-_NOT_PICKLED = ("_known_parameters", "_meshes", "_takes_scaler", "_unread", "_unchecked")
+_NOT_PICKLED = ("_known_parameters", "_meshes", "_takes_scaler", "_unread", "_unchecked", "process_group")
 
 
 class Interchange(gradscale.ShardedGradScaler):
@@ -56,7 +56,7 @@ class Interchange(gradscale.ShardedGradScaler):
         """Return what is pickled: what torch's scalers pickle, and under one more key the rest, without tensors."""
         kept = super().__getstate__()
         for name in _NOT_PICKLED:
-            del kept[name]
+            kept.pop(name, None)
         return _pickled_as_torchs(self) | {"gradscale": kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class LocalVerdict:
         """Return a 0-d int32 on the scale's device: the count where it is known, else 0 or 1."""
         if self.count is None:
             return self.flag.to(torch.int32)
-        return torch.tensor(self.count, dtype=torch.int32)
+        return torch.tensor(self.count, dtype=torch.int32, device=self.home)
 
 
 def count_nonfinite(found: Found, gathered: Gathered) -> int | None:

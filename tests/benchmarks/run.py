@@ -68,9 +68,10 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _cases() -> dict[str, Callable[[bool], list[Row]]]:
     import agreement
+    import torch_scalers
     import unscaling
 
-    return {**unscaling.CASES, "agreement": agreement.rows}
+    return {**unscaling.CASES, "agreement": agreement.rows, **torch_scalers.CASES}
 
 
 def _print_table(rows: list[Row]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 
 import gradscale
 
-FRAMEWORKS = {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes", "gradscale_numpy"}
-PACKAGES = ("gradscale", "gradscale_numpy")
+FRAMEWORKS = {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes", "gradscale_numpy", "gradscale_torch"}
+NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch"}
+PACKAGES = ("gradscale", "gradscale_numpy", pytest.param("gradscale_torch", marks=pytest.mark.torch))
 
 
 def loaded_after(*statements: str) -> set[str]:
@@ -53,15 +55,15 @@ def test_public_names_are_listed_once_sorted_and_there() -> None:
     assert public - modules == set(gradscale.__all__) - modules
 
 
-def test_every_module_lists_names_that_it_has() -> None:
-    for package in PACKAGES:
-        folder = Path(importlib.import_module(package).__file__ or "").parent
-        for path in sorted(folder.glob("*.py")):
-            if (package, path.stem) in {("gradscale_numpy", "mpi"), ("gradscale_numpy", "fast")}:
-                continue
-            module = importlib.import_module(package if path.stem == "__init__" else f"{package}.{path.stem}")
-            for name in module.__all__:
-                assert hasattr(module, name), f"{module.__name__}.{name}"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_lists_names_that_it_has(package: str) -> None:
+    folder = Path(importlib.import_module(package).__file__ or "").parent
+    for path in sorted(folder.glob("*.py")):
+        if (package, path.stem) in {("gradscale_numpy", "mpi"), ("gradscale_numpy", "fast")}:
+            continue
+        module = importlib.import_module(package if path.stem == "__init__" else f"{package}.{path.stem}")
+        for name in module.__all__:
+            assert hasattr(module, name), f"{module.__name__}.{name}"
 
 
 def test_errors_derive_from_the_root_and_from_a_built_in() -> None:
@@ -81,9 +83,9 @@ def test_the_version_is_in_one_place() -> None:
 
 
 def test_entry_points_and_extras_are_installed() -> None:
-    assert {"numpy", "mpi4py"} <= set(gradscale.registry.names())
+    assert {"numpy", "mpi4py", "torch"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
-    assert {"numpy", "mpi", "mpich", "fast", "examples", "test"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "examples", "test"} <= set(metadata.get_all("Provides-Extra") or [])
     # An editable install adds "editables", which it is made with.
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
     assert {line.partition(">")[0].partition("~")[0] for line in needed} - {"editables"} == {"array-api-compat"}
@@ -98,8 +100,10 @@ def test_each_package_is_marked_as_typed(package: str) -> None:
     "GRADSCALE_TEST_INSTALLED" not in os.environ, reason="GRADSCALE_TEST_INSTALLED is not set: this is no wheel"
 )
 def test_the_installed_wheel_is_what_is_tested() -> None:
-    for package in PACKAGES:
-        assert "site-packages" in (importlib.import_module(package).__file__ or "")
+    for package in NAMES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert "site-packages" in (spec.origin or "")
     files = importlib.metadata.files("gradscale") or []
     top_level = {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")}
-    assert top_level == set(PACKAGES)
+    assert top_level == NAMES

@@ -15,15 +15,18 @@ BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=r
 
 
 def test_every_block_of_python_is_run() -> None:
-    assert {name for name, _ in BLOCKS} == {"mpi", "functional", "single", "adapter", "testing"}
+    assert {name for name, _ in BLOCKS} == {"mpi", "functional", "single", "adapter", "testing", "torch"}
     assert len(re.findall(r"```python", README)) == len(BLOCKS)
 
 
 @pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
 def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
-    program = tmp_path / f"{name}.py"
+    # Not by the name of the library that it imports.
+    program = tmp_path / f"block_{name}.py"
     program.write_text(code)
     command = [sys.executable, str(program)]
+    if name == "torch":
+        require("torch")
     if name == "mpi":
         require("mpi")
         command = mpi_command(2, program)
