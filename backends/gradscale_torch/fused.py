@@ -125,7 +125,8 @@ class FusedSteps(gradscale.ShardedGradScaler):
             self._begin(optimizer, progress, allow_fp16=True, unscales=unscales)
             progress.stage = Stage.UNSCALED
         local: LocalVerdict = progress.found
-        local.is_read_later = local.home.type != "cpu" and self._policy.exhausted(self._in_force(None)) is None
+        # A policy that raises at its minimum needs the host.
+        local.is_read_later = self._would_wait(local) and self._policy.exhausted(self._in_force(None)) is None
         verdict = None if local.is_read_later else self._judge(progress)
         scale = self._in_force(None).scale
         preset = getattr(optimizer, "grad_scale", None)
@@ -143,6 +144,10 @@ class FusedSteps(gradscale.ShardedGradScaler):
         else:
             self._conclude(optimizer, progress, verdict)
         return returned
+
+    def _would_wait(self, local: LocalVerdict) -> bool:
+        """Tell whether the host would have to wait for a device to know the verdict."""
+        return local.home.type != "cpu"
 
     def _wants_the_scaler(self, optimizer: Any) -> bool:
         """Tell whether ``optimizer.step`` takes the scaler as ``grad_scaler=``."""
@@ -171,7 +176,7 @@ class FusedSteps(gradscale.ShardedGradScaler):
         local: LocalVerdict = progress.found
         if not progress.groups:
             return local.flag
-        if local.home.type == "cpu":
+        if local.home.type == "cpu" and not local.is_read_later:
             return torch.tensor(float(self._judge(progress).nonfinite > 0))
         agreed = self._agreed_vector(progress)
         fields = agreed[2:].reshape(2, -1)

@@ -65,7 +65,8 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         self._allow_fp16 = allow_fp16_grads
         self._forget_tensors()
         gradscale.ShardedGradScaler.__init__(
-            self, group=group, timeout=timeout, policy=policy, enabled=enabled, **factors
+            # A disabled scaler of torch's takes any factors.
+            self, group=group, timeout=timeout, policy=policy, enabled=enabled, **(factors if enabled else {})
         )
 
     def _forget_tensors(self) -> None:
