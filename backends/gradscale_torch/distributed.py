@@ -47,7 +47,7 @@ _CPU = 1  # in DLPack
 _given_up: dict[dist.ProcessGroup, str] = {}
 
 
-
+@atexit.register
 def _leave() -> None:
     """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
     for group in {group for work, _, group in _under_way.values() if not work.is_completed()}:

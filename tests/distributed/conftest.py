@@ -1,20 +1,24 @@
-"""The worlds that distributed tests run in: threads of this process, and real processes under mpiexec."""
+"""The worlds that distributed tests run in: threads of this process, processes under mpiexec, processes over gloo."""
 
 import pytest
 from axes import require
-from worlds import MPIWorld, ThreadWorld
+from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld
 
 WORLDS = [
     pytest.param(ThreadWorld(2), id="threads-2"),
     pytest.param(ThreadWorld(3), id="threads-3"),
     pytest.param(MPIWorld(2), id="mpi-2", marks=pytest.mark.mpi),
     pytest.param(MPIWorld(3), id="mpi-3", marks=pytest.mark.mpi),
+    pytest.param(GlooWorld(2), id="gloo-2", marks=pytest.mark.torch),
+    pytest.param(GlooWorld(3), id="gloo-3", marks=pytest.mark.torch),
 ]
 
 
 @pytest.fixture(params=WORLDS)
-def world(request: pytest.FixtureRequest) -> ThreadWorld | MPIWorld:
+def world(request: pytest.FixtureRequest) -> ThreadWorld | ProcessWorld:
     """Return a world of 2 or 3 ranks."""
     if isinstance(request.param, MPIWorld):
         require("mpi")
+    if isinstance(request.param, GlooWorld):
+        require("torch")
     return request.param

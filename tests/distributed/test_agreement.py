@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import scenarios
 from axes import require
-from worlds import Failure, MPIWorld, ThreadWorld
+from worlds import Failure, ProcessWorld, ThreadWorld
 
-World = ThreadWorld | MPIWorld
+World = ThreadWorld | ProcessWorld
 
 
 def assert_all_equal(results: list[Any]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import scenarios
-from worlds import Failure, MPIWorld, ThreadWorld
+from worlds import Failure, ProcessWorld, ThreadWorld
 
-World = ThreadWorld | MPIWorld
+World = ThreadWorld | ProcessWorld
 
 EXPECTED = {
     "scale": ("scale from 32768.0 to 65536.0", "here {}"),

@@ -13,7 +13,18 @@ import pytest
 
 import gradscale
 
-FRAMEWORKS = {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes", "gradscale_numpy", "gradscale_torch"}
+FRAMEWORKS = {
+    "numpy",
+    "torch",
+    "jax",
+    "jaxlib",
+    "cupy",
+    "mpi4py",
+    "numba",
+    "ml_dtypes",
+    "gradscale_numpy",
+    "gradscale_torch",
+}
 NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch"}
 PACKAGES = ("gradscale", "gradscale_numpy", pytest.param("gradscale_torch", marks=pytest.mark.torch))
 
@@ -85,7 +96,9 @@ def test_the_version_is_in_one_place() -> None:
 def test_entry_points_and_extras_are_installed() -> None:
     assert {"numpy", "mpi4py", "torch"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
-    assert {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "examples", "test"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "examples", "test"} <= set(
+        metadata.get_all("Provides-Extra") or []
+    )
     # An editable install adds "editables", which it is made with.
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
     assert {line.partition(">")[0].partition("~")[0] for line in needed} - {"editables"} == {"array-api-compat"}

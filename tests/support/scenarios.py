@@ -36,7 +36,9 @@ class SGD:
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """Return the rank and size of a communicator or of thread collectives."""
+    """Return the rank and size of a communicator, of thread collectives or of a process group of torch."""
+    if callable(group.rank):
+        return group.rank(), group.size()
     return group.rank, group.size
 
 

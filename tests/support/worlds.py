@@ -6,7 +6,10 @@ and returns what each rank returned or raised, so that one test serves them all.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
+import json
 import os
 import pickle
 import shutil
@@ -20,7 +23,8 @@ from typing import Any
 from gradscale.testing import run_ranks
 
 HERE = Path(__file__).parent
-RUNNER = HERE / "mpi_runner.py"
+MPI_RUNNER = HERE / "mpi_runner.py"
+GLOO_RUNNER = HERE / "gloo_runner.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +92,8 @@ class ThreadWorld:
 
 
 @dataclasses.dataclass(frozen=True)
-class MPIWorld:
-    """Ranks that are processes under mpiexec; the group is COMM_WORLD."""
+class ProcessWorld:
+    """Ranks that are processes, which write what they returned beside the task that they are given."""
 
     size: int
 
@@ -104,22 +108,72 @@ class MPIWorld:
         with tempfile.TemporaryDirectory() as folder:
             task = Path(folder, "task.pickle")
             task.write_bytes(pickle.dumps((scenario.__module__, scenario.__name__, cases)))
-            completed = subprocess.run(
-                mpi_command(self.size, RUNNER, task),
-                env=mpi_environment(),
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                check=False,
-            )
+            status, output = self.launch(task, limit)
             answers = [Path(folder, f"{rank}.pickle") for rank in range(self.size)]
             missing = [answer.stem for answer in answers if not answer.exists()]
-            if missing or completed.returncode:
-                output = f"{completed.stdout}{completed.stderr}"
-                msg = f"ranks {missing} gave no answer, status {completed.returncode}:\n{output}"
+            if missing or status:
+                msg = f"ranks {missing} gave no answer, status {status}:\n{output}"
                 raise RuntimeError(msg)
             by_rank = [pickle.loads(answer.read_bytes()) for answer in answers]
             return [list(results) for results in zip(*by_rank, strict=True)]
+
+    def launch(self, task: Path, limit: float) -> tuple[int, str]:
+        """Run a task on every rank within some seconds; 0 if all ended well, and what they printed."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class MPIWorld(ProcessWorld):
+    """Ranks that are processes under mpiexec; the group is COMM_WORLD."""
+
+    def launch(self, task: Path, limit: float) -> tuple[int, str]:
+        """Run a task under mpiexec."""
+        completed = subprocess.run(
+            mpi_command(self.size, MPI_RUNNER, task),
+            env=mpi_environment(),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+        return completed.returncode, f"{completed.stdout}{completed.stderr}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GlooWorld(ProcessWorld):
+    """Ranks that are processes of torch.distributed; the group is the default one, over gloo.
+
+    They are forked off a process that has imported torch, which takes longer than most scenarios.
+    """
+
+    def launch(self, task: Path, limit: float) -> tuple[int, str]:
+        """Run a task on forked ranks; those that outlast the limit are killed."""
+        server = _gloo_server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps([str(task), self.size, limit]) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        if not answer:
+            msg = f"the process that forks the ranks ended with status {server.wait(10)}"
+            raise RuntimeError(msg)
+        statuses = json.loads(answer)
+        printed = [f"rank {rank}: {task.with_name(f'{rank}.txt').read_text()}" for rank in range(self.size)]
+        return next(filter(None, statuses), 0), f"statuses {statuses}\n{''.join(printed)}"
+
+
+@functools.cache
+def _gloo_server() -> subprocess.Popen[str]:
+    """Start the process that forks the ranks; it lives as long as this one."""
+    server = subprocess.Popen(
+        [sys.executable, str(GLOO_RUNNER)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)
+    return server
 
 
 def _timeout(args: Sequence[Any]) -> float:

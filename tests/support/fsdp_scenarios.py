@@ -1,0 +1,363 @@
+"""What the ranks do in the tests of sharded models: DDP, FSDP1 and FSDP2 with gradscale's scalers, and with torch's.
+
+The functions take a process group first, and return plain Python, so that it can be compared between ranks and sent by
+pickle. ``run_case`` runs any of them by name, so that one world serves many tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsdp_setups import Setup
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradscale_torch
+
+LEARNING_RATE = 0.25
+ITERATIONS = 8
+TIMEOUT = 20.0
+SETTINGS = {
+    "loss": {"init_scale": 2.0**18, "growth_interval": 2},
+    "gradient": {"init_scale": 2.0**10, "growth_interval": 3},
+}
+
+
+def run_case(group: Any, name: str, *args: Any) -> Any:
+    """Run the scenario of this name."""
+    return globals()[name](group, *args)
+
+
+def make_model() -> nn.Sequential:
+    """Return a model with a nested module, the same on every rank and in every run."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4))
+
+
+def distribute(setup: Setup, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """Return the model as a method spreads it; ``options`` go to the method in place of this module's."""
+    model = make_model()
+    kind = torch.float16
+    chosen: dict[str, Any]
+    if setup.method == "DDP":
+        return DistributedDataParallel(model.half() if setup.half else model)
+    if setup.method == "FSDP1":
+        mixed = MixedPrecision(param_dtype=kind, reduce_dtype=kind, buffer_dtype=kind) if setup.half else None
+        chosen = {
+            "sharding_strategy": ShardingStrategy.FULL_SHARD if setup.reshard else ShardingStrategy.SHARD_GRAD_OP,
+            "use_orig_params": setup.original,
+            "mixed_precision": mixed,
+            "cpu_offload": CPUOffload(offload_params=setup.offload),
+            "device_id": torch.device("cpu"),
+            **options,
+        }
+        model[2] = FullyShardedDataParallel(model[2], **chosen)
+        return FullyShardedDataParallel(model, **chosen)
+    chosen = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh,
+        "reshard_after_forward": setup.reshard,
+        "mp_policy": MixedPrecisionPolicy(kind, kind) if setup.half else MixedPrecisionPolicy(),
+        # Pinned memory needs an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.offload else OffloadPolicy(),
+        **options,
+    }
+    for module in (model[2], model):
+        fully_shard(module, **chosen)
+    return model
+
+
+def make_scaler(setup: Setup, library: str, **settings: Any) -> Any:
+    """Return the scaler that torch documents for a method, torch's own or gradscale's."""
+    if library == "gradscale":
+        settings = {"timeout": TIMEOUT} | settings
+    if setup.method == "FSDP1":
+        return {"torch": TorchShardedGradScaler, "gradscale": gradscale_torch.ShardedGradScaler}[library](
+            "cpu", **settings
+        )
+    return {"torch": torch.amp.GradScaler, "gradscale": gradscale_torch.GradScaler}[library]("cpu", **settings)
+
+
+class Masters:
+    """The float32 weights that an optimizer steps for a float16 model under DDP: what FSDP's mixed precision does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.halves = list(model.parameters())
+        self.weights = list(make_model().parameters())
+
+    def take_gradients(self) -> None:
+        """Widen the model's gradients."""
+        for weight, half in zip(self.weights, self.halves, strict=True):
+            weight.grad = None if half.grad is None else half.grad.float()
+            half.grad = None
+
+    def give_weights(self) -> None:
+        """Narrow the weights."""
+        with torch.no_grad():
+            for weight, half in zip(self.weights, self.halves, strict=True):
+                half.copy_(weight)
+
+
+def whole_weights(model: nn.Module, masters: Masters | None) -> bytes:
+    """Return all float32 weights of a model, gathered from the ranks."""
+    if masters is not None:
+        return as_bytes(masters.weights)
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return as_bytes(list(model.parameters()))
+    return as_bytes([p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()])
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> bytes:
+    """Return the bits of tensors, or of this rank's parts of DTensors."""
+    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    # A copy: what NumPy has seen cannot be resized any more, as FSDP1 does.
+    return b"".join(tensor.detach().clone().contiguous().numpy().tobytes() for tensor in locals_)
+
+
+def digest(optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of this rank's parameters, gradients and optimizer state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    kept = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    return hashlib.sha256(as_bytes([*parameters, *gradients, *kept])).hexdigest()
+
+
+def inject_infinity(parameters: Iterable[Tensor]) -> None:
+    """Write an infinity into this rank's part of the first gradient that has one."""
+    for gradient in local_gradients(parameters):
+        if gradient.numel():
+            gradient.view(-1)[-1] = math.inf
+            return
+    msg = "this rank holds no gradient"
+    raise AssertionError(msg)
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield this rank's parts of the gradients."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool = False) -> list[dict[str, Any]]:
+    """Train, overflowing now and then on one rank; what is known after each iteration.
+
+    Parameters
+    ----------
+    setup : Setup
+        How the model is spread.
+    library : str
+        Whose scaler: "torch" or "gradscale".
+    overflow : str
+        "loss": the last rank's loss in the fourth iteration; in float16 also the first scale. "gradient": a gradient
+        on one rank after the backward pass, each second iteration, each rank in turn, and nothing else.
+    is_fused : bool
+        Whether the optimizer unscales and skips in its kernel.
+    """
+    rank, size = group.rank(), group.size()
+    model = distribute(setup)
+    masters = Masters(model) if setup.method == "DDP" and setup.half else None
+    weights = list(model.parameters()) if masters is None else masters.weights
+    # A wrongly unscaled gradient makes a difference to SGD, hardly to Adam; but SGD is not fused over DTensors.
+    optimizer: torch.optim.Optimizer
+    if is_fused:
+        optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE / 10, fused=True)
+    else:
+        optimizer = torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9)
+    scaler = make_scaler(setup, library, **SETTINGS[overflow])
+    random = torch.Generator().manual_seed(rank)
+    records = []
+    for iteration in range(ITERATIONS if overflow == "loss" else 2 * size + 2):
+        inputs, targets = torch.randn(5, 6, generator=random), torch.randn(5, 4, generator=random)
+        # Before the forward pass: after it, FSDP's model may hold other parameters than the optimizer.
+        optimizer.zero_grad()
+        # FSDP casts the inputs by itself.
+        outputs = model(inputs.half() if masters is not None else inputs)
+        loss = (outputs.float() - targets).square().mean()
+        is_bad = overflow == "loss" and iteration == 3 and rank == size - 1
+        scaler.scale(loss * math.inf if is_bad else loss).backward()
+        if masters is not None:
+            masters.take_gradients()
+        if overflow == "gradient" and iteration % 2 and rank == iteration // 2 % size:
+            inject_infinity(weights)
+        scaler.step(optimizer)
+        scaler.update()
+        if masters is not None:
+            masters.give_weights()
+        record = {
+            "loss": loss.item(),
+            "scale": scaler.get_scale(),
+            "tracker": scaler._get_growth_tracker(),
+            "weights": whole_weights(model, masters),
+            "digest": digest(optimizer),
+        }
+        if library == "gradscale":
+            record["report"] = scaler.last_step(optimizer).skipped
+        records.append(record)
+    return records
+
+
+def train_once(group: Any, setup: Setup, change: str) -> str:
+    """Make one forward and backward pass with an option of the method changed; "trained" if torch can."""
+    del group
+    options: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "pinned memory": {"offload_policy": CPUOffloadPolicy(pin_memory=True)},
+        "no device": {"device_id": None},
+    }
+    model = distribute(setup, **options[change])
+    model(torch.ones(2, 6)).sum().backward()
+    return "trained"
+
+
+def has_accelerator(group: Any) -> bool:
+    """Tell whether torch sees an accelerator on this rank."""
+    del group
+    return torch.accelerator.is_available()
+
+
+def mesh_overflow(
+    group: Any, shape: tuple[int, ...], parallel: str, library: str, bad_rank: int, is_reversed: bool = False
+) -> dict[str, Any]:
+    """Overflow in the first gradient on one rank of a mesh, with the plain scaler and no group given.
+
+    With ``is_reversed`` the optimizer holds the parameters from last to first.
+    """
+    model = distribute_over(shape, parallel)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters[::-1] if is_reversed else parameters, lr=LEARNING_RATE)
+    scaler = make_scaler(Setup("FSDP2", half=False), library, init_scale=8.0)
+    scaler.scale(backward_loss(model, group.rank())).backward()
+    if group.rank() == bad_rank:
+        inject_infinity(parameters)
+    initial = [gradient.clone() for gradient in local_gradients(parameters)]
+    weights = as_bytes(parameters)
+    scaler.unscale_(optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    found = {str(device): flag.item() for device, flag in state["found_inf_per_device"].items()}
+    unscaled = [torch.equal(g, i * 0.125) for g, i in zip(local_gradients(parameters), initial, strict=True)]
+    stage = state["stage"].name
+    scaler.step(optimizer)
+    stepped = as_bytes(parameters) != weights
+    stage_after = scaler._per_optimizer_states[id(optimizer)]["stage"].name
+    scaler.update()
+    return {
+        "found": found,
+        "unscaled": unscaled,
+        "finite here": all(bool(gradient.isfinite().all()) for gradient in initial),
+        "stages": (stage, stage_after),
+        "stepped": stepped,
+        "scale": scaler.get_scale(),
+    }
+
+
+def clip(group: Any, shape: tuple[int, ...], parallel: str, library: str, max_norm: float) -> dict[str, Any]:
+    """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
+    model = distribute_over(shape, parallel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    scaler = make_scaler(Setup("FSDP2", half=False), library, init_scale=8.0)
+    scaler.scale(backward_loss(model, group.rank())).backward()
+    if library == "torch":
+        scaler.unscale_(optimizer)
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = norm.full_tensor()
+    else:
+        norm = scaler.unscale_(optimizer, max_norm=max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    gradients = [gradient.flatten().tolist() for gradient in local_gradients(model.parameters())]
+    return {"norm": norm.item(), "gradients": gradients, "scale": scaler.get_scale()}
+
+
+def backward_loss(model: nn.Module, rank: int) -> Tensor:
+    """Return the loss of one batch of this rank."""
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+    loss: Tensor = model(inputs).square().mean()
+    return loss
+
+
+def distribute_over(shape: tuple[int, ...], parallel: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of FSDP2 over a mesh.
+
+    ``parallel`` is what the mesh is for: "data"; "hybrid" data parallelism, in which its first dimension replicates;
+    "data and tensor".
+    """
+    if parallel != "data and tensor":
+        names = ("replicate", "shard")[-len(shape) :]
+        return distribute(Setup("FSDP2", half=False), init_device_mesh("cpu", shape, mesh_dim_names=names))
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    # The last layer is there because FSDP2 warns of a view among a module's outputs.
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh()).to(dtype)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists what is sent through torch.distributed while it is entered: operation, number of elements and dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: list[tuple[str, int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in func.name():
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            self.sent.append((func.name(), first.numel(), str(first.dtype)))
+        return func(*args, **(kwargs or {}))
+
+
+def started() -> int:
+    """Return how many collectives this rank has started in all groups, as the groups themselves count them."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def count_collectives(group: Any, library: str, explicit: bool) -> dict[str, Any]:
+    """Count what one iteration sends for two optimizers with two dtypes each, over a mesh of data and tensor ranks."""
+    pairs = [
+        [distribute_over((2, 2), "data and tensor", dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for _ in range(2)
+    ]
+    optimizers = [torch.optim.SGD([p for model in pair for p in model.parameters()], lr=0.1) for pair in pairs]
+    scaler = make_scaler(Setup("FSDP2", half=False), library, init_scale=8.0)
+    counts = []
+    for _ in range(3):
+        losses = [
+            model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).float().sum()
+            for pair in pairs
+            for model in pair
+        ]
+        torch.autograd.backward(scaler.scale(losses))
+        before = started()
+        with Collectives() as collectives:
+            for optimizer in optimizers:
+                if explicit:
+                    scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        counts.append((started() - before, collectives.sent))
+    return {"counts": counts, "scale": scaler.get_scale(), "rank": group.rank()}
