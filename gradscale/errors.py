@@ -110,5 +110,6 @@ class CollectiveTimeoutError(GradscaleError, TimeoutError):
             f"rank {self.rank} of {self.size} waited {self.seconds:g} s for {self.operation}{where}, and some rank "
             f"never came. Look at the other ranks: one of them raised, ended, skipped a call to unscale_(), step() "
             f"or update(), or needs a longer timeout=. The group can no longer be used: end this process, and run "
-            f"the program so that one failing rank ends the others (mpiexec -n {self.size} python -m mpi4py ...)."
+            f"the program so that one failing rank ends the others (mpiexec -n {self.size} python -m mpi4py "
+            f"..., or torchrun)."
         )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
 
 from gradscale import validation
 from gradscale.errors import InvalidValueError
-from gradscale_torch.gradients import Gathered, Groups, Parameters, group_tensors, local_tensor
+from gradscale_torch.gradients import Gathered, Groups, Parameters, group_tensors, kernel_view, local_tensor
 
-__all__ = ["checked_norm", "clip_factor", "clip_unscaled", "require_alone", "scaled_norm"]
+if TYPE_CHECKING:
+    from gradscale_torch.distributed import TorchCollectives
+
+__all__ = ["checked_norm", "clip_factor", "clip_unscaled", "global_norm", "require_norm"]
 
 Tensor = torch.Tensor
 
@@ -29,53 +32,102 @@ def checked_norm(max_norm: Any) -> float:
     return validation.number("max_norm", max_norm, at_least=0.0)
 
 
-def require_alone(optimizer: Any, groups: Sequence[Any], gathered: Gathered) -> None:
-    """Refuse to clip what has no norm here: plain tensors of a group, and duplicates of sparse gradients.
+def require_norm(optimizer: Any, parameters: Parameters, gathered: Gathered, groups: Sequence[Any]) -> None:
+    """Refuse gradients whose norm is not defined here, before anything is modified.
 
     Raises
     ------
     InvalidValueError
-        Saying what to call instead.
+        For plain tensors over a group, which may be parts or copies; DTensors beside plain tensors, of two meshes or
+        not yet reduced; and sparse gradients with duplicate indices. It says what to call instead.
     """
-    if groups:
+    name = type(optimizer).__name__
+    if groups and not parameters.meshes:
         msg = (
             f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over the ranks is defined; those of "
-            f"{type(optimizer).__name__} are plain tensors. Call unscale_(optimizer), and then "
-            f"model.clip_grad_norm_(max_norm) for FSDP1, or torch.nn.utils.clip_grad_norm_ where every rank holds the "
-            f"same gradients"
+            f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for FSDP1, "
+            f"or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
         )
         raise InvalidValueError(msg)
-    if gathered.judged:
+    sharded = [parameter for parameter in parameters.unique if hasattr(parameter, "device_mesh")]
+    is_mixed = parameters.meshes and len(sharded) < len(parameters.unique)
+    if is_mixed or len(parameters.meshes) > 1:
+        what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(parameters.meshes)} meshes"
         msg = (
-            f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(gathered.judged)} with duplicate indices "
-            f"in {type(optimizer).__name__}: assign grad.coalesce() first"
+            f"unscale_(max_norm=) needs the parameters of one mesh, got {what} in {name}: call unscale_(optimizer), "
+            f"and clip each kind with torch.nn.utils.clip_grad_norm_"
+        )
+        raise InvalidValueError(msg)
+    if any(placement.is_partial() for one in sharded if one.grad is not None for placement in _placements(one.grad)):
+        msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
+        raise InvalidValueError(msg)
+    if gathered.uncoalesced:
+        msg = (
+            f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(gathered.uncoalesced)} with duplicate "
+            f"indices in {name}: assign grad.coalesce() first"
         )
         raise InvalidValueError(msg)
 
 
-def scaled_norm(groups: Groups, home: torch.device) -> Tensor:
-    """Return the 2-norm of all tensors together as a 0-d float32.
+def _placements(tensor: Any) -> Sequence[Any]:
+    placements: Sequence[Any] = tensor.placements
+    return placements
 
-    Float32 overflows at tensors whose norm is above 1.8e19; on the host that is noticed, and computed in float64.
+
+def global_norm(
+    parameters: Parameters, tensors: Groups, home: torch.device, collectives: TorchCollectives | None
+) -> Tensor:
+    """Return the 2-norm of all gradients together, over the mesh of DTensors.
+
+    Parameters
+    ----------
+    parameters : Parameters
+        Whose gradients they are.
+    tensors : dict
+        This rank's dense tensors, by device and dtype.
+    home : torch.device
+        Where the norm is wanted.
+    collectives : TorchCollectives or None
+        Of the mesh: one all-reduce of a float, on every rank, also on one without gradients. Waited for.
+
+    Returns
+    -------
+    tensor
+        0-d, float32 or, where float32 could overflow, float64.
     """
+    if collectives is None:
+        return _sum_of_squares(tensors, home).sqrt()
+    counted = [
+        kernel_view(one.grad) for one in parameters.unique if one.grad is not None and _is_counted_here(one.grad)
+    ]
+    return collectives.sum(_sum_of_squares(group_tensors(counted), home).double()).sqrt()
+
+
+def _is_counted_here(gradient: Any) -> bool:
+    """Tell whether this rank's part counts: of copies, that of the first rank of each replicated dimension does."""
+    coordinate = gradient.device_mesh.get_coordinate()
+    return all(
+        place == 0 for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
+    )
+
+
+def _sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
     parts = [part for (device, _), tensors in groups.items() for part in _squares(device, tensors)]
     if not parts:
         return torch.zeros((), device=home)
-    total = torch.stack([part.to(home, non_blocking=True) for part in parts]).sum()
-    if home.type == "cpu" and not torch.isfinite(total).item():
-        total = sum(
-            (torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for ts in groups.values() for t in ts),
-            total.double() * 0,
-        )
-    return total.sqrt().float()
+    total = torch.stack([part.to(home, non_blocking=True).double() for part in parts]).sum()
+    if home.type != "cpu" or torch.isfinite(total).item():
+        return total
+    # Float32 overflows at tensors whose norm is above 1.8e19.
+    wide = [torch.linalg.vector_norm(t, dtype=torch.float64).to(home).square() for ts in groups.values() for t in ts]
+    return torch.stack(wide).sum()
 
 
 def _squares(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
     """Return sums of squares that add up to that of all tensors."""
     if device.type != "cpu":
-        norms = torch._foreach_norm(
-            tensors, 2, dtype=torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-        )
+        # The kernel waits for memory, so that float64 costs nothing where there is float64.
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if device.type == "mps" else torch.float64)
         return [torch.stack(norms).square().sum()]
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
     large = [tensor for tensor in tensors if tensor.numel() > _SMALL] if len(small) < len(tensors) else []
@@ -97,13 +149,14 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return factor.clamp(max=1.0)
 
 
-def clip_unscaled(parameters: Parameters, max_norm: float) -> Tensor:
-    """Clip gradients that are unscaled already, and return their norm; that of DTensors costs an all-reduce."""
-    gradients = [parameter.grad for parameter in parameters.unique if parameter.grad is not None]
-    total: Any = torch.nn.utils.get_total_norm(gradients)
-    norm: Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
-    if gradients:
-        factor = clip_factor(norm, max_norm)
-        for (device, _), tensors in group_tensors([local_tensor(gradient) for gradient in gradients]).items():
-            torch._foreach_mul_(tensors, factor.to(device))
-    return norm
+def clip_unscaled(
+    parameters: Parameters, gathered: Gathered, max_norm: float, collectives: TorchCollectives | None
+) -> Tensor:
+    """Clip gradients that need no unscaling, in place, and return their norm as a 0-d float32."""
+    home = next((device for device, _ in gathered.groups), torch.device("cpu"))
+    norm = global_norm(parameters, gathered.groups, home, collectives)
+    factor = clip_factor(norm, max_norm)
+    for (device, dtype), tensors in gathered.groups.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_([local_tensor(tensor) for tensor in tensors], factor.to(device, wide))
+    return norm.float()

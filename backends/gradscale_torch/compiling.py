@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch._compile import _disable_dynamo
 
-__all__ = ["untraced", "untraced_but_for_calls"]
+__all__ = ["untraced", "untraced_but_for_calls", "warn_caller"]
+
+# Between a user's line and one of ours there are frames of the compiler.
+_INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -24,3 +31,11 @@ def untraced(method: _Method) -> _Method:
 def untraced_but_for_calls(method: _Method) -> _Method:
     """Return a method that torch.compile does not look into, though it compiles what the method calls."""
     return cast(_Method, _disable_dynamo(method, recursive=False))
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn of the line of the caller's that has called the adapter."""
+    frame, level = sys._getframe(1), 3
+    while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from gradscale import registry
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidValueError
 from gradscale.protocols import Array
-from gradscale_torch import groups
+from gradscale_torch import compact, groups
 
 __all__ = ["Pending", "TorchCollectives"]
 
@@ -42,6 +42,7 @@ _under_way: dict[int, tuple[Any, torch.Tensor, dist.ProcessGroup]] = {}
 _MANY = 8
 
 _CPU = 1  # in DLPack
+_FEW = 2  # elements that gloo sends as fast as one
 
 # Why a group can no longer be used. Messages that were given up would meet whatever is sent after them.
 _given_up: dict[dist.ProcessGroup, str] = {}
@@ -135,18 +136,38 @@ class TorchCollectives:
         if came_from not in self._routes:
             self._routes[came_from] = groups.travels_on(self._carriers, came_from, group)
         where = self._routes[came_from]
+        is_home = sent is x and where == came_from
+        if where.type == "cpu" and self._carriers["cpu"] == "gloo" and len(sent) > _FEW:
+            values: list[int] = sent.tolist()
+            buffer = torch.tensor(compact.encode(values))
+            return Pending(self, group, self._reduce(group, buffer, self._options), buffer, x, is_home, values)
         # What is sent is also what is received.
         buffer = (
             sent.clone(memory_format=torch.contiguous_format) if where == came_from else sent.to(where).contiguous()
         )
+        return Pending(self, group, self._reduce(group, buffer, self._options), buffer, x, is_home)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a 0-d float64 tensor over the ranks, on its device; every rank calls it.
+
+        On the host it waits, as what ``start_max`` returns does.
+        """
+        group = self._require_usable(self._current())
+        where = groups.travels_on(self._carriers, x.device, group)
+        buffer = x.detach().to(where, copy=True).reshape(1)
+        is_home = where == x.device
+        total: torch.Tensor = Pending(self, group, self._reduce(group, buffer, self._sum_options), buffer, x, is_home)()
+        return total.reshape(())
+
+    def _reduce(self, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any) -> Any:
         try:
-            work = group.allreduce([buffer], self._options)
+            work = group.allreduce([buffer], options)
         except Exception as error:
             raise self._fail(group, error) from error
         if len(_under_way) > _MANY:
             _forget_what_is_done()
         _under_way[id(work)] = (work, buffer, group)
-        return Pending(self, group, work, buffer, x, sent is x and where == came_from)
+        return work
 
     def example(self) -> torch.Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
@@ -170,11 +191,16 @@ class TorchCollectives:
         self._group, self._carriers = group, groups.carriers(group)
         self._routes: dict[torch.device, torch.device] = {}
         self.rank, self.size = group.rank(), group.size()
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._options.asyncOp = True
-        self._options.timeout = timedelta(seconds=groups.seconds(self._timeout + _LATER))
+        self._options = self._options_for(dist.ReduceOp.MAX)
+        self._sum_options = self._options_for(dist.ReduceOp.SUM)
         return group
+
+    def _options_for(self, operation: Any) -> Any:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(operation)
+        options.asyncOp = True
+        options.timeout = timedelta(seconds=groups.seconds(self._timeout + _LATER))
+        return options
 
     def _require_usable(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if group in _given_up:
@@ -241,7 +267,7 @@ class TorchCollectives:
 class Pending:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_is_home", "_result", "_work", "_x")
+    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_is_home", "_result", "_values", "_work", "_x")
 
     def __init__(
         self,
@@ -251,12 +277,15 @@ class Pending:
         buffer: torch.Tensor,
         x: Array,
         is_home: bool,
+        values: list[int] | None = None,
     ) -> None:
         self._collectives = collectives
         self._group = group
         self._work = work
         self._buffer = buffer
         self._x = x
+        # The vector of which two integers are under way.
+        self._values = values
         # Whether the buffer is of the library and on the device that the result must have.
         self._is_home = is_home
         self._is_done = False
@@ -284,9 +313,23 @@ class Pending:
             When the reduction fails.
         """
         if not self._is_done:
-            self._collectives._wait(self._group, self._work, self._buffer.device)
+            self._wait_once()
+            if self._values is not None:
+                self._expand(self._values)
             self._is_done = True
-            _under_way.pop(id(self._work), None)
+
+    def _wait_once(self) -> None:
+        self._collectives._wait(self._group, self._work, self._buffer.device)
+        _under_way.pop(id(self._work), None)
+
+    def _expand(self, values: list[int]) -> None:
+        """Put the whole maximum into the buffer; ranks whose vectors differ all send them whole."""
+        maximum = compact.decode(values, self._buffer.tolist())
+        self._buffer = torch.tensor(values if maximum is None else maximum, dtype=torch.int32)
+        if maximum is None:
+            collectives = self._collectives
+            self._work = collectives._reduce(self._group, self._buffer, collectives._options)
+            self._wait_once()
 
     def _order(self) -> None:
         """Let what is put on the stream from now on come after the reduction."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,10 @@ from gradscale.errors import ScaleDesyncError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Progress, Stage
 from gradscale.report import StepReport
-from gradscale_torch.compiling import untraced, untraced_but_for_calls
-from gradscale_torch.verdicts import LocalVerdict, is_capturing, start_reading
+from gradscale_torch.compiling import untraced, untraced_but_for_calls, warn_caller
+from gradscale_torch.kernels import combined
+from gradscale_torch.momentum import mend_momentum, without_momentum
+from gradscale_torch.verdicts import LocalVerdict, finish_alone, is_capturing, start_reading
 
 if TYPE_CHECKING:
     from gradscale.state import ScaleState
@@ -125,20 +126,25 @@ class FusedSteps(gradscale.ShardedGradScaler):
             self._begin(optimizer, progress, allow_fp16=True, unscales=unscales)
             progress.stage = Stage.UNSCALED
         local: LocalVerdict = progress.found
-        # A policy that raises at its minimum needs the host.
-        local.is_read_later = self._would_wait(local) and self._policy.exhausted(self._in_force(None)) is None
+        # A policy that raises at its minimum needs the host, and so does a verdict that may have been replaced.
+        may_be_late = self._would_wait(local) and local.shown is None
+        local.is_read_later = may_be_late and self._policy.exhausted(self._in_force(None)) is None
         verdict = None if local.is_read_later else self._judge(progress)
         scale = self._in_force(None).scale
         preset = getattr(optimizer, "grad_scale", None)
         if local.has_scaled_gradients:
-            optimizer.grad_scale = scale if preset is None else scale * preset
+            optimizer.grad_scale = scale.clone() if preset is None else scale * preset
         else:
             optimizer.grad_scale = preset
-        optimizer.found_inf = self._agreed_flag(progress)
+        # Copies: what an optimizer does to them is its own affair.
+        found = self._agreed_flag(progress)
+        optimizer.found_inf = found.clone()
+        fresh = without_momentum(optimizer)
         try:
             returned = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
+        mend_momentum(optimizer, fresh, found)
         if verdict is None:
             self._conclude_later(optimizer, progress, scale)
         else:
@@ -159,13 +165,15 @@ class FusedSteps(gradscale.ShardedGradScaler):
         self, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Pass the scaler on to an optimizer that judges and unscales by asking it."""
-        warnings.warn(
+        warn_caller(
             f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
             f"attributes grad_scale and found_inf, which scalers set, instead",
             FutureWarning,
-            stacklevel=3,
         )
         returned = optimizer.step(*args, **kwargs, grad_scaler=self)
+        if progress.finish is None and progress.found is not None and progress.found.shown:
+            # It has told its own verdict.
+            progress.finish = finish_alone
         judged = progress.finish is not None
         verdict = self._judge(progress) if judged else Verdict(0, 0, False, self.get_scale())
         self._conclude(optimizer, progress, verdict)
@@ -174,6 +182,8 @@ class FusedSteps(gradscale.ShardedGradScaler):
     def _agreed_flag(self, progress: Progress) -> Tensor:
         """Return the agreed verdict as a 0-d float32 on the scale's device, exactly 0 or 1; no host read there."""
         local: LocalVerdict = progress.found
+        if local.shown is not None:
+            return (combined(local.shown, local.home) != 0).to(torch.float32)
         if not progress.groups:
             return local.flag
         if local.home.type == "cpu" and not local.is_read_later:
@@ -194,12 +204,29 @@ class FusedSteps(gradscale.ShardedGradScaler):
     def _agreed_found(self, progress: Progress) -> dict[torch.device, Tensor]:
         """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
         local: LocalVerdict | None = progress.found
-        if local is None or progress.finish is None:
-            return {}
-        if not progress.groups:
-            return local.found
-        flag = self._agreed_flag(progress)
-        return {device: flag.to(device, non_blocking=True) for device in (local.found or [local.home])}
+        if local is None:
+            if self._state is None:
+                return {}
+            local = progress.found = LocalVerdict({}, self._in_force(None).scale.device)
+        if local.shown is None:
+            if progress.groups:
+                flag = self._agreed_flag(progress)
+                devices = local.found or [local.home]
+                local.shown = {device: flag.to(device, copy=True, non_blocking=True) for device in devices}
+            else:
+                local.shown = local.found
+        return local.shown
+
+    def _judge(self, progress: Progress) -> Verdict:
+        """Read the verdict, which a host that has looked at it may have replaced."""
+        verdict: Verdict = super()._judge(progress)
+        local: LocalVerdict | None = progress.found
+        if local is None or local.shown is None:
+            return verdict
+        is_bad = any(flag.item() for flag in local.shown.values())
+        if is_bad == (verdict.nonfinite > 0):
+            return verdict
+        return dataclasses.replace(verdict, nonfinite=int(is_bad))
 
     def _is_judged_by_host(self, progress: Progress) -> bool:
         return progress.found is None or not progress.found.is_read_later

@@ -49,11 +49,14 @@ class Parameters:
         Tied parameters stand here once.
     meshes : tuple of DeviceMesh
         Over which gradients are sharded.
+    shares_gradients : bool
+        Whether one tensor was the gradient of two of them when they were met first.
     """
 
     listed: list[list[Any]]
     unique: list[Tensor]
     meshes: tuple[DeviceMesh, ...]
+    shares_gradients: bool = False
 
     def are_those_of(self, optimizer: Any) -> bool:
         """Tell whether the optimizer still has the same parameters."""
@@ -75,12 +78,12 @@ class Gathered:
     ----------
     groups : dict
         By device and dtype, the dense tensors that hold the gradients' values, to be overwritten.
-    judged : list of tensors
-        Values that are only judged: the sums over duplicate indices of sparse gradients.
+    uncoalesced : list of tensors
+        Sparse gradients with duplicate indices, whose sums must be judged once they are unscaled.
     """
 
     groups: Groups
-    judged: list[Tensor]
+    uncoalesced: list[Tensor]
 
 
 def parameters_of(optimizer: Any) -> Parameters:
@@ -113,7 +116,38 @@ def parameters_of(optimizer: Any) -> Parameters:
         for parameter in unique.values()
         if type(parameter) not in (Tensor, torch.nn.Parameter) and hasattr(parameter, "device_mesh")
     }
-    return Parameters(listed, list(unique.values()), tuple(meshes))
+    gradients = [parameter.grad for parameter in unique.values() if parameter.grad is not None]
+    for index, gradient in enumerate(gradients):
+        _require_apart(index, gradient)
+    shares_gradients = len(set(map(id, gradients))) < len(gradients)
+    return Parameters(listed, list(unique.values()), tuple(meshes), shares_gradients)
+
+
+def _require_apart(index: int, gradient: Tensor) -> None:
+    """Refuse a gradient in which elements share memory, as far as torch can tell; looked for once."""
+    if gradient.layout != torch.strided or gradient.is_contiguous():
+        return
+    local = local_tensor(gradient)
+    axes = sorted((stride, length) for stride, length in zip(local.stride(), local.shape, strict=True) if length > 1)
+    span = 1
+    for stride, length in axes:
+        if stride < span:
+            if 0 in local.shape or not _meets_itself(axes):
+                return
+            msg = (
+                f"gradient {index}, shape {tuple(local.shape)}, strides {local.stride()}, overlaps itself and cannot "
+                f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
+            )
+            raise InvalidValueError(msg)
+        span += stride * (length - 1)
+
+
+def _meets_itself(axes: list[tuple[int, int]]) -> bool:
+    """Tell whether two elements are at one place; axes that interleave need not meet."""
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, length in axes:
+        offsets = (offsets[:, None] + stride * torch.arange(length)).reshape(-1)
+    return len(torch.unique(offsets)) < len(offsets)
 
 
 def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
@@ -137,6 +171,8 @@ def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
         For float16 gradients that are not allowed; nothing has been modified.
     """
     tensors = [gradient for parameter in parameters.unique if (gradient := parameter.grad) is not None]
+    if parameters.shares_gradients:
+        tensors = list({id(gradient): gradient for gradient in tensors}.values())
     # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the host at once.
     if set(map(type, tensors)) <= _PLAIN:
         if tensors and all(map(_is_float32_of_host, tensors)):
@@ -148,19 +184,23 @@ def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
                 return Gathered(groups, [])
     tensors = [gradient for gradient in tensors if gradient.dtype.is_floating_point or gradient.dtype.is_complex]
     _check_dtypes((gradient.dtype for gradient in tensors), allow_fp16)
-    chosen, judged = [], []
+    chosen, uncoalesced = [], []
+    met: set[int] = set()
     for parameter in parameters.unique:
         gradient = parameter.grad
-        if gradient is None or not (gradient.dtype.is_floating_point or gradient.dtype.is_complex):
+        if gradient is None or id(gradient) in met:
+            continue
+        met.add(id(gradient))
+        if not (gradient.dtype.is_floating_point or gradient.dtype.is_complex):
             continue
         if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
             if gradient.dtype is torch.float16:
                 # The optimizer would sum the duplicates in float16, where they overflow easily.
                 gradient = parameter.grad = gradient.to(torch.float32).coalesce().to(torch.float16)
             else:
-                judged.append(kernel_view(gradient.coalesce()))
+                uncoalesced.append(gradient)
         chosen.append(kernel_view(gradient))
-    return Gathered(group_tensors(chosen), judged)
+    return Gathered(group_tensors(chosen), uncoalesced)
 
 
 def _check_dtypes(dtypes: Any, allow_fp16: bool) -> None:

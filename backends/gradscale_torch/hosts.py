@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradscale.errors import InvalidValueError
 from gradscale.iteration import Progress, Stage
 
 if TYPE_CHECKING:
@@ -21,22 +21,38 @@ Tensor = torch.Tensor
 _OPT_STATES = {Stage.READY: OptState.READY, Stage.UNSCALED: OptState.UNSCALED, Stage.STEPPED: OptState.STEPPED}
 
 
-class OptimizerStates(Mapping[int, Mapping[str, Any]]):
-    """A view of an iteration by ``id(optimizer)``: ``stage``, and ``found_inf_per_device`` as the group has agreed.
+class OptimizerState(dict[str, Any]):
+    """``stage``, and ``found_inf_per_device`` as the group has agreed.
 
-    Reading an optimizer's entry finishes the agreement on it. It cannot be written.
+    Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
+    """
+
+    def __init__(self, scaler: HostSurface, progress: Progress) -> None:
+        found = scaler._agreed_found(progress)
+        super().__init__(stage=_OPT_STATES[progress.stage], found_inf_per_device=found)
+        self._progress = progress
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Take over the verdict; the stage is the scaler's own."""
+        if key != "found_inf_per_device":
+            msg = f"only found_inf_per_device can be set, got {key!r}"
+            raise InvalidValueError(msg)
+        super().__setitem__(key, value)
+        self._progress.found.shown = value
+
+
+class OptimizerStates(Mapping[int, dict[str, Any]]):
+    """A view of an iteration by ``id(optimizer)``.
+
+    Reading an optimizer's entry finishes the agreement on it.
     """
 
     def __init__(self, scaler: HostSurface) -> None:
         self._scaler = scaler
 
-    def __getitem__(self, key: int) -> Mapping[str, Any]:
+    def __getitem__(self, key: int) -> dict[str, Any]:
         progress = self._scaler._iteration.by_id(key)
-        if progress is None:
-            return MappingProxyType(_refresh_per_optimizer_state())
-        return MappingProxyType(
-            {"stage": _OPT_STATES[progress.stage], "found_inf_per_device": self._scaler._agreed_found(progress)}
-        )
+        return _refresh_per_optimizer_state() if progress is None else OptimizerState(self._scaler, progress)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._scaler._iteration.ids())
@@ -93,6 +109,18 @@ class HostSurface:
     @property
     def _init_growth_tracker(self) -> int:
         return int(self._restored.get("growth_tracker", 0))
+
+    @property
+    def _growth_factor(self) -> float:
+        return float(self._policy.growth_factor)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return float(self._policy.backoff_factor)
+
+    @property
+    def _growth_interval(self) -> int:
+        return int(self._policy.growth_interval)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Make the state on a device, where it is not made yet."""

@@ -10,9 +10,9 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 import gradscale
 from gradscale.protocols import Collectives, Policy
-from gradscale.state import ScaleState
+from gradscale_torch.inplace import copy_into
 
-__all__ = ["Interchange", "copy_into"]
+__all__ = ["Interchange"]
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
@@ -96,13 +96,6 @@ def _pickled_as_torchs(scaler: Any) -> dict[str, Any]:
         "_growth_tracker": None,
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
     }
-
-
-def copy_into(state: ScaleState, new: ScaleState) -> ScaleState:
-    """Write a state into the tensors of another, and return these as a new tuple."""
-    for tensor, value in zip(state, new, strict=True):
-        tensor.copy_(value)
-    return ScaleState(*state)
 
 
 def _is_torchs(policy: Policy) -> bool:

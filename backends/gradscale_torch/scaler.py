@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,21 +16,31 @@ from gradscale.iteration import Iteration, Progress, Stage
 from gradscale.protocols import Array, Collectives, Policy
 from gradscale.report import StepReport
 from gradscale.state import ScaleState
+from gradscale.validation import SMALLEST_NORMAL
 from gradscale_torch import clipping, kernels
 from gradscale_torch.compiling import untraced
 from gradscale_torch.fused import FusedSteps
-from gradscale_torch.gradients import Gathered, Parameters, gather, group_tensors, parameters_of
+from gradscale_torch.gradients import (
+    Gathered,
+    Groups,
+    Parameters,
+    gather,
+    group_tensors,
+    kernel_view,
+    parameters_of,
+)
 from gradscale_torch.hosts import HostSurface
-from gradscale_torch.interchange import Interchange, copy_into
+from gradscale_torch.inplace import InPlaceState
+from gradscale_torch.interchange import Interchange
 from gradscale_torch.scaling import scale_outputs
-from gradscale_torch.verdicts import LocalVerdict, count_nonfinite, is_capturing
+from gradscale_torch.verdicts import LocalVerdict, count_nonfinite, finish_alone, is_capturing
 
 __all__ = ["TorchScaler"]
 
 Tensor = torch.Tensor
 
 
-class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  # type: ignore[misc,override]
+class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.GradScaler):  # type: ignore[misc,override]
     """What both replacements share.
 
     Parameters
@@ -66,7 +76,12 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         self._forget_tensors()
         gradscale.ShardedGradScaler.__init__(
             # A disabled scaler of torch's takes any factors.
-            self, group=group, timeout=timeout, policy=policy, enabled=enabled, **(factors if enabled else {})
+            self,
+            group=group,
+            timeout=timeout,
+            policy=policy,
+            enabled=enabled,
+            **(factors if enabled else {}),
         )
 
     def _forget_tensors(self) -> None:
@@ -90,6 +105,9 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         self._meshes = {}
         self._rejoins = group is None
         if group is not None:
+            if isinstance(group, int):
+                # What new_group() gives to ranks that are not in it.
+                group = registry.get("torch").collectives(group, timeout=self._timeout)
             super().set_group(group)
             return
         self._iteration.require_boundary("set_group()")
@@ -167,13 +185,18 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         """
         largest = None if max_norm is None else clipping.checked_norm(max_norm)
         if not self._enabled:
-            return None if largest is None else clipping.clip_unscaled(parameters_of(optimizer), largest)
+            return None if largest is None else self._clip_disabled(optimizer, largest)
         self._largest_norm, self._norm = largest, None
         try:
             gradscale.ShardedGradScaler.unscale_(self, optimizer)
             return self._norm
         finally:
             self._largest_norm = self._norm = None
+
+    def _clip_disabled(self, optimizer: Any, max_norm: float) -> Tensor:
+        parameters, gathered = self._gather(optimizer, allow_fp16=True)
+        clipping.require_norm(optimizer, parameters, gathered, ())
+        return clipping.clip_unscaled(parameters, gathered, max_norm, self._mesh_of(parameters))
 
     _largest_norm: float | None = None
     _norm: Tensor | None = None
@@ -245,10 +268,7 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
                 f"group over all of them, such as torch.distributed.group.WORLD), or use an optimizer for each mesh"
             )
             raise InvalidValueError(msg)
-        mesh = parameters.meshes[0]
-        if mesh not in self._meshes:
-            self._meshes[mesh] = [registry.collectives_for(mesh, self._timeout)]
-        return self._meshes[mesh]
+        return [self._mesh_of(parameters)]
 
     def _gather(self, optimizer: Any, *, allow_fp16: bool) -> tuple[Parameters, Gathered]:
         if optimizer in self._known_parameters:
@@ -273,8 +293,8 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         parameters, gathered = self._gather(optimizer, allow_fp16=allow_fp16)
         groups = self._groups_of(optimizer, parameters)
         state = self._state_beside(gathered, has_groups=bool(groups))
-        if self._largest_norm is not None and not parameters.meshes:
-            clipping.require_alone(optimizer, groups, gathered)
+        if self._largest_norm is not None:
+            clipping.require_norm(optimizer, parameters, gathered, groups)
         # Whatever fails from here on may have unscaled some gradients.
         progress.stage = Stage.UNSCALED
         progress.verdict = progress.finish = progress.sent = progress.agreed = None
@@ -282,29 +302,43 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         found: kernels.Found = {}
         tensors = gathered.groups
         with torch.no_grad():
-            if not unscales:
-                kernels.judge(tensors, found)
-                if gathered.judged:
-                    kernels.judge(group_tensors(gathered.judged), found)
-            else:
+            if unscales:
                 inverse = kernels.inverse_of(state.scale)
-                if self._largest_norm is not None and not parameters.meshes:
-                    norm = self._norm = clipping.scaled_norm(tensors, home) * inverse
-                    inverse = inverse * clipping.clip_factor(norm, self._largest_norm)
-                judge_again = self._may_be_below_one(state)
-                kernels.unscale_in_place(tensors, inverse, found, judge_again=judge_again)
-                if gathered.judged:
-                    judged = group_tensors(gathered.judged)
-                    kernels.unscale_in_place(judged, inverse, found, judge_again=judge_again)
+                if self._largest_norm is not None:
+                    inverse = self._clipped(inverse, parameters, tensors, found)
+                kernels.unscale_in_place(tensors, inverse, found, judge_again=self._may_be_below_one(state))
+            else:
+                kernels.judge(tensors, found)
+            if gathered.uncoalesced:
+                # What the optimizer will see are the sums of duplicates.
+                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gathered.uncoalesced]), found)
             count = count_nonfinite(found, gathered)
             progress.found = LocalVerdict(found, home, count, has_scaled_gradients=not unscales)
             if groups:
                 progress.groups = groups
                 self._agree(progress, self._backend_for(state.scale), state, progress.found.nonfinite)
             else:
-                progress.finish = _nothing
-            if self._largest_norm is not None and parameters.meshes and unscales:
-                self._norm = clipping.clip_unscaled(parameters, self._largest_norm)
+                progress.finish = finish_alone
+
+    def _clipped(self, inverse: Tensor, parameters: Parameters, tensors: Groups, found: kernels.Found) -> Tensor:
+        """Return what unscales and clips at once, and remember the norm."""
+        assert self._largest_norm is not None
+        norm = clipping.global_norm(parameters, tensors, inverse.device, self._mesh_of(parameters)) * inverse
+        self._norm = norm.float()
+        wanted = inverse * clipping.clip_factor(norm, self._largest_norm)
+        # A norm that overflows, or a factor that loses bits, is an overflow, too.
+        is_bad = torch.logical_not(torch.isfinite(norm)) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
+        found[inverse.device] = is_bad.float()
+        return wanted.float()
+
+    def _mesh_of(self, parameters: Parameters) -> Any:
+        """Return the collectives over the mesh of DTensor parameters; None without one."""
+        if not parameters.meshes:
+            return None
+        mesh = parameters.meshes[0]
+        if mesh not in self._meshes:
+            self._meshes[mesh] = [registry.collectives_for(mesh, self._timeout)]
+        return self._meshes[mesh][0]
 
     def _state_beside(self, gathered: Gathered, *, has_groups: bool) -> ScaleState:
         """Return the state in force, made beside the gradients if there is none yet."""
@@ -341,48 +375,3 @@ class TorchScaler(FusedSteps, Interchange, HostSurface, torch.amp.GradScaler):  
         flags = [local.flag, state.scale] + ([] if exhausted is None else [exhausted.float()])
         nonfinite, scale, *rest = torch.stack(flags).tolist()
         return Verdict(int(nonfinite), int(nonfinite), any(rest), scale)
-
-    def _advance(self, judged: Sequence[Progress]) -> ScaleState:
-        """Adapt the state in place, so that a captured CUDA graph sees the new scale."""
-        state = self._current(None)
-        flags = [self._agreed_flag(progress) for progress in judged]
-        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        self._updates += 1
-        self._floor *= self.get_backoff_factor()
-        self._check_unread()
-        if self._is_regular and self._has_fused_update():
-            kernels.update_in_place(cast(gradscale.DynamicScale, self._policy), state, found)
-            # A new tuple of the same tensors: what is kept of the old one is out of date.
-            return ScaleState(*state)
-        self._is_regular = True
-        return copy_into(state, self._policy.update(state, found))
-
-    def _has_fused_update(self) -> bool:
-        policy = self._policy
-        if self._judged_policy is not policy:
-            self._judged_policy, self._policy_is_fused = policy, kernels.has_fused_update(policy)
-        return self._policy_is_fused
-
-    _judged_policy: Policy | None = None
-    _policy_is_fused = False
-
-    def _current(self, like: Array | None) -> ScaleState:
-        if self._state is None:
-            self._floor = float(self._restored.get("scale", self._policy.init_scale))
-        return super()._current(like)
-
-    def _set_scale(self, scale: float) -> None:
-        self._floor = scale
-        if self._state is None:
-            super()._set_scale(scale)
-        else:
-            self._state.scale.fill_(scale)
-            self._state = ScaleState(*self._state)
-
-    def _replace_setting(self, name: str, value: Any) -> None:
-        super()._replace_setting(name, value)
-        self._is_regular = False
-
-
-def _nothing() -> None:
-    """Finish an agreement that nobody else takes part in."""

@@ -10,7 +10,7 @@ import torch
 from gradscale_torch.gradients import Gathered
 from gradscale_torch.kernels import Found, combined
 
-__all__ = ["LocalVerdict", "count_nonfinite", "is_capturing", "start_reading"]
+__all__ = ["LocalVerdict", "count_nonfinite", "finish_alone", "is_capturing", "start_reading"]
 
 Tensor = torch.Tensor
 
@@ -31,6 +31,9 @@ class LocalVerdict:
         Whether the gradients were only judged, and are left to the optimizer to unscale.
     is_read_later : bool
         Whether the optimizer skips by itself, so that the host reads the verdict only when somebody asks.
+    shown : dict or None
+        The agreed verdict by device, once somebody has looked at it: what they write there takes its place, as in
+        torch's scalers.
     """
 
     found: Found
@@ -38,6 +41,7 @@ class LocalVerdict:
     count: int | None = None
     has_scaled_gradients: bool = False
     is_read_later: bool = False
+    shown: Found | None = None
 
     @property
     def flag(self) -> Tensor:
@@ -61,6 +65,10 @@ def count_nonfinite(found: Found, gathered: Gathered) -> int | None:
     tensors = [tensor for tensors in gathered.groups.values() for tensor in tensors]
     # Duplicates of a sparse gradient may be finite one by one.
     return max(1, sum(not torch.isfinite(tensor).all().item() for tensor in tensors))
+
+
+def finish_alone() -> None:
+    """Finish an agreement that nobody else takes part in."""
 
 
 def is_capturing(device: torch.device) -> bool:

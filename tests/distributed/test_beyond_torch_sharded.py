@@ -238,12 +238,12 @@ def test_a_closure_that_overflows_on_one_rank_is_evaluated_again_on_all(size: in
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_ and step"])
-def test_each_optimizer_costs_one_all_reduce_of_64_bytes_where_torch_makes_four(explicit: bool) -> None:
+def test_each_optimizer_costs_one_all_reduce_of_two_integers_where_torch_makes_four(explicit: bool) -> None:
     # Two dtypes for each optimizer, and two dimensions of the mesh.
     for result in FSDP.answer(4, "count_collectives", "torch", explicit):
         assert [count for count, _ in result["counts"]] == [8] * 3
     for result in FSDP.answer(4, "count_collectives", "gradscale", explicit):
-        assert result["counts"] == [(2, [("c10d::allreduce_", 16, "torch.int32")] * 2)] * 3
+        assert result["counts"] == [(2, [("c10d::allreduce_", 2, "torch.int64")] * 2)] * 3
 
 
 def test_replicas_of_a_mesh_stay_together_though_torchs_diverge() -> None:

@@ -257,6 +257,9 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made(torch: Any, 
     scaler = started(torch, ours)
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
     optimizer = plain(torch, parameters)
+    # Gradients are looked at thoroughly when they are met first, before any is unscaled.
+    scaler.step(optimizer)
+    scaler.update()
     parameters[0].grad = torch.full((2,), 16.0, dtype=torch.float64)
     parameters[1].grad = torch.full((1,), 16.0).expand(2)
     with pytest.raises(InvalidValueError, match="overlaps itself"):
