@@ -145,7 +145,10 @@ class Ranks:
         return gathered
 
     def stop(self, status: int) -> NoReturn:
-        """End this rank without a word to the others, which torchrun then ends: they may wait for it."""
+        """End this process at once. After a failure torchrun ends the others, which may wait for it.
+
+        Never through Python's own clean-up, where a thread of gloo that wants the GIL can abort a process that is done.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -395,6 +398,5 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         world.stop(1)
-    dist.barrier()
     dist.destroy_process_group()
-    sys.exit(status)
+    world.stop(status)
