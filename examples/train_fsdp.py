@@ -145,10 +145,7 @@ class Ranks:
         return gathered
 
     def stop(self, status: int) -> NoReturn:
-        """End this process at once. After a failure torchrun ends the others, which may wait for it.
-
-        Never through Python's own clean-up, where a thread of gloo that wants the GIL can abort a process that is done.
-        """
+        """End this process at once: after a failure torchrun ends the others, which may wait for it."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -399,4 +396,5 @@ if __name__ == "__main__":
         traceback.print_exc()
         world.stop(1)
     dist.destroy_process_group()
+    # Not through Python's clean-up, where a thread of gloo that wants the GIL can abort a process that is done.
     world.stop(status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -17,6 +18,10 @@ from libraries import ROWS, Library, opened
 # Shared machines stall; and the fixtures here hold nothing that one example could spoil for the next.
 settings.register_profile("gradscale", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("gradscale")
+
+# A shell's background jobs ignore Ctrl-C, and so would the programs that are to be interrupted by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _DISTRIBUTIONS = (
     "gradscale",
