@@ -147,7 +147,6 @@ class Ranks:
     def stop(self, status: int) -> NoReturn:
         """End this process at once: after a failure torchrun ends the others, which may wait for it."""
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
 
 
@@ -378,9 +377,10 @@ def main(ranks: Ranks) -> int:
     if ranks.rank == 0:
         print_table(runs)
         write_plot(runs, options, ranks)
-        print(f"wrote {options.plot}")
         verdict = "verified: weights and scaler state are bit-identical"
-        print(verdict if is_verified else "FAILED: weights or scaler state differ", f"on {ranks}")
+        print(f"wrote {options.plot}")
+        print(verdict if is_verified else "FAILED: weights or scaler state differ", f"on {ranks}", flush=True)
+    dist.barrier()  # A rank that fails has torchrun end the others: not while rank 0 still reports.
     return 0 if is_verified else 1
 
 
