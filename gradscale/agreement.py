@@ -24,7 +24,7 @@ from gradscale.protocols import Array, Backend, Policy
 from gradscale.state import ScaleState
 from gradscale.validation import LARGEST_INT32, float32_from_bits
 
-__all__ = ["LENGTH", "Packer", "Verdict", "identify", "read_verdict"]
+__all__ = ["LENGTH", "Packer", "Verdict", "describe_differences", "identify", "read_verdict"]
 
 _FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
 LENGTH = 2 + 2 * len(_FIELDS)
@@ -127,15 +127,9 @@ def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: 
     highest = values[2 : 2 + count]
     negated = values[2 + count : LENGTH]
     if any(map(operator.add, highest, negated)):
-        lowest = [-value for value in negated]
-        mine = own[2 : 2 + count]
-        differing = [
-            _difference(name, low, high, here, policy)
-            for name, low, high, here in zip(_FIELDS, lowest, highest, mine, strict=True)
-            if low != high
-        ]
+        differing = describe_differences([-value for value in negated], highest, own[2 : 2 + count], policy)
         msg = (
-            f"ranks hold different states, seen by {where()}: {'; '.join(differing)}. No rank takes this step. Load "
+            f"ranks hold different states, seen by {where()}: {differing}. No rank takes this step. Load "
             f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
             f"update() for the same optimizers in the same order everywhere"
         )
@@ -143,13 +137,31 @@ def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: 
     return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
 
 
-def _difference(name: str, low: int, high: int, own: int, policy: Any) -> str:
-    """Describe one field in which the ranks differ."""
-    if name == "scale":
-        lowest, highest, mine = (float32_from_bits(bits) for bits in (low, high, own))
-        return f"scale from {lowest!r} to {highest!r} (here {mine!r})"
+def describe_differences(lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: Any) -> str:
+    """Name the fields of the fingerprint in which ranks differ.
+
+    Parameters
+    ----------
+    lowest, highest : sequence of int
+        Each field's least and greatest value on any rank.
+    own : sequence of int, optional
+        This rank's; None where one process drives them all.
+    policy : object
+        This rank's policy.
+    """
+    mine: Sequence[int | None] = [None] * len(_FIELDS) if own is None else own
+    fields = zip(_FIELDS, lowest, highest, mine, strict=True)
+    return "; ".join(_difference(*field, policy) for field in fields if field[1] != field[2])
+
+
+def _difference(name: str, low: int, high: int, own: int | None, policy: Any) -> str:
     if name == "policy":
         return f"policy (here {policy!r})"
-    if name == "call":
-        return f"call of the iteration from {low} to {high} (here {own}), so some rank left one out"
-    return f"{name} from {low} to {high} (here {own})"
+    least, most, here = (_readable(name, value) for value in (low, high, own))
+    described = f"{name} of the iteration" if name == "call" else name
+    consequence = ", so some rank left one out" if name == "call" else ""
+    return f"{described} from {least} to {most}" + (f" (here {here})" if own is not None else "") + consequence
+
+
+def _readable(name: str, value: int | None) -> str:
+    return repr(float32_from_bits(value)) if name == "scale" and value is not None else str(value)

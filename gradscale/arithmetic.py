@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from array_api_compat import array_namespace, device, is_numpy_namespace, to_device
+from array_api_compat import array_namespace, device, is_jax_namespace, is_numpy_namespace, to_device
 
 from gradscale.errors import InvalidValueError
 from gradscale.protocols import Array
@@ -150,9 +150,14 @@ def reciprocal(x: Array) -> Array:
     return xp.asarray(xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
 
 
-@functools.lru_cache(maxsize=64)
 def has_float64(xp: Any, where: Any) -> bool:
     """Tell whether a device computes in float64."""
+    # JAX has it switched on and off while it runs.
+    return _find_float64.__wrapped__(xp, where) if is_jax_namespace(xp) else _find_float64(xp, where)
+
+
+@functools.lru_cache(maxsize=64)
+def _find_float64(xp: Any, where: Any) -> bool:
     return "float64" in xp.__array_namespace_info__().dtypes(device=where, kind="real floating")
 
 
@@ -195,14 +200,26 @@ def no_scalar(xp: Any, x: Array) -> Array:
 
 
 class PerDevice:
-    """Copies of one 0-d array on the devices where it is needed, each made once."""
+    """Copies of one 0-d array on the devices where it is needed, each made once.
 
-    def __init__(self, x: Array) -> None:
-        self._copies = {device(x): x}
+    Parameters
+    ----------
+    x : array
+        0-d.
+    placement : callable
+        Returns where a 0-d array must be to be combined with an array; None for anywhere.
+    """
+
+    def __init__(self, x: Array, placement: Callable[[Array], Any] = device) -> None:
+        self._x = x
+        self._placement = placement
+        self._copies = {placement(x): x}
 
     def on(self, like: Array) -> Array:
         """Return the copy on the device of ``like``."""
-        where = device(like)
+        where = self._placement(like)
+        if where is None:
+            return self._x
         if where not in self._copies:
-            self._copies[where] = to_device(next(iter(self._copies.values())), where)
+            self._copies[where] = to_device(self._x, where)
         return self._copies[where]

@@ -65,6 +65,9 @@ def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
     got = backend.read(xp.asarray(expected, dtype=xp.int32, device=device))
     if got != expected or not all(type(value) is int for value in got):
         _fail(f"read must give Python ints {expected}, got {got!r}")
+    beside = xp.zeros((), dtype=xp.float32, device=backend.placement(xp.zeros((2,), device=device)))
+    if (beside + xp.ones((2,), dtype=xp.float32, device=device)).shape != (2,):
+        _fail(f"placement must let a 0-d array be combined with others, got {beside!r}")
     example = backend.example()
     if example.shape != () or example.dtype != array_namespace(example).float32:
         _fail(f"example must give a 0-d float32, got {example!r}")

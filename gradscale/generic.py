@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from array_api_compat import device
+
 from gradscale import arithmetic
 from gradscale.errors import BackendNotAvailableError
 from gradscale.protocols import Array
@@ -27,6 +29,10 @@ class GenericBackend:
     ) -> tuple[list[Array], Array]:
         """Divide arrays by the scale; always into new ones, since the standard does not say which can be written."""
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
+
+    def placement(self, like: Array, /) -> Any:
+        """Return the device of an array."""
+        return device(like)
 
     def example(self) -> Array:
         """Refuse: without a library named there is no array to make."""

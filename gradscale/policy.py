@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
-from gradscale import validation
+from gradscale import registry, validation
 from gradscale.arithmetic import has_float64
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Array
@@ -267,7 +267,7 @@ def _first_state(scale: float, like: Array) -> ScaleState:
         msg = f"like must be an array, whose library and device the state is made on, got {like!r}"
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
-    where = device(like)
+    where = registry.backend_for(like).placement(like)
     trackers = [xp.zeros((), dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
     return ScaleState(xp.full((), scale, dtype=xp.float32, device=where), *trackers)
 
@@ -284,8 +284,9 @@ def _flag(nonfinite: Array, like: Array) -> Array:
         raise InvalidTypeError(msg)
     xp = array_namespace(nonfinite)
     flag = nonfinite if xp.isdtype(nonfinite.dtype, "bool") else nonfinite != xp.zeros_like(nonfinite)
-    where = device(like)
-    return flag if device(flag) == where else to_device(flag, where)
+    placement = registry.backend_for(like).placement
+    where = placement(like)
+    return flag if where is None or placement(flag) == where else to_device(flag, where)
 
 
 def _next_count(xp: Any, tracker: Array, limit: int) -> Array:

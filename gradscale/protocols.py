@@ -42,6 +42,13 @@ class Backend(Protocol):
         """
         ...
 
+    def placement(self, like: Array, /) -> Any:
+        """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None where any one will do.
+
+        :func:`array_api_compat.device` is right for a library whose arrays are each on one device.
+        """
+        ...
+
     def example(self) -> Array:
         """Return a 0-d float32 array on the default device, for a rank that has no arrays of its own."""
         ...

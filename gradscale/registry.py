@@ -24,6 +24,7 @@ GROUP = "gradscale.backends"
 
 # What to install for a library whose adapter comes with gradscale.
 _EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]", "torch": "gradscale[torch]"}
+_EXTRAS |= dict.fromkeys(("jax", "jaxlib"), "gradscale[jax]")
 
 _GENERIC = GenericBackend()
 _backends: dict[type, Backend] = {}
@@ -119,7 +120,8 @@ def array_backend(name: str) -> Backend:
     backend = get(name)
     if isinstance(backend, Backend):
         return backend
-    msg = f"the gradscale adapter for {name!r}, got {backend!r}, must have name, read, unscale, example and fingerprint"
+    members = "name, read, unscale, placement, example and fingerprint"
+    msg = f"the gradscale adapter for {name!r}, got {backend!r}, must have {members}"
     raise BackendError(msg)
 
 

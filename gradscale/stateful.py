@@ -232,7 +232,7 @@ class StatefulScale:
 def _place(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
     """Return a state with some fields replaced by numbers, in the library and on the device of the others."""
     xp = array_namespace(state.scale)
-    where = device(state.scale)
+    where = registry.backend_for(state.scale).placement(state.scale)
     arrays = {
         name: xp.asarray(number, dtype=getattr(state, name).dtype, device=where) for name, number in numbers.items()
     }

@@ -64,6 +64,10 @@ class NumpyBackend:
         values: list[int] = x.tolist()
         return values
 
+    def placement(self, like: NumpyArray, /) -> str:  # noqa: ARG002
+        """Return the one device that NumPy has."""
+        return "cpu"
+
     def example(self) -> NumpyArray:
         """Return a 0-d float32 array."""
         return np.zeros((), dtype=np.float32)

@@ -43,6 +43,10 @@ class TorchBackend:
         values: list[int] = x.tolist()
         return values
 
+    def placement(self, like: Tensor, /) -> torch.device:
+        """Return the device of a tensor."""
+        return like.device
+
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on the default device."""
         return torch.zeros((), dtype=torch.float32)

@@ -1,0 +1,144 @@
+"""JaxBackend: JAX arrays and traced values; one pass over each gradient, and the read of a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gradscale import ScaleState
+from gradscale.arithmetic import Kind, check_real_dtype, kind_of, multiply, reciprocal
+from gradscale.errors import InvalidTypeError
+
+__all__ = ["JaxBackend", "count_nonfinite", "unscale_leaves"]
+
+
+class JaxBackend:
+    """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace."""
+
+    name = "jax"
+
+    def __reduce__(self) -> tuple[type[JaxBackend], tuple[()]]:
+        return type(self), ()
+
+    def read(self, x: jax.Array, /) -> list[int]:
+        """Return a 1-d int32 array as Python ints.
+
+        Raises
+        ------
+        InvalidTypeError
+            For a traced value: there is nothing to read before the compiled function runs.
+        """
+        if isinstance(x, jax.core.Tracer):
+            msg = (
+                "a gradient scaler reads its verdict on the host, which a function that jax traces cannot do, got "
+                f"{x!r}: call step() outside jit, or use gradscale_jax.value_and_grad inside"
+            )
+            raise InvalidTypeError(msg)
+        values: list[int] = np.asarray(x).tolist()
+        return values
+
+    def placement(self, like: jax.Array, /) -> Any:
+        """Return where a 0-d array must be to be combined with ``like``; None for traced and uncommitted arrays.
+
+        Beside an array that is spread over a mesh it is replicated over it.
+        """
+        if isinstance(like, jax.core.Tracer) or not like.committed:
+            return None
+        sharding = like.sharding
+        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else like.device
+
+    def example(self) -> jax.Array:
+        """Return a 0-d float32 array on the default device."""
+        return jnp.zeros((), dtype=jnp.float32)
+
+    def fingerprint(self, state: ScaleState, /) -> jax.Array:
+        """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
+        return jnp.stack([lax.bitcast_convert_type(state.scale, jnp.int32), *state[1:]])
+
+    def unscale(
+        self, grads: Sequence[jax.Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Any] | None = None
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Divide arrays by the scale and count those with a non-finite value.
+
+        Parameters
+        ----------
+        grads : sequence of arrays
+            float16, bfloat16, float8, float32, float64 (with x64), complex; traced or not, on any devices.
+        state : ScaleState
+            Gives the scale.
+        dtype : dtype, optional
+            Wanted dtype of the real ones.
+        out : sequence of arrays, optional
+            Arrays whose dtypes are wanted; never written to, since JAX arrays cannot be.
+
+        Returns
+        -------
+        arrays : list of arrays
+            New ones. Outside jit it is one compiled call for each set of devices; within jit the caller's compiler sees
+            it, and may write over gradients that were donated to it.
+        nonfinite : array
+            0-d int32.
+        """
+        check_real_dtype(state.scale, dtype)
+        wanted = tuple(_stored_dtypes(grads, dtype, out))
+        if any(isinstance(x, jax.core.Tracer) for x in (*grads, state.scale)):
+            return unscale_leaves(list(grads), state.scale, wanted)
+        groups: dict[Any, list[int]] = {}
+        for index, grad in enumerate(grads):
+            groups.setdefault(self.placement(grad), []).append(index)
+        # Arrays on no chosen device go anywhere; counts of several devices need one.
+        home = self.placement(state.scale) or (next(filter(None, groups)) if len(groups) > 1 else None)
+        unscaled: list[Any] = [None] * len(grads)
+        nonfinite = jnp.zeros((), dtype=jnp.int32, device=home)
+        for where, indices in groups.items():
+            scale = state.scale if where is None else jax.device_put(state.scale, where)
+            chosen = [grads[index] for index in indices]
+            made, count = _compiled(chosen, scale, tuple(wanted[index] for index in indices))
+            for index, array in zip(indices, made, strict=True):
+                unscaled[index] = array
+            nonfinite = nonfinite + (count if home is None else jax.device_put(count, home))
+        return unscaled, nonfinite
+
+
+def _stored_dtypes(grads: Sequence[Any], dtype: Any, out: Sequence[Any] | None) -> list[Any]:
+    """Return the dtype that each unscaled gradient has."""
+    if out is not None:
+        return [target.dtype for target in out]
+    if dtype is None:
+        return [grad.dtype for grad in grads]
+    return [grad.dtype if kind_of(grad) is Kind.COMPLEX else jnp.dtype(dtype) for grad in grads]
+
+
+def unscale_leaves(grads: list[Any], scale: Any, dtypes: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Return the unscaled arrays in the wanted dtypes, and how many are not finite; traceable."""
+    inverse = reciprocal(scale)
+    unscaled = []
+    for grad, dtype in zip(grads, dtypes, strict=True):
+        wide = grad.astype(jnp.float32) if kind_of(grad) is Kind.NARROW else grad
+        unscaled.append(multiply(jnp, wide, inverse).astype(dtype))
+    return unscaled, count_nonfinite(unscaled)
+
+
+_compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
+
+
+def count_nonfinite(arrays: Sequence[Any]) -> Any:
+    """Return how many arrays hold an inf or NaN, as a 0-d int32; traceable.
+
+    ``x - x`` is 0 for what is finite and NaN for what is not, and a NaN stays in a sum, in whatever order it is taken
+    and over however many devices. It does not in a maximum: XLA's for the CPU drops NaNs of large arrays, as its
+    all-reduce does.
+    """
+    nonfinite = jnp.zeros((), dtype=jnp.int32)
+    for x in arrays:
+        judged = x.astype(jnp.float32) if kind_of(x) is Kind.NARROW else x
+        total = jnp.sum(judged - judged)
+        nonfinite = nonfinite + (total != total).astype(jnp.int32)
+    return nonfinite

@@ -1,0 +1,116 @@
+"""Agreement over named axes, inside a compiled step: one pmax of int32 over the ranks of shard_map, vmap or pmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradscale import ScaleState, registry
+from gradscale.agreement import LENGTH, Packer
+from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
+from gradscale.protocols import Policy
+from gradscale_jax.verdict import Verdict
+
+__all__ = ["AxisCollectives", "agree"]
+
+_FIELDS = (LENGTH - 2) // 2
+
+
+class AxisCollectives:
+    """MAX all-reduces over one or several named axes, for use inside the function that they are mapped over.
+
+    Parameters
+    ----------
+    axis_name : str or tuple of str
+        As ``jax.shard_map``, ``jax.vmap(axis_name=)`` or a mesh names them; several are one group.
+
+    Attributes
+    ----------
+    rank : array
+        0-d int32: position in the group; traced.
+    size : int
+        Number of ranks.
+
+    Raises
+    ------
+    CallOrderError
+        When an axis is not bound where this is constructed.
+    InvalidTypeError
+        For something else than names.
+
+    Notes
+    -----
+    A `Collectives` in the sense of gradscale, whose vector stays on the device. A ``ShardedGradScaler`` cannot use it:
+    it reads its verdict on the host, where no axis is bound.
+    """
+
+    def __init__(self, axis_name: Hashable | Sequence[Hashable]) -> None:
+        names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+        if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
+            msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {axis_name!r}"
+            raise InvalidTypeError(msg)
+        try:
+            self.size: int = lax.axis_size(names)
+        except NameError as error:
+            msg = (
+                f"axis_name {axis_name!r} is not bound here ({error}): call inside the function that jax.shard_map, "
+                f"jax.vmap(axis_name=...) or jax.pmap maps over it, or leave axis_name out"
+            )
+            raise CallOrderError(msg) from error
+        self._names: Any = names
+
+    @property
+    def rank(self) -> jax.Array:
+        """0-d int32: position in the group; traced."""
+        return lax.axis_index(self._names)
+
+    def start_max(self, x: jax.Array, /) -> Callable[[], jax.Array]:
+        """Make an element-wise MAX all-reduce of a 1-d int32 array; the call returns it.
+
+        The compiler decides when it is made and waited for.
+        """
+        if x.ndim != 1 or x.dtype != jnp.int32:
+            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
+            raise InvalidValueError(msg)
+        reduced = lax.pmax(x, self._names)
+        return lambda: reduced
+
+
+def agree(
+    nonfinite: Any, state: ScaleState, policy: Policy, axis_name: Hashable | Sequence[Hashable] | None = None
+) -> Verdict:
+    """Return one verdict for all ranks of named axes, and whether they hold one state; traceable.
+
+    Parameters
+    ----------
+    nonfinite : array
+        0-d int32: the count of this rank, as ``unscale`` returns it.
+    state : ScaleState
+        The state that this rank's loss was scaled with.
+    policy : Policy
+        The same on every rank.
+    axis_name : str or tuple of str, optional
+        Axes to agree over, in one ``pmax`` of 16 int32. Default: none, the verdict of this rank alone; under plain jit
+        the gradients of a mesh are whole arrays, and there is nothing to agree on.
+
+    Returns
+    -------
+    Verdict
+        No host read. The compiler cannot raise: ``verdict.check`` does, on the host.
+
+    Raises
+    ------
+    CallOrderError
+        When ``axis_name`` is not bound.
+    """
+    vector = Packer().pack(registry.backend_for(state.scale), policy, state, nonfinite, (0, 0))
+    if axis_name is not None:
+        vector = AxisCollectives(axis_name).start_max(vector)()
+    highest, lowest = vector[2 : 2 + _FIELDS], -vector[2 + _FIELDS :]
+    found = vector[0]
+    exhausted = jnp.logical_and(vector[1] != 0, found != 0)
+    return Verdict(found, jnp.any(highest != lowest), exhausted, highest, lowest)

@@ -1,0 +1,108 @@
+"""scale, unscale and select on any pytree that JAX knows: equinox modules, flax states, classes of your own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import gradscale
+from gradscale import ScaleState
+from gradscale.errors import InvalidValueError
+
+__all__ = ["scale", "select", "unscale"]
+
+
+def scale(outputs: Any, state: ScaleState) -> Any:
+    """Multiply outputs (a loss, or a pytree of arrays) by the scale.
+
+    Parameters
+    ----------
+    outputs : pytree
+        Floating leaves are multiplied; integers and float0 pass through.
+    state : ScaleState
+        Gives the scale; unchanged.
+
+    Returns
+    -------
+    pytree
+        The same dtypes, except that a 0-d array of half precision comes back as float32, which holds a loss times
+        65536. No host read, no collective.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a leaf that is no array.
+    """
+    leaves, treedef = jax.tree.flatten(outputs)
+    inexact = [leaf for leaf in leaves if not _is_float0(leaf)]
+    scaled = iter(gradscale.scale(inexact, state))
+    return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(scaled) for leaf in leaves])
+
+
+def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, jax.Array]:
+    """Divide gradients by the scale, and count the leaves that are not finite afterwards.
+
+    Parameters
+    ----------
+    grads : pytree
+        Floating and complex leaves are divided; integers and float0 pass through and are not counted.
+    state : ScaleState
+        The state that the loss was scaled with; unchanged.
+    dtype : dtype, optional
+        Wanted dtype of real leaves, such as float32 for float16 parameters with float32 masters.
+
+    Returns
+    -------
+    grads : pytree
+        New arrays.
+    nonfinite : array
+        0-d int32: how many leaves hold an inf or NaN as they are returned. No host read, no collective; for leaves
+        that are spread over a mesh under jit, of the whole arrays.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a leaf that is no array.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    inexact = [leaf for leaf in leaves if not _is_float0(leaf)]
+    new, nonfinite = gradscale.unscale(inexact, state, dtype=dtype)
+    unscaled = iter(new)
+    return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(unscaled) for leaf in leaves]), nonfinite
+
+
+def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
+    """Choose between two pytrees by a 0-d bool, leaf by leaf, without a host read.
+
+    Parameters
+    ----------
+    pred : array
+        0-d bool, such as ``verdict.finite``.
+    on_true, on_false : pytree
+        Of one structure, with equal dtypes and shapes leaf by leaf; others (functions) must be equal.
+
+    Returns
+    -------
+    pytree
+        Of new arrays.
+
+    Raises
+    ------
+    InvalidTypeError
+        When ``pred`` is no 0-d bool array, or two leaves differ in dtype.
+    InvalidValueError
+        When the trees differ in structure, or leaves in shape.
+    """
+    chosen, treedef = jax.tree.flatten(on_true)
+    others, other_treedef = jax.tree.flatten(on_false)
+    if treedef != other_treedef:
+        msg = f"trees must have one structure, got {treedef} beside {other_treedef}"
+        raise InvalidValueError(msg)
+    return jax.tree.unflatten(treedef, gradscale.select(pred, chosen, others))
+
+
+def _is_float0(leaf: Any) -> bool:
+    """Tell whether a leaf is the gradient of an integer: a NumPy array without content."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0

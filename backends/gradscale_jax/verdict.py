@@ -1,0 +1,79 @@
+"""Verdict: what a compiled step found, on the device, and how the host learns of what is an error."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradscale.agreement import describe_differences
+from gradscale.errors import InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.protocols import Policy
+
+__all__ = ["Verdict"]
+
+
+class Verdict(NamedTuple):
+    """What a step found; a pytree of small arrays, the same on all ranks of the axis that it was agreed over.
+
+    Attributes
+    ----------
+    nonfinite : array
+        0-d int32: the largest number of gradient leaves that are not finite on any rank; 0 for a clean step.
+    desynced : array
+        0-d bool: the ranks came with different states. No rank may step, and none changes its state.
+    exhausted : array
+        0-d bool: the step overflowed, and the policy says that this must be raised (``at_min="raise"``).
+    highest, lowest : array
+        1-d int32: the fingerprints of state and policy over the ranks; equal unless ``desynced``.
+    """
+
+    nonfinite: jax.Array
+    desynced: jax.Array
+    exhausted: jax.Array
+    highest: jax.Array
+    lowest: jax.Array
+
+    @property
+    def finite(self) -> jax.Array:
+        """0-d bool: whether to take the step; for ``gradscale_jax.select``, ``jnp.where`` or ``lax.cond``."""
+        return jnp.logical_and(self.nonfinite == 0, jnp.logical_not(self.desynced))
+
+    def __bool__(self) -> NoReturn:
+        msg = (
+            "a verdict is no Python bool: inside jit use gradscale_jax.select(verdict.finite, new, old), "
+            "outside bool(verdict.finite)"
+        )
+        raise InvalidTypeError(msg)
+
+    def check(self, policy: Policy) -> None:
+        """Raise on the host what a compiled step cannot; waits for the step, so call it as often as you log.
+
+        Parameters
+        ----------
+        policy : Policy
+            The one of the step, for the message.
+
+        Raises
+        ------
+        ScaleDesyncError
+            When the ranks held different states; it names the fields.
+        ScaleUnderflowError
+            When the policy's minimum was reached with ``at_min="raise"`` and gradients still overflow.
+        """
+        found: Any = jax.device_get(self)
+        if np.any(found.desynced):
+            differing = describe_differences(found.lowest.tolist(), found.highest.tolist(), None, policy)
+            msg = (
+                f"ranks hold different states: {differing}. No rank took this step. Load one checkpoint on every rank, "
+                f"and build the step with one policy everywhere"
+            )
+            raise ScaleDesyncError(msg)
+        if np.any(found.exhausted):
+            msg = (
+                f"gradients are not finite although the scale has fallen to the minimum of {policy!r}: look for NaN in "
+                f"the unscaled loss or the data, or lower min_scale"
+            )
+            raise ScaleUnderflowError(msg)
