@@ -14,6 +14,7 @@ from gradscale.errors import (
     ScaleUnderflowError,
     StateDictError,
 )
+from gradscale.group_agreement import GroupAgreement
 from gradscale.ops import scale, select, unscale
 from gradscale.policy import DynamicScale, StaticScale
 from gradscale.protocols import Backend, Collectives, GroupBackend, Optimizer, Policy
@@ -33,6 +34,7 @@ __all__ = [
     "DynamicScale",
     "GradScaler",
     "GradscaleError",
+    "GroupAgreement",
     "GroupBackend",
     "InvalidTypeError",
     "InvalidValueError",

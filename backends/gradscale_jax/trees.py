@@ -95,12 +95,14 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     InvalidValueError
         When the trees differ in structure, or leaves in shape.
     """
-    chosen, treedef = jax.tree.flatten(on_true)
-    others, other_treedef = jax.tree.flatten(on_false)
-    if treedef != other_treedef:
-        msg = f"trees must have one structure, got {treedef} beside {other_treedef}"
+    structure: Any
+    other_structure: Any
+    chosen, structure = jax.tree.flatten(on_true)
+    others, other_structure = jax.tree.flatten(on_false)
+    if structure != other_structure:
+        msg = f"trees must have one structure, got {structure} beside {other_structure}"
         raise InvalidValueError(msg)
-    return jax.tree.unflatten(treedef, gradscale.select(pred, chosen, others))
+    return jax.tree.unflatten(structure, gradscale.select(pred, chosen, others))
 
 
 def _is_float0(leaf: Any) -> bool:

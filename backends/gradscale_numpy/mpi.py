@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from gradscale import registry
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
 from gradscale.protocols import Array
 
@@ -189,7 +190,7 @@ def _to_host(x: Array) -> NDArray[Any]:
 def _like(values: NDArray[Any], x: Array) -> Array:
     """Return a NumPy array as one of the library and device of ``x``."""
     xp = array_namespace(x)
-    return xp.asarray(values.tolist(), dtype=x.dtype, device=device(x))
+    return xp.asarray(values.tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))
 
 
 class MPIBackend:

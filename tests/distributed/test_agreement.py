@@ -46,7 +46,9 @@ def test_overflow_on_all_ranks_at_once_backs_off_once(world: World) -> None:
     assert results[0]["state"]["scale"] == 32768.0
 
 
-@pytest.mark.parametrize("library", ["strict", pytest.param("torch", marks=pytest.mark.torch)])
+@pytest.mark.parametrize(
+    "library", ["strict", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+)
 def test_arrays_of_any_library_agree_over_any_group(world: World, library: str) -> None:
     require(library)
     results = world.run(scenarios.overflow_on, [world.size - 1], float("inf"), library, True)

@@ -24,9 +24,15 @@ FRAMEWORKS = {
     "ml_dtypes",
     "gradscale_numpy",
     "gradscale_torch",
+    "gradscale_jax",
 }
-NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch"}
-PACKAGES = ("gradscale", "gradscale_numpy", pytest.param("gradscale_torch", marks=pytest.mark.torch))
+NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax"}
+PACKAGES = (
+    "gradscale",
+    "gradscale_numpy",
+    pytest.param("gradscale_torch", marks=pytest.mark.torch),
+    pytest.param("gradscale_jax", marks=pytest.mark.jax),
+)
 
 
 def loaded_after(*statements: str) -> set[str]:
@@ -94,11 +100,10 @@ def test_the_version_is_in_one_place() -> None:
 
 
 def test_entry_points_and_extras_are_installed() -> None:
-    assert {"numpy", "mpi4py", "torch"} <= set(gradscale.registry.names())
+    assert {"numpy", "mpi4py", "torch", "jax", "jaxlib"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
-    assert {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "examples", "test"} <= set(
-        metadata.get_all("Provides-Extra") or []
-    )
+    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "examples", "test"}
+    assert extras <= set(metadata.get_all("Provides-Extra") or [])
     # An editable install adds "editables", which it is made with.
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
     assert {line.partition(">")[0].partition("~")[0] for line in needed} - {"editables"} == {"array-api-compat"}

@@ -50,6 +50,10 @@ def gradients(library: str, value: float = 1.0) -> list[Any]:
         import torch
 
         return [torch.full(shape, value * 65536.0, dtype=torch.float32) for shape in SHAPES]
+    if library == "jax":
+        import jax.numpy as jnp
+
+        return [jnp.full(shape, value * 65536.0, dtype=jnp.float32) for shape in SHAPES]
     import array_api_strict
 
     return [array_api_strict.full(shape, value * 65536.0, dtype=array_api_strict.float32) for shape in SHAPES]
