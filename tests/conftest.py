@@ -23,6 +23,9 @@ settings.load_profile("gradscale")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Before JAX looks at its devices, which it does once: several on a machine that has one.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
 _DISTRIBUTIONS = (
     "gradscale",
     "array-api-compat",
@@ -31,6 +34,10 @@ _DISTRIBUTIONS = (
     "ml_dtypes",
     "numba",
     "torch",
+    "jax",
+    "optax",
+    "flax",
+    "dask",
     "mpi4py",
     "hypothesis",
 )
