@@ -213,12 +213,14 @@ def test_a_scaler_of_the_host_cannot_agree_over_an_axis(jax: Any, gradscale_jax:
         scaler = gradscale.ShardedGradScaler(group=gradscale_jax.AxisCollectives("data"))
 
         class Optimizer:
-            grads: Any = [scaler.scale(jax.numpy.ones(()))]
+            grads: Any = None
 
             def step(self) -> None:
                 raise AssertionError
 
-        scaler.step(Optimizer())
+        optimizer = Optimizer()
+        optimizer.grads = [scaler.scale(jax.numpy.ones(()))]
+        scaler.step(optimizer)
 
     with pytest.raises(InvalidTypeError, match="a function that jax traces cannot do"):
         on_devices(jax, construct, ("data",), (COUNT,), np.zeros((COUNT, 1)))
