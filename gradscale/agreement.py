@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from gradscale.errors import ScaleDesyncError
 from gradscale.protocols import Array, Backend, Policy
@@ -58,12 +58,21 @@ class Packer:
         self._policy: Policy | None = None
         self._fingerprint: Array | None = None
         self._identity = 0
+        # Whether the policy's settings cannot change without a new object.
+        self._is_fixed = False
         self._constants: dict[tuple[int, int, int], Array] = {}
+        # Of a verdict that the host knows: the flag and the first fields.
+        self._numbers: list[int] | None = None
+
+    @property
+    def packed(self) -> ScaleState | None:
+        """The state of the last vector."""
+        return self._state
 
     def pack(
-        self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, position: tuple[int, int]
-    ) -> Array:
-        """Return the vector: 1-d int32 on the state's device.
+        self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array | int, position: tuple[int, int]
+    ) -> Any:
+        """Return the vector: 1-d int32 on the state's device, or a list of the same numbers if the host knows them.
 
         Parameters
         ----------
@@ -73,29 +82,60 @@ class Packer:
             Must be the same on every rank.
         state : ScaleState
             What the gradients were unscaled with.
-        nonfinite : array
-            0-d int32, the local count.
+        nonfinite : array or int
+            The local count: 0-d int32; or an int, for a state that the host reads without waiting.
         position : tuple of int
             The iteration, and the number of this agreement in it: ranks that leave one out are found.
         """
-        xp = array_namespace(state.scale)
-        where = device(state.scale)
         if self._state is not state or self._policy is not policy:
+            if self._policy is not policy or not self._is_fixed:
+                self._identity, self._is_fixed = identify(policy), _is_fixed(policy)
             self._state, self._policy = state, policy
-            self._identity = identify(policy)
-            self._fingerprint = backend.fingerprint(state)
+            self._fingerprint = self._numbers = None
             self._constants = {}
         iteration, call = position
         key = (self._identity, iteration & LARGEST_INT32, call)
+        if isinstance(nonfinite, int):
+            if self._numbers is None:
+                self._numbers = _read_state(backend, policy, state)
+            flag, *first = self._numbers
+            numbers = [*first, *key]
+            return [nonfinite, flag, *numbers, *map(operator.neg, numbers)]
+        xp = array_namespace(state.scale)
+        where = backend.placement(state.scale)
+        if self._fingerprint is None:
+            self._fingerprint = backend.fingerprint(state)
         if key not in self._constants:
             self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
         exhausted = policy.exhausted(state)
         if exhausted is None:
-            flag = xp.zeros((1,), dtype=xp.int32, device=where)
+            is_exhausted = xp.zeros((1,), dtype=xp.int32, device=where)
         else:
-            flag = xp.reshape(xp.astype(exhausted, xp.int32), (1,))
+            is_exhausted = xp.reshape(xp.astype(exhausted, xp.int32), (1,))
         fields = xp.concat([self._fingerprint, self._constants[key]])
-        return xp.concat([xp.reshape(nonfinite, (1,)), flag, fields, -fields])
+        return xp.concat([xp.reshape(nonfinite, (1,)), is_exhausted, fields, -fields])
+
+
+def _read_state(backend: Backend, policy: Policy, state: ScaleState) -> list[int]:
+    """Return whether an overflow now must be raised, and the state's fingerprint, read by the host."""
+    fingerprint = backend.fingerprint(state)
+    exhausted = policy.exhausted(state)
+    if exhausted is None:
+        return [0, *backend.read(fingerprint)]
+    xp = array_namespace(fingerprint)
+    return backend.read(xp.concat([xp.reshape(xp.astype(exhausted, xp.int32), (1,)), fingerprint]))
+
+
+def _is_fixed(policy: Any) -> bool:
+    """Tell whether a policy is a frozen dataclass of settings that cannot change either."""
+    parameters = getattr(type(policy), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        return False
+    try:
+        hash(policy)
+    except TypeError:
+        return False
+    return True
 
 
 def identify(policy: Any) -> int:

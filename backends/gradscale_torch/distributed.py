@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
 
@@ -42,7 +42,7 @@ _under_way: dict[int, tuple[Any, torch.Tensor, dist.ProcessGroup]] = {}
 _MANY = 8
 
 _CPU = 1  # in DLPack
-_FEW = 2  # elements that gloo sends as fast as one
+_FEW = 2  # elements: a vector of so many is sent whole
 
 # Why a group can no longer be used. Messages that were given up would meet whatever is sent after them.
 _given_up: dict[dist.ProcessGroup, str] = {}
@@ -93,6 +93,9 @@ class TorchCollectives:
     XCCL, UCC and MPI have not been run.
     """
 
+    takes_lists = True
+    """That ``start_max`` takes lists, too."""
+
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
         self._asked = group
         self._timeout = timeout
@@ -104,21 +107,21 @@ class TorchCollectives:
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
-    def start_max(self, x: Array, /) -> Pending:
+    def start_max(self, x: Array | list[int], /) -> Pending:
         """Begin an element-wise MAX all-reduce; calling what is returned finishes it.
 
         Parameters
         ----------
-        x : array
-            1-d int32 of any library; left alone. It is copied to a device that the group carries: its own, or the CPU,
-            or the group's accelerator.
+        x : array or list of int
+            1-d int32 of any library, or numbers that int32 holds; left alone. An array is copied to a device that the
+            group carries: its own, or the CPU, or the group's accelerator.
 
         Returns
         -------
         Pending
-            When called, returns a new array of the same library and device, the same one each time. The call raises
-            CollectiveTimeoutError when some rank does not come, after which the group cannot be used any more, and
-            BackendError for torch's own errors, of which a rank that ended is one.
+            When called, returns a new array of the same library and device, or a new list, the same one each time. The
+            call raises CollectiveTimeoutError when some rank does not come, after which the group cannot be used any
+            more, and BackendError for torch's own errors, of which a rank that ended is one.
 
         Raises
         ------
@@ -128,6 +131,8 @@ class TorchCollectives:
             When the group was destroyed, or a collective over it given up.
         """
         group = self._require_usable(self._current())
+        if isinstance(x, list) and self._is_gloo_on_host and len(x) > _FEW:
+            return self._start_compact(group, x, x, is_home=False)
         sent = x if isinstance(x, torch.Tensor) else _as_tensor(x)
         if sent.dtype != torch.int32 or sent.ndim != 1:
             msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
@@ -137,15 +142,22 @@ class TorchCollectives:
             self._routes[came_from] = groups.travels_on(self._carriers, came_from, group)
         where = self._routes[came_from]
         is_home = sent is x and where == came_from
-        if where.type == "cpu" and self._carriers["cpu"] == "gloo" and len(sent) > _FEW:
-            values: list[int] = sent.tolist()
-            buffer = torch.tensor(compact.encode(values))
-            return Pending(self, group, self._reduce(group, buffer, self._options), buffer, x, is_home, values)
+        if where.type == "cpu" and self._is_gloo_on_host and len(sent) > _FEW:
+            return self._start_compact(group, x, sent.tolist(), is_home=is_home)
         # What is sent is also what is received.
         buffer = (
             sent.clone(memory_format=torch.contiguous_format) if where == came_from else sent.to(where).contiguous()
         )
         return Pending(self, group, self._reduce(group, buffer, self._options), buffer, x, is_home)
+
+    def _start_compact(
+        self, group: dist.ProcessGroup, x: Array | list[int], values: list[int], *, is_home: bool
+    ) -> Pending:
+        """Send one or two integers for the vector."""
+        exchange = compact.Exchange(values, self.size)
+        buffer = torch.tensor(exchange.sent, dtype=torch.int64)
+        work = self._reduce(group, buffer, self._sum_options if exchange.is_added else self._options)
+        return Pending(self, group, work, buffer, x, is_home, exchange)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of a 0-d float64 tensor over the ranks, on its device; every rank calls it.
@@ -189,6 +201,7 @@ class TorchCollectives:
     def _resolve(self) -> dist.ProcessGroup:
         group = groups.resolve(self._asked, self._timeout)
         self._group, self._carriers = group, groups.carriers(group)
+        self._is_gloo_on_host = self._carriers.get("cpu") == "gloo"
         self._routes: dict[torch.device, torch.device] = {}
         self.rank, self.size = group.rank(), group.size()
         self._options = self._options_for(dist.ReduceOp.MAX)
@@ -267,7 +280,7 @@ class TorchCollectives:
 class Pending:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_is_home", "_result", "_values", "_work", "_x")
+    __slots__ = ("_buffer", "_collectives", "_exchange", "_group", "_is_done", "_is_home", "_result", "_work", "_x")
 
     def __init__(
         self,
@@ -275,17 +288,17 @@ class Pending:
         group: dist.ProcessGroup,
         work: Any,
         buffer: torch.Tensor,
-        x: Array,
+        x: Array | list[int],
         is_home: bool,
-        values: list[int] | None = None,
+        exchange: compact.Exchange | None = None,
     ) -> None:
         self._collectives = collectives
         self._group = group
         self._work = work
         self._buffer = buffer
         self._x = x
-        # The vector of which two integers are under way.
-        self._values = values
+        # What is under way instead of the vector.
+        self._exchange = exchange
         # Whether the buffer is of the library and on the device that the result must have.
         self._is_home = is_home
         self._is_done = False
@@ -298,7 +311,9 @@ class Pending:
                 self.wait()
             elif not self._is_done:
                 self._order()
-            self._result = self._buffer if self._is_home else _like(self._buffer, self._x)
+            # An exchange has left the result.
+            if self._result is None:
+                self._result = self._buffer if self._is_home else _like(self._buffer, self._x)
             self._x = None
         return self._result
 
@@ -314,22 +329,24 @@ class Pending:
         """
         if not self._is_done:
             self._wait_once()
-            if self._values is not None:
-                self._expand(self._values)
+            if self._exchange is not None:
+                self._result = _list_like(self._whole(self._exchange), self._x)
             self._is_done = True
 
     def _wait_once(self) -> None:
         self._collectives._wait(self._group, self._work, self._buffer.device)
         _under_way.pop(id(self._work), None)
 
-    def _expand(self, values: list[int]) -> None:
-        """Put the whole maximum into the buffer; ranks whose vectors differ all send them whole."""
-        maximum = compact.decode(values, self._buffer.tolist())
-        self._buffer = torch.tensor(values if maximum is None else maximum, dtype=torch.int32)
+    def _whole(self, exchange: compact.Exchange) -> list[int]:
+        """Return the whole maximum; ranks whose vectors differ all send them whole."""
+        maximum = exchange.maximum(self._buffer.tolist())
         if maximum is None:
             collectives = self._collectives
+            self._buffer = torch.tensor(exchange.values, dtype=torch.int32)
             self._work = collectives._reduce(self._group, self._buffer, collectives._options)
             self._wait_once()
+            maximum = self._buffer.tolist()
+        return maximum
 
     def _order(self) -> None:
         """Let what is put on the stream from now on come after the reduction."""
@@ -348,7 +365,9 @@ def _forget_what_is_done() -> None:
 
 
 def _as_tensor(x: Array) -> torch.Tensor:
-    """Return an array of another library as a tensor, by DLPack or through the host."""
+    """Return an array of another library, or a list, as a tensor, by DLPack or through the host."""
+    if isinstance(x, list):
+        return torch.tensor(x, dtype=torch.int32)
     xp = array_namespace(x)
     if x.dtype != xp.int32 or x.ndim != 1:
         msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -360,10 +379,18 @@ def _as_tensor(x: Array) -> torch.Tensor:
 
 
 def _like(values: torch.Tensor, x: Array) -> Array:
-    """Return a tensor as an array of the library and device of ``x``."""
+    """Return a tensor as an array of the library and device of ``x``, or as a list."""
     if isinstance(x, torch.Tensor):
         return values.to(x.device)
-    xp = array_namespace(x)
-    if values.device.type != "cpu":
-        return xp.from_dlpack(values)
-    return xp.asarray(values.tolist(), dtype=x.dtype, device=device(x))
+    if isinstance(x, list) or values.device.type == "cpu":
+        return _list_like(values.tolist(), x)
+    return array_namespace(x).from_dlpack(values)
+
+
+def _list_like(values: list[int], x: Array) -> Array:
+    """Return numbers as an array of the library and device of ``x``, or as they are."""
+    if isinstance(x, list):
+        return values
+    if isinstance(x, torch.Tensor):
+        return torch.tensor(values, dtype=torch.int32, device=x.device)
+    return array_namespace(x).asarray(values, dtype=x.dtype, device=registry.backend_for(x).placement(x))

@@ -9,7 +9,7 @@ import torch
 
 import gradscale
 from gradscale import registry
-from gradscale.agreement import Verdict
+from gradscale.agreement import Verdict, read_verdict
 from gradscale.errors import InvalidValueError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Iteration, Progress, Stage
@@ -316,9 +316,17 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
             progress.found = LocalVerdict(found, home, count, has_scaled_gradients=not unscales)
             if groups:
                 progress.groups = groups
-                self._agree(progress, self._backend_for(state.scale), state, progress.found.nonfinite)
+                nonfinite = progress.found.nonfinite if self._needs_tensors(progress) else count
+                self._agree(progress, self._backend_for(state.scale), state, nonfinite)
             else:
                 progress.finish = finish_alone
+
+    def _needs_tensors(self, progress: Progress) -> bool:
+        """Tell whether the groups must agree on a tensor; False where the host knows the verdict and they take ints."""
+        local: LocalVerdict = progress.found
+        if local.count is None or self._would_wait(local):
+            return True
+        return not all(getattr(collectives, "takes_lists", False) for collectives in progress.groups)
 
     def _clipped(self, inverse: Tensor, parameters: Parameters, tensors: Groups, found: kernels.Found) -> Tensor:
         """Return what unscales and clips at once, and remember the norm."""
@@ -349,6 +357,12 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         first = next(iter(gathered.groups.values()), None)
         return self._in_force(self._like_nothing() if first is None else first[0])
 
+    def _advance(self, judged: Sequence[Progress]) -> ScaleState:
+        """Adapt the state in place, to the worst of the verdicts where the host knows them all."""
+        if len(judged) > 1 and all(isinstance(progress.agreed, list) for progress in judged):
+            judged = [max(judged, key=lambda progress: self._judge(progress).nonfinite)]
+        return super()._advance(judged)
+
     def _may_be_below_one(self, state: ScaleState) -> bool:
         """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
         if state.scale.device.type == "cpu":
@@ -356,7 +370,10 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         return self._floor < 1.0 or is_capturing(state.scale.device)
 
     def _read_verdict(self, progress: Progress) -> Verdict:
-        if progress.groups:
+        if progress.groups and isinstance(progress.sent, list) and progress.finish is not None:
+            progress.agreed = progress.finish()
+            verdict = read_verdict(progress.agreed, progress.sent, self._policy, lambda: self._whereabouts(progress))
+        elif progress.groups:
             verdict = super()._read_verdict(progress)
         else:
             if progress.finish is None:
