@@ -1,10 +1,9 @@
 """Arithmetic on arrays, without trees: unscale, the reciprocal and the fingerprint, as every adapter must have them.
 
 Written against the Python array API standard alone. Everything casts explicitly, because libraries promote half
-precision differently, and nothing reads from the device, so that it runs under a tracing compiler. Functions of the
-standard that the core needs: arithmetic and comparison operators, all, asarray, astype, concat, finfo, full,
-full_like, isdtype, isfinite, logical_and, logical_not, logical_or, maximum, minimum, real, reshape, stack, where,
-zeros, zeros_like, and the inspection of dtypes and devices.
+precision differently, and nothing reads from the device, so that it runs under a tracing compiler. What the whole core
+needs of a library is listed below, in ``STANDARD_FUNCTIONS`` (with ``device=`` for those that make arrays),
+``STANDARD_DTYPES`` and ``STANDARD_MEMBERS``.
 """
 
 from __future__ import annotations
@@ -21,17 +20,53 @@ from gradscale.protocols import Array
 from gradscale.state import ScaleState
 
 __all__ = [
+    "STANDARD_DTYPES",
+    "STANDARD_FUNCTIONS",
+    "STANDARD_MEMBERS",
     "Kind",
     "PerDevice",
     "dtype_kind",
     "fingerprint",
     "has_float64",
+    "inverse_factors",
     "kind_of",
     "multiply",
     "no_scalar",
     "reciprocal",
     "unscale_arrays",
 ]
+
+STANDARD_FUNCTIONS = (
+    "__array_namespace_info__",
+    "all",
+    "asarray",
+    "astype",
+    "concat",
+    "finfo",
+    "full",
+    "full_like",
+    "isdtype",
+    "isfinite",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "maximum",
+    "minimum",
+    "real",
+    "reshape",
+    "stack",
+    "where",
+    "zeros",
+    "zeros_like",
+)
+# float64 only on devices whose __array_namespace_info__ has it.
+STANDARD_DTYPES = ("float32", "float64", "int32")
+# Of an array; to_device only where arrays are on several, and the conversion to int only for the host read.
+STANDARD_MEMBERS = (
+    *("dtype", "shape", "device", "to_device"),
+    *("__add__", "__sub__", "__mul__", "__truediv__", "__neg__", "__lt__", "__le__", "__gt__", "__ge__", "__ne__"),
+    *("__getitem__", "__int__"),
+)
 
 # The exponents of a float32 are halved away in this order, upwards and downwards.
 _EXPONENT_STEPS = (64, 32, 16, 8, 4, 2, 1)
@@ -100,7 +135,7 @@ def unscale_arrays(
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)
-    inverses = PerDevice(reciprocal(state.scale))
+    first, second = map(PerDevice, inverse_factors(state.scale))
     nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
@@ -108,7 +143,7 @@ def unscale_arrays(
         xp = array_namespace(x)
         kind = kind_of(x)
         wide = xp.astype(x, xp.float32) if kind is Kind.NARROW else x
-        wide = multiply(xp, wide, inverses.on(x))
+        wide = multiply(xp, multiply(xp, wide, first.on(x)), second.on(x))
         stored_dtype = x.dtype if wanted_dtype is None or (kind is Kind.COMPLEX and out is None) else wanted_dtype
         stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
         unscaled.append(stored)
@@ -136,6 +171,18 @@ def check_real_dtype(like: Array, dtype: Any) -> None:
     if not accepted:
         msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {dtype!r}"
         raise InvalidValueError(msg)
+
+
+def inverse_factors(scale: Array) -> tuple[Array, Array]:
+    """Return two 0-d float32 arrays; multiplying by the first and then the second is dividing by the scale.
+
+    The second is the reciprocal and the first is 1, unless the reciprocal is subnormal: compilers such as XLA take
+    subnormal numbers for 0, and with them every gradient. Then a quarter is the first.
+    """
+    xp = array_namespace(scale)
+    one, quarter = xp.full_like(scale, 1.0), xp.full_like(scale, 0.25)
+    first = xp.where(scale > xp.full_like(scale, 2.0**126), quarter, one)
+    return xp.asarray(first), reciprocal(scale * first)
 
 
 def reciprocal(x: Array) -> Array:

@@ -21,7 +21,16 @@ class GenericBackend:
     name = "generic"
 
     def read(self, x: Array, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints; the standard converts only 0-d arrays, so one by one."""
+        """Return a 1-d int32 array as Python ints, computed once where the library is lazy.
+
+        The standard converts only 0-d arrays, and so element by element; a lazy library (dask, cubed) would compute all
+        that the array depends on for each. What it calls ``compute`` gives an array of values, and ``tolist``, where
+        there is one, all of them at once.
+        """
+        if hasattr(x, "compute"):
+            x = x.compute()
+        if hasattr(x, "tolist"):
+            return [int(value) for value in x.tolist()]
         return [int(x[index]) for index in range(x.shape[0])]
 
     def unscale(

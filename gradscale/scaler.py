@@ -77,7 +77,6 @@ class GradScaler(StatefulScale):
             "growth_interval": growth_interval,
         }
         super().__init__(policy, factors, enabled, backend)
-        self._packer = agreement.Packer()
         self._closure_state: ScaleState | None = None
 
     def scale(self, outputs: Any) -> Any:
@@ -253,7 +252,7 @@ class GradScaler(StatefulScale):
         CallOrderError
             In the middle of an iteration.
         """
-        return super().__getstate__() | {"_packer": agreement.Packer(), "_closure_state": None}
+        return super().__getstate__() | {"_closure_state": None}
 
     # What a scaler over a group replaces.
 
@@ -363,6 +362,7 @@ class GradScaler(StatefulScale):
             # One read for both: the group's answer, and what this rank has put in.
             both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
             agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
+        self._settle(progress, agreed)
         return agreement.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(progress))
 
     def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:

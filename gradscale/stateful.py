@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, device
 
 from gradscale import checkpoint, registry, validation
+from gradscale.agreement import Packer
 from gradscale.arithmetic import Kind, has_float64, kind_of
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.identity import IdentityMap
-from gradscale.iteration import Iteration
+from gradscale.iteration import Iteration, Progress
 from gradscale.policy import DynamicScale
 from gradscale.protocols import Array, Backend, Policy
 from gradscale.report import StepReport
@@ -61,6 +63,7 @@ class StatefulScale:
         self._state: ScaleState | None = None
         self._restored: dict[str, Any] = {}
         self._iteration = Iteration(1)
+        self._packer = Packer()
         self._reports: IdentityMap[StepReport] = IdentityMap()
 
     def __repr__(self) -> str:
@@ -146,6 +149,7 @@ class StatefulScale:
         # Numbers instead of arrays: they belong to no device, and the next array says where the state goes.
         kept["_restored"] = dict(self._restored) if self._state is None else self._snapshot()
         kept["_state"] = None
+        kept["_packer"] = Packer()
         kept["_iteration"] = (self._iteration.number, self._iteration.scaled)
         del kept["_reports"]
         return kept
@@ -181,6 +185,19 @@ class StatefulScale:
             self._restored["scale"] = scale
         else:
             self._state = _place(self._state, {"scale": scale})
+
+    def _settle(self, progress: Progress, agreed: Sequence[int]) -> None:
+        """Put what the host has read in the place of what a lazy library only plans.
+
+        Its plans would otherwise hold all iterations before, and each read compute them again.
+        """
+        if not hasattr(progress.agreed, "compute"):
+            return
+        xp = array_namespace(progress.agreed)
+        progress.agreed = xp.asarray(agreed, dtype=xp.int32)
+        if self._state is not None and self._state is self._packer.packed:
+            fields = (validation.float32_from_bits(agreed[2]), *agreed[3:6])
+            self._state = _place(self._state, dict(zip(ScaleState._fields, fields, strict=True)))
 
     def _checked_scale(self, new_scale: Any) -> float:
         """Return a new scale as a float: a number, or a 1-element array, which the host reads."""

@@ -59,6 +59,30 @@ def strict() -> Iterator[Library]:
         yield library
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out rows that would repeat another one, or take minutes.
+
+    The row ``jax-jit`` is for modules that say ``TRACED = True``; elsewhere it is the row ``jax``. The row ``dask``,
+    where each operation is planned, is not for those that say ``LONG = True``.
+    """
+    left_out = {item for item in items if _is_left_out(_row(item), item)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _row(item: pytest.Item) -> str | None:
+    specification = getattr(item, "callspec", None)
+    return specification.params.get("arrays") if specification is not None else None
+
+
+def _is_left_out(row: str | None, item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    return (row == "jax-jit" and not getattr(module, "TRACED", False)) or (
+        row == "dask" and getattr(module, "LONG", False)
+    )
+
+
 def _world() -> Any:
     """Return MPI.COMM_WORLD if this process is one of several, else None; mpi4py is not imported for the question."""
     mpi = sys.modules.get("mpi4py.MPI")

@@ -20,6 +20,9 @@ from optimizers import Tree, iterate
 
 from gradscale import DynamicScale, GradScaler, StateDictError, StaticScale
 
+# See conftest.py.
+LONG = True
+
 POLICIES = {
     "default": DynamicScale(),
     "everything": DynamicScale(

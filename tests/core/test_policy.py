@@ -15,6 +15,9 @@ from runs import follow, scales, start
 
 from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
 
+# Pure functions, and many calls of them; see conftest.py.
+TRACED = LONG = True
+
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = 2**31 - 1

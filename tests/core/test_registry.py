@@ -153,7 +153,7 @@ def test_an_adapter_that_fails_otherwise_keeps_the_cause(install: Install, monke
 def test_an_adapter_without_the_methods_of_one_is_an_error(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(("numpy", "gradscale_mine:backend"))
     module(monkeypatch, "gradscale_mine", backend=object())
-    with pytest.raises(BackendError, match="must have name, read, unscale, example and fingerprint"):
+    with pytest.raises(BackendError, match="must have name, read, unscale, placement, example and fingerprint"):
         registry.backend_for(np.zeros(1))
 
 

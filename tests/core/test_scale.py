@@ -17,6 +17,9 @@ from runs import start
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError
 
+# The pure functions; see conftest.py.
+TRACED = True
+
 
 class Outputs(NamedTuple):
     loss: Any

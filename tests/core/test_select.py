@@ -11,6 +11,9 @@ from libraries import Library
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
 
+# The pure functions; see conftest.py.
+TRACED = True
+
 
 @pytest.mark.parametrize("pred", [True, False])
 def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library, pred: bool) -> None:

@@ -13,6 +13,9 @@ from runs import start
 import gradscale
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError
 
+# The pure functions; see conftest.py.
+TRACED = True
+
 
 def unscale(arrays: Library, grads: Any, out: Any, **options: Any) -> tuple[Any, int]:
     """Return the gradients divided by 8, and the count."""

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
+from jax_devices import require_jax
+from jax_tracing import trace_pure_functions
 from numpy.typing import NDArray
 
 from gradscale import registry
@@ -48,13 +50,24 @@ class Library:
         return self.name in ("numpy", "torch")
 
     @property
+    def is_slow(self) -> bool:
+        """Return whether small operations take long: they are compiled for each shape and dtype, or planned."""
+        return self.name.startswith("jax") or self.name == "dask"
+
+    @property
+    def flushes_subnormals(self) -> bool:
+        """Return whether the library's compiler takes float32 numbers below 2**-126 for 0, as XLA does on a CPU."""
+        return self.name.startswith("jax")
+
+    @property
     def reals(self) -> tuple[str, ...]:
         """Return the names of all real floating dtypes."""
         return (*self.halves, *REALS)
 
     def dtype(self, name: str) -> Any:
         """Return a dtype of this library by its name."""
-        return getattr(self.xp, name)
+        # dask computes in any dtype of NumPy, and its namespace names those of the standard alone.
+        return np.dtype(name) if self.name == "dask" else getattr(self.xp, name)
 
     def asarray(self, values: Any, dtype: str = "float32", **options: Any) -> Any:
         """Return an array of this library; read-only in that row."""
@@ -64,7 +77,11 @@ class Library:
         return x
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
-        """Return the values as a NumPy array; half precision of torch as float32."""
+        """Return the values as a NumPy array; half precision of torch as float32, a lazy array computed."""
+        if self.name == "dask":
+            return np.array(x.compute())
+        if self.name.startswith("jax"):
+            return np.array(x.astype("float32") if x.dtype == "bfloat16" else x)
         if self.name.startswith("torch") and str(x.dtype) == "torch.bfloat16":
             x = x.float()
         return np.array(x) if self.name.startswith("numpy") else np.from_dlpack(x).copy()
@@ -124,12 +141,31 @@ def _torch_core() -> Library:
     return dataclasses.replace(_torch(), name="torch-core")
 
 
+def _dask() -> Library:
+    require("dask")
+    import array_api_compat.dask.array as xp
+
+    return Library("dask", xp, halves=("float16",))
+
+
+def _jax() -> Library:
+    xp = require_jax().numpy
+    return Library("jax", xp, halves=("float16", "bfloat16"))
+
+
+def _jax_jit() -> Library:
+    return dataclasses.replace(_jax(), name="jax-jit")
+
+
 _MAKERS = {
     "numpy": _numpy,
     "numpy-readonly": _numpy_readonly,
     "strict": _strict,
     "torch": _torch,
     "torch-core": _torch_core,
+    "dask": _dask,
+    "jax": _jax,
+    "jax-jit": _jax_jit,
 }
 
 # A new library is a function above, and its row and marks here.
@@ -139,6 +175,9 @@ ROWS: Sequence[Any] = [
     pytest.param("strict", id="strict"),
     pytest.param("torch", id="torch", marks=pytest.mark.torch),
     pytest.param("torch-core", id="torch-core", marks=pytest.mark.torch),
+    pytest.param("dask", id="dask"),
+    pytest.param("jax", id="jax", marks=pytest.mark.jax),
+    pytest.param("jax-jit", id="jax-jit", marks=pytest.mark.jax),
 ]
 
 
@@ -150,6 +189,8 @@ def opened(name: str) -> Iterator[Library]:
     - ``numpy-readonly`` and ``torch-core`` go through the pure core; the arrays of the first raise when they are
       written to.
     - ``strict`` goes through the pure core, with every optional part of the standard switched off.
+    - ``jax`` goes through its adapter, with float64; in ``jax-jit`` the pure functions are traced as a whole.
+    - ``dask`` goes through the pure core, too, and computes in this thread, where and when a value is asked for.
     """
     library = _MAKERS[name]()
     with pytest.MonkeyPatch.context() as patch:
@@ -159,6 +200,21 @@ def opened(name: str) -> Iterator[Library]:
         if name == "strict":
             flags = {"boolean_indexing": False, "data_dependent_shapes": False, "enabled_extensions": ()}
             with library.xp.ArrayAPIStrictFlags(**flags):
+                yield library
+        elif name.startswith("jax"):
+            if name == "jax-jit":
+                trace_pure_functions(patch)
+            jax = require_jax()
+            # For every thread, and not for this one alone.
+            jax.config.update("jax_enable_x64", True)
+            with jax.numpy_rank_promotion("raise"):
+                yield library
+            jax.config.update("jax_enable_x64", False)
+        elif name == "dask":
+            import dask
+
+            # Its optimizer takes longer than these small graphs.
+            with dask.config.set(scheduler="synchronous", array_optimize=None):
                 yield library
         else:
             yield library

@@ -1,0 +1,155 @@
+"""Libraries without an adapter: dask computes nothing before the host read, and once for it; ndonnx is eager."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from libraries import Library, opened
+from optimizers import Tree
+
+import gradscale
+from gradscale import DynamicScale, GradScaler, arithmetic, registry
+from gradscale.generic import GenericBackend
+
+
+class Computations:
+    """A scheduler of dask that counts how often it is asked to compute."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: Any, keys: Any, **options: Any) -> Any:
+        from dask.local import get_sync
+
+        self.count += 1
+        return get_sync(graph, keys, **options)
+
+
+@pytest.fixture
+def dask() -> Iterator[Library]:
+    """Return dask's row."""
+    with opened("dask") as library:
+        yield library
+
+
+@pytest.fixture
+def computations(dask: Library) -> Iterator[Computations]:
+    """Return the count of what dask computes from now on."""
+    from dask import config
+
+    scheduler = Computations()
+    with config.set(scheduler=scheduler):
+        assert dask.item(dask.asarray(1.0)) == 1.0
+        assert scheduler.count == 1, "the count must see a computation"
+        scheduler.count = 0
+        yield scheduler
+
+
+@pytest.mark.parametrize("policy", [DynamicScale(), DynamicScale(tolerance=0.3), DynamicScale(at_min="raise")])
+def test_dask_computes_nothing_in_the_functions_of_the_core(
+    dask: Library, computations: Computations, policy: DynamicScale
+) -> None:
+    loss, grads = dask.asarray(1.0), [dask.asarray([2.0, math.inf]), dask.asarray([1.0], "float16")]
+    state = policy.init(loss)
+    gradscale.scale([loss, *grads], state)
+    unscaled, nonfinite = gradscale.unscale(grads, state)
+    new = policy.update(state, nonfinite)
+    chosen = gradscale.select(nonfinite == 0, unscaled, grads)
+    policy.exhausted(new)
+    fingerprint = arithmetic.fingerprint(new)
+    assert computations.count == 0
+    assert dask.item(nonfinite) == 1
+    dask.assert_array(chosen[0], [2.0, math.inf])
+    assert dask.to_numpy(fingerprint)[0] == np.float32(dask.item(new.scale)).view(np.int32)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
+def test_the_scaler_computes_once_for_each_step_of_dask(
+    dask: Library, computations: Computations, explicit: bool
+) -> None:
+    scaler = GradScaler(init_scale=8.0)
+    for value in (1.0, math.inf, 1.0):
+        before = computations.count
+        scaler.scale(dask.asarray(1.0))
+        optimizer = Tree([dask.asarray([value]), dask.asarray([value, 3.0])])
+        if explicit:
+            scaler.unscale_(optimizer)
+        assert computations.count == before
+        scaler.step(optimizer)
+        assert computations.count == before + 1
+        scaler.update()
+        assert computations.count == before + 1
+        assert optimizer.steps == (0 if math.isinf(value) else 1)
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library, optimizers: int) -> None:
+    scaler = GradScaler(init_scale=8.0, policy=None, growth_interval=3)
+    sizes = []
+    for iteration in range(8):
+        scaler.scale(dask.asarray(1.0))
+        for _ in range(optimizers):
+            scaler.step(Tree([dask.asarray([math.inf if iteration == 3 else 1.0])]))
+        scaler.update()
+        state = scaler._state
+        assert state is not None
+        sizes.append(len(dict(state.scale.dask)))
+    assert max(sizes[2:]) <= max(sizes[:2]), sizes
+    assert scaler.get_scale() == 16.0
+
+
+def test_arrays_of_dask_in_chunks_are_judged_in_every_chunk(dask: Library) -> None:
+    from dask import array
+
+    state = DynamicScale(init_scale=4.0).init(dask.asarray(1.0))
+    for place in range(6):
+        values = np.arange(6, dtype=np.float32)
+        values[place] = np.nan
+        unscaled, nonfinite = gradscale.unscale([array.from_array(values, chunks=2)], state)
+        assert dask.item(nonfinite) == 1
+        dask.assert_array(unscaled[0], values / 4)
+
+
+@pytest.fixture
+def ndonnx() -> Any:
+    """Return ndonnx, whose import warns that its values come from onnx's reference implementation."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="onnxruntime is not installed")
+        return require("ndonnx")
+
+
+def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
+    def array(values: Any, dtype: Any = np.float32) -> Any:
+        return ndonnx.asarray(np.asarray(values, dtype=dtype))
+
+    policy = DynamicScale(init_scale=8.0)
+    state = policy.init(array(1.0))
+    assert isinstance(registry.backend_for(state.scale), GenericBackend)
+    assert gradscale.scale(array(2.0), state).unwrap_numpy() == 16.0
+    grads = [array([8.0, 2.0]), array([1.0, np.nan]), array([4.0], np.float16)]
+    unscaled, nonfinite = gradscale.unscale(grads, state)
+    np.testing.assert_array_equal(unscaled[0].unwrap_numpy(), np.array([1.0, 0.25], np.float32), strict=True)
+    np.testing.assert_array_equal(unscaled[2].unwrap_numpy(), np.array([0.5], np.float16), strict=True)
+    new = policy.update(state, nonfinite)
+    expected = [int(np.float32(4.0).view(np.int32)), 0, 0, 0]
+    assert GenericBackend().read(arithmetic.fingerprint(new)) == expected
+    chosen = gradscale.select(nonfinite == array(0, np.int32), unscaled, grads)
+    np.testing.assert_array_equal(chosen[0].unwrap_numpy(), np.array([8.0, 2.0], np.float32), strict=True)
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf], ids=["clean", "overflow"])
+def test_ndonnx_takes_a_step_of_the_scaler(ndonnx: Any, value: float) -> None:
+    scaler = GradScaler(init_scale=8.0)
+    optimizer = Tree([ndonnx.asarray(np.array([value], np.float32))])
+    scaler.scale(ndonnx.asarray(np.float32(1.0)))
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.steps == (value == 1.0)
+    assert scaler.get_scale() == (8.0 if value == 1.0 else 4.0)

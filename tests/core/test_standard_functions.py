@@ -1,0 +1,177 @@
+"""What the core asks of an array library: exactly what gradscale.arithmetic lists, seen on array-api-strict."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from libraries import Library
+from optimizers import Tree
+
+import gradscale
+from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic
+from gradscale.testing import run_ranks
+
+# What the core may use of an array: every operator and attribute of the standard's array object.
+OPERATORS = (
+    *("abs", "add", "and", "bool", "complex", "dlpack", "dlpack_device", "eq", "float", "floordiv", "ge", "getitem"),
+    *("gt", "index", "int", "invert", "le", "lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "or", "pos", "pow"),
+    *("radd", "rmul", "rshift", "rsub", "rtruediv", "setitem", "sub", "truediv", "xor", "iadd", "imul", "array"),
+)
+ATTRIBUTES = ("dtype", "device", "ndim", "shape", "size", "T", "mT", "to_device")
+GROWTHS = ("interval", "first_interval_plus_one", "interval_plus_one")
+REFILLS = (("clean_step",), ("growth", "backoff"))
+BOUNDS: tuple[dict[str, Any], ...] = (
+    {"at_min": "clamp"},
+    {"at_min": "hold"},
+    {"at_min": "raise", "max_scale": 2.0**20},
+)
+
+
+class Recorded:
+    """The array namespace and arrays of a library, which note what gradscale itself asks them for."""
+
+    def __init__(self, library: Library, patch: pytest.MonkeyPatch) -> None:
+        self.functions: set[str] = set()
+        self.members: set[str] = set()
+        recorded, xp = self, library.xp
+
+        class Namespace:
+            __name__ = xp.__name__
+
+            def __getattr__(self, name: str) -> Any:
+                if _asked_by_gradscale():
+                    recorded.functions.add(name)
+                return getattr(xp, name)
+
+        namespace = Namespace()
+        kind = type(library.asarray(1.0))
+        patch.setattr(kind, "__array_namespace__", lambda _self, **_options: namespace)
+        for name in (*(f"__{operator}__" for operator in OPERATORS), *ATTRIBUTES):
+            if hasattr(kind, name):
+                patch.setattr(kind, name, self._member(name, getattr(kind, name)))
+
+    def _member(self, name: str, original: Any) -> Any:
+        if isinstance(original, property):
+
+            def read(x: Any) -> Any:
+                if _asked_by_gradscale():
+                    self.members.add(name)
+                return original.__get__(x)
+
+            return property(read)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _asked_by_gradscale():
+                self.members.add(name)
+            return original(*args, **kwargs)
+
+        return call
+
+
+def _asked_by_gradscale() -> bool:
+    """Tell whether gradscale, or array_api_compat for it, uses the library: what the library uses itself is its own."""
+    name = sys._getframe(2).f_globals["__name__"]
+    return str(name).partition(".")[0] in ("gradscale", "array_api_compat")
+
+
+@pytest.fixture
+def recorded(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """Return the record of what is asked for from now on."""
+    record = Recorded(strict, monkeypatch)
+    yield record
+    monkeypatch.undo()
+
+
+def policies() -> list[Any]:
+    """Return a policy with each setting that computes something of its own."""
+    rules = [
+        DynamicScale(growth_after=after, hysteresis=patience, hysteresis_refill=refill, growth_factor=factor, **bound)
+        for after in GROWTHS
+        for refill in REFILLS
+        for patience in (1, 3)
+        for factor in (2.0, 1.7)
+        for bound in BOUNDS
+    ]
+    return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in BOUNDS), StaticScale(8.0)]
+
+
+def functional_step(library: Library, policy: Any) -> None:
+    """Use each function of the core once, with a clean step and with an overflow."""
+    gradients = [library.asarray([1.0, 2.0], dtype) for dtype in ("float32", "float64", "complex64", "complex128")]
+    gradients.append(library.asarray([3], "int32"))
+    bad = [library.asarray([math.inf])]
+    state = policy.init(gradients[0])
+    gradscale.scale([library.asarray(1.0), *gradients], state)
+    for grads in (gradients, bad):
+        unscaled, nonfinite = gradscale.unscale(grads, state)
+        gradscale.unscale(grads, state, dtype=library.dtype("float64"))
+        gradscale.unscale(grads, state, out=grads)
+        chosen = gradscale.select(nonfinite == library.asarray(0, "int32"), unscaled, grads)
+        assert len(chosen) == len(grads)
+        state = policy.backoff(policy.update(state, nonfinite))
+        policy.update(state, nonfinite != library.asarray(0, "int32"))
+        policy.exhausted(state)
+    library.state(state)
+
+
+def several_devices(library: Library) -> None:
+    """Use gradients, a verdict and a predicate on another device than the state's."""
+    away = library.xp.Device("device1")
+    gradients = [library.asarray([1.0, 2.0]), library.asarray([1.0], device=away)]
+    policy = DynamicScale()
+    state = policy.init(gradients[0])
+    gradscale.scale(gradients, state)
+    unscaled, nonfinite = gradscale.unscale(gradients, state)
+    assert nonfinite.shape == ()
+    gradscale.select(library.asarray(True, "bool", device=away), unscaled, gradients)
+    policy.update(state, library.asarray(0, "int32", device=away))
+
+
+def train(library: Library, scaler: GradScaler) -> None:
+    """Use the scaler's whole protocol, and what it saves."""
+    for value in (1.0, math.nan, 1.0):
+        optimizer = Tree([library.asarray([value])])
+        scaler.scale(library.asarray(1.0))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.steps == (value == 1.0)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.scale(library.asarray(1.0))
+    scaler.update(library.asarray([4.0]))
+    assert scaler.get_scale() == 4.0
+
+
+def use_everything(library: Library) -> None:
+    """Run all of the core that computes on arrays."""
+    for policy in policies():
+        functional_step(library, policy)
+    several_devices(library)
+    for policy in (DynamicScale(), DynamicScale(at_min="raise")):
+        train(library, GradScaler(policy=policy))
+        run_ranks(2, lambda collectives: train(library, ShardedGradScaler(group=collectives)))
+
+
+def test_the_core_asks_for_the_listed_functions_and_no_others(strict: Library, recorded: Recorded) -> None:
+    use_everything(strict)
+    assert recorded.functions == set(arithmetic.STANDARD_FUNCTIONS) | set(arithmetic.STANDARD_DTYPES)
+
+
+def test_the_core_asks_for_the_listed_members_of_arrays_and_no_others(strict: Library, recorded: Recorded) -> None:
+    use_everything(strict)
+    assert recorded.members == set(arithmetic.STANDARD_MEMBERS)
+
+
+def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded) -> None:
+    source = "def isfinite_and_more(xp, x):\n    return xp.isfinite(xp.tan(x) ** x)\n"
+    scope: dict[str, Any] = {"__name__": "gradscale.novelty"}
+    exec(source, scope)
+    x = strict.asarray([1.0])
+    scope["isfinite_and_more"](x.__array_namespace__(), x)
+    assert (recorded.functions, recorded.members) == ({"isfinite", "tan"}, {"__pow__"})
+    strict_sum = x + x
+    assert recorded.members == {"__pow__"}, f"the test's own {strict_sum} was counted"
