@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from gradscale.errors import BackendNotAvailableError
 from gradscale_jax.arrays import JaxBackend
 from gradscale_jax.gradients import Scaled, value_and_grad
 from gradscale_jax.lax import AxisCollectives, agree
 from gradscale_jax.trees import scale, select, unscale
 from gradscale_jax.verdict import Verdict
 
+if TYPE_CHECKING:
+    from gradscale_jax.optax import ScaledOptimizerState, scale_state, scaled, verdict_of
+
 __all__ = [
     "AxisCollectives",
     "JaxBackend",
     "Scaled",
+    "ScaledOptimizerState",
     "Verdict",
     "agree",
     "backend",
     "scale",
+    "scale_state",
+    "scaled",
     "select",
     "unscale",
     "value_and_grad",
+    "verdict_of",
 ]
 
 backend = JaxBackend()
 """What the entry points ``jax`` (traced values) and ``jaxlib`` (arrays) name."""
+
+_OF_OPTAX = ("ScaledOptimizerState", "scale_state", "scaled", "verdict_of")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs optax when it is asked for.
+
+    Raises
+    ------
+    BackendNotAvailableError
+        When optax is not installed.
+    """
+    if name not in _OF_OPTAX:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    try:
+        from gradscale_jax import optax
+    except ModuleNotFoundError as error:
+        if error.name != "optax":
+            raise
+        msg = f"gradscale_jax.{name} needs optax; install it with: python -m pip install 'gradscale[optax]'"
+        raise BackendNotAvailableError(msg) from error
+    return getattr(optax, name)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradscale import ScaleState
-from gradscale.arithmetic import Kind, check_real_dtype, kind_of, multiply, reciprocal
+from gradscale.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
 from gradscale.errors import InvalidTypeError
 
 __all__ = ["JaxBackend", "count_nonfinite", "unscale_leaves"]
@@ -107,7 +107,7 @@ class JaxBackend:
         return unscaled, nonfinite
 
 
-def _stored_dtypes(grads: Sequence[Any], dtype: Any, out: Sequence[Any] | None) -> list[Any]:
+def _stored_dtypes(grads: Sequence[Any], dtype: Any, out: Sequence[Any] | None = None) -> list[Any]:
     """Return the dtype that each unscaled gradient has."""
     if out is not None:
         return [target.dtype for target in out]
@@ -116,14 +116,33 @@ def _stored_dtypes(grads: Sequence[Any], dtype: Any, out: Sequence[Any] | None) 
     return [grad.dtype if kind_of(grad) is Kind.COMPLEX else jnp.dtype(dtype) for grad in grads]
 
 
-def unscale_leaves(grads: list[Any], scale: Any, dtypes: Sequence[Any]) -> tuple[list[Any], Any]:
+def unscale_leaves(grads: Sequence[Any], scale: Any, dtypes: Sequence[Any]) -> tuple[list[Any], Any]:
     """Return the unscaled arrays in the wanted dtypes, and how many are not finite; traceable."""
-    inverse = reciprocal(scale)
+    factor, divisor = _factor_and_divisor(scale)
     unscaled = []
     for grad, dtype in zip(grads, dtypes, strict=True):
-        wide = grad.astype(jnp.float32) if kind_of(grad) is Kind.NARROW else grad
-        unscaled.append(multiply(jnp, wide, inverse).astype(dtype))
+        # Complex numbers part by part: strict promotion refuses one times a real number.
+        parts = [grad.real, grad.imag] if kind_of(grad) is Kind.COMPLEX else [grad]
+        wide = [part.astype(jnp.float32) if kind_of(part) is Kind.NARROW else part for part in parts]
+        divided = [part * factor.astype(part.dtype) / divisor.astype(part.dtype) for part in wide]
+        whole = lax.complex(*divided) if len(divided) > 1 else divided[0]
+        unscaled.append(whole.astype(dtype))
     return unscaled, count_nonfinite(unscaled)
+
+
+def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
+    """Return two 0-d float32: multiplying by one and dividing by the other gives the bits of the pure core.
+
+    One of them is 1 but for scales whose reciprocal is subnormal, which XLA takes for 0. A power of two divides
+    exactly. A multiplication alone would give the same bits more slowly: XLA repeats it in every use of its result, and
+    reads the gradients again for each, but a division it makes once.
+    """
+    one, quarter = jnp.ones_like(scale), jnp.full_like(scale, 0.25)
+    mantissa = lax.bitcast_convert_type(scale, jnp.int32) & 0x7FFFFF
+    is_power_of_two = mantissa == 0
+    shrunk = jnp.where(scale > 2.0**126, quarter, one)
+    factor = jnp.where(is_power_of_two, one, reciprocal(scale * shrunk))
+    return factor, jnp.where(is_power_of_two, scale, one / shrunk)
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)

@@ -15,7 +15,7 @@ from typing import Any
 from measure import Row
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-_DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "mpi4py")
+_DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
 
 
 def main() -> int:
@@ -68,10 +68,11 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _cases() -> dict[str, Callable[[bool], list[Row]]]:
     import agreement
+    import jax_scaling
     import torch_scalers
     import unscaling
 
-    return {**unscaling.CASES, "agreement": agreement.rows, **torch_scalers.CASES}
+    return {**unscaling.CASES, "agreement": agreement.rows, **torch_scalers.CASES, **jax_scaling.CASES}
 
 
 def _print_table(rows: list[Row]) -> None:

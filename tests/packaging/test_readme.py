@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=r
 
 
 def test_every_block_of_python_is_run() -> None:
-    assert {name for name, _ in BLOCKS} == {"mpi", "functional", "single", "adapter", "testing", "torch"}
+    assert {name for name, _ in BLOCKS} == {"mpi", "functional", "single", "adapter", "testing", "torch", "jax"}
     assert len(re.findall(r"```python", README)) == len(BLOCKS)
 
 
@@ -25,8 +25,8 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
     program = tmp_path / f"block_{name}.py"
     program.write_text(code)
     command = [sys.executable, str(program)]
-    if name == "torch":
-        require("torch")
+    if name in ("torch", "jax"):
+        require(name)
     if name == "mpi":
         require("mpi")
         command = mpi_command(2, program)

@@ -1,0 +1,290 @@
+"""scaled: an optax transformation that unscales, agrees, and leaves its inner one alone on steps that overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradscale import ScaleState
+from gradscale.arithmetic import check_real_dtype
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.protocols import Policy
+from gradscale.validation import LARGEST_INT32
+from gradscale_jax import trees
+from gradscale_jax.lax import agree
+from gradscale_jax.verdict import Verdict
+
+__all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]
+
+
+class ScaledOptimizerState(NamedTuple):
+    """State of :func:`scaled`; a pytree of arrays, whose dtypes and shapes never change.
+
+    Attributes
+    ----------
+    scale_state : ScaleState
+        To scale the next loss with; :func:`scale_state` finds it.
+    inner_state : pytree
+        Of the inner transformation, as its last step that was taken left it.
+    verdict : Verdict
+        Of the last step; before the first one a clean verdict. :func:`verdict_of` finds it.
+    skipped : array
+        0-d int32: steps skipped so far; stays at the largest int32.
+    """
+
+    scale_state: ScaleState
+    inner_state: Any
+    verdict: Verdict
+    skipped: jax.Array
+
+
+def scaled(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    policy: Policy,
+    *,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Make an optax transformation take gradients of a scaled loss, and skip the steps that overflow.
+
+    Parameters
+    ----------
+    tx : optax.GradientTransformation
+        Sees unscaled gradients. Everything that has a state or a threshold belongs in here: clipping, schedules,
+        weight decay, ``optax.MultiSteps``, ``optax.masked``, ``optax.partition``.
+    policy : Policy
+        Such as ``gradscale.DynamicScale()``.
+    axis_name : str or tuple of str, optional
+        Named axes of ``jax.shard_map`` whose ranks agree: all step, or none does. One ``pmax`` of 64 bytes. Default:
+        none, which is right under plain jit, whose gradients are whole arrays.
+    dtype : dtype, optional
+        Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters, such
+        as float32 for float16 parameters. Default: that of each gradient.
+
+    Returns
+    -------
+    optax.GradientTransformationExtraArgs
+        Its state is a :class:`ScaledOptimizerState`. Its ``update`` takes gradients of
+        ``gradscale_jax.scale(loss, scale_state(opt_state))`` and returns updates for ``optax.apply_updates``: where the
+        verdict is not finite they are zeros (negative ones, so that not even the sign of a parameter's zero changes),
+        and ``tx`` is as if it had not been called. Extra arguments reach ``tx`` as they are: give it the loss
+        (``value=``) that is not scaled. Nothing is modified; no host read.
+
+    Raises
+    ------
+    InvalidTypeError
+        When ``tx`` is no transformation, or ``policy`` no policy; from ``update``: for a state of another
+        transformation, for leaves that are no arrays, or when the dtypes of the state of ``tx`` change in a step.
+    InvalidValueError
+        From ``init``: for a ``dtype`` that is not real floating; when it stands inside ``optax.masked`` or
+        ``optax.partition``, which would let other gradients pass as they are, still scaled; or inside another one.
+    CallOrderError
+        From ``update``: when ``axis_name`` is not bound.
+
+    Notes
+    -----
+    Let it be the outermost transformation. What precedes it in an ``optax.chain`` sees scaled gradients, and what
+    follows it sees a skipped step as a step with zero updates. ``optax.MultiSteps`` and ``optax.apply_if_finite``
+    around it hide overflows from it, or keep them for good.
+    """
+    inner = _require_transformation(tx)
+    _require_policy(policy)
+
+    def init(params: Any) -> ScaledOptimizerState:
+        _refuse_masked(params)
+        scale_state = policy.init(_beside(params))
+        check_real_dtype(scale_state.scale, dtype)
+        inner_state = jax.tree.map(_strong, inner.init(_cast(params, dtype)))
+        if _states_in(inner_state):
+            msg = "scaled() must not stand inside another scaled(), which would divide the gradients twice: use one"
+            raise InvalidValueError(msg)
+        zero = jnp.zeros_like(scale_state.growth_tracker)
+        # Compiled, since its results then are on no chosen device unless the state is.
+        verdict = jax.jit(lambda state: agree(zero, state, policy))(scale_state)
+        return ScaledOptimizerState(scale_state, inner_state, verdict, zero)
+
+    def update(
+        updates: Any, state: ScaledOptimizerState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ScaledOptimizerState]:
+        if not isinstance(state, ScaledOptimizerState):
+            msg = f"the state must be the one that init(params) of this transformation returned, got {state!r}"
+            raise InvalidTypeError(msg)
+        _refuse_masked(updates)
+        # A checkpoint may have come back as NumPy arrays.
+        state = jax.tree.map(_strong, state)
+        grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
+        verdict = agree(nonfinite, state.scale_state, policy, axis_name)
+        inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
+        _require_same_dtypes(state.inner_state, inner_state)
+        updated = policy.update(state.scale_state, verdict.nonfinite)
+        skip = jnp.logical_and(jnp.logical_not(verdict.finite), state.skipped < LARGEST_INT32)
+        return _select_updates(verdict.finite, inner_updates), ScaledOptimizerState(
+            trees.select(verdict.desynced, state.scale_state, updated),
+            trees.select(verdict.finite, inner_state, state.inner_state),
+            verdict,
+            state.skipped + skip.astype(jnp.int32),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+def scale_state(opt_state: Any) -> ScaleState:
+    """Return the scale state in an optax state, for ``gradscale_jax.scale(loss, scale_state(opt_state))``.
+
+    Parameters
+    ----------
+    opt_state : pytree
+        Holds one :class:`ScaledOptimizerState`, in any nesting; a whole train state is fine.
+
+    Returns
+    -------
+    ScaleState
+        No host read.
+
+    Raises
+    ------
+    InvalidValueError
+        When it holds none, or several: one loss has one scale.
+    """
+    return ScaleState(*_arrays(_only_state(opt_state).scale_state))
+
+
+def verdict_of(opt_state: Any) -> Verdict:
+    """Return the verdict on the last step: for ``gradscale_jax.select`` on other state, for logs, or ``check(policy)``.
+
+    Parameters
+    ----------
+    opt_state : pytree
+        As ``update`` has returned it; holds one :class:`ScaledOptimizerState`, in any nesting.
+
+    Returns
+    -------
+    Verdict
+        No host read; a clean one before the first step.
+
+    Raises
+    ------
+    InvalidValueError
+        When it holds none, or several.
+    """
+    return Verdict(*_arrays(_only_state(opt_state).verdict))
+
+
+def _only_state(opt_state: Any) -> ScaledOptimizerState:
+    found = _states_in(opt_state)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        msg = (
+            f"opt_state must hold the state of gradscale_jax.scaled(tx, policy), got {type(opt_state).__name__} "
+            f"without one; give what init(params) of that transformation returned (checkpoints: restore into it)"
+        )
+    else:
+        msg = (
+            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy), got {len(found)}: one loss has one "
+            f"scale; put one scaled() around optax.chain or optax.partition, or give the part that is meant"
+        )
+    raise InvalidValueError(msg)
+
+
+def _arrays(fields: Sequence[Any]) -> list[Any]:
+    """Return the JAX arrays in the fields of a state.
+
+    A checkpoint may have come back as NumPy arrays, and flax's NNX wraps each leaf in a variable.
+    """
+    leaves = [jax.tree.leaves(field) for field in fields]
+    return [_strong(only[0]) if len(only) == 1 else field for only, field in zip(leaves, fields, strict=True)]
+
+
+def _states_in(tree: Any) -> list[ScaledOptimizerState]:
+    """Return the states of scaled() in a tree, those within others too."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ScaledOptimizerState))
+    found = [leaf for leaf in leaves if isinstance(leaf, ScaledOptimizerState)]
+    return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
+
+
+def _require_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that takes extra arguments."""
+    if isinstance(tx, optax.MultiSteps):
+        # Its own gradient_transformation() would drop them.
+        return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
+    if not isinstance(tx, optax.GradientTransformation):
+        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {tx!r}"
+        raise InvalidTypeError(msg)
+    return optax.with_extra_args_support(tx)
+
+
+def _require_policy(policy: Any) -> None:
+    methods = ("init", "update", "exhausted")
+    if isinstance(policy, type) or not all(callable(getattr(policy, name, None)) for name in methods):
+        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {policy!r}"
+        raise InvalidTypeError(msg)
+
+
+def _refuse_masked(tree: Any) -> None:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if any(isinstance(node, optax.MaskedNode) for node in nodes):
+        msg = (
+            "scaled() must not stand inside optax.masked, optax.partition or optax.freeze: the leaves that these keep "
+            "from it, got here as optax.MaskedNode, would be applied while they are still scaled. Write "
+            "scaled(optax.masked(tx, mask), policy)"
+        )
+        raise InvalidValueError(msg)
+
+
+def _beside(params: Any) -> jax.Array:
+    """Return an array on the devices where the scale belongs: those of the leaf on the most of them."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    committed = [leaf for leaf in leaves if not isinstance(leaf, jax.core.Tracer) and leaf.committed]
+    return max(committed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
+
+
+def _strong(leaf: Any) -> Any:
+    """Return a leaf of a state as a JAX array that is not weakly typed, so that no step is compiled twice for it."""
+    if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+        leaf = jnp.asarray(leaf)
+    if isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False):
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
+
+
+def _cast(params: Any, dtype: Any) -> Any:
+    """Return parameters with their real floating leaves in a dtype, as the gradients come."""
+    if dtype is None:
+        return params
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_real_floating(leaf) else leaf, params)
+
+
+def _is_real_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _require_same_dtypes(old: Any, new: Any) -> None:
+    """Refuse a step that changes the dtypes of a state, which no loop could carry."""
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=False):
+        dtypes = getattr(before, "dtype", None), getattr(after, "dtype", None)
+        if None not in dtypes and dtypes[0] != dtypes[1]:
+            msg = (
+                f"the state of tx must keep its dtypes, got {dtypes[1]} after a step where init had made {dtypes[0]} "
+                f"of the parameters: give gradients in the dtype of the parameters, or dtype=jnp.float32 to scaled()"
+            )
+            raise InvalidTypeError(msg)
+
+
+def _select_updates(finite: jax.Array, updates: Any) -> Any:
+    """Return the updates where a step is taken, else zeros."""
+    leaves, treedef = jax.tree.flatten(updates)
+    # What is no JAX array is the gradient of an integer, float0, which has no value.
+    kept = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    chosen = iter(trees.select(finite, kept, [_zeros(leaf) for leaf in kept]))
+    return jax.tree.unflatten(treedef, [next(chosen) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+
+
+def _zeros(leaf: jax.Array) -> jax.Array:
+    zeros = jnp.zeros_like(leaf)
+    return -zeros if jnp.issubdtype(leaf.dtype, jnp.inexact) else zeros

@@ -1,0 +1,376 @@
+"""The state of scaled: over devices, through checkpoints, in flax, and without optax."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from jax_devices import COUNT, require_jax, require_mesh
+from optax_runs import assert_same_bits, first_params, gradients, scaled_step
+
+import gradscale
+
+pytestmark = pytest.mark.jax
+
+POLICY = gradscale.DynamicScale(init_scale=1024.0)
+# Every tracker counts.
+TOLERANT = gradscale.DynamicScale(init_scale=1024.0, growth_interval=7, tolerance=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _libraries() -> None:
+    require_jax()
+    require("optax")
+
+
+def on_each_device(tx: Any, states: Any, bad: int | None) -> tuple[Any, Any, Any]:
+    """Take a step with parameters that are sharded over 4 devices; the state is each device's own, along axis 0."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import PartitionSpec
+
+    params = {"weight": jnp.arange(8.0)}
+    grads = np.full(8, 1024.0, np.float32)
+    if bad is not None:
+        grads[2 * bad] = np.inf
+
+    def step(params: Any, states: Any, grads: Any) -> Any:
+        state = jax.tree.map(lambda leaf: leaf[0], states)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), updates, jax.tree.map(lambda leaf: leaf[None], state)
+
+    sharded = PartitionSpec("data")
+    mapped = jax.shard_map(step, mesh=require_mesh("data"), in_specs=sharded, out_specs=sharded)
+    left = jax.jit(mapped)(params, states, {"weight": jnp.asarray(grads)})
+    return jax.tree.map(np.asarray, left)
+
+
+def states_of(tx: Any) -> Any:
+    """Return the first state of each of 4 devices, stacked."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * COUNT), tx.init({"weight": jnp.zeros(2)}))
+
+
+def make(axis_name: str | None = "data", policy: Any = POLICY) -> Any:
+    import optax
+
+    import gradscale_jax
+
+    # Of the inner state only the count is one for all devices.
+    return gradscale_jax.scaled(optax.sgd(lambda count: 1.0 / (1.0 + count)), policy, axis_name=axis_name)
+
+
+@pytest.mark.parametrize("bad", range(COUNT))
+def test_all_devices_skip_whichever_holds_the_overflow(bad: int) -> None:
+    import jax
+
+    tx = make()
+    first = states_of(tx)
+    params, updates, states = on_each_device(tx, first, bad)
+    np.testing.assert_array_equal(params["weight"], np.arange(8.0))
+    np.testing.assert_array_equal(updates["weight"], np.zeros(8))
+    assert_same_bits(states.inner_state, first.inner_state)
+    np.testing.assert_array_equal(states.scale_state.scale, [512.0] * COUNT)
+    np.testing.assert_array_equal(states.skipped, [1] * COUNT)
+    for leaf in jax.tree.leaves(states):
+        assert_same_bits(leaf, np.stack([leaf[0]] * COUNT))
+
+
+def test_all_devices_step_when_none_holds_an_overflow() -> None:
+    tx = make()
+    params, _, states = on_each_device(tx, states_of(tx), None)
+    np.testing.assert_array_equal(params["weight"], np.arange(8.0) - 1.0)
+    np.testing.assert_array_equal(states.inner_state[1].count, [1] * COUNT)
+    np.testing.assert_array_equal(states.skipped, [0] * COUNT)
+
+
+def test_without_the_axis_the_devices_come_apart() -> None:
+    tx = make(axis_name=None)
+    _, _, states = on_each_device(tx, states_of(tx), 2)
+    np.testing.assert_array_equal(states.inner_state[1].count, [1, 1, 0, 1])
+    np.testing.assert_array_equal(states.scale_state.scale, [1024.0, 1024.0, 512.0, 1024.0])
+
+
+@pytest.mark.parametrize("drifted", range(COUNT))
+def test_a_device_that_has_drifted_stops_all_and_the_host_learns_of_it(drifted: int) -> None:
+    import jax
+
+    import gradscale_jax
+
+    tx = make()
+    first = states_of(tx)
+    scales = first.scale_state.scale.at[drifted].set(2.0)
+    first = first._replace(scale_state=first.scale_state._replace(scale=scales))
+    params, _, states = on_each_device(tx, first, None)
+    np.testing.assert_array_equal(params["weight"], np.arange(8.0))
+    assert_same_bits(states.scale_state, first.scale_state)
+    np.testing.assert_array_equal(states.skipped, [1] * COUNT)
+    with pytest.raises(gradscale.ScaleDesyncError, match=r"scale.*1024"):
+        gradscale_jax.verdict_of(jax.tree.map(lambda leaf: leaf[0], states)).check(POLICY)
+
+
+def test_a_replicated_state_stays_so_in_the_eyes_of_shard_map() -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import PartitionSpec
+
+    import gradscale_jax
+
+    tx = gradscale_jax.scaled(optax.sgd(0.5, momentum=0.5), POLICY, axis_name="data")
+    params = {"weight": jnp.ones(2)}
+
+    def step(params: Any, state: Any, rows: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return gradscale_jax.scale(jnp.mean(rows @ params["weight"]), gradscale_jax.scale_state(state)) / COUNT
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    one = PartitionSpec()
+    mapped = jax.jit(
+        jax.shard_map(step, mesh=require_mesh("data"), in_specs=(one, one, PartitionSpec("data")), out_specs=(one, one))
+    )
+    rows = np.ones((8, 2), np.float32)
+    state = tx.init(params)
+    params, state = mapped(params, state, rows)
+    np.testing.assert_array_equal(params["weight"], [0.5, 0.5])
+    rows[5, 0] = np.nan
+    after, state = mapped(params, state, rows)
+    assert_same_bits(after, params)
+    np.testing.assert_array_equal(state.inner_state[0].trace["weight"], [1.0, 1.0])
+    assert int(state.skipped) == 1
+
+
+@pytest.mark.parametrize("where", ["uncommitted", "device", "replicated", "sharded"])
+def test_the_state_is_made_beside_the_parameters_and_compiled_for_at_most_twice(where: str) -> None:
+    import jax
+    import optax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import gradscale_jax
+
+    mesh = require_mesh("data")
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = first_params()
+    if where == "device":
+        params = jax.device_put(params, mesh.devices[1])
+    elif where == "replicated":
+        params = jax.device_put(params, replicated)
+    elif where == "sharded":
+        params["bias"] = jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec("data")))
+    tx = gradscale_jax.scaled(optax.adam(0.5), POLICY)
+    state = tx.init(params)
+    placed = [leaf for part in (state.scale_state, state.verdict, state.skipped) for leaf in jax.tree.leaves(part)]
+    expected = {"uncommitted": None, "device": jax.sharding.SingleDeviceSharding(mesh.devices[1])}
+    sharding = expected.get(where, replicated)
+    for leaf in placed:
+        assert leaf.committed == (where != "uncommitted")
+        assert sharding is None or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    step = jax.jit(scaled_step(tx))
+    sizes = []
+    for index in range(4):
+        grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(4, frozenset({1})))
+        params, _, state = step(params, state, grads)
+        sizes.append(step._cache_size())
+    assert sizes[1:] == [sizes[1]] * 3
+    assert sizes[1] <= 2
+    assert int(state.skipped) == 1
+
+
+def trained(steps: range, params: Any = None, state: Any = None) -> tuple[Any, Any]:
+    """Return parameters and state after some steps, of which 1 and 6 overflow; after five no tracker is zero."""
+    import jax
+    import optax
+
+    import gradscale_jax
+
+    tx = gradscale_jax.scaled(optax.adam(0.1), TOLERANT)
+    params = first_params() if params is None else params
+    state = tx.init(params) if state is None else state
+    step = scaled_step(tx)
+    for index in steps:
+        grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(8, frozenset({1, 6})))
+        params, _, state = step(params, state, grads)
+    return params, state
+
+
+def through_tree_map(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    import jax
+
+    return jax.tree.map(lambda leaf: leaf, state)
+
+
+def through_flatten(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    import jax
+
+    return jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(state))
+
+
+def through_deepcopy(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    return copy.deepcopy(state)
+
+
+def through_pickle(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    return pickle.loads(pickle.dumps(state))
+
+
+def through_npz(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    import jax
+
+    file = io.BytesIO()
+    np.savez(file, *map(np.asarray, jax.tree.leaves(state)))
+    file.seek(0)
+    with np.load(file) as loaded:
+        return jax.tree.unflatten(jax.tree.structure(fresh), list(loaded.values()))
+
+
+def through_flax_bytes(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    serialization = __import__("flax.serialization").serialization
+    return serialization.from_bytes(fresh, serialization.to_bytes(state))
+
+
+def through_orbax(state: Any, fresh: Any, folder: Path) -> Any:
+    checkpoint = require("orbax")
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", fresh)
+
+
+WAYS = [
+    pytest.param(way, id=way.__name__)
+    for way in (
+        through_tree_map,
+        through_flatten,
+        through_deepcopy,
+        through_pickle,
+        through_npz,
+        through_flax_bytes,
+        through_orbax,
+    )
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(way: Any, tmp_path: Path) -> None:
+    if way is through_flax_bytes:
+        require("flax")
+    params, state = trained(range(5))
+    assert [int(tracker) for tracker in state.scale_state[1:]] == [3, 1, 5]
+    assert int(state.skipped) == 1
+    _, fresh = trained(range(0))
+    restored = way(state, fresh, tmp_path)
+    assert type(restored) is type(state)
+    assert_same_bits(restored, state)
+    assert_same_bits(trained(range(5, 7), params, restored), trained(range(5, 7), params, state))
+
+
+def test_a_field_that_a_checkpoint_loses_fails_the_comparison() -> None:
+    _, state = trained(range(5))
+    _, fresh = trained(range(0))
+    for field in ("scale_state", "inner_state", "skipped"):
+        with pytest.raises(AssertionError):
+            assert_same_bits(state._replace(**{field: getattr(fresh, field)}), state)
+
+
+def test_the_variables_of_nnx_are_taken_off() -> None:
+    require("flax")
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    import gradscale_jax
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.ones(2))
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, gradscale_jax.scaled(optax.sgd(0.5), POLICY), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, factor: Any) -> None:
+        state = gradscale_jax.scale_state(optimizer.opt_state)
+        grads = nnx.grad(lambda model: gradscale_jax.scale(jnp.sum(model.weight[...]) * factor, state))(model)
+        optimizer.update(model, grads)
+
+    for factor, weight, scale in ((1.0, 0.5, 1024.0), (np.inf, 0.5, 512.0), (0.5, 0.25, 512.0)):
+        step(model, optimizer, factor)
+        np.testing.assert_array_equal(model.weight[...], [weight] * 2)
+        found = gradscale_jax.scale_state(optimizer.opt_state).scale
+        assert isinstance(found, require_jax().Array)
+        assert float(found) == scale
+        assert bool(gradscale_jax.verdict_of(optimizer.opt_state).finite) == np.isfinite(factor)
+
+
+def test_the_state_in_a_flax_train_state_is_found() -> None:
+    require("flax")
+    import jax.numpy as jnp
+    import optax
+    from flax.training.train_state import TrainState
+
+    import gradscale_jax
+
+    tx = optax.chain(gradscale_jax.scaled(optax.sgd(0.5), POLICY), optax.identity())
+    train_state = TrainState.create(apply_fn=print, params={"weight": jnp.ones(2)}, tx=tx)
+    train_state = train_state.apply_gradients(grads={"weight": jnp.full(2, jnp.inf)})
+    assert float(gradscale_jax.scale_state(train_state).scale) == 512.0
+    np.testing.assert_array_equal(train_state.params["weight"], [1.0, 1.0])
+
+
+def test_the_parameters_in_the_state_can_be_told_from_the_rest() -> None:
+    import jax.numpy as jnp
+    import optax
+
+    import gradscale_jax
+
+    tx = gradscale_jax.scaled(optax.adam(0.5), POLICY)
+    state = tx.init({"weight": jnp.ones(2)})
+    marked = optax.tree_map_params(tx, lambda _: "sharded", state, transform_non_params=lambda _: "replicated")
+    assert marked.inner_state[0].mu == {"weight": "sharded"}
+    assert set(marked.scale_state) == set(marked.verdict) == {marked.skipped} == {"replicated"}
+
+
+def run_python(*lines: str) -> str:
+    """Return what a new process prints."""
+    program = "\n".join(lines)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.strip()
+
+
+def test_optax_is_imported_when_it_is_asked_for() -> None:
+    printed = run_python(
+        "import sys, gradscale_jax",
+        "print('optax' in sys.modules)",
+        "from gradscale_jax import scaled",
+        "print('optax' in sys.modules, scaled.__module__)",
+    )
+    assert printed.splitlines() == ["False", "True gradscale_jax.optax"]
+
+
+@pytest.mark.parametrize("name", ["scaled", "scale_state", "verdict_of", "ScaledOptimizerState"])
+def test_without_optax_the_error_names_the_extra(name: str) -> None:
+    printed = run_python(
+        "import sys",
+        "sys.modules['optax'] = None",
+        "import gradscale, gradscale_jax",
+        f"try: gradscale_jax.{name}",
+        "except gradscale.BackendNotAvailableError as error: print(error)",
+        "print(hasattr(gradscale_jax, 'scale'), hasattr(gradscale_jax, 'nothing'))",
+    )
+    assert f"gradscale_jax.{name} needs optax" in printed
+    assert "pip install 'gradscale[optax]'" in printed
+    assert printed.endswith("True False")
