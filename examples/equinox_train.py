@@ -6,7 +6,7 @@ gradscale needs nothing of equinox: ``eqx.partition`` parts the arrays, which ar
 leaves. The micro-batches are inside the loss, in a ``lax.scan`` that JAX differentiates: there is one verdict for all
 of them, and their float16 gradients are added up in float32, the dtype of the parameters.
 
-Needs: python -m pip install "gradscale[jax,examples]" equinox optax.
+Needs: python -m pip install "gradscale[equinox,examples]".
 """
 
 from __future__ import annotations

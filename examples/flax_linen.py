@@ -6,7 +6,7 @@ gradscale needs nothing of flax: ``value_and_grad`` where ``jax.value_and_grad``
 skipped step must leave alone: parameters, optimizer state, and the running statistics of batch normalisation. The
 scaler's state is a field of the TrainState, and flax.serialization saves it with the rest.
 
-Needs: python -m pip install "gradscale[jax,examples]" flax optax.
+Needs: python -m pip install "gradscale[flax,examples]".
 """
 
 from __future__ import annotations

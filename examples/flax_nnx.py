@@ -5,7 +5,7 @@
 gradscale needs nothing of flax: ``nnx.split`` gives the parameters as a pytree, and what changes beside them (here the
 running statistics of batch normalisation) as another. Both are selected on the verdict.
 
-Needs: python -m pip install "gradscale[jax,examples]" flax optax orbax-checkpoint.
+Needs: python -m pip install "gradscale[flax,examples]".
 """
 
 from __future__ import annotations

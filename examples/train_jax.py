@@ -1,8 +1,7 @@
 """Train a float16 network on real handwritten digits with jax.jit, jax.shard_map and gradscale, on several devices.
 
     python examples/train_jax.py
-    python examples/train_jax.py --inject 120:2 --inject 200:0
-    python examples/train_jax.py --devices 2 --seed 3
+    python examples/train_jax.py --devices 2 --inject 120:1 --inject 200:0
 
 Four runs from the same weights on the same batches: float32; float16 without scaling; float16 with gradscale on one
 device, and on all. Every device takes its micro-batches of each batch, and owns one shard of all weights: of float32
@@ -24,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,8 +53,6 @@ STEPS_BETWEEN_READS = 10
 LOSS_TOLERANCE = 0.01
 
 Weights = list[tuple[jax.Array, jax.Array]]
-COMPILED: list[str] = []
-
 REPLICATED, SHARDED = PartitionSpec(), PartitionSpec("data")
 
 
@@ -138,12 +135,10 @@ ADAM = Adam._make([SHARDED, SHARDED, SHARDED, REPLICATED])
 RECORD = Record._make([*[REPLICATED] * 5, SHARDED])
 
 
-def make_step(policy: Policy, dtype: Any, mesh: Mesh) -> Callable[..., tuple[Adam, ScaleState, Record]]:
+def make_step(policy: Policy, dtype: Any, mesh: Mesh) -> Any:
     """Return the compiled train step; it runs on all devices of the mesh, and overwrites the state it is given."""
 
-    def step(
-        adam: Adam, state: ScaleState, images: jax.Array, labels: jax.Array, is_injected: jax.Array
-    ) -> tuple[Adam, ScaleState, Record]:
+    def step(adam: Adam, state: ScaleState, images: Any, labels: Any, is_injected: Any) -> tuple[Any, ...]:
         def inject(grads: Weights) -> Weights:
             # What float16 stores for anything above 65504, in the one shard that this device owns.
             (first, bias), *others = grads
@@ -168,11 +163,6 @@ def evaluate(dtype: Any, masters: Weights, images: jax.Array, labels: jax.Array)
     """Return accuracy and loss, of weights that may be sharded."""
     outputs = forward(jax.tree.map(lambda master: master.astype(dtype), masters), images)
     return jnp.mean(jnp.argmax(outputs, axis=1) == labels), mean_squared_error(outputs, labels)
-
-
-def note_compilation(event: str, duration_secs: float, **_: Any) -> None:  # noqa: ARG001
-    """Count what JAX compiles; it tells each listener of it."""
-    COMPILED.extend([event] if event.endswith("/backend_compile_duration") else [])
 
 
 @dataclasses.dataclass
@@ -228,10 +218,8 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Any, Any, Any, Any]
         batch = jax.device_put((images[chosen], labels[chosen], is_injected), sharded)
         # Nothing may be copied between host and devices in here. (A CPU's arrays are the host's own: JAX refuses only
         # what would be copied to them.)
-        before = len(COMPILED)
         with jax.transfer_guard("disallow"):
             adam, state, record = step(adam, state, *batch)
-        run.compilations += len(COMPILED) - before
         unread.append(record)
         if number % STEPS_BETWEEN_READS == 0 or number == options.steps:
             accuracy = float(evaluate(run.dtype, adam.weights, *test)[0])
@@ -241,6 +229,7 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Any, Any, Any, Any]
             unread.clear()
         progress.update()
     progress.close()
+    run.compilations = step._cache_size()
     run.seconds = time.perf_counter() - begin
     run.loss = float(evaluate(run.dtype, adam.weights, *jax.device_put((images, labels), replicated))[1])
     # With the optimizer's count of steps: a device that skipped alone is found by it.
@@ -295,16 +284,14 @@ def print_table(runs: list[Run]) -> None:
         taken = len(run.scales) - len(run.skipped)
         results = f"{run!s:29} {run.accuracies[-1][1]:14.1%} {run.loss:14.5f} {taken:12} {len(run.skipped):8}"
         print(f"{results} {run.zeros:15.1%} {run.seconds:8.1f} {run.compilations:13}")
-    print("(Compilations: of the train step. CPUs compute float16 in software, and several devices share them: the")
-    print("seconds say nothing about accelerators.)\n")
+    print("(Compilations of the step. CPUs compute float16 in software: the seconds say nothing about accelerators.)\n")
 
 
 def write_plot(runs: list[Run], options: argparse.Namespace) -> None:
     """Write scale, skipped steps and accuracy by step as a PNG."""
     from matplotlib.figure import Figure
 
-    one, scaled = runs[2], runs[-1]
-    steps = np.arange(1, options.steps + 1)
+    one, scaled, steps = runs[2], runs[-1], np.arange(1, options.steps + 1)
     injected = {step for step, _ in options.inject}
     figure = Figure(figsize=(9, 8), layout="constrained")
     top, middle, bottom = figure.subplots(3, sharex=True, height_ratios=[3, 1.6, 3])
@@ -350,10 +337,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, help=devices_help)
     parser.add_argument("--steps", type=int, default=500, help="training steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
+    wanted: dict[str, Any] = {"type": injection, "action": "append", "default": [], "metavar": "STEP:DEVICE"}
     inject_help = "make a gradient of one device inf at one step of the runs with gradscale; may be repeated"
-    parser.add_argument(
-        "--inject", type=injection, action="append", default=[], metavar="STEP:DEVICE", help=inject_help
-    )
+    parser.add_argument("--inject", help=inject_help, **wanted)
     plot_help = "plot to write (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default="train_jax.png", metavar="FILE", help=plot_help)
     options = parser.parse_args()
@@ -390,7 +376,6 @@ def main() -> int:
         Run("fp16 gradscale", jnp.float16, dynamic, devices),
     ]
     print(f"{runs[0].where}, {devices[0].platform}", flush=True)
-    jax.monitoring.register_event_duration_secs_listener(note_compilation)
     runs = runs[: 2 + min(options.devices, 2)]
     for run in runs:
         train(run, options, data)

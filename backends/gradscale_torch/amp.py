@@ -96,8 +96,9 @@ class ShardedGradScaler(TorchScaler):
 
     Notes
     -----
-    Each optimizer costs one all-reduce of 64 bytes (over gloo of 8 for 2 ranks, and of 16 for more) in an iteration, on every rank, whatever it found
-    and even when it holds no gradients. ``scale`` keeps the dtype of a half-precision loss, as torch's does.
+    Each optimizer costs one all-reduce of 64 bytes (over gloo of 8 for 2 ranks, and of 16 for more) in an iteration, on
+    every rank, whatever it found and even when it holds no gradients. ``scale`` keeps the dtype of a half-precision
+    loss, as torch's does.
     """
 
     _keeps_dtype = True

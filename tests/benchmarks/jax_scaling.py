@@ -18,7 +18,7 @@ import gradscale
 
 __all__ = ["CASES"]
 
-_NO_TARGET = math.inf
+_NO_TARGET = None
 """Of rows that only inform."""
 
 _STEPS = 50

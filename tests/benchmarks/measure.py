@@ -30,15 +30,15 @@ class Row:
         The two numbers.
     unit : str
         Theirs: "s" or "MiB".
-    target : float
-        The largest ratio of the two that is good enough.
+    target : float or None
+        The largest ratio of the two that is good enough; None for a row that only informs.
     """
 
     case: str
     ours: float
     other: float
     unit: str
-    target: float
+    target: float | None
 
     @property
     def ratio(self) -> float:
@@ -48,7 +48,7 @@ class Row:
     @property
     def met(self) -> bool:
         """Whether the ratio is good enough."""
-        return self.ratio <= self.target
+        return self.target is None or self.ratio <= self.target
 
 
 def interleaved(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:

@@ -80,7 +80,8 @@ def _print_table(rows: list[Row]) -> None:
     print(f"{'case':{width}} {'ours':>10} {'other':>10} {'ratio':>7} {'target':>7}  met")
     for row in rows:
         numbers = f"{_readable(row.ours, row.unit):>10} {_readable(row.other, row.unit):>10}"
-        print(f"{row.case:{width}} {numbers} {row.ratio:7.3f} {row.target:7.2f}  {'yes' if row.met else 'NO'}")
+        judged = "" if row.target is None else f"{row.target:7.2f}  {'yes' if row.met else 'NO'}"
+        print(f"{row.case:{width}} {numbers} {row.ratio:7.3f} {judged}".rstrip())
 
 
 def _readable(value: float, unit: str) -> str:

@@ -102,7 +102,8 @@ def test_the_version_is_in_one_place() -> None:
 def test_entry_points_and_extras_are_installed() -> None:
     assert {"numpy", "mpi4py", "torch", "jax", "jaxlib"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
-    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "examples", "test"}
+    extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "flax", "equinox"}
+    extras |= {"examples", "test"}
     assert extras <= set(metadata.get_all("Provides-Extra") or [])
     # An editable install adds "editables", which it is made with.
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]
