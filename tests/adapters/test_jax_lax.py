@@ -224,3 +224,25 @@ def test_a_scaler_of_the_host_cannot_agree_over_an_axis(jax: Any, gradscale_jax:
 
     with pytest.raises(InvalidTypeError, match="a function that jax traces cannot do"):
         on_devices(jax, construct, ("data",), (COUNT,), np.zeros((COUNT, 1)))
+
+
+@pytest.mark.parametrize("policy", [DynamicScale(), gradscale.StaticScale(4.0)], ids=["dynamic", "static"])
+def test_a_state_that_is_closed_over_serves(jax: Any, gradscale_jax: Any, policy: Any) -> None:
+    state = policy.init(jax.numpy.zeros(()))
+
+    def step(w: Any) -> Any:
+        run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")
+        return run(state, w).verdict.nonfinite
+
+    spec = jax.sharding.PartitionSpec
+    mapped = jax.jit(jax.shard_map(step, mesh=require_mesh("data"), in_specs=spec("data"), out_specs=spec()))
+    assert int(mapped(jax.numpy.ones(COUNT))) == 0
+    assert int(mapped(jax.numpy.ones(COUNT).at[2].set(math.nan))) == 1
+
+
+def test_a_verdict_of_no_axis_goes_on_to_a_mesh(jax: Any, gradscale_jax: Any) -> None:
+    """Eager agreement must not tie arrays to the first device."""
+    policy = DynamicScale()
+    state = policy.init(jax.numpy.zeros(()))
+    verdict = gradscale_jax.agree(jax.numpy.zeros((), dtype="int32"), state, policy)
+    assert not any(field.committed for field in verdict)

@@ -65,7 +65,7 @@ def test_only_the_generic_adapter_and_host_side_checks_convert_to_python_numbers
     allowed = {"generic.py", "validation.py", "conformance.py"}
     for path in sources(CORE):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and path.name != "generic.py":
                 assert node.attr not in {"item", "tolist"}, f"{path}:{node.lineno}"
             called = node.func if isinstance(node, ast.Call) else None
             if path.name not in allowed and isinstance(called, ast.Name) and called.id in {"int", "float", "bool"}:
