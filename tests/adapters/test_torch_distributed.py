@@ -157,6 +157,12 @@ def test_memory_that_torch_reads_outlives_whoever_asked_for_it_and_no_longer(wor
         assert result["kept"] <= 9
 
 
+def test_lists_of_numbers_are_reduced(world: GlooWorld) -> None:
+    lists = scenario("LISTS")
+    expected = [[max(column) for column in zip(*offered[: world.size], strict=True)] for offered in lists]
+    assert world.run(scenario("numbers")) == [expected] * world.size
+
+
 def test_arrays_of_any_layout_are_reduced(world: GlooWorld) -> None:
     last = world.size - 1
     strided = [last, 3 + last, 6 + last, 9 + last]

@@ -221,6 +221,33 @@ def odd_arrays(group: Any) -> list[list[int]]:
     return [[int(value) for value in result] for result in results]
 
 
+LISTS = [
+    [[rank, 1, 2, 3] for rank in range(3)],
+    [[5 * (rank == 1), 7, -7] for rank in range(3)],
+    [[0, rank, -rank] for rank in range(3)],
+    [[-rank, 4, 5, 6] for rank in range(3)],
+    [[2**31 - 1 - rank, 1, 2] for rank in range(3)],
+    [[0, 2**31 - 1, -(2**31) + rank] for rank in range(3)],
+    [[0, 0, 0]] * 3,
+    [[rank, -rank] for rank in range(3)],
+    [[rank] for rank in range(3)],
+]
+"""What each of up to three ranks offers, one reduction after the other."""
+
+
+def numbers(group: Any) -> list[list[int]]:
+    """Reduce lists of numbers: verdicts that differ, fingerprints that differ, the largest numbers, short lists."""
+    collectives = TorchCollectives(group, 20.0)
+    results = []
+    for offered in LISTS:
+        pending = collectives.start_max(list(offered[group.rank()]))
+        result = pending()
+        assert type(result) is list
+        assert pending() == result
+        results.append(result)
+    return results
+
+
 def wrong_arrays(group: Any) -> list[str]:
     """Try to reduce what is not a 1-d int32 array."""
     collectives = TorchCollectives(group, 5.0)
