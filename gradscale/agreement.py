@@ -28,6 +28,8 @@ __all__ = ["LENGTH", "Packer", "Verdict", "describe_differences", "identify", "r
 
 _FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
 LENGTH = 2 + 2 * len(_FIELDS)
+# Positions whose numbers are kept as arrays: of two scalers' worth of optimizers in an iteration.
+_KEPT = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class Packer:
         if self._fingerprint is None:
             self._fingerprint = backend.fingerprint(state)
         if key not in self._constants:
+            if len(self._constants) >= _KEPT:
+                self._constants = {}
             self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
         exhausted = policy.exhausted(state)
         if exhausted is None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale import agreement, registry, validation
 from gradscale.errors import (
@@ -59,7 +59,7 @@ class GroupAgreement:
             msg = f"group must name at least one group, got {group!r}"
             raise InvalidTypeError(msg)
         self._groups: Sequence[Collectives] = [registry.collectives_for(one, seconds) for one in groups]
-        self._policy = policy
+        self._policy: Policy = validation.policy(policy)
         self._packer = agreement.Packer()
         self._calls = 0
         # Why the ranks can no longer agree.
@@ -82,6 +82,8 @@ class GroupAgreement:
 
         Raises
         ------
+        InvalidTypeError
+            For a count that is no 0-d int32 array, or in a function that jax compiles.
         ScaleDesyncError
             On every rank, when the ranks come with different states, policies or numbers of calls.
         ScaleUnderflowError
@@ -94,7 +96,13 @@ class GroupAgreement:
         if self._failure is not None:
             msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {self._failure}"
             raise BackendError(msg) from self._failure
+        if not is_array_api_obj(nonfinite) or nonfinite.shape != () or "int32" not in str(nonfinite.dtype):
+            msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {nonfinite!r}"
+            raise InvalidTypeError(msg)
         backend = registry.backend_for(state.scale)
+        refuse_tracing = getattr(backend, "refuse_tracing", None)
+        if refuse_tracing is not None:
+            refuse_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
         sent = self._packer.pack(backend, self._policy, state, nonfinite, (self._calls, 0))
         try:

@@ -96,7 +96,7 @@ class GradScaler(StatefulScale):
         Raises
         ------
         InvalidTypeError
-            For a leaf that is no array, or arrays of two libraries.
+            For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
         if not self._enabled:
             return outputs
@@ -109,6 +109,7 @@ class GradScaler(StatefulScale):
         if like is None:
             ops.require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
+        self._refuse_tracing(like, "scale()")
         state = self._in_force(like)
         scaled = ops.scale(rebuild(leaves), state)
         if self._closure_state is None:

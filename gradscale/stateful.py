@@ -186,6 +186,12 @@ class StatefulScale:
         else:
             self._state = _place(self._state, {"scale": scale})
 
+    def _refuse_tracing(self, like: Array, what: str) -> None:
+        """Raise where a compiler would take the scale of this moment for a constant."""
+        refuse = getattr(self._backend_for(like), "refuse_tracing", None)
+        if refuse is not None:
+            refuse(what)
+
     def _settle(self, progress: Progress, agreed: Sequence[int]) -> None:
         """Put what the host has read in the place of what a lazy library only plans.
 

@@ -131,6 +131,21 @@ def choices(name: str, value: Any, options: tuple[_Choice, ...]) -> tuple[_Choic
     return tuple(option for option in options if option in chosen)
 
 
+def policy(value: Any) -> Any:
+    """Return a policy, having checked that it is an instance of one.
+
+    Raises
+    ------
+    InvalidTypeError
+        When it is not, such as for the class itself.
+    """
+    methods = ("init", "update", "exhausted")
+    if isinstance(value, type) or not all(callable(getattr(value, name, None)) for name in methods):
+        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {value!r}"
+        raise InvalidTypeError(msg)
+    return value
+
+
 def is_power_of_two(value: float) -> bool:
     """Tell whether a positive float is a power of two."""
     return math.frexp(value)[0] == 0.5

@@ -44,6 +44,22 @@ class JaxBackend:
         values: list[int] = np.asarray(x).tolist()
         return values
 
+    def refuse_tracing(self, what: str, /) -> None:
+        """Raise where jax traces: what a scaler holds would be a constant of the compiled function.
+
+        Raises
+        ------
+        InvalidTypeError
+            Under jit, scan, ``jax.checkpoint`` and others that compile; not under plain grad and vmap.
+        """
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
+            msg = (
+                f"{what} was called in a function that jax traces, which would keep the scale of this moment for good: "
+                f"call it outside of jit, or use gradscale_jax.value_and_grad, or gradscale_jax.scale(loss, state) "
+                f"with a state that is an argument"
+            )
+            raise InvalidTypeError(msg)
+
     def placement(self, like: jax.Array, /) -> Any:
         """Return where a 0-d array must be to be combined with ``like``; None for traced and uncommitted arrays.
 
@@ -133,16 +149,20 @@ def unscale_leaves(grads: Sequence[Any], scale: Any, dtypes: Sequence[Any]) -> t
 def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
     """Return two 0-d float32: multiplying by one and dividing by the other gives the bits of the pure core.
 
-    One of them is 1 but for scales whose reciprocal is subnormal, which XLA takes for 0. A power of two divides
-    exactly. A multiplication alone would give the same bits more slowly: XLA repeats it in every use of its result, and
-    reads the gradients again for each, but a division it makes once.
+    The factor is 1 for powers of two, and the divisor for other scales. Above 2**126, where the reciprocal is subnormal
+    and XLA takes it for 0, a quarter goes to the other one. A multiplication alone would be slower: XLA repeats it in
+    every use of its result, and reads the gradients again for each, but a division it makes once.
     """
     one, quarter = jnp.ones_like(scale), jnp.full_like(scale, 0.25)
     mantissa = lax.bitcast_convert_type(scale, jnp.int32) & 0x7FFFFF
     is_power_of_two = mantissa == 0
-    shrunk = jnp.where(scale > 2.0**126, quarter, one)
-    factor = jnp.where(is_power_of_two, one, reciprocal(scale * shrunk))
-    return factor, jnp.where(is_power_of_two, scale, one / shrunk)
+    shrunk = jnp.where(scale > jnp.full_like(scale, 2.0**126), quarter, one)
+    small = scale * shrunk
+    factor = jnp.where(is_power_of_two, shrunk, reciprocal(small))
+    divisor = jnp.where(is_power_of_two, small, one / shrunk)
+    # Of a scale that is a constant XLA would join the two, and their quotient may be subnormal again.
+    joined: tuple[Any, Any] = lax.optimization_barrier((factor, divisor))
+    return joined
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)

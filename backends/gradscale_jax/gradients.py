@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gradscale import ScaleState
+from gradscale import ScaleState, validation
 from gradscale.arithmetic import Kind, kind_of
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Policy
@@ -71,7 +72,8 @@ def value_and_grad(
     reduce : callable, optional
         Applied to the gradients while they are still scaled, such as
         ``lambda grads: jax.lax.pmean(grads, "data")``: sums of small float16 numbers then do not vanish, and a sum that
-        overflows is found. Default: none; ``jax.shard_map`` has then summed those of replicated parameters itself.
+        overflows is found. Default: none; ``jax.shard_map`` has summed those of replicated parameters itself, and to
+        average them again is wrong, unless it is told ``check_vma=False``.
     dtype : dtype, optional
         Wanted dtype of the real gradients, such as float32 for float16 parameters. Default: their own.
 
@@ -88,11 +90,10 @@ def value_and_grad(
     CallOrderError
         From the function: when ``axis_name`` is not bound.
     """
+    validation.policy(policy)
 
     def scaled_value_and_grad(state: ScaleState, /, *args: Any, **kwargs: Any) -> Scaled:
-        if not isinstance(state, ScaleState):
-            msg = f"the first argument must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {state!r}"
-            raise InvalidTypeError(msg)
+        state = trees.as_state(state)
 
         def scaled_loss(*args: Any, **kwargs: Any) -> Any:
             value = fun(*args, **kwargs)
@@ -118,7 +119,7 @@ def _require_loss(value: Any, has_aux: bool) -> jax.Array:
         msg = f"with has_aux=True fun must return a pair (loss, aux), got {value!r}"
         raise InvalidTypeError(msg)
     loss = value[0] if has_aux else value
-    if not isinstance(loss, (jax.Array, float)):
+    if not isinstance(loss, (jax.Array, float, np.floating)):
         hint = ": say has_aux=True" if isinstance(loss, tuple) else ""
         msg = f"fun must return a scalar loss, got {loss!r}{hint}"
         raise InvalidTypeError(msg)
@@ -134,9 +135,8 @@ def _require_loss(value: Any, has_aux: bool) -> jax.Array:
 
 def _limit(state: ScaleState, loss: jax.Array) -> ScaleState:
     """Return the state with a scale that the dtype of a loss can hold, as the first cotangent must."""
-    # No policy's scale is above 2**127, which bfloat16 holds too.
     largest = float(jnp.finfo(loss.dtype).max)
-    if largest >= 2.0**127:
+    if largest >= validation.LARGEST_FLOAT32:
         return state
     power = 2.0 ** (math.frexp(largest)[1] - 1)
     fits = state.scale <= jnp.full_like(state.scale, largest)

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradscale import ScaleState, registry
+from gradscale import ScaleState, registry, validation
 from gradscale.agreement import LENGTH, Packer
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.protocols import Policy
+from gradscale_jax import trees
 from gradscale_jax.verdict import Verdict
 
 __all__ = ["AxisCollectives", "agree"]
@@ -107,6 +108,8 @@ def agree(
     CallOrderError
         When ``axis_name`` is not bound.
     """
+    validation.policy(policy)
+    state = trees.as_state(state)
     vector = Packer().pack(registry.backend_for(state.scale), policy, state, nonfinite, (0, 0))
     if axis_name is not None:
         vector = AxisCollectives(axis_name).start_max(vector)()

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from gradscale import ScaleState
+from gradscale import ScaleState, validation
 from gradscale.arithmetic import check_real_dtype
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Policy
@@ -73,7 +72,7 @@ def scaled(
         ``gradscale_jax.scale(loss, scale_state(opt_state))`` and returns updates for ``optax.apply_updates``: where the
         verdict is not finite they are zeros (negative ones, so that not even the sign of a parameter's zero changes),
         and ``tx`` is as if it had not been called. Extra arguments reach ``tx`` as they are: give it the loss
-        (``value=``) that is not scaled. Nothing is modified; no host read.
+        (``value=``) and the gradients (``grad=``) that are not scaled. Nothing is modified; no host read.
 
     Raises
     ------
@@ -88,18 +87,19 @@ def scaled(
 
     Notes
     -----
-    Let it be the outermost transformation. What precedes it in an ``optax.chain`` sees scaled gradients, and what
-    follows it sees a skipped step as a step with zero updates. ``optax.MultiSteps`` and ``optax.apply_if_finite``
-    around it hide overflows from it, or keep them for good.
+    Scale a float32 loss: the first cotangent of a float16 one cannot hold 65536. Let it be the outermost
+    transformation. What precedes it in an ``optax.chain`` sees scaled gradients, and what follows it sees a skipped
+    step as a step with zero updates. ``optax.MultiSteps`` and ``optax.apply_if_finite`` around it hide overflows
+    from it, or keep them for good.
     """
     inner = _require_transformation(tx)
-    _require_policy(policy)
+    validation.policy(policy)
 
     def init(params: Any) -> ScaledOptimizerState:
         _refuse_masked(params)
         scale_state = policy.init(_beside(params))
         check_real_dtype(scale_state.scale, dtype)
-        inner_state = jax.tree.map(_strong, inner.init(_cast(params, dtype)))
+        inner_state = jax.tree.map(trees.strong, inner.init(_cast(params, dtype)))
         if _states_in(inner_state):
             msg = "scaled() must not stand inside another scaled(), which would divide the gradients twice: use one"
             raise InvalidValueError(msg)
@@ -116,7 +116,7 @@ def scaled(
             raise InvalidTypeError(msg)
         _refuse_masked(updates)
         # A checkpoint may have come back as NumPy arrays.
-        state = jax.tree.map(_strong, state)
+        state = jax.tree.map(trees.strong, state)
         grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
         verdict = agree(nonfinite, state.scale_state, policy, axis_name)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
@@ -198,7 +198,7 @@ def _arrays(fields: Sequence[Any]) -> list[Any]:
     A checkpoint may have come back as NumPy arrays, and flax's NNX wraps each leaf in a variable.
     """
     leaves = [jax.tree.leaves(field) for field in fields]
-    return [_strong(only[0]) if len(only) == 1 else field for only, field in zip(leaves, fields, strict=True)]
+    return [trees.strong(only[0]) if len(only) == 1 else field for only, field in zip(leaves, fields, strict=True)]
 
 
 def _states_in(tree: Any) -> list[ScaledOptimizerState]:
@@ -219,13 +219,6 @@ def _require_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
-def _require_policy(policy: Any) -> None:
-    methods = ("init", "update", "exhausted")
-    if isinstance(policy, type) or not all(callable(getattr(policy, name, None)) for name in methods):
-        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {policy!r}"
-        raise InvalidTypeError(msg)
-
-
 def _refuse_masked(tree: Any) -> None:
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(node, optax.MaskedNode) for node in nodes):
@@ -242,15 +235,6 @@ def _beside(params: Any) -> jax.Array:
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     committed = [leaf for leaf in leaves if not isinstance(leaf, jax.core.Tracer) and leaf.committed]
     return max(committed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
-
-
-def _strong(leaf: Any) -> Any:
-    """Return a leaf of a state as a JAX array that is not weakly typed, so that no step is compiled twice for it."""
-    if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
-        leaf = jnp.asarray(leaf)
-    if isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False):
-        return jax.lax.convert_element_type(leaf, leaf.dtype)
-    return leaf
 
 
 def _cast(params: Any, dtype: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import gradscale
 from gradscale import ScaleState
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["scale", "select", "unscale"]
+__all__ = ["as_jax", "as_state", "scale", "select", "strong", "unscale"]
 
 
 def scale(outputs: Any, state: ScaleState) -> Any:
@@ -28,7 +29,8 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     -------
     pytree
         The same dtypes, except that a 0-d array of half precision comes back as float32, which holds a loss times
-        65536. No host read, no collective.
+        65536. Its cotangent does not: differentiate a float32 loss, or bound the scale by 32768. Python floats and
+        NumPy arrays become JAX arrays. No host read, no collective.
 
     Raises
     ------
@@ -36,8 +38,8 @@ def scale(outputs: Any, state: ScaleState) -> Any:
         For a leaf that is no array.
     """
     leaves, treedef = jax.tree.flatten(outputs)
-    inexact = [leaf for leaf in leaves if not _is_float0(leaf)]
-    scaled = iter(gradscale.scale(inexact, state))
+    inexact = [strong(leaf) if isinstance(leaf, float) else as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
+    scaled = iter(gradscale.scale(inexact, as_state(state)))
     return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(scaled) for leaf in leaves])
 
 
@@ -67,8 +69,8 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, j
         For a leaf that is no array.
     """
     leaves, treedef = jax.tree.flatten(grads)
-    inexact = [leaf for leaf in leaves if not _is_float0(leaf)]
-    new, nonfinite = gradscale.unscale(inexact, state, dtype=dtype)
+    inexact = [as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
+    new, nonfinite = gradscale.unscale(inexact, as_state(state), dtype=dtype)
     unscaled = iter(new)
     return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(unscaled) for leaf in leaves]), nonfinite
 
@@ -102,7 +104,40 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     if structure != other_structure:
         msg = f"trees must have one structure, got {structure} beside {other_structure}"
         raise InvalidValueError(msg)
-    return jax.tree.unflatten(structure, gradscale.select(pred, chosen, others))
+    # What an integer's gradient is has no values to choose between.
+    pairs = [(a, b) if _is_float0(a) else (as_jax(a), as_jax(b)) for a, b in zip(chosen, others, strict=True)]
+    inexact = [pair for pair in pairs if not _is_float0(pair[0])]
+    selected = iter(gradscale.select(pred, [a for a, _ in inexact], [b for _, b in inexact]))
+    return jax.tree.unflatten(structure, [a if _is_float0(a) else next(selected) for a, _ in pairs])
+
+
+def as_state(state: Any) -> ScaleState:
+    """Return a state as JAX arrays of its dtypes; a checkpoint may have come back as NumPy's, or as numbers.
+
+    Raises
+    ------
+    InvalidTypeError
+        For anything but a ScaleState.
+    """
+    if not isinstance(state, ScaleState):
+        msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {state!r}"
+        raise InvalidTypeError(msg)
+    dtypes = (jnp.float32, *[jnp.int32] * (len(state) - 1))
+    return ScaleState(*(strong(field, dtype) for field, dtype in zip(state, dtypes, strict=True)))
+
+
+def strong(leaf: Any, dtype: Any = None) -> Any:
+    """Return a number or an array as a JAX array that is not weakly typed, or no step would be compiled once."""
+    if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+        leaf = jnp.asarray(leaf, dtype=dtype)
+    if isinstance(leaf, jax.Array) and (getattr(leaf, "weak_type", False) or leaf.dtype != (dtype or leaf.dtype)):
+        return jax.lax.convert_element_type(leaf, dtype or leaf.dtype)
+    return leaf
+
+
+def as_jax(leaf: Any) -> Any:
+    """Return NumPy's arrays and scalars as JAX arrays, and anything else as it is."""
+    return jnp.asarray(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 
 def _is_float0(leaf: Any) -> bool:

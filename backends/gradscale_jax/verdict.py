@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradscale.agreement import describe_differences
-from gradscale.errors import InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.protocols import Policy
 
 __all__ = ["Verdict"]
@@ -54,18 +54,26 @@ class Verdict(NamedTuple):
         Parameters
         ----------
         policy : Policy
-            The one of the step, for the message.
+            The one of the step, for the message. The fields may be stacked, as a scan, vmap or pmap returns them.
 
         Raises
         ------
+        CallOrderError
+            For a traced verdict.
         ScaleDesyncError
             When the ranks held different states; it names the fields.
         ScaleUnderflowError
             When the policy's minimum was reached with ``at_min="raise"`` and gradients still overflow.
         """
+        if any(isinstance(field, jax.core.Tracer) for field in self):
+            msg = "check() reads from the device: call it outside of jit, on the verdict that the step returns"
+            raise CallOrderError(msg)
         found: Any = jax.device_get(self)
         if np.any(found.desynced):
-            differing = describe_differences(found.lowest.tolist(), found.highest.tolist(), None, policy)
+            # Of a scan, of vmap or of pmap there are several.
+            count = found.lowest.shape[-1]
+            lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in found[:2:-1])
+            differing = describe_differences(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist(), None, policy)
             msg = (
                 f"ranks hold different states: {differing}. No rank took this step. Load one checkpoint on every rank, "
                 f"and build the step with one policy everywhere"

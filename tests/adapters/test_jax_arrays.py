@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from typing import Any
 
@@ -141,6 +142,74 @@ def test_unscale_is_compiled_once_for_each_set_of_shapes(jnp: Any) -> None:
     assert arrays._compiled._cache_size() == before
 
 
+LARGE = [2.0**125, 2.0**126, 2.0**127, 1e38, 3.3e38, 9e37]
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-37, 3.0, 2.0**16, *LARGE])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("how", ["eager", "jit", "closed-over"])
+def test_no_scale_makes_gradients_vanish(jax: Any, jnp: Any, scale: float, count: int, how: str) -> None:
+    state = gradscale.StaticScale(scale).init(jnp.zeros(()))
+    stored = float(state.scale)
+    # Numbers that are normal before and after the division.
+    values = np.asarray([1.0, -1.5, 1.25, 1.9], dtype=np.float64) * min(stored, 2.0**126)
+    for dtype in (np.float32, np.complex64):
+        grads = [jnp.asarray(values.astype(dtype)) for _ in range(count)]
+        run = {
+            "eager": lambda grads: gradscale.unscale(grads, state),
+            "jit": lambda grads: jax.jit(gradscale.unscale)(grads, state),
+            "closed-over": jax.jit(lambda grads: gradscale.unscale(grads, state)),
+        }[how]
+        unscaled, nonfinite = run(grads)
+        assert int(nonfinite) == 0
+        for got, grad in zip(unscaled, grads, strict=True):
+            expected = np.asarray(grad).real.astype(np.float64) / stored
+            np.testing.assert_allclose(np.asarray(got).real, expected, rtol=2e-7)
+            if np.frexp(stored)[0] == 0.5:
+                assert np.asarray(got).real.tolist() == expected.tolist()
+
+
+def test_a_scaler_keeps_no_arrays_of_iterations_that_are_over(jax: Any, jnp: Any) -> None:
+    class Optimizer:
+        grads: Any = None
+
+        def step(self) -> None: ...
+
+    scaler, optimizer = gradscale.GradScaler(policy=gradscale.StaticScale(2.0)), Optimizer()
+    counts = []
+    for _ in range(30):
+        optimizer.grads = [scaler.scale(jnp.ones(2))]
+        scaler.step(optimizer)
+        scaler.update()
+        gc.collect()
+        counts.append(len(jax.live_arrays()))
+    assert max(counts[12:]) <= max(counts[:12])
+
+
+def test_a_scaler_outside_jit_follows_every_change_of_the_scale(jax: Any, jnp: Any) -> None:
+    scaler = gradscale.GradScaler(init_scale=1024.0)
+
+    class Optimizer:
+        grads: Any = None
+        seen: Any = None
+
+        def step(self) -> None:
+            self.seen = self.grads.tolist()
+
+    optimizer, w = Optimizer(), jnp.ones(2)
+    gradient = jax.grad(lambda w, x: scaler.scale(jnp.sum(w * x)))
+    compiled = jax.jit(gradient)
+    for x in (1.0, np.inf, 1.0, 1.0):
+        optimizer.seen = None
+        optimizer.grads = gradient(w, x)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.seen == ([1.0, 1.0] if np.isfinite(x) else None)
+        # Compiled, the scale of this moment would stay.
+        with pytest.raises(InvalidTypeError, match=r"scale\(\) was called in a function that jax traces"):
+            compiled(w, x)
+
+
 def test_nothing_is_read_or_donated(jax: Any, jnp: Any) -> None:
     state = DynamicScale().init(jnp.zeros(()))
     grads = [jnp.ones(4), jnp.ones(4, dtype=jnp.float16)]
@@ -229,7 +298,7 @@ def test_a_scaler_under_jit_says_what_to_use_instead(jax: Any, jnp: Any) -> None
         optimizer.grads = [scaler.scale(loss)]
         scaler.step(optimizer)
 
-    with pytest.raises(InvalidTypeError, match="a function that jax traces cannot do"):
+    with pytest.raises(InvalidTypeError, match=r"scale\(\) was called in a function that jax traces"):
         jax.jit(step)(jnp.ones(()))
 
 

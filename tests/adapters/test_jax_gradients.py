@@ -345,7 +345,7 @@ def test_a_pair_that_is_none_is_refused(jax: Any, gradscale_jax: Any) -> None:
 
 def test_a_state_in_the_wrong_place_is_refused(jax: Any, gradscale_jax: Any) -> None:
     run = gradscale_jax.value_and_grad(lambda w: w.sum(), DynamicScale())
-    with pytest.raises(InvalidTypeError, match="first argument must be a ScaleState"):
+    with pytest.raises(InvalidTypeError, match="state must be a ScaleState"):
         run(jax.numpy.ones(2), DynamicScale().init(jax.numpy.zeros(())))
 
 
