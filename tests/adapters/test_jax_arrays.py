@@ -20,16 +20,6 @@ NAMES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "comp
 
 
 @pytest.fixture
-def jax() -> Any:
-    return require_jax()
-
-
-@pytest.fixture
-def jnp(jax: Any) -> Any:
-    return jax.numpy
-
-
-@pytest.fixture
 def backend() -> Any:
     require_jax()
     return registry.get("jax")

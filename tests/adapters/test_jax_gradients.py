@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 from jax_devices import COUNT as DEVICES
-from jax_devices import require_jax, require_mesh
+from jax_devices import require_mesh
 
-import gradscale
 from gradscale import (
     CallOrderError,
     DynamicScale,
@@ -38,18 +36,6 @@ POLICIES = [
 ]
 # 1 is an overflow.
 SEQUENCE = (0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0)
-
-
-@pytest.fixture
-def jax() -> Any:
-    return require_jax()
-
-
-@pytest.fixture
-def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
-    import gradscale_jax
-
-    return gradscale_jax
 
 
 def loss_function(jnp: Any) -> Any:
@@ -403,13 +389,3 @@ def test_a_step_is_compiled_once_and_transfers_nothing(jax: Any, gradscale_jax: 
         for x in batches:
             state = run(state, parameters, x).state
     assert run._cache_size() == 1
-
-
-def test_what_a_step_returns_is_a_pytree_and_can_be_pickled(jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-    run = gradscale_jax.value_and_grad(lambda w: w.sum(), policy)
-    scaled = run(policy.init(jax.numpy.zeros(())), jax.numpy.ones(2))
-    assert type(jax.tree.map(lambda x: x, scaled)) is gradscale_jax.Scaled
-    again = pickle.loads(pickle.dumps(scaled))
-    assert [x.tolist() for x in jax.tree.leaves(again)] == [x.tolist() for x in jax.tree.leaves(scaled)]
-    assert isinstance(again.state, gradscale.ScaleState)

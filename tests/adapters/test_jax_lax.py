@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_devices import COUNT, require_jax, require_mesh
+from jax_devices import COUNT, require_mesh
 
 import gradscale
 from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleState
@@ -19,18 +19,6 @@ AXES = [
     pytest.param(("data", "model"), (2, 2), ("data", "model"), id="two-axes"),
     pytest.param(("data", "model"), (2, 2), ("model", "data"), id="two-axes-reversed"),
 ]
-
-
-@pytest.fixture
-def jax() -> Any:
-    return require_jax()
-
-
-@pytest.fixture
-def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
-    import gradscale_jax
-
-    return gradscale_jax
 
 
 def on_devices(jax: Any, function: Any, names: tuple[str, ...], shape: tuple[int, ...], *arrays: Any) -> Any:

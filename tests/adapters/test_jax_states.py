@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-from jax_devices import COUNT, require_jax, require_mesh
+from jax_devices import COUNT, require_mesh
 
 import gradscale
 from gradscale import CallOrderError, DynamicScale, InvalidTypeError, ScaleDesyncError, ScaleState
 
 pytestmark = pytest.mark.jax
-
-
-@pytest.fixture
-def jax() -> Any:
-    return require_jax()
-
-
-@pytest.fixture
-def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
-    import gradscale_jax
-
-    return gradscale_jax
 
 
 FOREIGN = [
@@ -196,3 +185,13 @@ def test_a_float16_loss_outside_of_value_and_grad_needs_a_bound(jax: Any, gradsc
 
     assert int(gradient(DynamicScale(), jnp.float16)[1]) == 1
     assert int(gradient(DynamicScale(init_scale=2.0**15, max_scale=2.0**15), jnp.float16)[1]) == 0
+
+
+def test_what_a_step_returns_is_a_pytree_and_can_be_pickled(jax: Any, gradscale_jax: Any) -> None:
+    policy = DynamicScale()
+    run = gradscale_jax.value_and_grad(lambda w: w.sum(), policy)
+    scaled = run(policy.init(jax.numpy.zeros(())), jax.numpy.ones(2))
+    assert type(jax.tree.map(lambda x: x, scaled)) is gradscale_jax.Scaled
+    again = pickle.loads(pickle.dumps(scaled))
+    assert [x.tolist() for x in jax.tree.leaves(again)] == [x.tolist() for x in jax.tree.leaves(scaled)]
+    assert isinstance(again.state, gradscale.ScaleState)
