@@ -64,7 +64,7 @@ STANDARD_DTYPES = ("float32", "float64", "int32")
 # Of an array; to_device only where arrays are on several, and the conversion to int only for the host read.
 STANDARD_MEMBERS = (
     *("dtype", "shape", "device", "to_device"),
-    *("__add__", "__sub__", "__mul__", "__truediv__", "__neg__", "__lt__", "__le__", "__gt__", "__ge__", "__ne__"),
+    *("__add__", "__sub__", "__mul__", "__truediv__", "__neg__", "__lt__", "__le__", "__eq__", "__ge__", "__ne__"),
     *("__getitem__", "__int__"),
 )
 
@@ -176,13 +176,16 @@ def check_real_dtype(like: Array, dtype: Any) -> None:
 def inverse_factors(scale: Array) -> tuple[Array, Array]:
     """Return two 0-d float32 arrays; multiplying by the first and then the second is dividing by the scale.
 
-    The second is the reciprocal and the first is 1, unless the reciprocal is subnormal: compilers such as XLA take
-    subnormal numbers for 0, and with them every gradient. Then a quarter is the first.
+    They are 1 and the reciprocal. Above 2**126 the reciprocal is subnormal, which compilers such as XLA take for 0, and
+    with it every gradient: where that happens they are a quarter and the reciprocal of a quarter of the scale.
     """
     xp = array_namespace(scale)
     one, quarter = xp.full_like(scale, 1.0), xp.full_like(scale, 0.25)
-    first = xp.where(scale > xp.full_like(scale, 2.0**126), quarter, one)
-    return xp.asarray(first), reciprocal(scale * first)
+    whole = reciprocal(scale)
+    is_lost = whole == xp.zeros_like(whole)
+    reduced = xp.where(is_lost, scale * quarter, one)
+    second = xp.where(is_lost, reciprocal(xp.asarray(reduced)), whole)
+    return xp.asarray(xp.where(is_lost, quarter, one)), xp.asarray(second)
 
 
 def reciprocal(x: Array) -> Array:
