@@ -1,0 +1,67 @@
+"""Runs as one of several processes of jax.distributed: agreement inside a compiled step, over a mesh of all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gradscale
+import gradscale_jax
+
+POLICY = gradscale.DynamicScale(init_scale=1024.0, growth_interval=100)
+
+
+def everywhere(sharding: NamedSharding, values: Any) -> jax.Array:
+    """Return an array of the whole mesh from what this process holds."""
+    return jax.make_array_from_process_local_data(sharding, np.asarray(values))
+
+
+def main() -> None:
+    """Print, as JSON, what this process has seen."""
+    rank, size, port = (int(argument) for argument in sys.argv[1:])
+    jax.distributed.initialize(f"localhost:{port}", num_processes=size, process_id=rank)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def step(state: Any, w: Any) -> Any:
+        # Parameters that each device has for itself: only the agreement tells of an overflow elsewhere.
+        scaled = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), POLICY, axis_name="data")(state, w)
+        new = gradscale_jax.select(scaled.verdict.finite, w - 0.25 * scaled.grads, w)
+        return scaled.verdict, scaled.state, new
+
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data"))}
+    out = (PartitionSpec(), PartitionSpec(), PartitionSpec("data"))
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh, out_specs=out, **specs))
+    # The same with whole arrays, where the compiler itself finds out what to send.
+    automatic = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), POLICY))
+
+    def run(scale: float, mine: float) -> dict[str, Any]:
+        numbers = (np.float32(scale), *[np.int32(0)] * 3)
+        state = gradscale.ScaleState(*(everywhere(whole, number) for number in numbers))
+        w = everywhere(split, np.full(1, mine, np.float32))
+        verdict, new_state, new = mapped(state, w)
+        found = {"nonfinite": int(verdict.nonfinite), "desynced": bool(verdict.desynced)}
+        found |= {"scale": float(new_state.scale), "w": float(new.addressable_shards[0].data[0]), "error": ""}
+        try:
+            verdict.check(POLICY)
+        except gradscale.ScaleDesyncError as error:
+            found["error"] = str(error)
+        if not found["desynced"]:
+            found["automatic"] = int(automatic(state, w).verdict.nonfinite)
+        return found
+
+    results = {"clean": run(1024.0, 2.0)}
+    for bad in range(size):
+        for value in (math.inf, math.nan):
+            results[f"{value} on {bad}"] = run(1024.0, value if rank == bad else 2.0)
+        results[f"drift on {bad}"] = run(512.0 if rank == bad else 1024.0, 2.0)
+    print(json.dumps(results))
+
+
+main()
