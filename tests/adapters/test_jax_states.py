@@ -195,3 +195,22 @@ def test_what_a_step_returns_is_a_pytree_and_can_be_pickled(jax: Any, gradscale_
     again = pickle.loads(pickle.dumps(scaled))
     assert [x.tolist() for x in jax.tree.leaves(again)] == [x.tolist() for x in jax.tree.leaves(scaled)]
     assert isinstance(again.state, gradscale.ScaleState)
+
+
+@pytest.mark.parametrize("parameters", [{}, [], (), None, {"a": None}], ids=repr)
+def test_parameters_without_leaves_are_clean(jax: Any, gradscale_jax: Any, parameters: Any) -> None:
+    policy = DynamicScale(growth_interval=1)
+    run = jax.jit(gradscale_jax.value_and_grad(lambda _: jax.numpy.float32(2.0), policy))
+    scaled = run(policy.init(jax.numpy.zeros(())), parameters)
+    assert scaled.grads == parameters
+    assert (float(scaled.value), int(scaled.verdict.nonfinite), float(scaled.state.scale)) == (2.0, 0, 2.0**17)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_step_runs_under_strict_promotion(jax: Any, gradscale_jax: Any, dtype: str) -> None:
+    jnp, policy = jax.numpy, DynamicScale(init_scale=16.0)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        run = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, dtype=jnp.float32))
+        scaled = run(policy.init(jnp.zeros(())), jnp.asarray([1.5], dtype=dtype))
+    assert (scaled.grads.dtype, scaled.grads.tolist()) == (jnp.float32, [3.0])
+    assert str(scaled.value.dtype) == dtype
