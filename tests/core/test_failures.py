@@ -179,6 +179,7 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again() -> None:
 
         read = property(lambda self: self.inner.read)
         example = property(lambda self: self.inner.example)
+        placement = property(lambda self: self.inner.placement)
         fingerprint = property(lambda self: self.inner.fingerprint)
 
         def unscale(self, grads: Any, state: Any, /, **_: Any) -> Any:
