@@ -24,7 +24,7 @@ from gradscale.protocols import Array, Backend, Policy
 from gradscale.state import ScaleState
 from gradscale.validation import LARGEST_INT32, float32_from_bits
 
-__all__ = ["LENGTH", "Packer", "Verdict", "describe_differences", "identify", "read_verdict"]
+__all__ = ["LENGTH", "Packer", "Verdict", "describe_differences", "identify", "read_both", "read_verdict"]
 
 _FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
 LENGTH = 2 + 2 * len(_FIELDS)
@@ -146,6 +146,15 @@ def identify(policy: Any) -> int:
     """Return a number from 0 to 2**31-1 that tells policies apart: of its settings, if it is a dataclass."""
     text = repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], list[int]]:
+    """Return the group's answer and what this rank has put in, from one host read."""
+    if agreed is sent:
+        values = backend.read(agreed)
+        return values, values
+    both = backend.read(array_namespace(agreed).concat([agreed, sent]))
+    return both[:LENGTH], both[LENGTH:]
 
 
 def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str]) -> Verdict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,13 +52,9 @@ class GroupAgreement:
     """
 
     def __init__(self, group: Any, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        seconds = math.inf if timeout == math.inf else validation.number("timeout", timeout, above=0.0)
-        groups = list(group) if isinstance(group, (list, tuple)) else [group]
-        if not groups:
-            msg = f"group must name at least one group, got {group!r}"
-            raise InvalidTypeError(msg)
-        self._groups: Sequence[Collectives] = [registry.collectives_for(one, seconds) for one in groups]
+        seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
+        self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)
         self._packer = agreement.Packer()
         self._calls = 0
         # Why the ranks can no longer agree.
@@ -109,8 +104,7 @@ class GroupAgreement:
             agreed = sent
             for collectives in self._groups:
                 agreed = collectives.start_max(agreed)()
-            values = backend.read(xp.concat([agreed, sent]))
-            received, own = values[: agreement.LENGTH], values[agreement.LENGTH :]
+            received, own = agreement.read_both(backend, agreed, sent)
             verdict = agreement.read_verdict(received, own, self._policy, self._whereabouts)
         except (CollectiveTimeoutError, BackendError, ScaleDesyncError) as error:
             if isinstance(error, CollectiveTimeoutError):

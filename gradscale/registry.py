@@ -18,7 +18,7 @@ from gradscale.protocols import Backend, Collectives, GroupBackend
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["array_backend", "backend_for", "collectives_for", "get", "names", "refresh"]
+__all__ = ["all_collectives_for", "array_backend", "backend_for", "collectives_for", "get", "names", "refresh"]
 
 GROUP = "gradscale.backends"
 
@@ -123,6 +123,21 @@ def array_backend(name: str) -> Backend:
     members = "name, read, unscale, placement, example and fingerprint"
     msg = f"the gradscale adapter for {name!r}, got {backend!r}, must have {members}"
     raise BackendError(msg)
+
+
+def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
+    """Return the collectives of a group, or of each one of a list of groups, as ``collectives_for`` does.
+
+    Raises
+    ------
+    InvalidTypeError
+        For an empty list, and when no adapter serves an object.
+    """
+    groups = list(group) if isinstance(group, (list, tuple)) else [group]
+    if not groups:
+        msg = f"group must name at least one group, got {group!r}"
+        raise InvalidTypeError(msg)
+    return [collectives_for(one, timeout) for one in groups]
 
 
 def collectives_for(group: Any, timeout: float) -> Collectives:

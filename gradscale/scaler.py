@@ -357,12 +357,7 @@ class GradScaler(StatefulScale):
             self._iteration.wrong_order("the gradients of this optimizer could not be unscaled completely before")
         progress.agreed = progress.finish()
         backend = self._backend_for(progress.agreed)
-        if progress.agreed is progress.sent:
-            agreed = sent = backend.read(progress.agreed)
-        else:
-            # One read for both: the group's answer, and what this rank has put in.
-            both = backend.read(array_namespace(progress.agreed).concat([progress.agreed, progress.sent]))
-            agreed, sent = both[: agreement.LENGTH], both[agreement.LENGTH :]
+        agreed, sent = agreement.read_both(backend, progress.agreed, progress.sent)
         self._settle(progress, agreed)
         return agreement.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(progress))
 

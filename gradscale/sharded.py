@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from gradscale.errors import (
     CallOrderError,
     CollectiveTimeoutError,
     GradscaleError,
-    InvalidTypeError,
 )
 from gradscale.iteration import Iteration, Progress
 from gradscale.protocols import Array, Backend, Collectives, Policy
@@ -78,8 +76,7 @@ class ShardedGradScaler(GradScaler):
             enabled=enabled,
             backend=backend,
         )
-        # Infinity is no number of seconds, but what a user means who wants to wait for ever.
-        self._timeout = math.inf if timeout == math.inf else validation.number("timeout", timeout, above=0.0)
+        self._timeout = validation.timeout(timeout)
         self._groups: Sequence[Collectives] | None = None
         # Why the group can no longer be used.
         self._lost: GradscaleError | None = None
@@ -103,11 +100,7 @@ class ShardedGradScaler(GradScaler):
             return
         if self._iteration.failure is not None:
             self._iteration = Iteration(self._iteration.number)
-        groups = list(group) if isinstance(group, (list, tuple)) else [group]
-        if not groups:
-            msg = f"group must name at least one group, got {group!r}"
-            raise InvalidTypeError(msg)
-        self._groups = [registry.collectives_for(one, self._timeout) for one in groups]
+        self._groups = registry.all_collectives_for(group, self._timeout)
         self._lost = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gradscale.state import ScaleState
 
 __all__ = ["StatefulScale"]
 
-_POLICY_METHODS = ("init_scale", "init", "update", "backoff", "clamp", "exhausted")
+_POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "exhausted")
 
 
 class StatefulScale:
@@ -47,11 +47,8 @@ class StatefulScale:
         if policy is not None and given:
             msg = f"give policy= or {', '.join(f'{name}=' for name in given)}, not both, got {policy!r} and {given!r}"
             raise InvalidValueError(msg)
-        if policy is not None and (
-            isinstance(policy, type) or not all(hasattr(policy, name) for name in _POLICY_METHODS)
-        ):
-            msg = f"policy must be a DynamicScale(), a StaticScale() or an object like them, got {policy!r}"
-            raise InvalidTypeError(msg)
+        if policy is not None:
+            validation.policy(policy, _POLICY_MEMBERS)
         if isinstance(backend, str):
             registry.array_backend(backend)
         elif backend is not None and not isinstance(backend, Backend):

@@ -131,16 +131,30 @@ def choices(name: str, value: Any, options: tuple[_Choice, ...]) -> tuple[_Choic
     return tuple(option for option in options if option in chosen)
 
 
-def policy(value: Any) -> Any:
+def timeout(value: Any) -> float:
+    """Return seconds to wait, above 0; infinity, which is no number of seconds, is what a user means by for ever."""
+    return math.inf if value == math.inf else number("timeout", value, above=0.0)
+
+
+def policy(value: Any, members: Iterable[str] = ("init", "update", "exhausted")) -> Any:
     """Return a policy, having checked that it is an instance of one.
+
+    Parameters
+    ----------
+    value : object
+        What a user has passed.
+    members : iterable of str
+        What it must have; all but ``init_scale`` are called. Default: what a loop of pure functions calls.
 
     Raises
     ------
     InvalidTypeError
         When it is not, such as for the class itself.
     """
-    methods = ("init", "update", "exhausted")
-    if isinstance(value, type) or not all(callable(getattr(value, name, None)) for name in methods):
+    is_complete = all(
+        callable(getattr(value, name, None)) or (name == "init_scale" and hasattr(value, name)) for name in members
+    )
+    if isinstance(value, type) or not is_complete:
         msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {value!r}"
         raise InvalidTypeError(msg)
     return value
