@@ -7,14 +7,23 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gradscale import policy as policies
-from gradscale import validation
+from gradscale import rules, validation
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.protocols import Policy
 
 __all__ = ["Loaded", "build", "parse"]
 
 VERSION = 1
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (policies.DynamicScale, policies.StaticScale)}
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        policies.DynamicScale,
+        policies.StaticScale,
+        rules.DelayedScale,
+        rules.GradualScale,
+        rules.WideningScale,
+    )
+}
 # Our names of the trackers, by the keys they are saved under; torch knows only the first.
 _TRACKERS = {
     "_growth_tracker": "growth_tracker",
@@ -106,7 +115,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
             raise InvalidValueError(msg)
         policy = restored
     factors = {name: saved[name] for name in _FACTORS}
-    if isinstance(policy, policies.DynamicScale):
+    if isinstance(policy, policies.BoundedScale):
         return dataclasses.replace(policy, **factors)
     # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
     if factors != _STATIC_FACTORS:

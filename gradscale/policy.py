@@ -8,7 +8,7 @@ the array API standard, without a host read, and runs under a tracing compiler.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
@@ -18,19 +18,128 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Array
 from gradscale.state import ScaleState
 
-__all__ = ["DynamicScale", "StaticScale"]
+__all__ = [
+    "AtMin",
+    "BoundedScale",
+    "DynamicScale",
+    "StaticScale",
+    "is_reached",
+    "new_state",
+    "next_count",
+    "overflow_flag",
+    "times",
+]
 
 AtMin = Literal["clamp", "hold", "raise"]
 GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]
 Refill = Literal["clean_step", "growth", "backoff"]
 
-_AT_MIN: tuple[AtMin, ...] = ("clamp", "hold", "raise")
 _GROWTH_AFTER: tuple[GrowthAfter, ...] = ("interval", "first_interval_plus_one", "interval_plus_one")
 _REFILL: tuple[Refill, ...] = ("clean_step", "growth", "backoff")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicScale:
+class BoundedScale:
+    """What every rule with factors and bounds shares: its first state, its bounds, and one change of the scale.
+
+    The scale is never inf, NaN or 0: growth that float32 cannot hold is not made, and backoff stops at ``min_scale``.
+    No policy by itself: :class:`DynamicScale` and the classes of :mod:`gradscale.rules` add ``update``.
+
+    Parameters
+    ----------
+    init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, at_min
+        As in :class:`DynamicScale`.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For an argument out of range or of a wrong type, with its name and value.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = validation.SMALLEST_NORMAL
+    max_scale: float | None = None
+    at_min: AtMin = "clamp"
+
+    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold")
+    # A larger factor would overflow in the product that is discarded where growth is not made.
+    _LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "init_scale": validation.scale("init_scale", self.init_scale),
+            "growth_factor": validation.number(
+                "growth_factor", self.growth_factor, above=1.0, at_most=self._LARGEST_GROWTH
+            ),
+            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self._largest_interval),
+            "min_scale": validation.scale("min_scale", self.min_scale),
+            "at_min": validation.choice("at_min", self.at_min, self._AT_MIN),
+            **self._check(),
+        }
+        if self.max_scale is not None:
+            checked["max_scale"] = validation.scale("max_scale", self.max_scale)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not self.min_scale <= self.init_scale <= self._largest:
+            msg = (
+                f"init_scale must lie within min_scale and max_scale, got init_scale={self.init_scale!r}, "
+                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
+            )
+            raise InvalidValueError(msg)
+
+    def _check(self) -> dict[str, Any]:
+        """Return the checked values of the fields that a rule adds."""
+        return {}
+
+    @property
+    def _largest_interval(self) -> int:
+        return validation.LARGEST_INT32
+
+    @property
+    def _largest(self) -> float:
+        return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
+
+    def init(self, like: Array) -> ScaleState:
+        """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
+        return _first_state(self.init_scale, like)
+
+    def clamp(self, scale: float) -> float:
+        """Return a scale moved into ``[min_scale, max_scale]``."""
+        return min(max(scale, self.min_scale), self._largest)
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state with the scale backed off once, whatever is tolerated, and trackers of 0."""
+        xp = array_namespace(state.scale)
+        zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
+        return new_state(xp, self._lowered(xp, state.scale), *zeros)
+
+    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+        """Return None: it never raises."""
+        return None
+
+    def _lowered(self, xp: Any, scale: Array) -> Array:
+        lowered = times(xp, scale, self.backoff_factor)
+        floor = xp.full_like(scale, self.min_scale)
+        if self.at_min == "hold":
+            return xp.where(lowered < floor, scale, lowered)
+        return xp.maximum(lowered, floor)
+
+    def _raised(self, xp: Any, scale: Array) -> Array:
+        # Chosen before the product, so that no library has an overflow to warn of.
+        fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
+        product = times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
+        if self.max_scale is None:
+            return xp.where(fits, product, scale)
+        largest = xp.full_like(scale, self.max_scale)
+        return xp.where(fits, xp.minimum(product, largest), largest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicScale(BoundedScale):
     """Back the scale off on an overflow, and let it grow after a run of clean steps.
 
     The defaults are torch.amp's rule. The scale is never inf, NaN or 0: growth that float32 cannot hold is not made,
@@ -73,63 +182,30 @@ class DynamicScale:
         For an argument out of range or of a wrong type, with its name and value.
     """
 
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
     growth_after: GrowthAfter = "interval"
     hysteresis: int = 1
     hysteresis_refill: tuple[Refill, ...] = ("clean_step",)
     tolerance: float | None = None
-    min_scale: float = validation.SMALLEST_NORMAL
-    max_scale: float | None = None
-    at_min: AtMin = "clamp"
 
-    def __post_init__(self) -> None:
+    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
+
+    @property
+    def _largest_interval(self) -> int:
         # The tracker counts one step more where growth comes one step later.
-        largest_interval = validation.LARGEST_INT32 - (self.growth_after != "interval")
+        return validation.LARGEST_INT32 - (self.growth_after != "interval")
+
+    def _check(self) -> dict[str, Any]:
         checked: dict[str, Any] = {
-            "init_scale": validation.scale("init_scale", self.init_scale),
-            # A larger one would overflow in the product that is discarded where growth is not made.
-            "growth_factor": validation.number(
-                "growth_factor", self.growth_factor, above=1.0, at_most=validation.LARGEST_FLOAT32
-            ),
-            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
-            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, largest_interval),
             "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
             "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
-            "min_scale": validation.scale("min_scale", self.min_scale),
-            "at_min": validation.choice("at_min", self.at_min, _AT_MIN),
         }
         if self.tolerance is not None:
             checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
             if self.hysteresis != 1:
                 msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
                 raise InvalidValueError(msg)
-        if self.max_scale is not None:
-            checked["max_scale"] = validation.scale("max_scale", self.max_scale)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        largest = self._largest
-        if not self.min_scale <= self.init_scale <= largest:
-            msg = (
-                f"init_scale must lie within min_scale and max_scale, got init_scale={self.init_scale!r}, "
-                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
-            )
-            raise InvalidValueError(msg)
-
-    @property
-    def _largest(self) -> float:
-        return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
-
-    def init(self, like: Array) -> ScaleState:
-        """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
-        return _first_state(self.init_scale, like)
-
-    def clamp(self, scale: float) -> float:
-        """Return a scale moved into ``[min_scale, max_scale]``."""
-        return min(max(scale, self.min_scale), self._largest)
+        return checked
 
     def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
         """Return the state after a step: backed off, grown, or with its trackers advanced.
@@ -147,11 +223,11 @@ class DynamicScale:
             New arrays. No host read, no collective.
         """
         xp = array_namespace(state.scale)
-        overflow = _flag(nonfinite, state.scale)
+        overflow = overflow_flag(nonfinite, state.scale)
         clean = xp.logical_not(overflow)
 
         threshold = self.growth_interval + (self.growth_after != "interval")
-        run = _next_count(xp, state.growth_tracker, threshold)
+        run = next_count(xp, state.growth_tracker, threshold)
         grow = xp.logical_and(clean, run >= xp.full_like(run, threshold))
         restart = xp.full_like(run, 1 if self.growth_after == "first_interval_plus_one" else 0)
         zero = xp.zeros_like(run)
@@ -162,13 +238,7 @@ class DynamicScale:
         scale = xp.where(
             backoff, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
         )
-        return _state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
-
-    def backoff(self, state: ScaleState) -> ScaleState:
-        """Return the state with the scale backed off once, whatever is tolerated, and trackers of 0."""
-        xp = array_namespace(state.scale)
-        zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
-        return _state(xp, self._lowered(xp, state.scale), *zeros)
+        return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
     def exhausted(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
@@ -184,10 +254,8 @@ class DynamicScale:
     def _backoff_due(self, xp: Any, state: ScaleState) -> Array:
         """Return a 0-d bool: would an overflow now be one too many."""
         if self.tolerance is not None:
-            overflows = xp.astype(_next_count(xp, state.overflow_tracker, validation.LARGEST_INT32), xp.float32)
-            steps = xp.astype(_next_count(xp, state.rescale_tracker, validation.LARGEST_INT32), xp.float32)
-            return overflows / steps >= xp.full_like(steps, self.tolerance)
-        overflows = _next_count(xp, state.overflow_tracker, self.hysteresis)
+            return is_reached(xp, self.tolerance, state.overflow_tracker, state.rescale_tracker)
+        overflows = next_count(xp, state.overflow_tracker, self.hysteresis)
         return overflows >= xp.full_like(overflows, self.hysteresis)
 
     def _next_trackers(
@@ -195,35 +263,19 @@ class DynamicScale:
     ) -> tuple[Array, Array]:
         """Return the overflow and rescale trackers after a step."""
         if self.tolerance is not None:
-            overflows = _next_count(xp, state.overflow_tracker, validation.LARGEST_INT32)
-            steps = _next_count(xp, state.rescale_tracker, validation.LARGEST_INT32)
+            overflows = next_count(xp, state.overflow_tracker, validation.LARGEST_INT32)
+            steps = next_count(xp, state.rescale_tracker, validation.LARGEST_INT32)
             zero = xp.zeros_like(steps)
             counted = xp.where(overflow, overflows, state.overflow_tracker)
             return xp.where(backoff, zero, counted), xp.where(xp.logical_or(backoff, grow), zero, steps)
         if self.hysteresis == 1:
             return state.overflow_tracker, state.rescale_tracker
-        overflows = _next_count(xp, state.overflow_tracker, self.hysteresis)
+        overflows = next_count(xp, state.overflow_tracker, self.hysteresis)
         counted = xp.where(overflow, overflows, state.overflow_tracker)
         events = {"clean_step": xp.logical_not(overflow), "growth": grow, "backoff": backoff}
         for name in self.hysteresis_refill:
             counted = xp.where(events[name], xp.zeros_like(counted), counted)
         return counted, state.rescale_tracker
-
-    def _lowered(self, xp: Any, scale: Array) -> Array:
-        lowered = _times(xp, scale, self.backoff_factor)
-        floor = xp.full_like(scale, self.min_scale)
-        if self.at_min == "hold":
-            return xp.where(lowered < floor, scale, lowered)
-        return xp.maximum(lowered, floor)
-
-    def _raised(self, xp: Any, scale: Array) -> Array:
-        # Chosen before the product, so that no library has an overflow to warn of.
-        fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
-        product = _times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
-        if self.max_scale is None:
-            return xp.where(fits, product, scale)
-        largest = xp.full_like(scale, self.max_scale)
-        return xp.where(fits, xp.minimum(product, largest), largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,12 +324,13 @@ def _first_state(scale: float, like: Array) -> ScaleState:
     return ScaleState(xp.full((), scale, dtype=xp.float32, device=where), *trackers)
 
 
-def _state(xp: Any, *fields: Array) -> ScaleState:
+def new_state(xp: Any, *fields: Array) -> ScaleState:
+    """Return a state of fields that may be scalars."""
     # NumPy's operators return scalars for 0-d arrays.
     return ScaleState(*(xp.asarray(field) for field in fields))
 
 
-def _flag(nonfinite: Array, like: Array) -> Array:
+def overflow_flag(nonfinite: Array, like: Array) -> Array:
     """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
     if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
         msg = f"nonfinite must be a 0-d array, such as unscale returns, got {nonfinite!r}"
@@ -289,12 +342,19 @@ def _flag(nonfinite: Array, like: Array) -> Array:
     return flag if where is None or placement(flag) == where else to_device(flag, where)
 
 
-def _next_count(xp: Any, tracker: Array, limit: int) -> Array:
+def next_count(xp: Any, tracker: Array, limit: int) -> Array:
     """Return a tracker plus one, which stays at ``limit`` so that no counter wraps."""
     return xp.minimum(tracker, xp.full_like(tracker, limit - 1)) + xp.full_like(tracker, 1)
 
 
-def _times(xp: Any, scale: Array, factor: float) -> Array:
+def is_reached(xp: Any, tolerance: float, overflow_tracker: Array, rescale_tracker: Array) -> Array:
+    """Return a 0-d bool: would one more overflow make them this fraction of the steps since the last change."""
+    overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
+    steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
+    return xp.asarray(overflows / steps >= xp.full_like(steps, tolerance))
+
+
+def times(xp: Any, scale: Array, factor: float) -> Array:
     """Return ``scale * factor`` rounded once to float32, as float32(float64(scale) * factor)."""
     if validation.is_power_of_two(factor) or not has_float64(xp, device(scale)):
         return scale * xp.full_like(scale, factor)

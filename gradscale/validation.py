@@ -20,6 +20,7 @@ __all__ = [
     "integer",
     "is_power_of_two",
     "largest_with_finite_product",
+    "last_above",
     "number",
     "round_to_float32",
     "scale",
@@ -191,3 +192,12 @@ def largest_with_finite_product(factor: float) -> float:
     while bits < 0x7F7FFFFF and float32_from_bits(bits + 1) * factor < limit:
         bits += 1
     return float32_from_bits(bits)
+
+
+def last_above(limit: float, scale: float, factor: float) -> float:
+    """Return the last float32 above a limit on the way down from a scale by a factor below 1; normal, or the scale."""
+    lowered = round_to_float32(scale * factor)
+    # A factor that rounds to 1 leads nowhere.
+    while limit < lowered < scale and lowered >= SMALLEST_NORMAL:
+        scale, lowered = lowered, round_to_float32(lowered * factor)
+    return scale

@@ -18,7 +18,7 @@ from axes import require
 from libraries import Library
 from optimizers import Tree, iterate
 
-from gradscale import DynamicScale, GradScaler, StateDictError, StaticScale
+from gradscale import DynamicScale, GradScaler, StateDictError, StaticScale, presets
 
 # See conftest.py.
 LONG = True
@@ -39,6 +39,9 @@ POLICIES = {
     ),
     "tolerance": DynamicScale(tolerance=0.3, growth_interval=3, at_min="raise"),
     "static": StaticScale(8.0),
+    "delayed": presets.mxnet(growth_interval=2),
+    "widening": presets.metaseq(growth_interval=3, tolerance=0.3),
+    "gradual": presets.chainer(growth_interval=5, init_scale=64.0),
 }
 SEQUENCE = [1.0, math.nan, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0]
 
@@ -135,7 +138,7 @@ def test_the_keys_and_plain_types_of_a_state_dict(arrays: Library, policy: Any) 
     assert saved["policy"] == {"kind": type(policy).__name__, **dataclasses.asdict(policy)}
     assert saved["iteration"] == len(SEQUENCE) + 1
     for value in [*saved.values(), *saved["policy"].values()]:
-        assert type(value) in (float, int, str, dict, tuple, type(None)), value
+        assert type(value) in (float, int, bool, str, dict, tuple, type(None)), value
 
 
 def test_the_state_dict_of_a_fresh_scaler_is_complete(policy: Any) -> None:

@@ -1,0 +1,256 @@
+"""The presets as a user meets them: names, wrong arguments, in a scaler, and what their scales can never become."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, getcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libraries import Library, opened
+from optimizers import Tree, iterate
+from runs import follow, scales, start
+
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, presets
+from gradscale.rules import DelayedScale, GradualScale, WideningScale
+
+LONG = True
+
+ALL = presets.names()
+LARGEST = float(np.finfo(np.float32).max)
+
+DEFAULTS: dict[str, tuple[float, int]] = {
+    "apex": (2.0**16, 2000),
+    "apex_hysteresis": (2.0**16, 2000),
+    "chainer": (1.0, 1000),
+    "colossalai": (2.0**16, 1000),
+    "deepspeed": (2.0**16, 1000),
+    "deepspeed_stage0": (2.0**16, 1000),
+    "fairseq": (2.0**15, 2000),
+    "flax": (2.0**16, 2000),
+    "guided_diffusion": (2.0**20, 1000),
+    "jmp": (2.0**15, 2000),
+    "keras": (2.0**15, 2000),
+    "megatron": (2.0**32, 1000),
+    "metaseq": (4.0, 256),
+    "mindspore": (2.0**24, 2000),
+    "mpx": (2.0**15, 2000),
+    "mxnet": (2.0**16, 2000),
+    "paddle": (2.0**16, 2000),
+    "paddle_static": (2.0**16, 2000),
+    "torch": (2.0**16, 2000),
+}
+
+
+def test_each_preset_has_the_defaults_of_its_system() -> None:
+    policies: dict[str, Any] = {name: presets.named(name) for name in ALL}
+    assert {name: (rule.init_scale, rule.growth_interval) for name, rule in policies.items()} == DEFAULTS
+    assert {name: getattr(presets, name)() for name in ALL} == policies
+    assert policies["torch"] == DynamicScale()
+
+
+@pytest.mark.parametrize(
+    ("given_name", "nearest"),
+    [("megatrn", "megatron"), ("Torch", "torch"), ("deep_speed", "deepspeed"), ("", "keras"), ("named", "mpx")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_others(given_name: str, nearest: str) -> None:
+    with pytest.raises(InvalidValueError) as error:
+        presets.named(given_name)
+    assert f"got {given_name!r}" in str(error.value)
+    assert all(name in str(error.value) for name in ALL)
+    if len(given_name) > 5 or given_name == "Torch":
+        assert f"did you mean {nearest!r}" in str(error.value) or given_name == "named"
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match="got 3 of type int"):
+        presets.named(3)  # type: ignore[arg-type]
+
+
+def test_a_setting_that_the_preset_has_not_is_refused_naming_those_it_has() -> None:
+    with pytest.raises(InvalidValueError, match=r"'keras' has no setting hysteresis.* init_scale, growth_interval"):
+        presets.named("keras", hysteresis=2)
+
+
+WRONG: dict[str, list[Any]] = {
+    "init_scale": [0.0, -1.0, math.inf, math.nan, "8", None, True],
+    "growth_factor": [1.0, 0.0, math.inf, "2", None],
+    "backoff_factor": [0.0, 1.0, -0.5, math.nan, None],
+    "growth_interval": [0, -1, 2.0, 2**31, None, True],
+    "hysteresis": [-1, 1.5, None],
+    "tolerance": [-0.1, 1.1, math.nan, "0"],
+    "min_scale": [-1.0, math.inf, math.nan, "1"],
+    "max_scale": [0.0, -1.0, math.inf, "1"],
+    "threshold": [0.0, -1.0, math.nan, "1"],
+    "consecutive_hysteresis": [1, "yes", None],
+    "raise_at_min": [0, "no", None],
+}
+BAD = [
+    pytest.param(name, setting, value, id=f"{name}-{setting}-{value}")
+    for name in ALL
+    for setting in getattr(presets, name).__kwdefaults__
+    for value in WRONG[setting]
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "value"), BAD)
+def test_a_wrong_argument_is_refused_by_its_name(name: str, setting: str, value: Any) -> None:
+    with pytest.raises((InvalidValueError, InvalidTypeError), match=setting):
+        presets.named(name, **{setting: value})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_scaler_with_a_preset_skips_an_overflow_and_goes_on(arrays: Library, name: str) -> None:
+    scaler, optimizer = GradScaler(policy=presets.named(name)), Tree()
+    reports = [iterate(arrays, scaler, optimizer, [value]) for value in (1.0, math.nan, 1.0)]
+    assert [report.skipped for report in reports] == [False, True, False]
+    assert optimizer.steps == 2
+    assert 0.0 < scaler.get_scale() < math.inf
+
+
+def test_megatron_tolerates_one_overflow_and_then_backs_off(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(policy=presets.megatron()), Tree()
+    got = []
+    for value in (math.nan, 1.0, math.nan, math.nan):
+        iterate(arrays, scaler, optimizer, [value])
+        got.append(scaler.get_scale())
+    assert got == [2.0**32, 2.0**32, 2.0**31, 2.0**30]
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("name", ALL)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_the_scale_stays_finite_above_zero_and_within_bounds(name: str, data: st.DataObject) -> None:
+    interval = data.draw(st.integers(1, 5))
+    rule: Any = presets.named(name, growth_interval=interval)
+    tracker = st.one_of(st.integers(0, 9), st.integers(0, 2**31 - 1))
+    with opened("numpy") as library:
+        state = start(
+            library,
+            rule,
+            scale=rule.clamp(data.draw(st.floats(2.0**-126, LARGEST, width=32))),
+            growth_tracker=data.draw(tracker),
+            overflow_tracker=data.draw(tracker),
+            rescale_tracker=data.draw(tracker),
+        )
+        for after in follow(library, rule, data.draw(st.text("CO", max_size=12)), state):
+            scale, *trackers = library.state(after)
+            assert rule.min_scale <= scale <= (rule.max_scale or LARGEST)
+            assert min(trackers) >= 0
+            backed_off = library.state(rule.backoff(after))
+            assert rule.min_scale <= backed_off[0] <= scale
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("step", "CO")
+def test_the_scale_stops_at_the_ends_of_float32(name: str, step: str) -> None:
+    rule: Any = presets.named(name, growth_interval=1)
+    with opened("numpy") as library:
+        last = scales(library, rule, step * 400)[-1]
+    assert math.isfinite(last)
+    assert last >= 2.0**-126
+
+
+# Rules with a class of their own.
+
+
+def test_any_scale_with_trackers_of_zero_is_continued(arrays: Library) -> None:
+    assert scales(arrays, DelayedScale(growth_interval=1), "CC", start(arrays, DelayedScale(), scale=3.0)) == [3.0, 6.0]
+    widening = WideningScale(growth_interval=2)
+    assert scales(arrays, widening, "CCCC", start(arrays, widening, scale=3.0)) == [3.0, 6.0, 6.0, 12.0]
+    gradual = GradualScale(growth_interval=2)
+    assert scales(arrays, gradual, "CCO", start(arrays, gradual, scale=3.0)) == [float(np.float32(18**0.5)), 6.0, 3.0]
+
+
+def test_backoff_makes_a_change_that_is_due_void(arrays: Library) -> None:
+    rule = DelayedScale(init_scale=8.0, growth_interval=1)
+    state = rule.backoff(follow(arrays, rule, "C")[0])
+    assert arrays.state(state) == (4.0, 0, 0, 0)
+
+
+def test_backoff_halves_the_interval_and_ends_a_fast_start(arrays: Library) -> None:
+    widening = WideningScale(init_scale=8.0, growth_interval=4, tolerance=1.0)
+    assert scales(arrays, widening, "CC", widening.backoff(start(arrays, widening))) == [4.0, 8.0]
+    gradual = GradualScale(init_scale=8.0, growth_interval=1000, fast_start=True)
+    after = scales(arrays, gradual, "C", gradual.backoff(start(arrays, gradual)))
+    assert after == [float(np.float32(4.0 * 2.0**0.001))]
+
+
+def widening_by_hand(steps: str, scale: float, interval: int, tolerance: float, smallest: float) -> list[float]:
+    """Return the scales of metaseq's rule, with a Python int for each thing that it counts."""
+    since_overflow = since_change = overflows = 0
+    got = []
+    for step in steps:
+        since_overflow, since_change = since_overflow + 1, since_change + 1
+        if step == "O":
+            since_overflow, overflows = 0, overflows + 1
+            if overflows / since_change >= tolerance:
+                interval, since_change, overflows = max(interval // 2, 1), 0, 0
+                scale = scale / 2 if scale / 2 >= smallest else scale
+        elif since_overflow % interval == 0:
+            scale, interval, since_change = scale * 2, interval * 2, 0
+        got.append(scale)
+    return got
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("interval", [1, 2, 3, 7, 12, 256])
+@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("chance", [0.02, 0.3])
+def test_a_widening_interval_is_kept_through_every_halving(interval: int, tolerance: float, chance: float) -> None:
+    draws = np.random.default_rng(interval).random(600)
+    steps = "".join("O" if draw < chance else "C" for draw in draws)
+    rule: Any = presets.metaseq(init_scale=256.0, growth_interval=interval, tolerance=tolerance)
+    with opened("numpy") as library:
+        got = scales(library, rule, steps)
+    assert got == widening_by_hand(steps, 256.0, interval, tolerance, 2.0**-5)
+
+
+def test_the_rule_by_hand_tells_intervals_and_tolerances_apart() -> None:
+    rules = [(2, 0.0, 1.0), (3, 0.0, 1.0), (4, 0.0, 1.0), (4, 0.5, 1.0), (4, 0.0, 256.0)]
+    runs = [widening_by_hand("CCCCOCCOOCC", 256.0, *rule) for rule in rules]
+    assert len({tuple(run) for run in runs}) == len(runs)
+
+
+def nearest_float32(exact: Decimal) -> float:
+    """Return the float32 that is nearest to a number."""
+    guess = np.float32(exact)
+    candidates = [guess, np.nextafter(guess, np.float32(0)), np.nextafter(guess, np.float32(np.inf))]
+    return float(min(candidates, key=lambda candidate: abs(Decimal(float(candidate)) - exact)))
+
+
+def gradual_by_hand(steps: str, rule: Any) -> list[float]:
+    """Return the scales of Chainer's rule in 60 digits, each rounded once."""
+    getcontext().prec = 60
+    factor = Decimal(2) ** (Decimal(1) / Decimal(rule.growth_interval))
+    scale, has_overflowed, got = Decimal(rule.init_scale), False, []
+    for step in steps:
+        if step == "O":
+            has_overflowed, scale = True, scale / 2
+        else:
+            scale *= 2 if rule.fast_start and not has_overflowed else factor
+        scale = max(Decimal(rule.min_scale), min(scale, Decimal(rule.max_scale or LARGEST)))
+        got.append(nearest_float32(scale))
+    return got
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("interval", [3, 100, 1000])
+@pytest.mark.parametrize("name", ["chainer", "guided_diffusion"])
+def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, interval: int) -> None:
+    draws = np.random.default_rng(interval).random(1500)
+    steps = "".join("O" if draw < 0.7 / interval else "C" for draw in draws)
+    rule: Any = presets.named(name, growth_interval=interval)
+    wanted = gradual_by_hand(steps, rule)
+    with opened("numpy") as library:
+        assert scales(library, rule, steps) == wanted
+    multiplied, scale = [], np.float32(rule.init_scale)
+    for step in steps:
+        scale = np.float32(scale * (0.5 if step == "O" else 2.0 ** (1.0 / interval)))
+        multiplied.append(float(scale))
+    assert multiplied != wanted, "float32 products are not enough, and the oracle sees it"

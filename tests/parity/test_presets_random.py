@@ -1,0 +1,251 @@
+"""The presets beside the installed originals in random runs of 10,000 steps: the same scale after each step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from libraries import Library, opened
+from numpy.typing import NDArray
+
+from gradscale import presets
+
+STEPS = 10_000
+# Probabilities of an overflow after a clean step, and after an overflow.
+CHANCES = {"rare": (0.0005, 0.0005), "frequent": (0.03, 0.03), "bursts": (0.004, 0.7)}
+SEEDS = (1, 2, 3)
+
+
+def overflows(chances: str, seed: int) -> NDArray[np.bool_]:
+    """Return which steps overflow."""
+    after_clean, after_overflow = CHANCES[chances]
+    draws = np.random.default_rng(seed).random(STEPS)
+    found = np.zeros(STEPS, bool)
+    for step in range(STEPS):
+        found[step] = draws[step] < (after_overflow if step and found[step - 1] else after_clean)
+    return found
+
+
+RUNS = [(chances, seed) for chances in CHANCES for seed in SEEDS]
+
+
+def run_ids(run: tuple[str, int]) -> str:
+    """Return the id of a run."""
+    return f"{run[0]}-{run[1]}"
+
+
+def ours(policy: Any, found: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return the scale after each step of a policy, compiled by JAX with float64."""
+    import jax
+
+    def step(state: Any, bad: Any) -> Any:
+        state = policy.update(state, bad)
+        return state, state.scale
+
+    scales = jax.lax.scan(step, policy.init(jax.numpy.zeros(())), jax.numpy.asarray(found))[1]
+    return np.asarray(scales)
+
+
+def assert_same(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> None:
+    """Assert that two runs are equal, and that there was something to compare."""
+    assert got.shape == wanted.shape == (STEPS,)
+    assert wanted.dtype == np.float32
+    assert np.isfinite(wanted).all()
+    assert (wanted >= 2.0**-126).all(), "below that the originals leave the range that is kept here"
+    assert len(set(wanted.tolist())) > 4
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.fixture
+def jax_arrays() -> Iterator[Library]:
+    """Return JAX with float64."""
+    with opened("jax") as library:
+        yield library
+
+
+FACTORS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "short": {"growth_interval": 10, "init_scale": 1024.0},
+    "odd": {"growth_interval": 25, "growth_factor": 3.0},
+}
+# One factor for both directions leaves no other choice to jmp; torch and flax have two.
+BACKOFFS = {"defaults": {}, "short": {"backoff_factor": 0.25}, "odd": {"backoff_factor": 0.3}}
+
+
+def torch_scales(settings: dict[str, Any], found: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return the scales of torch.amp.GradScaler, whose ``update()`` is given the verdict that ``unscale_`` leaves."""
+    torch = require("torch")
+    scaler = torch.amp.GradScaler("cpu", **settings)
+    scaler.scale(torch.ones(()))
+    verdicts = {False: torch.zeros(()), True: torch.ones(())}
+    scales = np.empty(len(found), np.float32)
+    for step, bad in enumerate(found.tolist()):
+        scaler._per_optimizer_states[0]["found_inf_per_device"] = {torch.device("cpu"): verdicts[bad]}
+        scaler.update()
+        scales[step] = scaler._scale
+    return scales
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+@pytest.mark.parametrize("chances", CHANCES)
+@pytest.mark.parametrize("setting", FACTORS)
+@pytest.mark.usefixtures("jax_arrays")
+def test_torch(setting: str, chances: str) -> None:
+    # Short, since without a minimum the original's scale would reach 0.
+    settings = FACTORS[setting] | BACKOFFS[setting] | {"growth_interval": 10}
+    found = overflows(chances, SEEDS[list(FACTORS).index(setting)])
+    renamed = settings | {"init_scale": settings.get("init_scale", 65536.0)}
+    assert_same(ours(presets.torch(**settings), found), torch_scales(renamed, found))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("run", RUNS, ids=run_ids)
+@pytest.mark.parametrize("setting", FACTORS)
+@pytest.mark.usefixtures("jax_arrays")
+def test_jmp(setting: str, run: tuple[str, int]) -> None:
+    require("jmp")
+    import jmp
+    from jax import lax
+    from jax import numpy as jnp
+
+    settings = FACTORS[setting] | {"min_scale": {"short": 2.0**-20}.get(setting, 1.0)}
+    policy: Any = presets.jmp(**settings)
+
+    def step(carry: Any, bad: Any) -> Any:
+        # Made anew on each step: its minimum is lost on the way through a compiled loop. The factor is no constant,
+        # since the compiler would multiply by its rounded reciprocal where jmp divides.
+        scale, counter, factor = carry
+        original = jmp.DynamicLossScale(
+            scale, counter, policy.growth_interval, factor, min_loss_scale=jnp.float32(policy.min_scale)
+        )
+        adjusted: Any = original.adjust(jnp.logical_not(bad))
+        return (adjusted.loss_scale, adjusted.counter, factor), adjusted.loss_scale
+
+    found = overflows(*run)
+    first = (jnp.float32(policy.init_scale), jnp.zeros((), jnp.int32), jnp.float32(policy.growth_factor))
+    assert_same(ours(policy, found), np.asarray(lax.scan(step, first, jnp.asarray(found))[1]))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("run", RUNS, ids=run_ids)
+@pytest.mark.parametrize("setting", FACTORS)
+@pytest.mark.usefixtures("jax_arrays")
+def test_flax(setting: str, run: tuple[str, int]) -> None:
+    require("flax")
+    from flax.training.dynamic_scale import DynamicScale as Original
+    from jax import lax
+    from jax import numpy as jnp
+
+    settings = FACTORS[setting] | BACKOFFS[setting] | {"min_scale": {"short": 2.0**-20}.get(setting, 2.0**-126)}
+    policy: Any = presets.flax(**settings)
+
+    def step(carry: Any, bad: Any) -> Any:
+        scale, clean_steps = carry
+        original = Original(
+            growth_factor=policy.growth_factor,
+            backoff_factor=policy.backoff_factor,
+            growth_interval=policy.growth_interval,
+            fin_steps=clean_steps,
+            scale=scale,
+            minimum_scale=policy.min_scale,
+        )
+        gradient = jnp.where(bad, jnp.inf, 2.0**-126).astype(jnp.float32)
+        adjusted, is_finite, _, _ = original.value_and_grad(lambda x: x * gradient)(jnp.float32(1.0))
+        return (adjusted.scale, adjusted.fin_steps), (adjusted.scale, is_finite)
+
+    found = overflows(*run)
+    first = (jnp.float32(policy.init_scale), jnp.zeros((), jnp.int32))
+    scales, finite = lax.scan(step, first, jnp.asarray(found))[1]
+    np.testing.assert_array_equal(np.asarray(finite), ~found)
+    assert_same(ours(policy, found), np.asarray(scales))
+
+
+KERAS = """
+import json, os, sys
+os.environ["KERAS_BACKEND"] = "jax"
+import jax, keras, numpy as np
+from jax import numpy as jnp
+
+def scales(settings, found):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), **settings)
+    weight = keras.Variable(np.zeros(1, "float32"))
+    optimizer.build([weight])
+    place = [variable is optimizer.dynamic_scale for variable in optimizer.variables].index(True)
+
+    def step(carry, bad):
+        weights, variables = carry
+        gradient = jnp.where(bad, jnp.inf, 1.0).reshape(1).astype("float32")
+        weights, variables = optimizer.stateless_apply(variables, [gradient], weights)
+        return (weights, variables), variables[place]
+
+    first = ([weight.value], [variable.value for variable in optimizer.variables])
+    return np.asarray(jax.lax.scan(step, first, jnp.asarray(found))[1])
+
+results = [scales(settings, np.asarray(found)).astype("float64").tolist() for settings, found in json.load(sys.stdin)]
+json.dump(results, sys.stdout)
+"""
+
+
+@pytest.mark.jax
+@pytest.mark.usefixtures("jax_arrays")
+def test_keras() -> None:
+    """In a process of its own, because Keras takes its backend when it is imported, once."""
+    if importlib.util.find_spec("keras") is None:
+        require("keras")
+    # Without bounds the original's scale would reach 0 or inf: intervals at which it rises as often as it falls.
+    intervals = {"rare": 1400, "frequent": 23, "bursts": 67}
+    names = {"growth_interval": "dynamic_growth_steps", "init_scale": "initial_scale"}
+    cases = [
+        ({"growth_interval": intervals[run[0]], "init_scale": scale}, overflows(*run))
+        for run in RUNS
+        for scale in (2.0**15, 3.0 * 2.0**20)
+    ]
+    asked = [[{names[name]: value for name, value in given.items()}, found.tolist()] for given, found in cases]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KERAS],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    for (given, found), scales in zip(cases, json.loads(ended.stdout), strict=True):
+        assert_same(ours(presets.keras(**given), found), np.asarray(scales, np.float32))
+
+
+@pytest.mark.numpy
+@pytest.mark.jax
+@pytest.mark.usefixtures("jax_arrays")
+def test_numpy_and_a_compiler_agree_on_such_a_run() -> None:
+    found = overflows("bursts", 9)[:1500]
+    for policy in (presets.torch(growth_interval=20), presets.guided_diffusion(growth_interval=300)):
+        rule: Any = policy
+        with opened("numpy") as library:
+            verdicts = {False: library.asarray(0, "int32"), True: library.asarray(1, "int32")}
+            state, scales = rule.init(library.asarray(0.0)), []
+            for bad in found.tolist():
+                state = rule.update(state, verdicts[bad])
+                scales.append(library.item(state.scale))
+        np.testing.assert_array_equal(ours(rule, found), np.asarray(scales, np.float32))
+
+
+@pytest.mark.jax
+@pytest.mark.usefixtures("jax_arrays")
+def test_a_wrong_run_does_not_pass() -> None:
+    found = overflows("frequent", 1)
+    right = ours(presets.jmp(growth_interval=20), found)
+    assert_same(right, right)
+    for wrong in (presets.flax(growth_interval=20, init_scale=2.0**15), presets.jmp(growth_interval=21)):
+        with pytest.raises(AssertionError):
+            assert_same(ours(wrong, found), right)
