@@ -53,9 +53,16 @@ class Verdict:
 
 
 class Packer:
-    """Makes the vector to agree on, and keeps the parts of it that stay the same from call to call."""
+    """Makes the vector to agree on, and keeps the parts of it that stay the same from call to call.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    diagnoses : bool, default False
+        Whether the scaler makes more collectives after an overflow, which has to be the same on every rank.
+    """
+
+    def __init__(self, *, diagnoses: bool = False) -> None:
+        self._diagnoses = diagnoses
         self._state: ScaleState | None = None
         self._policy: Policy | None = None
         self._fingerprint: Array | None = None
@@ -91,7 +98,7 @@ class Packer:
         """
         if self._state is not state or self._policy is not policy:
             if self._policy is not policy or not self._is_fixed:
-                self._identity, self._is_fixed = identify(policy), _is_fixed(policy)
+                self._identity, self._is_fixed = identify(policy) ^ self._diagnoses, _is_fixed(policy)
             self._state, self._policy = state, policy
             self._fingerprint = self._numbers = None
             self._constants = {}
@@ -209,7 +216,7 @@ def describe_differences(lowest: Sequence[int], highest: Sequence[int], own: Seq
 
 def _difference(name: str, low: int, high: int, own: int | None, policy: Any) -> str:
     if name == "policy":
-        return f"policy (here {policy!r})"
+        return f"policy (here {policy!r}) or diagnose="
     least, most, here = (_readable(name, value) for value in (low, high, own))
     described = f"{name} of the iteration" if name == "call" else name
     consequence = ", so some rank left one out" if name == "call" else ""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from array_api_compat import array_namespace
 from array_api_compat import device as device_of
 
-from gradscale import arithmetic, validation
+from gradscale import arithmetic, diagnosis, validation
 from gradscale.policy import DynamicScale
 from gradscale.protocols import Array, Backend, Collectives
 from gradscale.state import ScaleState
@@ -49,6 +49,9 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     if dtypes is None:
         dtypes = [xp.float32] + ([xp.float64] if arithmetic.has_float64(xp, device) else [])
     _check_reading(backend, xp, device)
+    if hasattr(backend, "summarize"):
+        for dtype in dtypes:
+            _check_summaries(backend, xp, device, dtype)
     for scale in _SCALES:
         state = DynamicScale(init_scale=scale).init(like)
         _check_fingerprint(backend, state)
@@ -79,6 +82,27 @@ def _check_fingerprint(backend: Backend, state: ScaleState) -> None:
     expected, got = (backend.read(taken) for taken in (arithmetic.fingerprint(state), backend.fingerprint(state)))
     if got != expected:
         _fail(f"fingerprint of {state} must be {expected}, got {got}")
+
+
+def _check_summaries(backend: Backend, xp: Any, device: Any, dtype: Any) -> None:
+    """Check the optional ``summarize`` against the pure form, and on subnormals, which some compilers take for 0."""
+    for values in _value_sets(xp, device, dtype):
+        if not values:
+            continue
+        expected = backend.read(diagnosis.summarize_arrays(values))
+        length = len(expected) // len(values)
+        rows = [expected[start : start + length] for start in range(0, len(expected), length)]
+        wanted = [diagnosis.summary_of(math.prod(x.shape), row) for x, row in zip(values, rows, strict=True)]
+        got, _ = diagnosis.read_summaries(backend, values)
+        if got != wanted:
+            _fail(f"summarize of {values!r}, dtype {dtype}, must say {wanted}, got {got}")
+    if dtype in (xp.float32, getattr(xp, "float64", None)):
+        tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
+        special = [tiny / 2, -tiny / 2, tiny, 0.0, -0.0]
+        # Made from Python's numbers, and not computed.
+        got, _ = diagnosis.read_summaries(backend, [xp.asarray(special, dtype=dtype, device=device)])
+        if got != [diagnosis.Summary(5, 0, 0, 2, 2, tiny)]:
+            _fail(f"summarize of {special}, dtype {dtype}, must say 2 zeros, 2 subnormals, largest {tiny}, got {got}")
 
 
 def _value_sets(xp: Any, device: Any, dtype: Any) -> Iterator[list[Array]]:

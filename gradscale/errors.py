@@ -12,6 +12,7 @@
     ├── ScaleDesyncError (RuntimeError)         ranks that should hold one state hold different ones
     ├── CollectiveTimeoutError (TimeoutError)   a rank never came to a collective
     ├── BackendNotAvailableError (ImportError)  the adapter for a library is not installed, or cannot be imported
+    ├── LogWriteError (OSError)                 a log of the scale cannot be written
     └── BackendError (RuntimeError)             an adapter or its library failed; the cause is attached
 
 Catch :class:`GradscaleError` for all of them, or the built-in one would expect.
@@ -26,6 +27,7 @@ __all__ = [
     "GradscaleError",
     "InvalidTypeError",
     "InvalidValueError",
+    "LogWriteError",
     "ScaleDesyncError",
     "ScaleUnderflowError",
     "StateDictError",
@@ -66,6 +68,10 @@ class ScaleDesyncError(GradscaleError, RuntimeError):
 
 class BackendNotAvailableError(GradscaleError, ImportError):
     """No usable adapter serves the library that an object belongs to."""
+
+
+class LogWriteError(GradscaleError, OSError):
+    """A file of a callback cannot be opened or written; the scaler's state is complete all the same."""
 
 
 class BackendError(GradscaleError, RuntimeError):

@@ -11,6 +11,7 @@ from gradscale.agreement import Verdict
 from gradscale.errors import CallOrderError, GradscaleError
 from gradscale.identity import IdentityMap
 from gradscale.protocols import Array, Collectives
+from gradscale.report import StepReport
 from gradscale.state import ScaleState
 
 __all__ = ["Iteration", "Progress", "Stage"]
@@ -79,6 +80,10 @@ class Iteration:
         self.failure: GradscaleError | None = None
         self.calls = 0
         self.lowered: ScaleState | None = None
+        # In the order of the steps.
+        self.reports: list[StepReport] = []
+        # For a diagnosis: how many of the unscaled outputs were not finite, one 0-d array for each call of scale().
+        self.loss_nonfinite: list[Array] = []
         self._progress: IdentityMap[Progress] = IdentityMap()
         # The map forgets an optimizer that is deleted before the update; its verdict counts all the same.
         self._all: list[Progress] = []

@@ -20,6 +20,10 @@ class Backend(Protocol):
 
     Registered in the entry-point group ``gradscale.backends`` under the top-level module of the array type.
     Hold it to :func:`gradscale.testing.check_backend`.
+
+    An adapter may have two members more. ``summarize(arrays)`` counts what floating arrays hold, faster than
+    :func:`gradscale.diagnosis.summarize_arrays` and to the same numbers; ``refuse_tracing(what)`` raises in a function
+    that is compiled, where a scaler's scale would become a constant.
     """
 
     name: str

@@ -12,9 +12,9 @@ from array_api_compat import array_namespace
 from gradscale import agreement, ops, tree
 from gradscale.agreement import Verdict
 from gradscale.closure import find_closure, step_with_closure
+from gradscale.diagnosing import Diagnosing
 from gradscale.errors import (
     BackendError,
-    CallOrderError,
     CollectiveTimeoutError,
     InvalidTypeError,
     InvalidValueError,
@@ -25,13 +25,13 @@ from gradscale.gradients import collect_gradients
 from gradscale.iteration import Iteration, Progress, Stage
 from gradscale.protocols import Array, Backend, Policy
 from gradscale.report import StepReport
+from gradscale.reporting import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, step_report
 from gradscale.state import ScaleState
-from gradscale.stateful import StatefulScale
 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(StatefulScale):
+class GradScaler(Diagnosing):
     """Scale losses, unscale gradients, skip steps with non-finite gradients, and adapt the scale.
 
     Per iteration: ``scale(loss)`` and the backward pass; for each optimizer ``unscale_(optimizer)`` if its gradients
@@ -47,6 +47,12 @@ class GradScaler(StatefulScale):
         False makes every method pass through: nothing is scaled, checked or skipped.
     backend : str or Backend, optional
         An adapter or its registered name. Default: the one for the arrays' library.
+    on_skip, on_update : callable or sequence of callables, optional
+        Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
+    diagnose : {"on_overflow"}, optional
+        Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
+    history_size : int, default 1024
+        How many StepReports ``history`` keeps.
 
     Raises
     ------
@@ -69,6 +75,10 @@ class GradScaler(StatefulScale):
         policy: Policy | None = None,
         enabled: bool = True,
         backend: str | Backend | None = None,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
         factors = {
             "init_scale": init_scale,
@@ -76,7 +86,16 @@ class GradScaler(StatefulScale):
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }
-        super().__init__(policy, factors, enabled, backend)
+        super().__init__(
+            policy,
+            factors,
+            enabled,
+            backend,
+            on_skip=on_skip,
+            on_update=on_update,
+            diagnose=diagnose,
+            history_size=history_size,
+        )
         self._closure_state: ScaleState | None = None
 
     def scale(self, outputs: Any) -> Any:
@@ -115,6 +134,8 @@ class GradScaler(StatefulScale):
         if self._closure_state is None:
             self._iteration.state = state
         self._iteration.scaled = True
+        if self._diagnoses:
+            self._remember_loss(leaves)
         return scaled
 
     def unscale_(self, optimizer: Any) -> None:
@@ -223,7 +244,9 @@ class GradScaler(StatefulScale):
             self._iteration.wrong_order(
                 "update() was called, and nothing was scaled or unscaled since the last update()"
             )
-        self._iteration = Iteration(self._iteration.number + 1)
+        ended, self._iteration = self._iteration, Iteration(self._iteration.number + 1)
+        if self._on_update:
+            self._tell_update(ended, verdicts)
         if wanted is None and any(verdict.nonfinite and verdict.exhausted for verdict in verdicts):
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
@@ -232,27 +255,7 @@ class GradScaler(StatefulScale):
             )
             raise ScaleUnderflowError(msg)
 
-    def last_step(self, optimizer: Any) -> StepReport:
-        """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
-
-        Raises
-        ------
-        CallOrderError
-            When it has not been stepped by this scaler.
-        """
-        if optimizer not in self._reports:
-            msg = f"last_step() needs a step() of this optimizer first, got {optimizer!r}"
-            raise CallOrderError(msg)
-        return self._reports[optimizer]
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: settings and numbers, no arrays.
-
-        Raises
-        ------
-        CallOrderError
-            In the middle of an iteration.
-        """
         return super().__getstate__() | {"_closure_state": None}
 
     # What a scaler over a group replaces.
@@ -364,15 +367,9 @@ class GradScaler(StatefulScale):
     def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:
         """Record the end of a step."""
         progress.stage = Stage.STEPPED
-        self._reports[optimizer] = StepReport(
-            skipped=verdict.nonfinite > 0,
-            scale=verdict.scale,
-            nonfinite=verdict.nonfinite,
-            reason="overflow" if verdict.nonfinite else "stepped",
-            iteration=self._iteration.number,
-            retries=retries,
-            local_nonfinite=verdict.local_nonfinite,
-        )
+        overflow = self._diagnose_overflow(optimizer, progress) if verdict.nonfinite and self._diagnoses else None
+        report = step_report(verdict, self._iteration.number, retries, overflow)
+        self._record(optimizer, report)
 
     @contextlib.contextmanager
     def _inside_closure(self) -> Iterator[None]:

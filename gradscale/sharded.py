@@ -14,6 +14,7 @@ from gradscale.errors import (
 )
 from gradscale.iteration import Iteration, Progress
 from gradscale.protocols import Array, Backend, Collectives, Policy
+from gradscale.reporting import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
 from gradscale.scaler import GradScaler
 
 __all__ = ["ShardedGradScaler"]
@@ -36,8 +37,10 @@ class ShardedGradScaler(GradScaler):
         ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
-    init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend
+    init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend, diagnose
         As in :class:`GradScaler`; the same on every rank. ``backend`` lets a rank that never has an array take part.
+    on_skip, on_update, history_size
+        As in :class:`GradScaler`. Rank 0 is the one that is rank 0 of every group.
 
     Raises
     ------
@@ -66,6 +69,10 @@ class ShardedGradScaler(GradScaler):
         policy: Policy | None = None,
         enabled: bool = True,
         backend: str | Backend | None = None,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
         super().__init__(
             init_scale=init_scale,
@@ -75,6 +82,10 @@ class ShardedGradScaler(GradScaler):
             policy=policy,
             enabled=enabled,
             backend=backend,
+            on_skip=on_skip,
+            on_update=on_update,
+            diagnose=diagnose,
+            history_size=history_size,
         )
         self._timeout = validation.timeout(timeout)
         self._groups: Sequence[Collectives] | None = None
@@ -153,6 +164,24 @@ class ShardedGradScaler(GradScaler):
         groups = progress.groups or self._require_groups()
         ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in groups]
         return f"{' / '.join(ranks)} in iteration {self._iteration.number}"
+
+    def _rank(self) -> int:
+        # Groups that are the axes of a grid of ranks give each rank a number of its own.
+        rank = 0
+        for collectives in reversed(self._groups or ()):
+            rank = rank * collectives.size + collectives.rank
+        return rank
+
+    def _groups_for_gathering(self, optimizer: Any, progress: Progress | None) -> Sequence[Collectives]:  # noqa: ARG002
+        self._require_group()
+        return (progress.groups if progress is not None else ()) or self._require_groups()
+
+    def _maximum(self, collectives: Collectives, values: list[int], like: Array) -> list[int]:
+        try:
+            return super()._maximum(collectives, values, like)
+        except (BackendError, CollectiveTimeoutError) as error:
+            self._lost = self._iteration.failure = error
+            raise
 
     def _may_unscale_unscaled(self) -> bool:
         # A pipeline's inner stages get gradients that the last stage has scaled.

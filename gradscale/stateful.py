@@ -13,11 +13,9 @@ from gradscale import checkpoint, registry, validation
 from gradscale.agreement import Packer
 from gradscale.arithmetic import Kind, has_float64, kind_of
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.identity import IdentityMap
 from gradscale.iteration import Iteration, Progress
 from gradscale.policy import DynamicScale
 from gradscale.protocols import Array, Backend, Policy
-from gradscale.report import StepReport
 from gradscale.state import ScaleState
 
 __all__ = ["StatefulScale"]
@@ -61,7 +59,6 @@ class StatefulScale:
         self._restored: dict[str, Any] = {}
         self._iteration = Iteration(1)
         self._packer = Packer()
-        self._reports: IdentityMap[StepReport] = IdentityMap()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self._policy!r}, enabled={self._enabled})"
@@ -148,7 +145,6 @@ class StatefulScale:
         kept["_state"] = None
         kept["_packer"] = Packer()
         kept["_iteration"] = (self._iteration.number, self._iteration.scaled)
-        del kept["_reports"]
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -156,7 +152,6 @@ class StatefulScale:
         number, scaled = kept["_iteration"]
         self._iteration = Iteration(number)
         self._iteration.scaled = scaled
-        self._reports = IdentityMap()
 
     def _current(self, like: Array | None) -> ScaleState:
         """Return the state, made where ``like`` is if there is none yet."""

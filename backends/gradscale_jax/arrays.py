@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gradscale import ScaleState
 from gradscale.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
 from gradscale.errors import InvalidTypeError
+from gradscale_jax.summaries import summarize_leaves
 
 __all__ = ["JaxBackend", "count_nonfinite", "unscale_leaves"]
 
@@ -77,6 +78,25 @@ class JaxBackend:
     def fingerprint(self, state: ScaleState, /) -> jax.Array:
         """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
         return jnp.stack([lax.bitcast_convert_type(state.scale, jnp.int32), *state[1:]])
+
+    def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
+        """Return what :func:`gradscale.diagnosis.summarize_arrays` does, from the bits: XLA takes subnormals for 0.
+
+        Parameters
+        ----------
+        arrays : sequence of arrays
+            Of the dtypes that ``unscale`` takes, on any devices; one compiled call for each set of devices.
+        """
+        groups: dict[Any, list[int]] = {}
+        for index, array in enumerate(arrays):
+            groups.setdefault(self.placement(array), []).append(index)
+        home = self.placement(arrays[0])
+        rows: list[Any] = [None] * len(arrays)
+        for indices in groups.values():
+            made = _summarize_compiled([arrays[index] for index in indices])
+            for index, row in zip(indices, made, strict=True):
+                rows[index] = row if len(groups) == 1 else jax.device_put(row, home)
+        return jnp.concatenate(rows)
 
     def unscale(
         self, grads: Sequence[jax.Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Any] | None = None
@@ -166,6 +186,7 @@ def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
+_summarize_compiled = jax.jit(summarize_leaves)
 
 
 def count_nonfinite(arrays: Sequence[Any]) -> Any:

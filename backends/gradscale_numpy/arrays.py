@@ -44,17 +44,30 @@ class NumpyBackend:
         self._fast = fast
 
     @functools.cached_property
+    def _is_fast(self) -> bool:
+        if self._fast is not None:
+            return self._fast
+        return os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
+
+    @functools.cached_property
     def _unscale_all(self) -> UnscaleAll:
-        fast = self._fast
-        if fast is None:
-            fast = os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
-        if fast:
+        if self._is_fast:
             from gradscale_numpy import fast as compiled
 
             return compiled.unscale_all
         from gradscale_numpy import kernels
 
         return kernels.unscale_all
+
+    @functools.cached_property
+    def _summarize_all(self) -> Callable[[Sequence[NumpyArray]], list[int]]:
+        from gradscale_numpy import summaries
+
+        if not self._is_fast:
+            return summaries.summarize_all
+        from gradscale_numpy import fast as compiled
+
+        return functools.partial(summaries.summarize_all, count=compiled.count_words)
 
     def __reduce__(self) -> tuple[type[NumpyBackend], tuple[bool | None]]:
         return type(self), (self._fast,)
@@ -75,6 +88,16 @@ class NumpyBackend:
     def fingerprint(self, state: ScaleState, /) -> NumpyArray:
         """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
         return np.array([np.asarray(state.scale).view(np.int32), *state[1:]], dtype=np.int32)
+
+    def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
+        """Return what :func:`gradscale.diagnosis.summarize_arrays` does, from the bits of the arrays.
+
+        Parameters
+        ----------
+        arrays : sequence of arrays
+            Of the dtypes that ``unscale`` takes; any strides, any byte order. Left alone.
+        """
+        return np.array(self._summarize_all(arrays), dtype=np.int32)
 
     def unscale(
         self,

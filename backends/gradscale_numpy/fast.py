@@ -1,4 +1,4 @@
-"""Unscale and judge NumPy arrays in one pass, with loops that Numba compiles.
+"""Unscale, judge and summarize NumPy arrays in one pass, with loops that Numba compiles.
 
 The answers are those of `kernels`, bit for bit. What has no loop here (float8, long double, strided or
 byte-swapped arrays, a cast to a narrower type) is left to `kernels`.
@@ -14,15 +14,18 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels
+from . import kernels, summaries
 
-__all__ = ["unscale_all"]
+__all__ = ["count_words", "unscale_all"]
 
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
 _BLOCK = 1 << 17
+
+# Elements that are counted in 32 bits, in which more are counted at once than in 64.
+_COUNTED = 1 << 16
 
 # Arrays handed over in one call: for small ones, the call takes longer than the loop.
 _TOGETHER = 32
@@ -32,6 +35,7 @@ _DOUBLE = np.dtype(np.float64)
 _BITS = np.dtype(np.uint16)
 
 _f4 = np.float32
+_i4 = np.int32
 _u2 = np.uint16
 _u4 = np.uint32
 
@@ -159,6 +163,27 @@ def _widen_bfloats(source: Any, out: Any, factor: Any) -> Any:
     return nonfinite
 
 
+@_compile
+def _count_magnitudes(words: Any, magnitude: Any, infinity: Any, smallest_normal: Any, counts: Any) -> Any:
+    """Add how many magnitudes are infinite, NaN, zero and subnormal or zero to the counts; return the largest."""
+    nothing = magnitude ^ magnitude
+    largest = nothing
+    for start in range(0, words.size, _COUNTED):
+        inf, nan, zeros, small = _i4(0), _i4(0), _i4(0), _i4(0)
+        for i in range(start, min(start + _COUNTED, words.size)):
+            value = words[i] & magnitude
+            largest = max(largest, value if value < infinity else nothing)
+            inf = _i4(inf + _i4(value == infinity))
+            nan = _i4(nan + _i4(value > infinity))
+            zeros = _i4(zeros + _i4(value == nothing))
+            small = _i4(small + _i4(value < smallest_normal))
+        counts[0] += inf
+        counts[1] += nan
+        counts[2] += zeros
+        counts[3] += small
+    return largest
+
+
 class _Loop(NamedTuple):
     """The loop for one pair of types, and the types that it sees the arrays and the factor as."""
 
@@ -258,3 +283,11 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
         block[...] = values[start : start + _BLOCK]
         nonfinite |= loop.run(block, factor)
     return nonfinite
+
+
+def count_words(words: Array, layout: summaries.Layout) -> summaries.Count:
+    """Do what `summaries.count_words` does, for any number of words."""
+    counts = np.zeros(4, np.int64)
+    largest = _count_magnitudes(words, *layout[1:], counts)
+    inf, nan, zeros, small = counts.tolist()
+    return summaries.Count(inf, nan, zeros, small - zeros, int(largest))

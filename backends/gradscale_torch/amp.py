@@ -10,6 +10,7 @@ import torch
 
 from gradscale.errors import InvalidValueError
 from gradscale.protocols import Collectives, Policy
+from gradscale.reporting import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
 from gradscale.sharded import DEFAULT_TIMEOUT
 from gradscale_torch.scaler import TorchScaler
 
@@ -38,6 +39,9 @@ class GradScaler(TorchScaler):
         Whether gradients may be float16; torch refuses them.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks.
+    on_skip, on_update, diagnose, history_size : optional
+        As in :class:`gradscale.GradScaler`. The first three have the host read the verdict of a fused optimizer on a
+        device in each step. Rank 0 is that of ``torch.distributed`` where it is initialized.
 
     Raises
     ------
@@ -64,6 +68,10 @@ class GradScaler(TorchScaler):
         group: Any = None,
         allow_fp16_grads: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
         super().__init__(
             device,
@@ -73,6 +81,7 @@ class GradScaler(TorchScaler):
             group=group,
             allow_fp16_grads=allow_fp16_grads,
             timeout=timeout,
+            reporting=_reporting(on_skip, on_update, diagnose, history_size),
         )
 
 
@@ -89,8 +98,8 @@ class ShardedGradScaler(TorchScaler):
         What to agree over. Default: the default group, looked up when it is first needed.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         Instead of ``process_group``: data, tensor, pipeline and expert groups together.
-    policy, timeout
-        As in :class:`GradScaler`; the same on every rank.
+    policy, timeout, on_skip, on_update, diagnose, history_size
+        As in :class:`GradScaler`; policy and diagnose are the same on every rank.
     allow_fp16_grads : bool, default True
         Whether gradients may be float16; torch's ShardedGradScaler takes them.
 
@@ -118,6 +127,10 @@ class ShardedGradScaler(TorchScaler):
         group: Any = None,
         allow_fp16_grads: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
         if process_group is not None and group is not None:
             msg = f"give process_group or group=, not both, got {process_group!r} and {group!r}"
@@ -131,6 +144,7 @@ class ShardedGradScaler(TorchScaler):
             group=process_group if group is None else group,
             allow_fp16_grads=allow_fp16_grads,
             timeout=timeout,
+            reporting=_reporting(on_skip, on_update, diagnose, history_size),
         )
 
     def _default_groups(self) -> Sequence[Collectives]:
@@ -151,6 +165,12 @@ def _chosen(
         "growth_interval": growth_interval,
     }
     return factors if policy is None else {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
+
+
+def _reporting(
+    on_skip: OnSkip | None, on_update: OnUpdate | None, diagnose: Diagnose | None, history_size: int
+) -> dict[str, Any]:
+    return {"on_skip": on_skip, "on_update": on_update, "diagnose": diagnose, "history_size": history_size}
 
 
 def _available(device: Any, enabled: bool) -> bool:

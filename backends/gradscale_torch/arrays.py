@@ -10,6 +10,7 @@ import torch
 from gradscale import ScaleState, arithmetic
 from gradscale.errors import InvalidTypeError
 from gradscale.protocols import Collectives
+from gradscale_torch import diagnosis
 from gradscale_torch.gradients import Gathered, group_tensors, kernel_view
 from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
 from gradscale_torch.verdicts import LocalVerdict, count_nonfinite
@@ -54,6 +55,16 @@ class TorchBackend:
     def fingerprint(self, state: ScaleState, /) -> Tensor:
         """Return a state as a 1-d int32 tensor: the bits of the scale, then each tracker."""
         return torch.stack([state.scale.view(torch.int32), *state[1:]])
+
+    def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
+        """Return what :func:`gradscale.diagnosis.summarize_arrays` does; of tensors of the host from their bits.
+
+        Parameters
+        ----------
+        arrays : sequence of tensors
+            Dense; :func:`gradscale_torch.diagnosis.values_of` makes them of others. Left alone.
+        """
+        return diagnosis.summarize(arrays)
 
     def unscale(
         self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None

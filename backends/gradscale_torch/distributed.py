@@ -186,6 +186,10 @@ class TorchCollectives:
         group = self._current()
         return torch.zeros((), dtype=torch.float32, device=groups.example_device(self._carriers, group, self._asked))
 
+    def resolve(self) -> None:
+        """Look the default group up, before which rank and size are not known."""
+        self._current()
+
     def _current(self) -> dist.ProcessGroup:
         """Return the group, looked up at first use and, for the default group, when another world has begun."""
         if self._group is None or (self._asked is None and groups.default_group() is not self._group):

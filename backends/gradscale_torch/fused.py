@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import gradscale
-from gradscale import agreement
 from gradscale.agreement import Verdict
 from gradscale.closure import find_closure
-from gradscale.errors import ScaleDesyncError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Progress, Stage
-from gradscale.report import StepReport
 from gradscale_torch.compiling import untraced, untraced_but_for_calls, warn_caller
 from gradscale_torch.kernels import combined
 from gradscale_torch.momentum import mend_momentum, without_momentum
-from gradscale_torch.verdicts import LocalVerdict, finish_alone, is_capturing, start_reading
+from gradscale_torch.reporting import LateReports
+from gradscale_torch.verdicts import LocalVerdict, finish_alone
 
 if TYPE_CHECKING:
     from gradscale.state import ScaleState
@@ -30,34 +26,12 @@ __all__ = ["FusedSteps"]
 Tensor = torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unread:
-    """A verdict that the optimizer has acted on by itself, on its way to the host.
-
-    Attributes
-    ----------
-    read : callable
-        From :func:`gradscale_torch.verdicts.start_reading`.
-    progress : Progress
-        Of the step.
-    iteration, updates : int
-        The number of the iteration, and of the updates made before.
-    """
-
-    read: Callable[[bool], list[float] | None]
-    progress: Progress
-    iteration: int
-    updates: int
-
-
-class FusedSteps(gradscale.ShardedGradScaler):
+class FusedSteps(LateReports):
     """``step`` for optimizers with ``_step_supports_amp_scaling``; all others are passed on."""
 
     def _forget_fused(self) -> None:
         self._takes_scaler: IdentityMap[bool] = IdentityMap()
-        self._unread: IdentityMap[Unread] = IdentityMap()
-        self._unchecked: list[Unread] = []
-        self._updates = 0
+        self._forget_unread()
 
     @untraced_but_for_calls
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +101,7 @@ class FusedSteps(gradscale.ShardedGradScaler):
             progress.stage = Stage.UNSCALED
         local: LocalVerdict = progress.found
         # A policy that raises at its minimum needs the host, and so does a verdict that may have been replaced.
-        may_be_late = self._would_wait(local) and local.shown is None
+        may_be_late = self._would_wait(local) and local.shown is None and not self._reports_at_once
         local.is_read_later = may_be_late and self._policy.exhausted(self._in_force(None)) is None
         verdict = None if local.is_read_later else self._judge(progress)
         scale = self._in_force(None).scale
@@ -145,6 +119,7 @@ class FusedSteps(gradscale.ShardedGradScaler):
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         mend_momentum(optimizer, fresh, found)
+        self._steps_with_scaled[optimizer] = local.has_scaled_gradients
         if verdict is None:
             self._conclude_later(optimizer, progress, scale)
         else:
@@ -230,59 +205,6 @@ class FusedSteps(gradscale.ShardedGradScaler):
 
     def _is_judged_by_host(self, progress: Progress) -> bool:
         return progress.found is None or not progress.found.is_read_later
-
-    def _conclude_later(self, optimizer: Any, progress: Progress, scale: Tensor) -> None:
-        """End a step whose verdict the host has not seen, and send it on its way."""
-        progress.stage = Stage.STEPPED
-        local: LocalVerdict = progress.found
-        if progress.groups:
-            sent: Any = progress.sent
-            values = torch.cat([self._agreed_vector(progress), sent])
-        else:
-            values = torch.stack([local.flag, scale])
-        unread = Unread(start_reading(values), progress, self._iteration.number, self._updates)
-        self._unread[optimizer] = unread
-        if not is_capturing(values.device):
-            self._unchecked.append(unread)
-
-    def _check_unread(self) -> None:
-        """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
-        while self._unchecked:
-            values = self._unchecked[0].read(False)
-            if values is None:
-                return
-            unread = self._unchecked.pop(0)
-            try:
-                verdict = self._verdict_of(unread, values)
-            except ScaleDesyncError as error:
-                self._iteration.failure = error
-                raise
-            self._floor = verdict.scale * self.get_backoff_factor() ** (self._updates - unread.updates)
-
-    def _complete_report(self, optimizer: Any) -> None:
-        """Read the verdict on a step that the optimizer has decided by itself, and report it."""
-        if optimizer not in self._unread:
-            return
-        unread = self._unread.pop(optimizer)
-        values = unread.read(True)
-        assert values is not None
-        verdict = self._verdict_of(unread, values)
-        self._reports[optimizer] = StepReport(
-            skipped=verdict.nonfinite > 0,
-            scale=verdict.scale,
-            nonfinite=verdict.nonfinite,
-            reason="overflow" if verdict.nonfinite else "stepped",
-            iteration=unread.iteration,
-            local_nonfinite=verdict.local_nonfinite,
-        )
-
-    def _verdict_of(self, unread: Unread, values: list[float]) -> Verdict:
-        if not unread.progress.groups:
-            found, scale = values
-            return Verdict(int(found), int(found), False, scale)
-        whole = [int(value) for value in values]
-        agreed, sent = whole[: agreement.LENGTH], whole[agreement.LENGTH :]
-        return agreement.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(unread.progress))
 
     if TYPE_CHECKING:
         # What the scaler brings.

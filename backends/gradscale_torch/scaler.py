@@ -14,7 +14,6 @@ from gradscale.errors import InvalidValueError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Iteration, Progress, Stage
 from gradscale.protocols import Array, Collectives, Policy
-from gradscale.report import StepReport
 from gradscale.state import ScaleState
 from gradscale.validation import SMALLEST_NORMAL
 from gradscale_torch import clipping, kernels
@@ -55,6 +54,8 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         What to agree over; None for the mesh of an optimizer's parameters, or nothing.
     allow_fp16_grads : bool
         Whether gradients may be float16.
+    reporting : dict
+        ``on_skip``, ``on_update``, ``diagnose`` and ``history_size`` of :class:`gradscale.GradScaler`.
     """
 
     # Whether scale() gives a half-precision loss back in its dtype.
@@ -70,6 +71,7 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         group: Any,
         allow_fp16_grads: bool,
         timeout: float,
+        reporting: dict[str, Any],
     ) -> None:
         self._device = device
         self._allow_fp16 = allow_fp16_grads
@@ -82,6 +84,7 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
             policy=policy,
             enabled=enabled,
             **(factors if enabled else {}),
+            **reporting,
         )
 
     def _forget_tensors(self) -> None:
@@ -150,6 +153,8 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         if self._closure_state is None:
             self._iteration.state = state
         self._iteration.scaled = True
+        if self._diagnoses:
+            self._remember_loss([tensor.detach()])
         scale = state.scale
         if scale.device != tensor.device:
             scale = scale.to(tensor.device, non_blocking=True)
@@ -224,20 +229,6 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         if not self._enabled or self._state is None:
             return super().get_scale()
         return float(self._state.scale.item())
-
-    def last_step(self, optimizer: Any) -> StepReport:
-        """Return what happened in the last ``step`` of an optimizer.
-
-        With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device;
-        else there is no host read beyond the one that ``step`` made.
-
-        Raises
-        ------
-        CallOrderError
-            When it has not been stepped by this scaler.
-        """
-        self._complete_report(optimizer)
-        return super().last_step(optimizer)
 
     def _default_groups(self) -> Sequence[Collectives]:
         """Return what to agree over where no group was given."""

@@ -1,0 +1,129 @@
+"""Callbacks: what they log and write, what a resumed run keeps, and what is refused before training."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradscale import InvalidTypeError, InvalidValueError
+from gradscale.callbacks import CSV, JSONLines, LogUpdates, TensorBoard, every_rank, read_log
+from gradscale.errors import LogWriteError
+from gradscale.report import StepReport, UpdateReport
+
+
+def update(iteration: int, scale: float = 8.0, *, skipped: bool = False, rank: int = 0) -> UpdateReport:
+    step = StepReport(skipped, scale, 2 * skipped, "overflow" if skipped else "stepped", iteration)
+    return UpdateReport(iteration, scale, skipped, rank, (step,))
+
+
+@pytest.mark.parametrize("kind", [JSONLines, CSV])
+def test_a_resumed_run_appends_its_rows_and_each_is_there_at_once(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / ("log.csv" if kind is CSV else "log.jsonl")
+    for first in (1, 3):
+        with kind(path) as log:
+            for iteration in (first, first + 1):
+                log(update(iteration, skipped=iteration == 3))
+                assert [row["iteration"] for row in read_log(path)] == list(range(1, iteration + 1))
+    assert [row["skipped"] for row in read_log(path)] == [False, False, True, False]
+    assert path.read_text().count("iteration") == (1 if kind is CSV else 4)
+
+
+def test_a_row_that_a_crash_has_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"iteration": 1, "sca')
+    with JSONLines(path) as log:
+        log(update(2))
+    assert json.loads(path.read_text().splitlines()[1])["iteration"] == 2
+    with pytest.raises(InvalidValueError, match=r"line 1 of .* must hold a JSON object, got '{\"iteration"):
+        read_log(path)
+
+
+def test_beginning_anew_waits_for_the_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("kept until then\n")
+    with CSV(path, append=False) as log:
+        assert path.read_text() == "kept until then\n"
+        log(update(7))
+        log(update(8))
+    assert [row["iteration"] for row in csv.DictReader(path.read_text().splitlines())] == ["7", "8"]
+
+
+def test_other_columns_and_folders_that_are_not_there_are_refused_at_construction(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(InvalidValueError, match=r"must have the columns iteration,rank.*'a,b'"):
+        CSV(path)
+    assert path.read_text() == "a,b\n1,2\n"
+    for name in ("none/log.jsonl", "none/log-{rank}.jsonl"):
+        with pytest.raises(LogWriteError, match="No such file or directory"):
+            JSONLines(tmp_path / name)
+    with pytest.raises(InvalidValueError, match="every_rank=True"):
+        JSONLines(tmp_path / "log.jsonl", every_rank=True)
+
+
+def test_each_rank_has_its_file(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with JSONLines(tmp_path / "log-{rank}.jsonl", every_rank=True) as log:
+            log(update(1, rank=rank))
+        assert read_log(tmp_path / f"log-{rank}.jsonl")[0]["rank"] == rank
+
+
+def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with JSONLines(tmp_path / "log.jsonl") as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "_write", fail)
+            with pytest.raises(LogWriteError, match=r"iteration 1 .*No space.*complete"):
+                log(update(1))
+        log(update(2))
+    assert [row["iteration"] for row in read_log(tmp_path / "log.jsonl")] == [2]
+
+
+def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    log = LogUpdates(summary_every=4)
+    skipped = update(2, skipped=True)
+    log(update(1))
+    log(skipped.steps[0])
+    log(skipped)
+    log(update(3, 4.0))
+    log(update(4, 4.0))
+    assert caplog.messages == [
+        "iteration 2: step skipped at scale 8, 2 gradients with inf or NaN",
+        "iteration 3: scale backed off, 8 -> 4",
+        "iteration 4: 1 of the last 4 steps skipped (25 %), scale 4",
+    ]
+
+
+def test_tensorboard_gets_scalars_by_iteration() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[tuple[str, int], float] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag, step] = value
+
+    writer = Writer()
+    board = TensorBoard(writer, prefix="s/", window=2)
+    for iteration in (1, 2, 3, 4):
+        board(update(iteration, skipped=iteration == 2))
+    assert writer.scalars["s/log2_scale", 1] == 3.0
+    assert [writer.scalars["s/skip_rate", i] for i in (1, 2, 3, 4)] == [0.0, 0.5, 0.5, 0.0]
+    assert writer.scalars["s/nonfinite", 2] == 2
+    with pytest.raises(InvalidTypeError, match="add_scalar"):
+        TensorBoard(object())
+
+
+def test_a_plain_function_can_be_called_on_every_rank() -> None:
+    seen: list[Any] = []
+    wrapped: Any = every_rank(seen.append)
+    wrapped(1)
+    assert (seen, wrapped.every_rank) == ([1], True)

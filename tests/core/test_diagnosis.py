@@ -1,0 +1,344 @@
+"""scaler.diagnose: which parameter, in true units, under which name, why; and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library
+from optimizers import Grouped, Parameter, Tree, scaled
+
+from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale
+from gradscale.overflow import ParameterReport, RankReport, find_cause
+
+SCALE = 1024.0
+
+
+def make(arrays: Library, *values: float, **options: Any) -> tuple[GradScaler, Tree]:
+    """Return a scaler and an optimizer whose gradients are these values, scaled."""
+    scaler = GradScaler(init_scale=SCALE, **options)
+    return scaler, Tree(scaled(arrays, scaler, *values))
+
+
+def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
+    """Return everything that training depends on, as bytes and plain values."""
+    grads = [arrays.to_numpy(grad).tobytes() for grad in optimizer.grads]
+    kept = {name: value for name, value in vars(scaler).items() if name not in ("_state", "_iteration", "_packer")}
+    iteration = scaler._iteration
+    stages = [(progress.stage, id(progress.sent), id(progress.agreed)) for progress in iteration._all]
+    held = (id(scaler._state), iteration.number, iteration.scaled, iteration.calls, stages, iteration.ids())
+    state = None if scaler._state is None else arrays.state(scaler._state)
+    return (
+        grads,
+        [id(grad) for grad in optimizer.grads],
+        {name: repr(value) for name, value in kept.items()},
+        held,
+        state,
+    )
+
+
+def test_magnitudes_are_in_true_units_at_every_stage(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 0.5, -3.0)
+    reports = [scaler.diagnose(optimizer)]
+    scaler.unscale_(optimizer)
+    reports.append(scaler.diagnose(optimizer))
+    scaler.step(optimizer)
+    reports.append(scaler.diagnose(optimizer))
+    scaler.update()
+    reports.append(scaler.diagnose(optimizer))
+    for report in reports:
+        assert [(entry.name, entry.largest, entry.size) for entry in report.entries] == [
+            ("[1]", 3.0, 1),
+            ("[0]", 0.5, 1),
+        ]
+        assert (report.scale, report.iteration, report.cause) == (SCALE, 1, "none")
+        assert report.nonfinite == ()
+
+
+def test_a_skipped_step_is_diagnosed_after_it_and_after_the_update(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0, math.inf, 2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.diagnose(optimizer)
+    assert scaler.get_scale() == SCALE / 2
+    assert [entry.name for entry in report.nonfinite] == ["[1]"]
+    worst = report.entries[0]
+    assert (worst.inf, worst.nan, worst.largest, worst.nonfinite) == (1, 0, None, 1)
+    assert (report.scale, report.iteration, report.cause) == (SCALE, 1, "scale")
+    assert "[1] overflows at scale 1024" in report.explanation
+
+
+@pytest.mark.parametrize("values", [(1.0, 2.0), (1.0, math.nan)], ids=["clean", "overflow"])
+def test_nothing_is_changed_and_training_goes_on_identically(arrays: Library, values: tuple[float, ...]) -> None:
+    def train(looks: bool) -> Any:
+        scaler, optimizer = make(arrays, *values)
+        taken = []
+
+        def look() -> None:
+            if looks:
+                before = snapshot(arrays, scaler, optimizer)
+                for options in ({}, {"loss": arrays.asarray(math.nan)}, {"gather": True}):
+                    scaler.diagnose(optimizer, **options)
+                    scaler.diagnose(Tree([arrays.asarray([1.0])]), **options)
+                assert snapshot(arrays, scaler, optimizer) == before
+            taken.append([arrays.to_numpy(grad).tobytes() for grad in optimizer.grads])
+
+        for _ in range(2):
+            look()
+            scaler.unscale_(optimizer)
+            look()
+            scaler.step(optimizer)
+            look()
+            scaler.update()
+            look()
+            optimizer.grads = scaled(arrays, scaler, *values)
+        return taken, optimizer.steps, scaler.state_dict()
+
+    assert train(True) == train(False)
+
+
+def test_the_comparison_of_snapshots_sees_a_change(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0)
+    before = snapshot(arrays, scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert snapshot(arrays, scaler, optimizer) != before
+
+
+def test_gradients_of_both_protocols_that_are_missing_or_integers(arrays: Library) -> None:
+    scaler = GradScaler()
+    gradients = [arrays.asarray([1.0]), None, arrays.asarray([3], "int32"), arrays.asarray([math.nan])]
+    tree = scaler.diagnose(Tree({"w": gradients, "n": 4}))
+    assert [entry.name for entry in tree.entries] == ["['w'][3]", "['w'][0]", "['w'][1]"]
+    grouped = scaler.diagnose(Grouped(gradients[:2], gradients[2:]))
+    names = [f"param_groups[{group}]['params'][{place}]" for group, place in ((1, 1), (0, 0), (0, 1))]
+    assert [entry.name for entry in grouped.entries] == names
+    assert [entry.missing for entry in grouped.entries] == [False, False, True]
+
+
+def test_before_any_scale_and_without_gradients(arrays: Library) -> None:
+    report = GradScaler(init_scale=8.0).diagnose(Tree([]))
+    assert (report.entries, report.scale, report.cause) == ((), 8.0, "none")
+    plain = GradScaler(init_scale=8.0).diagnose(Tree([arrays.asarray([4.0])]))
+    assert plain.entries[0].largest == 4.0
+
+
+def test_a_disabled_scaler_reports_with_scale_1(arrays: Library) -> None:
+    report = GradScaler(enabled=False).diagnose(Tree([arrays.asarray([math.inf, 4.0])]), gather=True)
+    assert (report.scale, report.entries[0].largest, report.entries[0].inf) == (1.0, 4.0, 1)
+    assert report.cause == "model"
+
+
+@pytest.mark.parametrize(
+    ("policy", "loss", "cause"),
+    [
+        (DynamicScale(init_scale=SCALE), None, "scale"),
+        (DynamicScale(init_scale=SCALE), math.inf, "model"),
+        (DynamicScale(init_scale=SCALE), 1.5, "scale"),
+        (DynamicScale(init_scale=SCALE, min_scale=SCALE), None, "model"),
+        (DynamicScale(init_scale=1.0), None, "model"),
+        (DynamicScale(init_scale=0.5), 1.0, "model"),
+        (StaticScale(SCALE), None, "scale"),
+    ],
+    ids=["high", "loss", "finite loss", "minimum", "one", "below one", "static"],
+)
+def test_the_scale_is_told_from_the_model(arrays: Library, policy: Any, loss: float | None, cause: str) -> None:
+    scaler = GradScaler(policy=policy)
+    optimizer = Tree(scaled(arrays, scaler, math.nan))
+    for given in [loss] if loss is None else [loss, arrays.asarray(loss), {"a": [arrays.asarray([loss], "float64")]}]:
+        report = scaler.diagnose(optimizer, loss=given)
+        assert report.cause == cause, report
+        assert report.loss_nonfinite == (None if loss is None else int(not math.isfinite(loss)))
+        assert report.explanation
+
+
+def test_a_loss_that_is_not_finite_is_the_models_fault_whatever_the_gradients(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0)
+    assert scaler.diagnose(optimizer, loss=math.nan).cause == "model"
+
+
+def entry(**fields: Any) -> ParameterReport:
+    return ParameterReport(**({"name": "w", "size": 1000, "largest": 1.0} | fields))
+
+
+@pytest.mark.parametrize(
+    ("zeros", "subnormals", "is_scaled", "cause", "advice"),
+    [
+        (0, 100, True, "underflow", "raise the scale"),
+        (0, 99, True, "none", "finite"),
+        (900, 10, True, "underflow", "raise the scale"),
+        (900, 9, True, "none", "finite"),
+        (990, 0, True, "underflow", "raise the scale"),
+        (989, 0, True, "none", "finite"),
+        (0, 100, False, "underflow", "float32 gradients"),
+        (1000, 0, False, "underflow", "raise the scale"),
+    ],
+)
+def test_underflow_needs_many_subnormals_or_nearly_nothing_but_zeros(
+    zeros: int, subnormals: int, is_scaled: bool, cause: str, advice: str
+) -> None:
+    entries = [entry(zeros=zeros, subnormals=subnormals)]
+    found, sentence = find_cause(entries, SCALE, 1.0, None, is_scaled=is_scaled)
+    assert found == cause
+    assert advice in sentence
+
+
+def test_float16_gradients_that_are_too_small_are_said_to_underflow() -> None:
+    scaler = GradScaler(init_scale=2.0)
+    scaler.scale(np.float32(1.0))
+    small = np.array([2.0**-20, 2.0**-16, 1.0, 0.0], np.float16)
+    report = scaler.diagnose(Tree([small]))
+    assert (report.cause, report.entries[0].subnormal_fraction, report.entries[0].zero_fraction) == (
+        "underflow",
+        0.5,
+        0.25,
+    )
+
+
+PARAMETERS = [Parameter(), Parameter(), Parameter()]
+
+
+def named_optimizer(arrays: Library) -> Grouped:
+    return Grouped([arrays.asarray([1.0])], [arrays.asarray([2.0]), None])
+
+
+@pytest.mark.parametrize("kind", ["pairs", "iterator", "mapping", "strings", "with others"])
+def test_names_come_from_the_user(arrays: Library, kind: str) -> None:
+    optimizer = named_optimizer(arrays)
+    pairs = list(zip(("a", "b", "c"), optimizer.parameters, strict=True))
+    names: Any = {
+        "pairs": pairs,
+        "iterator": iter(pairs),
+        "mapping": dict(reversed(pairs)),
+        "strings": ("a", "b", "c"),
+        "with others": [("frozen", Parameter()), *reversed(pairs)],
+    }[kind]
+    report = GradScaler().diagnose(optimizer, names)
+    assert [entry.name for entry in report.entries] == ["b", "a", "c"]
+
+
+def test_the_optimizers_own_names_are_the_default(arrays: Library) -> None:
+    optimizer = named_optimizer(arrays)
+    for group, names in zip(optimizer.param_groups, (["a"], ["b", "c"]), strict=True):
+        group["param_names"] = names
+    assert [entry.name for entry in GradScaler().diagnose(optimizer).entries] == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a"], r"one for each of the optimizer's 3 parameters, got 1;"),
+        ("abc", r"names must be pairs, a mapping or strings, got 'abc'"),
+        (3, r"got 3; pass names=model\.named_parameters\(\)"),
+        ([("a", Parameter())], r"got 1 names, and none for param_groups\[0\]\['params'\]\[0\], .*\[1\];"),
+        ({"a": 3.0}, r"a string and a parameter with \.grad, got \('a', 3\.0\)"),
+        ([("a", Parameter()), "b"], r"got 'b' among them"),
+    ],
+    ids=["count", "text", "number", "others alone", "no parameter", "mixed"],
+)
+def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Library, names: Any, message: str) -> None:
+    scaler, optimizer = GradScaler(), named_optimizer(arrays)
+    before = [parameter.grad for parameter in optimizer.parameters]
+    with pytest.raises(InvalidValueError, match=message):
+        scaler.diagnose(optimizer, names)
+    assert all(parameter.grad is grad for parameter, grad in zip(optimizer.parameters, before, strict=True))
+    assert not scaler._iteration.ids()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (object(), "must have param_groups"),
+        (Tree([1.5]), "must be an array"),
+        (Tree(np.array(["x"])), "floating array"),
+    ],
+    ids=["no gradients", "float", "text"],
+)
+def test_what_has_no_gradients_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(InvalidTypeError, match=message):
+        GradScaler().diagnose(optimizer)
+
+
+def test_gradients_of_two_libraries_are_refused(strict: Library) -> None:
+    with pytest.raises(InvalidTypeError, match=r"of one library"):
+        GradScaler().diagnose(Tree([np.ones(1), strict.asarray([1.0])]))
+
+
+def test_the_table_is_aligned_and_begins_with_the_worst(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0, math.inf, 2.0)
+    text = str(scaler.diagnose(optimizer, ["layers.0.weight", "layers.1.weight", "bias"]))
+    head, cause, empty, *table = text.splitlines()
+    assert head == "1 of 3 gradients with inf or NaN, iteration 1, scale 1024"
+    assert cause.startswith("cause: scale. layers.1.weight overflows")
+    assert empty == ""
+    assert [line.split()[0] for line in table] == ["parameter", "layers.1.weight", "bias", "layers.0.weight"]
+    assert len({len(line) for line in table}) == 1
+    assert table[1].split()[1:] == ["1", "float32", "1", "0", "none", "0.0", "%", "0.0", "%"]
+
+
+def test_a_long_report_shows_few_rows_and_counts_the_others() -> None:
+    optimizer = Tree([np.full(3, np.nan if k < 3 else k, np.float32) for k in range(300)])
+    report = GradScaler().diagnose(optimizer)
+    lines = report.table(10).splitlines()
+    assert len(lines) == 3 + 1 + 10 + 1
+    assert lines[-1] == "... and 290 more finite parameters"
+    assert report.table(2).splitlines()[-1] == "... and 1 more with inf or NaN and 297 more finite parameters"
+    assert "..." not in report.table(300)
+
+
+def test_a_report_goes_through_json_with_finite_numbers_alone(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0, math.nan)
+    optimizer.grads.append(None)
+    report = scaler.diagnose(optimizer)
+    logged = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert logged == report.to_dict()
+    assert logged["cause"] == "scale"
+    assert logged["entries"][0]["nan"] == 1
+    assert logged["entries"][0]["largest"] is None
+    assert logged["entries"][-1]["missing"] is True
+
+
+def test_long_names_and_missing_gradients_fit_the_table() -> None:
+    optimizer = Tree({"x" * 80: [None], "y": np.ones((2, 3), np.float32)})
+    lines = str(GradScaler().diagnose(optimizer)).splitlines()
+    assert lines[-1].startswith("...xxx")
+    assert lines[-1].endswith("x'][0]".rjust(3) + "  no gradient")
+    assert "2x3" in lines[-2]
+
+
+def test_the_worst_entries_are_kept_and_the_others_counted() -> None:
+    entries = tuple(sorted((entry(index=k, nan=int(k < 3)) for k in range(9)), key=lambda one: one.badness))
+    kept = RankReport((), entries).worst(2)
+    assert (len(kept.entries), kept.omitted_nonfinite, kept.omitted_finite) == (2, 1, 6)
+    assert kept.worst(1).omitted_nonfinite == 2
+    assert RankReport((), entries).worst(9).omitted_finite == 0
+
+
+def test_a_scaler_that_diagnoses_on_overflow_keeps_the_report_of_a_skipped_step(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0, math.inf, diagnose="on_overflow")
+    scaler.step(optimizer)
+    report = scaler.last_step(optimizer)
+    assert report.overflow is not None
+    assert [one.name for one in report.overflow.nonfinite] == ["[1]"]
+    assert (report.overflow.scale, report.overflow.cause, report.overflow.loss_nonfinite) == (SCALE, "scale", 0)
+    scaler.update()
+    scaler.scale(arrays.asarray(math.nan))
+    optimizer.grads = [arrays.asarray([math.nan])]
+    scaler.step(optimizer)
+    overflow = scaler.last_step(optimizer).overflow
+    assert overflow is not None
+    assert (overflow.cause, overflow.loss_nonfinite, overflow.iteration) == ("model", 1, 2)
+    scaler.update()
+    optimizer.grads = scaled(arrays, scaler, 1.0)
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).overflow is None
+
+
+def test_an_iteration_that_failed_can_be_diagnosed(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0)
+    scaler.unscale_(optimizer)
+    with pytest.raises(CallOrderError):
+        scaler.unscale_(optimizer)
+    assert scaler.diagnose(optimizer).entries[0].largest == 1.0

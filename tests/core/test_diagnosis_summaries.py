@@ -1,0 +1,189 @@
+"""What is counted in an array, against the bits of the same array in NumPy; on every library, adapter and pure form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libraries import Library
+
+from gradscale import diagnosis, registry
+from gradscale.diagnosis import Summary
+from gradscale.generic import GenericBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3))
+PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def oracle(array: Any) -> Summary:
+    """Return what a NumPy array holds, element by element, judged by the fields of their bits."""
+    part = np.zeros((), array.dtype).real.dtype
+    fraction_bits = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}[part.name]
+    exponent_bits = 8 * part.itemsize - 1 - fraction_bits
+    inf = nan = zeros = subnormals = 0
+    largest = 0.0
+    words = np.ascontiguousarray(array).reshape(-1).view(f"u{part.itemsize}")
+    for element in words.reshape(array.size, -1).tolist() if array.size else []:
+        kinds = []
+        for word in element:
+            exponent = word >> fraction_bits & ((1 << exponent_bits) - 1)
+            fraction = word & ((1 << fraction_bits) - 1)
+            if exponent == (1 << exponent_bits) - 1:
+                kinds.append("nan" if fraction else "inf")
+                continue
+            kinds.append("normal" if exponent else "subnormal" if fraction else "zero")
+            bias = (1 << exponent_bits - 1) - 1 + fraction_bits
+            mantissa = fraction + ((1 << fraction_bits) if exponent else 0)
+            largest = max(largest, math.ldexp(mantissa, max(exponent, 1) - bias))
+        worst = next(kind for kind in ("nan", "inf", "subnormal", "normal", "zero") if kind in kinds)
+        inf += worst == "inf"
+        nan += worst == "nan"
+        subnormals += worst == "subnormal"
+        zeros += worst == "zero"
+    return Summary(array.size, inf, nan, zeros, subnormals, largest)
+
+
+def patterns(name: str) -> st.SearchStrategy[Any]:
+    """Return a strategy for arrays of any bits, with the special values of the type often among them."""
+    dtype = numpy_dtype(name)
+    part = np.zeros((), dtype).real.dtype
+    info = ml_dtypes.finfo(part)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -2.0]
+    special += [sign * float(x) for x in (info.max, info.smallest_normal, info.smallest_subnormal) for sign in (1, -1)]
+    word = np.dtype(f"u{part.itemsize}")
+    values = [int(bits) for bits in np.array(special).astype(part).view(word)]
+
+    def build(shape: tuple[int, ...], words: list[int]) -> Any:
+        count = math.prod(shape) * (dtype.itemsize // part.itemsize)
+        return np.resize(np.array(words, word), count).view(dtype).reshape(shape)
+
+    any_word = st.one_of(st.sampled_from(values), st.integers(0, int(np.iinfo(word).max)))
+    return st.builds(build, st.sampled_from(SHAPES), st.lists(any_word, min_size=1, max_size=15))
+
+
+def summarize(backend: Any, *arrays: Any) -> list[Summary]:
+    return diagnosis.read_summaries(backend, arrays)[0]
+
+
+def into(arrays: Library, given: Any) -> Any:
+    """Return a NumPy array in a library, every bit of it: some conversions of theirs take subnormals for 0."""
+    if given.dtype.name == "bfloat16" and arrays.name.startswith("torch"):
+        import torch
+
+        return torch.tensor(given.view(np.int16)).view(torch.bfloat16)
+    if arrays.name.startswith("torch"):
+        import torch
+
+        return torch.from_numpy(given.copy())
+    return arrays.xp.asarray(given.copy())
+
+
+def has(arrays: Library, name: str) -> bool:
+    return name not in ("float16", "bfloat16") or name in arrays.halves
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str) -> None:
+    if not has(arrays, name):
+        assert name in ("float16", "bfloat16")
+        return
+    backend = registry.backend_for(arrays.asarray(1.0))
+
+    @settings(max_examples=6 if arrays.is_slow else 60)
+    @given(patterns(name))
+    def check(drawn: Any) -> None:
+        assert summarize(backend, into(arrays, drawn)) == [oracle(drawn)]
+
+    check()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_pure_form_counts_the_same(arrays: Library, name: str) -> None:
+    if not has(arrays, name):
+        assert name in ("float16", "bfloat16")
+        return
+
+    @settings(max_examples=6 if arrays.is_slow else 40)
+    @given(patterns(name))
+    def check(drawn: Any) -> None:
+        if arrays.flushes_subnormals:
+            # XLA takes them for 0: that is why the adapter has a form of its own.
+            drawn = np.where(np.abs(drawn) < 2.0**-100, np.zeros_like(drawn), drawn)
+            if drawn.dtype.kind == "c":
+                return
+        assert summarize(GenericBackend(), into(arrays, drawn)) == [oracle(drawn)]
+
+    check()
+
+
+def test_several_arrays_are_read_at_once_and_in_order(arrays: Library) -> None:
+    class Counting:
+        reads = 0
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+            if hasattr(inner, "summarize"):
+                self.summarize = inner.summarize
+
+        def read(self, x: Any) -> list[int]:
+            self.reads += 1
+            values: list[int] = self.inner.read(x)
+            return values
+
+        def placement(self, like: Any) -> Any:
+            return self.inner.placement(like)
+
+    given = [arrays.asarray([1.0, math.inf]), arrays.asarray([[0.0]], "float64"), arrays.asarray([])]
+    backend: Any = Counting(registry.backend_for(given[0]))
+    more = [arrays.asarray([7, -1], "int32"), arrays.asarray([5], "int32")]
+    found, values = diagnosis.read_summaries(backend, given, more)
+    assert found == [Summary(2, 1, 0, 0, 0, 1.0), Summary(1, 0, 0, 1, 0, 0.0), Summary(0, 0, 0, 0, 0, 0.0)]
+    assert values == [[7, -1], [5]]
+    assert backend.reads == 1
+
+
+def test_magnitudes_beyond_float32_survive(arrays: Library) -> None:
+    for value in (1.7976931348623157e308, 2.0**-1022, 1.0 + 2.0**-52, 1e-300):
+        found = summarize(registry.backend_for(arrays.asarray(1.0)), arrays.asarray([-value, 0.0], "float64"))
+        assert found[0].largest == value
+
+
+def test_counts_beyond_one_word_do_not_wrap(monkeypatch: pytest.MonkeyPatch, arrays: Library) -> None:
+    monkeypatch.setattr(diagnosis, "_COUNT_BITS", 3)
+    x = arrays.asarray([0.0] * 70 + [math.nan] * 9 + [math.inf] * 8)
+    assert summarize(GenericBackend(), x) == [Summary(87, 8, 9, 70, 0, 0.0)]
+
+
+@pytest.mark.parametrize("kind", [name for name in diagnosis._SMALLEST_NORMAL if hasattr(ml_dtypes, name)])
+def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind: str) -> None:
+    import array_api_compat.numpy as xp
+
+    dtype = np.dtype(getattr(ml_dtypes, kind))
+    assert diagnosis.smallest_normal(dtype, np.float32, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
+def test_a_words_row_says_what_was_counted() -> None:
+    for largest in (0.0, 1.0, 65504.0, 2.0**-1074, 1.7976931348623157e308):
+        row = diagnosis.words(2**30 + 1, 2**31, 3, 2**40, largest)
+        assert diagnosis.summary_of(2**41, row) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, largest)
+        assert all(-(2**31) <= word < 2**31 for word in row)
+
+
+def test_a_loss_is_judged_without_a_read(arrays: Library) -> None:
+    bad, good = arrays.asarray(math.nan), arrays.asarray([1.0], "float64")
+    counted = diagnosis.count_nonfinite({"a": [bad, good, None, 3], "b": bad})
+    arrays.assert_array(counted, 2, "int32")
+    arrays.assert_array(diagnosis.count_nonfinite(good), 0, "int32")
+    assert diagnosis.count_nonfinite([arrays.asarray([1], "int32"), None]) is None

@@ -1,0 +1,142 @@
+"""diagnose(gather=True): the same report on every rank, naming the bad one, over threads, MPI and gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diagnosis_scenarios as scenarios
+import numpy as np
+import pytest
+from axes import require
+from worlds import Failure, ProcessWorld, ThreadWorld
+
+import gradscale
+from gradscale.testing import ThreadCollectives, run_ranks
+
+World = ThreadWorld | ProcessWorld
+
+
+def assert_all_equal(results: list[Any]) -> None:
+    assert not [result for result in results if isinstance(result, Failure)], results
+    assert all(result == results[0] for result in results), results
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], [Failure.of(ValueError("x"))] * 2], ids=["differ", "raised"])
+def test_the_comparison_fails_for_ranks_that_differ_or_raised(wrong: list[Any]) -> None:
+    with pytest.raises(AssertionError):
+        assert_all_equal(wrong)
+
+
+@pytest.mark.parametrize("when", ["before", "after step", "after update"])
+def test_a_bad_value_on_each_rank_in_turn_is_named_on_every_rank(world: World, when: str) -> None:
+    cases = [(rank, "numpy", when) for rank in range(world.size)]
+    for (bad_rank, *_), results in zip(cases, world.run_each(scenarios.bad_on, cases), strict=True):
+        assert_all_equal(results)
+        report = results[0]["report"]
+        assert [(one["name"], one["rank"], one["nan"]) for one in report["entries"] if one["nan"]] == [
+            ("b", [bad_rank], 10)
+        ]
+        assert len(report["entries"]) == 3 * world.size
+        assert {one["largest"] for one in report["entries"]} == {None, 1.0}
+        assert (report["scale"], report["iteration"], report["cause"]) == (65536.0, 1, "scale")
+        assert f"b on rank {bad_rank} overflows" in report["explanation"]
+        assert results[0]["text"].splitlines()[4].split()[:2] == ["b", str(bad_rank)]
+        assert (results[0]["skipped"], results[0]["local"]) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    "library", ["strict", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+)
+def test_arrays_of_any_library_are_gathered_over_any_group(world: World, library: str) -> None:
+    require(library)
+    results = world.run(scenarios.bad_on, world.size - 1, library, "after step")
+    assert_all_equal(results)
+    assert [one["rank"] for one in results[0]["report"]["entries"] if one["nan"]] == [[world.size - 1]]
+
+
+def test_a_skipped_step_is_diagnosed_over_the_group_by_itself(world: World) -> None:
+    cases = [(rank, bad_loss) for rank in range(world.size) for bad_loss in (False, True)]
+    for (bad_rank, bad_loss), results in zip(cases, world.run_each(scenarios.on_overflow, cases), strict=True):
+        assert_all_equal(results)
+        assert results[0]["cause"] == ("model" if bad_loss else "scale")
+        assert results[0]["loss_nonfinite"] == int(bad_loss)
+        assert {tuple(one["rank"]) for one in results[0]["entries"] if one["inf"]} == {(bad_rank,)}
+
+
+def test_a_rank_without_gradients_takes_part(world: World) -> None:
+    for results in world.run_each(scenarios.nothing_on, [(rank,) for rank in range(world.size)]):
+        assert_all_equal(results)
+        assert len(results[0]["entries"]) == 3 * (world.size - 1)
+        assert {one["largest"] for one in results[0]["entries"]} == {1.0}
+
+
+def test_wrong_names_on_one_rank_are_an_error_on_all_and_the_group_goes_on(world: World) -> None:
+    cases = [(rank,) for rank in range(world.size)]
+    for (wrong_rank,), results in zip(cases, world.run_each(scenarios.wrong_names_on, cases), strict=True):
+        assert all(isinstance(result, Failure) for result in results), results
+        for rank, failure in enumerate(results):
+            assert "one for each of the optimizer's 3 parameters, got 1" in failure.message
+            assert failure.kind == ("InvalidValueError" if rank == wrong_rank else "BackendError")
+            assert rank == wrong_rank or f"failed on rank {wrong_rank}" in failure.message
+
+
+def test_a_rank_that_does_not_come_ends_in_a_timeout() -> None:
+    results = run_ranks(
+        2, lambda group: scenarios.absent(group, 1, {"timeout": 0.3}), timeout=0.3, return_exceptions=True
+    )
+    assert isinstance(results[0], Failure)
+    assert "rank 0 of 2 waited 0.3 s" in results[0].message
+    assert "in iteration 1" in results[0].message
+
+
+def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: World) -> None:
+    results = world.run(scenarios.many, 3000)
+    assert_all_equal(results)
+    listed = 4096 // world.size * world.size
+    assert results[0]["entries"] == listed
+    assert results[0]["omitted"] == (0, 3000 * world.size - listed)
+    assert results[0]["worst"] == [((0,), k) for k in range(5)]
+    assert results[0]["head"].startswith(f"5 of {3000 * world.size} gradients")
+
+
+class Part:
+    """Collectives over some of the ranks: whoever is not among them contributes nothing.
+
+    Parameters
+    ----------
+    inner : Collectives
+        Over all ranks; every one of them makes the same number of calls.
+    members : list of list of int
+        The groups that the ranks fall into.
+    """
+
+    def __init__(self, inner: ThreadCollectives, members: list[list[int]]) -> None:
+        self.mine = next(index for index, ranks in enumerate(members) if inner.rank in ranks)
+        self.groups = len(members)
+        self.rank, self.size = members[self.mine].index(inner.rank), len(members[self.mine])
+        self.inner = inner
+
+    def start_max(self, x: Any, /) -> Any:
+        """Reduce a row for each group, and take this group's; rows are as long as the longest."""
+        length = int(self.inner.start_max(np.array([len(x)], np.int32))()[0])
+        rows = np.full((self.groups, length), np.iinfo(np.int32).min, np.int32)
+        rows[self.mine, : len(x)] = x
+        received = self.inner.start_max(rows.reshape(-1))().reshape(self.groups, length)
+        return lambda: received[self.mine, : len(x)].copy()
+
+
+@pytest.mark.parametrize("bad_rank", range(4))
+def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
+    def train(collectives: ThreadCollectives) -> Any:
+        groups = [Part(collectives, [[0, 1], [2, 3]]), Part(collectives, [[0, 2], [1, 3]])]
+        scaler = gradscale.ShardedGradScaler(group=groups)
+        scaler.scale(np.float32(1.0))
+        value = np.inf if collectives.rank == bad_rank else collectives.rank + 1.0
+        return scaler.diagnose(scenarios.SGD([np.full(2, value, np.float32)]), gather=True)
+
+    reports = run_ranks(4, train)
+    assert all(report == reports[0] for report in reports)
+    coordinates = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert sorted(entry.rank for entry in reports[0].entries) == sorted(coordinates)
+    assert reports[0].entries[0].rank == coordinates[bad_rank]
+    assert "/".join(map(str, coordinates[bad_rank])) in str(reports[0])

@@ -1,0 +1,101 @@
+"""What the ranks do in the tests of gathered diagnoses: functions of a group, run in every world."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scenarios import SGD, gradients, loss, rank_and_size
+from worlds import Failure
+
+import gradscale
+
+
+def bad_on(group: Any, bad_rank: int, library: str, when: str) -> dict[str, Any]:
+    """Gather a diagnosis before or after a step in which one rank holds a NaN."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    optimizer = SGD(gradients(library))
+    if rank == bad_rank:
+        optimizer.grads[1] = optimizer.grads[1] * math.nan
+    scaler.scale(loss(library))
+    if when != "before":
+        scaler.step(optimizer)
+    if when == "after update":
+        scaler.update()
+    report = scaler.diagnose(optimizer, ["a", "b", "c"], gather=True)
+    if when == "before":
+        scaler.step(optimizer)
+    return {
+        "report": report.to_dict(),
+        "text": str(report),
+        "skipped": scaler.last_step(optimizer).skipped,
+        "local": len(scaler.diagnose(optimizer).entries),
+    }
+
+
+def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
+    """Let the scaler gather by itself when a step is skipped."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, diagnose="on_overflow")
+    optimizer = SGD(gradients("numpy", np.inf if rank == bad_rank else 1.0))
+    scaler.scale(np.float32(np.nan if bad_loss and rank == bad_rank else 1.0))
+    scaler.step(optimizer)
+    report = scaler.last_step(optimizer).overflow
+    return None if report is None else report.to_dict()
+
+
+def nothing_on(group: Any, empty_rank: int) -> dict[str, Any]:
+    """Gather where one rank has seen no array at all."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
+    if rank != empty_rank:
+        scaler.scale(np.float32(1.0))
+    return scaler.diagnose(SGD([] if rank == empty_rank else gradients("numpy")), gather=True).to_dict()
+
+
+def wrong_names_on(group: Any, wrong_rank: int) -> Failure:
+    """Give one rank names that do not match; then gather again with the right ones."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    scaler.scale(np.float32(1.0))
+    optimizer = SGD(gradients("numpy"))
+    names = ["a"] if rank == wrong_rank else ["a", "b", "c"]
+    try:
+        scaler.diagnose(optimizer, names, gather=True)
+    except gradscale.GradscaleError as error:
+        scaler.diagnose(optimizer, gather=True)
+        scaler.step(optimizer)
+        return Failure.of(error)
+    msg = "names that do not match were taken"
+    raise RuntimeError(msg)
+
+
+def many(group: Any, count: int) -> dict[str, Any]:
+    """Gather more parameters than a report lists."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    scaler.scale(np.float32(1.0))
+    grads = [np.full(2, np.inf if rank == 0 and k < 5 else 1.0, np.float32) for k in range(count)]
+    report = scaler.diagnose(SGD(grads), gather=True)
+    worst = [(entry.rank, entry.index) for entry in report.nonfinite]
+    return {
+        "entries": len(report.entries),
+        "omitted": (report.omitted_nonfinite, report.omitted_finite),
+        "worst": sorted(worst),
+        "head": str(report).splitlines()[0],
+    }
+
+
+def absent(group: Any, absent_rank: int, settings: dict[str, Any]) -> Any:
+    """Let one rank stay away from a diagnosis."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"])
+    if rank == absent_rank:
+        return None
+    try:
+        scaler.diagnose(SGD(gradients("numpy")), gather=True)
+    except gradscale.CollectiveTimeoutError as error:
+        return Failure.of(error)
+    return "no error"
