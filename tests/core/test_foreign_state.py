@@ -1,0 +1,301 @@
+"""load_foreign_state: what it recognises, what it says was missing, and what it refuses, saying why."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from libraries import Library
+
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StateDictError, StaticScale
+from gradscale.foreign import load_foreign_state
+
+TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 5}
+MEGATRON = {"scale": 4096.0, "growth_tracker": 3, "hysteresis_tracker": 1}
+COUNTED = {"cur_scale": 256.0, "cur_iter": 10, "last_overflow_iter": 3}
+WINDOW = COUNTED | {"scale_factor": 2.0, "scale_window": 4}
+DEEPSPEED = WINDOW | {
+    "min_scale": 1,
+    "delayed_shift": 2,
+    "cur_hysteresis": 1,
+    "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True,
+    "dynamic": True,
+    "dtype": object(),
+}
+STAGE0 = WINDOW | {"dynamic_loss_scale": True}
+APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
+FAIRSEQ = {"loss_scale": 128.0}
+KERAS = {"dynamic_scale": 32768.0, "step_counter": 1}
+FLAX = {"scale": 65536.0, "fin_steps": 4}
+JMP = {"loss_scale": 32768.0, "counter": 3, "period": 2000, "factor": 2, "min_loss_scale": 1.0}
+
+# The state, its format, its scale, and its growth and overflow trackers.
+STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int]] = {
+    "torch": (TORCH, "torch", 1024.0, 5, 0),
+    "nemo": (TORCH | {"_hysteresis_tracker": 1}, "nemo", 1024.0, 5, 0),
+    "megatron": (MEGATRON, "megatron", 4096.0, 3, 1),
+    "deepspeed": (DEEPSPEED, "deepspeed", 256.0, 2, 1),
+    "deepspeed-stage0": (STAGE0, "deepspeed", 256.0, 2, 0),
+    "apex-amp": (APEX, "apex", 512.0, 3, 0),
+    "apex-one": (APEX["loss_scaler0"], "apex", 512.0, 3, 0),
+    "apex-fp16_utils": (WINDOW, "apex", 256.0, 2, 0),
+    "fairseq": (FAIRSEQ, "fairseq", 128.0, 0, 0),
+    "keras": (KERAS, "keras", 32768.0, 1, 0),
+    "flax": (FLAX, "flax", 65536.0, 4, 0),
+    "jmp": (JMP, "jmp", 32768.0, 3, 0),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
+    state, system, scale, growth, overflows = STATES[name]
+    before = dict(state)
+    for form in (None, system):
+        loaded = load_foreign_state(state, form)
+        assert loaded.format == system
+        scaler = GradScaler()
+        scaler.load_state_dict(loaded.state_dict)
+        assert scaler.state_dict() == loaded.state_dict
+        saved = [loaded.state_dict[key] for key in ("scale", "_growth_tracker", "_overflow_tracker")]
+        assert saved == [scale, growth, overflows]
+        assert isinstance(loaded.policy, DynamicScale)
+        assert loaded.policy.init_scale == scale
+    assert state == before
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: str) -> None:
+    def arrayed(value: Any, shape: list[int]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: arrayed(inner, shape) for key, inner in value.items()}
+        if isinstance(value, bool) or type(value) not in (int, float):
+            return value
+        array = arrays.asarray(value, "int32" if isinstance(value, int) else "float32")
+        return array if not shape else arrays.asarray([value], "int32" if isinstance(value, int) else "float32")
+
+    state = STATES[name][0]
+    expected = load_foreign_state(state)
+    for shape in ([], [1]):
+        assert load_foreign_state(arrayed(state, shape)) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "system"),
+    [
+        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 4}, "deepspeed"),
+        ({"cur_scale": 128, "dynamic": False}, "deepspeed"),
+    ],
+    ids=["stage0", "object"],
+)
+def test_a_static_scale_stays_static(state: Any, system: str) -> None:
+    loaded = load_foreign_state(state)
+    assert (loaded.format, loaded.policy, loaded.missing) == (system, StaticScale(128.0), ())
+    scaler = GradScaler()
+    scaler.load_state_dict(loaded.state_dict)
+    assert scaler.get_scale() == 128.0
+
+
+@pytest.mark.jax
+def test_the_static_objects_of_jmp_are_static() -> None:
+    jmp, jnp = require("jmp"), require("jax").numpy
+    assert load_foreign_state(jmp.StaticLossScale(jnp.float32(8.0))).policy == StaticScale(8.0)
+    assert load_foreign_state(jmp.NoOpLossScale()).policy == StaticScale(1.0)
+    assert load_foreign_state(jmp.NoOpLossScale(), "jmp").format == "jmp"
+    with pytest.raises(InvalidValueError, match="the state is jmp's, got format='flax'"):
+        load_foreign_state(jmp.NoOpLossScale(), "flax")
+
+
+# What was missing.
+
+MISSING = {
+    "torch": set(),
+    "nemo": {"hysteresis"},
+    "megatron": {"growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"},
+    "deepspeed": set(),
+    "deepspeed-stage0": {"min_scale", "system"},
+    "apex-amp": {"growth_interval", "min_scale", "max_scale", "system"},
+    "apex-fp16_utils": set(),
+    "keras": {"growth_interval"},
+    "flax": {"growth_factor", "backoff_factor", "growth_interval", "min_scale"},
+    "jmp": set(),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_it_says_what_was_missing_and_what_was_assumed(name: str) -> None:
+    loaded = load_foreign_state(STATES[name][0])
+    assert set(loaded.missing) == loaded.assumed.keys() == MISSING[name]
+    text = str(loaded)
+    for setting, value in loaded.assumed.items():
+        assert f"{setting} = {value}" in text
+    assert f"scale {STATES[name][2]!r}" in text
+    assert ("nothing was assumed" in text) is not MISSING[name]
+
+
+def test_the_lost_trackers_of_fairseq_are_named() -> None:
+    loaded = load_foreign_state(FAIRSEQ)
+    assert {"growth_tracker", "overflow_tracker", "rescale_tracker", "tolerance", "growth_interval"} <= set(
+        loaded.missing
+    )
+    assert [loaded.assumed[name] for name in ("growth_tracker", "overflow_tracker", "rescale_tracker")] == [0, 0, 0]
+
+
+def test_what_is_given_is_not_assumed() -> None:
+    loaded = load_foreign_state(MEGATRON, growth_interval=500, hysteresis=4)
+    assert (loaded.policy.growth_interval, loaded.policy.hysteresis) == (500, 4)  # type: ignore[attr-defined]
+    assert loaded.state_dict["_overflow_tracker"] == 3
+    assert set(loaded.assumed) == {"growth_factor", "backoff_factor", "min_scale"}
+    assert "given by the caller: growth_interval, hysteresis" in str(loaded)
+
+
+def test_a_hysteresis_is_assumed_that_the_tracker_allows() -> None:
+    loaded = load_foreign_state(MEGATRON | {"hysteresis_tracker": 5})
+    assert (loaded.assumed["hysteresis"], loaded.state_dict["_overflow_tracker"]) == (5, 0)
+    loaded = load_foreign_state(MEGATRON | {"hysteresis_tracker": -3})
+    assert (loaded.assumed["hysteresis"], loaded.state_dict["_overflow_tracker"]) == (2, 2)
+
+
+def test_apex_of_the_old_package_and_deepspeed_are_told_apart_by_the_name() -> None:
+    deepspeed, apex = load_foreign_state(STAGE0), load_foreign_state(STAGE0, "apex")
+    assert "format='apex'" in deepspeed.assumed["system"]
+    assert deepspeed.policy.growth_after == "first_interval_plus_one"  # type: ignore[attr-defined]
+    assert apex.policy.growth_after == "interval"  # type: ignore[attr-defined]
+
+
+def test_a_factor_that_the_system_fixes_is_taken_from_its_state_all_the_same() -> None:
+    policy = load_foreign_state(DEEPSPEED | {"scale_factor": 4.0}).policy
+    assert (policy.growth_factor, policy.backoff_factor) == (4.0, 0.25)  # type: ignore[attr-defined]
+
+
+SEVERAL = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
+
+
+def test_one_of_several_losses_is_chosen_by_its_number() -> None:
+    for i in range(3):
+        loaded = load_foreign_state(SEVERAL, loss_id=i)
+        assert (loaded.state_dict["scale"], loaded.state_dict["_growth_tracker"]) == (2.0**i, i)
+
+
+# What is refused.
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "empty": ({}, {}, "empty.*StaticScale.*--loss-scale"),
+    "empty-megatron": ({}, {"format": "megatron"}, "empty.*StaticScale"),
+    "own": (GradScaler().state_dict(), {}, "gradscale's own.*load_state_dict"),
+    "torch-short": (
+        {key: value for key, value in TORCH.items() if key != "_growth_tracker"},
+        {},
+        r"torch state is cut short: keys \['_growth_tracker'\] are missing, got the keys \['backoff_factor',",
+    ),
+    "deepspeed-short": (COUNTED, {"format": "deepspeed"}, r"deepspeed state is cut short.*cur_hysteresis"),
+    "stage0-short": (
+        {"dynamic_loss_scale": True, "cur_scale": 2.0, "cur_iter": 3},
+        {},
+        r"deepspeed state is cut short: keys \['last_overflow_iter', 'scale_factor', 'scale_window'\]",
+    ),
+    "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, r"jmp.*keys \['counter'\] are missing"),
+    "misspelt": (
+        {"scale": 2.0, "growth_trackr": 1, "hysteresis_tracker": 1},
+        {},
+        r"megatron.*\['growth_tracker'\] are missing.*did you mean 'growth_tracker'",
+    ),
+    "other-format": (MEGATRON, {"format": "torch"}, "torch state is cut short"),
+    "unknown-keys": ({"weights": 1, "step_countr": 2}, {}, "no known format.*'step_counter'.*torch: scale,.*jmp: "),
+    "scale-alone": ({"scale": 2.0}, {}, "no known format"),
+    "two-formats": (MEGATRON | {"fin_steps": 3}, {}, "no known format.*name|several formats"),
+    "several-losses": (SEVERAL, {}, "3 loss scalers, loss_scaler0, loss_scaler1, loss_scaler2, got loss_id=None"),
+    "no-such-loss": (SEVERAL, {"loss_id": 3}, "got loss_id=3"),
+    "nested": ({"optimizer": {"grad_scaler": MEGATRON}}, {}, r"pass state\['optimizer'\]\['grad_scaler'\]"),
+    "nested-lightning": ({"MixedPrecision": TORCH, "epoch": 3}, {}, r"pass state\['MixedPrecision'\]"),
+    "nested-list": (
+        {"optimizer": [{"grad_scaler": MEGATRON}, {"grad_scaler": MEGATRON}], "config": {"loss_scale": 2.0}},
+        {},
+        r"pass state\['optimizer'\]\[0\]\['grad_scaler'\] or state\['optimizer'\]\[1\]\['grad_scaler'\]$",
+    ),
+    "nested-apex": ({"model": {}, "amp": APEX}, {}, r"pass state\['amp'\]"),
+    "nested-keras": (
+        {"optimizer": {"vars": {str(i): np.float32(i) for i in range(4)}}},
+        {},
+        r"pass state\['optimizer'\]\['vars'\]",
+    ),
+    "nested-object": ({"loss_scaler": SimpleNamespace(**DEEPSPEED)}, {}, r"pass vars\(state\['loss_scaler'\]\)"),
+    "nan": (TORCH | {"scale": float("nan")}, {}, "torch state cannot be read: scale .*nan"),
+    "negative": (FAIRSEQ | {"loss_scale": -2.0}, {}, "fairseq state cannot be read: loss_scale .*-2.0"),
+    "zero": (KERAS | {"dynamic_scale": 0.0}, {}, "keras state cannot be read: dynamic_scale .*0.0"),
+    "text": (FLAX | {"fin_steps": "4"}, {}, "flax state cannot be read: fin_steps .*'4'"),
+    "boolean": (MEGATRON | {"growth_tracker": True}, {}, "growth_tracker .*True"),
+    "many-elements": (MEGATRON | {"scale": np.ones(2)}, {}, "megatron state cannot be read: scale .*array"),
+    "negative-count": (JMP | {"counter": -1}, {}, "jmp state cannot be read: counter .*-1"),
+    "factor": (JMP | {"factor": 1}, {}, "jmp state cannot be read: factor .*got 1"),
+    "hysteresis": (DEEPSPEED | {"cur_hysteresis": 0}, {}, "cur_hysteresis .*got 0"),
+    "more-left-than-there-are": (DEEPSPEED | {"cur_hysteresis": 3}, {}, "cur_hysteresis .*got 3 and 2"),
+    "overflow-to-come": (DEEPSPEED | {"last_overflow_iter": 10}, {}, "last_overflow_iter .*got 10"),
+    "flag": (DEEPSPEED | {"consecutive_hysteresis": 1}, {}, "consecutive_hysteresis .*got 1"),
+    "static-apex": ({"loss_scale": 2.0, "unskipped": 2001}, {}, "unskipped .*2001 and 2000.*growth_interval="),
+    "below-the-assumed-minimum": (MEGATRON | {"scale": 0.5}, {}, "scale 0.5 does not go with.*min_scale=1.0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused_saying_why(name: str) -> None:
+    state, settings, message = REFUSED[name]
+    with pytest.raises(StateDictError, match=f"(?s){message}"):
+        load_foreign_state(state, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "megatorn"}, "format must be one of.*got 'megatorn'; did you mean 'megatron'"),
+        ({"growth_intervall": 4}, "got growth_intervall=4.*did you mean 'growth_interval'"),
+        ({"init_scale": 4.0}, "has no setting 'init_scale'"),
+        ({"loss_id": 1}, "loss_id= chooses among apex's"),
+    ],
+    ids=["format", "setting", "init_scale", "loss_id"],
+)
+def test_a_wrong_argument_is_named_with_the_nearest(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        load_foreign_state(MEGATRON, **settings)
+    assert not isinstance(caught.value, StateDictError)
+
+
+def test_what_the_state_says_is_not_to_be_given() -> None:
+    with pytest.raises(InvalidValueError, match="says growth_interval itself, got growth_interval=4; leave it out"):
+        load_foreign_state(TORCH, growth_interval=4)
+
+
+class Untouchable:
+    """An object that would betray it if anything were run."""
+
+    def __reduce__(self) -> Any:
+        pytest.fail("it was pickled")
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "read":
+            pytest.fail(f"{name} was looked up")
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["scaler.pt", Path("scaler.pt"), b"\x80\x04", bytearray(b"\x80"), io.BytesIO(b"\x80\x04")],
+    ids=["str", "path", "bytes", "bytearray", "file"],
+)
+def test_files_are_refused_with_how_to_load_them_safely(state: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"torch\.load\(path, weights_only=True\)"):
+        load_foreign_state(state)
+
+
+@pytest.mark.parametrize(
+    "state", [None, 3.0, [TORCH], GradScaler(), Untouchable()], ids=lambda state: type(state).__name__
+)
+def test_other_objects_are_refused(state: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"state must be a mapping.*state_dict\(\), or vars\(\)"):
+        load_foreign_state(state)
