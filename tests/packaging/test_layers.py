@@ -25,15 +25,45 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def adapters() -> list[Path]:
-    # Beside the core in site-packages, or in backends/ of a clone.
-    folders = [CORE.parent, CORE.parent / "backends"]
+def imported_at_once(path: Path) -> Iterator[str]:
+    """Yield the modules that importing a file imports: none of those inside functions, and none for types alone."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                yield child.module
+            elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                pending += child.orelse
+            elif not isinstance(child, (ast.FunctionDef, ast.Lambda)):
+                pending.append(child)
+
+
+# Beside the core and the adapters: the command line, which may import all of them.
+TOOLS = {"gradscale_cli", "gradscale_bench"}
+
+
+def packages() -> list[Path]:
+    # Beside the core in site-packages, or in folders of a clone.
+    folders = [CORE.parent, CORE.parent / "backends", CORE.parent / "tools"]
     return sorted(path for folder in folders for path in folder.glob("gradscale_*") if (path / "__init__.py").exists())
+
+
+def adapters() -> list[Path]:
+    return [path for path in packages() if path.name not in TOOLS]
+
+
+# What a file may import besides, inside of its functions.
+ALLOWED = {"__main__.py": {"gradscale_cli"}, "plot.py": {"matplotlib"}}
 
 
 @pytest.mark.parametrize("path", sources(CORE), ids=lambda path: path.name)
 def test_the_core_imports_the_standard_library_and_array_api_compat_alone(path: Path) -> None:
-    assert set(imported(path)) <= {*sys.stdlib_module_names, "array_api_compat", "gradscale"}
+    core = {*sys.stdlib_module_names, "array_api_compat", "gradscale"}
+    assert set(imported(path)) <= core | ALLOWED.get(path.name, set())
+    assert {name.partition(".")[0] for name in imported_at_once(path)} <= core
 
 
 def test_adapters_do_not_import_each_other() -> None:
@@ -49,10 +79,20 @@ def test_the_reading_of_imports_sees_one_inside_a_function(tmp_path: Path) -> No
     path = tmp_path / "module.py"
     path.write_text("def f():\n    import numpy.linalg\n    from torch.cuda import amp\n")
     assert list(imported(path)) == ["numpy", "torch"]
+    assert list(imported_at_once(path)) == []
+    path.write_text("import a.b\nif TYPE_CHECKING:\n    import c\nclass D:\n    from e.f import g\n")
+    assert sorted(imported_at_once(path)) == ["a.b", "e.f"]
+
+
+def test_nothing_imports_the_tools_but_the_launcher_and_themselves() -> None:
+    assert {path.name for path in packages()} >= TOOLS
+    for folder in [CORE, *adapters()]:
+        for path in sources(folder):
+            assert not set(imported(path)) & TOOLS or path == CORE / "__main__.py", path
 
 
 @pytest.mark.parametrize(
-    "path", [*sources(CORE), *(p for f in adapters() for p in sources(f))], ids=lambda path: path.name
+    "path", [*sources(CORE), *(p for f in packages() for p in sources(f))], ids=lambda path: path.name
 )
 def test_a_file_says_what_it_holds_and_has_at_most_400_lines(path: Path) -> None:
     text = path.read_text()

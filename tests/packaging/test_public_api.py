@@ -25,8 +25,13 @@ FRAMEWORKS = {
     "gradscale_numpy",
     "gradscale_torch",
     "gradscale_jax",
+    "matplotlib",
+    "rich",
+    "typer",
+    "gradscale_cli",
+    "gradscale_bench",
 }
-NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax"}
+NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", "gradscale_cli", "gradscale_bench"}
 PACKAGES = (
     "gradscale",
     "gradscale_numpy",
@@ -85,7 +90,7 @@ def test_every_module_lists_names_that_it_has(package: str) -> None:
 
 def test_errors_derive_from_the_root_and_from_a_built_in() -> None:
     names = [name for name in gradscale.__all__ if name.endswith("Error") and name != "GradscaleError"]
-    assert len(names) == 10
+    assert len(names) == 11
     for name in names:
         error = getattr(gradscale, name)
         assert issubclass(error, gradscale.GradscaleError)
@@ -103,7 +108,7 @@ def test_entry_points_and_extras_are_installed() -> None:
     assert {"numpy", "mpi4py", "torch", "jax", "jaxlib"} <= set(gradscale.registry.names())
     metadata = importlib.metadata.metadata("gradscale")
     extras = {"numpy", "mpi", "mpich", "fast", "torch", "lightning", "jax", "optax", "flax", "equinox"}
-    extras |= {"examples", "test"}
+    extras |= {"cli", "plot", "examples", "test"}
     assert extras <= set(metadata.get_all("Provides-Extra") or [])
     # An editable install adds "editables", which it is made with.
     needed = [line for line in importlib.metadata.requires("gradscale") or [] if "extra ==" not in line]

@@ -35,6 +35,10 @@ MODULES = {
     "examples": ("sklearn", "matplotlib", "tqdm"),
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
+    "keras": ("keras",),
+    "cli": ("typer", "rich"),
+    "plot": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
 }
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from measure import Call, Row, interleaved
 from numpy.typing import NDArray
 
 import gradscale
+from gradscale_bench.measure import Call, Row, interleaved
 from gradscale_numpy import NumpyBackend
 
 __all__ = ["CASES"]

@@ -1,11 +1,12 @@
 """The agreement of two ranks on one optimizer, against one bare Allreduce of the same bytes.
 
-``rows`` launches this file under mpiexec; as a script, it is one of the ranks.
+``rows`` launches this module under mpiexec; run by itself, it is one of the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -18,23 +19,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from measure import Row
+from gradscale_bench.measure import Row
 
-__all__ = ["rows"]
+__all__ = ["CASES", "rows"]
 
 _CALLS = 200  # in each round
 
 
 def rows(quick: bool) -> list[Row]:
     """Run two ranks and return what they measured."""
+    if importlib.util.find_spec("mpi4py") is None:
+        msg = "No module named 'mpi4py'"
+        raise ModuleNotFoundError(msg, name="mpi4py")
     beside_python = Path(sys.executable).parent
     mpiexec = shutil.which("mpiexec", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', '')}")
     if mpiexec is None:
-        raise ModuleNotFoundError("there is no mpiexec beside this Python nor on the PATH")
-    command = [mpiexec, "-n", "2", sys.executable, __file__, "--rounds", "11" if quick else "51"]
+        msg = "there is no mpiexec beside this Python nor on the PATH"
+        raise ModuleNotFoundError(msg, name="mpich")
+    command = [mpiexec, "-n", "2", sys.executable, "-m", __spec__.name, "--rounds", "11" if quick else "51"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if finished.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{finished.stdout}{finished.stderr}")
+        msg = f"{' '.join(command)} failed:\n{finished.stdout}{finished.stderr}"
+        raise RuntimeError(msg)
     times = json.loads(finished.stdout)
     added = {name: times[name] - times["alone"] for name in ("alone and Allreduce", "group")}
     return [
@@ -103,7 +109,7 @@ def measure(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure as one rank, and print the numbers on the first."""
-    parser = argparse.ArgumentParser(description="One rank of the agreement benchmark; run.py launches it.")
+    parser = argparse.ArgumentParser(description="One rank of the agreement benchmark, under mpiexec.")
     parser.add_argument("--rounds", type=int, default=51)
     rounds = parser.parse_args().rounds
     from mpi4py import MPI
@@ -112,6 +118,9 @@ def main() -> None:
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(times))
 
+
+CASES = {"agreement": rows}
+"""By name, what measures some rows of the table; called with whether to be quick."""
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Call", "Row", "interleaved"]
+__all__ = ["Call", "Row", "interleaved", "readable"]
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,10 @@ def interleaved(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
             if call.reset is not None:
                 call.reset()
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def readable(value: float, unit: str) -> str:
+    """Return a number with its unit: seconds as ms or us."""
+    if unit != "s":
+        return f"{value:.2f} {unit}".rstrip()
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import Call, Row, interleaved
+from gradscale_bench.measure import Call, Row, interleaved
 
 __all__ = ["CASES"]
 
@@ -25,7 +26,7 @@ _WORKER_LIMIT = 300.0  # seconds
 def _optimizer(torch: Any, shapes: list[tuple[int, int]]) -> Any:
     """Return an optimizer that does nothing, with so many gradients of so many elements."""
 
-    class Idle(torch.optim.SGD):  # type: ignore[name-defined,misc]
+    class Idle(torch.optim.SGD):  # type: ignore[misc]
         def step(self, closure: Any = None) -> None:
             pass
 
@@ -41,7 +42,7 @@ def _scalers(torch: Any) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     # Gradients must not shrink from round to round.
-    settings = {"init_scale": 1.0, "growth_interval": 1 << 30}
+    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
     scalers = {
         "ours": gradscale_torch.GradScaler("cpu", **settings),
         "torch": torch.amp.GradScaler("cpu", **settings),
@@ -60,7 +61,7 @@ def unscaling(quick: bool) -> list[Row]:
         calls = {}
         for name, scaler in _scalers(torch).items():
             optimizer = _optimizer(torch, [(count, size)])
-            calls[name] = Call(lambda scaler=scaler, optimizer=optimizer: scaler.unscale_(optimizer), scaler.update)
+            calls[name] = Call(partial(scaler.unscale_, optimizer), scaler.update)
         times = interleaved(calls, rounds // (5 if quick else 1))
         case = f"torch unscale_, {count} float32 gradients of {_readable(size)} / torch's"
         rows.append(Row(case, times["ours"], times["torch"], "s", target))
@@ -109,12 +110,9 @@ def clipping(quick: bool) -> list[Row]:
 
         calls = {
             "ours": Call(
-                lambda scaler=scalers["ours"], optimizer=mine: scaler.unscale_(optimizer, max_norm=1.0),
-                lambda scaler=scalers["ours"], optimizer=mine: restore(optimizer, scaler),
+                partial(scalers["ours"].unscale_, mine, max_norm=1.0), partial(restore, mine, scalers["ours"])
             ),
-            "torch": Call(
-                unscale_and_clip, lambda scaler=scalers["torch"], optimizer=other: restore(optimizer, scaler)
-            ),
+            "torch": Call(unscale_and_clip, partial(restore, other, scalers["torch"])),
         }
         times = interleaved(calls, rounds // (5 if quick else 1))
         what = " and ".join(f"{count} of {_readable(size)}" for count, size in shapes)
@@ -129,7 +127,7 @@ def sharded(quick: bool) -> list[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, folder, "51" if quick else "401"]
+        command = [sys.executable, "-m", __spec__.name, folder, "51" if quick else "401"]
         workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(_RANKS)]
         statuses = [worker.wait(_WORKER_LIMIT) for worker in workers]
         if any(statuses):
@@ -151,7 +149,7 @@ def _time_rank(folder: Path, rounds: int, rank: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=_RANKS)
-    settings = {"init_scale": 1.0, "growth_interval": 1 << 30}
+    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
     scalers = {
         "ours": gradscale_torch.ShardedGradScaler("cpu", **settings),
         "torch": ShardedGradScaler("cpu", **settings),
@@ -179,7 +177,7 @@ def cuda(quick: bool) -> list[Row]:
 
     if not torch.cuda.is_available():
         msg = "torch finds no CUDA device"
-        raise ModuleNotFoundError(msg)
+        raise ModuleNotFoundError(msg, name="cuda")
     import gradscale_torch
 
     count, size = 1000, (1 << 16) if quick else (1 << 20)
@@ -195,7 +193,8 @@ def cuda(quick: bool) -> list[Row]:
     target = torch.empty_like(source)
 
     def timed(run: Any) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        make: Any = torch.cuda.Event
+        begin, end = (make(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()

@@ -6,15 +6,15 @@ takes to hand out their pages is most of it, and is everyone's: the rows against
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
-from measure import Call, Row, interleaved
-
 import gradscale
+from gradscale_bench.measure import Call, Row, interleaved
 
 __all__ = ["CASES"]
 
@@ -33,6 +33,11 @@ def _gradients(quick: bool) -> list[Any]:
     return [jax.numpy.asarray(rng.standard_normal((8 if quick else 16) << 20, np.float32)) for _ in range(2)]
 
 
+def _jmp() -> Any:
+    # By name, for it has no types and need not be installed.
+    return importlib.import_module("jmp")
+
+
 def _size(gradients: list[Any]) -> str:
     return f"{len(gradients)} x {gradients[0].size >> 20} Mi float32"
 
@@ -41,10 +46,11 @@ def _unscalers() -> dict[str, Callable[[list[Any], Any], tuple[list[Any], Any]]]
     """Return functions of gradients and a float32 scale, which return unscaled gradients and a verdict."""
     import jax
     import jax.numpy as jnp
-    import jmp
     from flax.training.dynamic_scale import DynamicScale
 
     import gradscale_jax
+
+    jmp = _jmp()
 
     def ours(gradients: list[Any], scale: Any) -> tuple[list[Any], Any]:
         trackers = [jnp.zeros((), jnp.int32) for _ in gradscale.ScaleState._fields[1:]]
@@ -113,9 +119,10 @@ def verdict(quick: bool) -> list[Row]:
     """Judge gradients under jit, and do nothing else."""
     import jax
     import jax.numpy as jnp
-    import jmp
 
     from gradscale_jax.arrays import count_nonfinite
+
+    jmp = _jmp()
 
     gradients = _gradients(quick)
 
@@ -129,7 +136,7 @@ def verdict(quick: bool) -> list[Row]:
     functions = {"ours": count_nonfinite, "jmp": jmp.all_finite, "flax": flax}
     compiled = {name: jax.jit(function) for name, function in functions.items()}
     calls = {
-        name: Call(lambda function=function: jax.block_until_ready(function(gradients)))
+        name: Call(partial(lambda function: jax.block_until_ready(function(gradients)), function))
         for name, function in compiled.items()
     }
     times = interleaved(calls, 21 if quick else 61)
@@ -223,22 +230,23 @@ def _train_steps(sizes: _Sizes) -> dict[str, tuple[Any, Any]]:
     def ours(held: Any, tokens: Any) -> tuple[Any, Any]:
         state, *old = held
         scaled = gradscale_jax.value_and_grad(loss, policy)(state, old[0], tokens)
-        new = _updated(*old, scaled.grads)
+        new = _updated(old[0], old[1], scaled.grads)
         return (scaled.state, *gradscale_jax.select(scaled.verdict.finite, new, tuple(old))), scaled.value
 
     def flax(held: Any, tokens: Any) -> tuple[Any, Any]:
         state, *old = held
         state, finite, value, gradients = state.value_and_grad(loss)(old[0], tokens)
-        new = _updated(*old, gradients)
+        new = _updated(old[0], old[1], gradients)
         # As its examples do.
         return (state, *jax.tree.map(partial(jnp.where, finite), new, tuple(old))), value
 
     def unscaled(held: Any, tokens: Any) -> tuple[Any, Any]:
         value, gradients = jax.value_and_grad(loss)(held[0], tokens)
-        return _updated(*held, gradients), value
+        return _updated(held[0], held[1], gradients), value
 
     state = policy.init(jnp.zeros(()))
-    theirs = DynamicScale(growth_interval=1 << 30, fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(1024.0))
+    clean_steps: Any = jnp.zeros((), jnp.int32)
+    theirs = DynamicScale(growth_interval=1 << 30, fin_steps=clean_steps, scale=jnp.float32(1024.0))
     first = {"ours": (ours, (state,)), "flax": (flax, (theirs,)), "no scaling": (unscaled, ())}
     steps = {}
     for name, (step, states) in first.items():
@@ -293,7 +301,7 @@ def host_work(quick: bool) -> list[Row]:
     compilations: list[str] = []
     reads: list[int] = []
 
-    def compiled(event: str, _seconds: float, **_details: Any) -> None:
+    def compiled(event: str, duration_secs: float, **details: str | int) -> None:  # noqa: ARG001
         if event.endswith("backend_compile_duration"):
             compilations.append(event)
 

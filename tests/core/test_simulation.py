@@ -1,0 +1,147 @@
+"""Simulations: the unrolled loop equals the policy's own arithmetic, bit for bit; traces, models and their errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
+from gradscale.simulation import SyntheticGradients, measured, recorded, simulate
+from gradscale.unrolling import unroll
+
+pytestmark = pytest.mark.numpy
+
+
+def stepped(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
+    """Return the states that the policy itself gives on NumPy's arrays, up to where it would raise."""
+    state = policy.init(np.asarray(0.0, dtype=np.float32))
+    states = []
+    for overflow in overflows:
+        exhausted = policy.exhausted(state)
+        if overflow and exhausted is not None and bool(exhausted):
+            break
+        state = policy.update(state, np.asarray(int(overflow), dtype=np.int32))
+        states.append(tuple(field.item() for field in state))
+    return states
+
+
+def unrolled(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
+    """Return the same of the unrolled loop."""
+    loop = unroll(policy)
+    state, states = loop.first, []
+    for overflow in overflows:
+        state, raised = loop.run(state, [math.inf if overflow else 0.0], lambda _: None, lambda _: None)
+        if raised:
+            break
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_is_simulated_bit_for_bit_over_a_long_random_run(name: str) -> None:
+    rng = np.random.default_rng(3)
+    overflows = (rng.random(10_000) < rng.choice([0.001, 0.3], 10_000)).tolist()
+    assert unrolled(presets.named(name), overflows) == stepped(presets.named(name), overflows)
+
+
+@settings(max_examples=60)
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=60),
+    growth=st.sampled_from([2.0, 1.1, 3.7]),
+    backoff=st.sampled_from([0.5, 0.3, 0.9]),
+    interval=st.integers(1, 4),
+    after=st.sampled_from(["interval", "first_interval_plus_one", "interval_plus_one"]),
+    extra=st.sampled_from([{"hysteresis": 3, "hysteresis_refill": ("growth",)}, {"tolerance": 0.3}, {}]),
+    limits=st.sampled_from([{}, {"min_scale": 100.0, "max_scale": 1000.0, "init_scale": 300.0}]),
+    at_min=st.sampled_from(["clamp", "hold", "raise"]),
+)
+def test_any_setting_is_simulated_bit_for_bit(
+    overflows: list[bool],
+    growth: float,
+    backoff: float,
+    interval: int,
+    after: Any,
+    extra: Any,
+    limits: Any,
+    at_min: Any,
+) -> None:
+    policy = DynamicScale(
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        growth_after=after,
+        at_min=at_min,
+        **extra,
+        **limits,
+    )
+    assert unrolled(policy, overflows) == stepped(policy, overflows)
+
+
+def test_another_policy_is_told_apart() -> None:
+    overflows = [True, False, True]
+    assert unrolled(DynamicScale(), overflows) != stepped(DynamicScale(backoff_factor=0.25), overflows)
+
+
+def test_letters_give_the_scale_that_each_step_used() -> None:
+    result = simulate(DynamicScale(init_scale=8.0, growth_interval=2), "cc oC", name="x")
+    assert result.scale == (8.0, 8.0, 16.0, 8.0)
+    assert result.skipped == (False, False, True, False)
+    assert (result.final_scale, result.skipped_steps, result.underflow) == (8.0, 1, None)
+
+
+@pytest.mark.parametrize("magnitude", [65504.0 / 8.0, 8189.0], ids=["at-the-largest", "above-it"])
+def test_a_magnitude_overflows_above_the_largest_float16(magnitude: float) -> None:
+    assert simulate(StaticScale(8.0), measured([magnitude])).skipped == (magnitude > 8188.0,)
+
+
+def test_a_policy_that_raises_ends_its_run_in_that_step() -> None:
+    result = simulate(DynamicScale(init_scale=4.0, min_scale=1.0, at_min="raise"), "OOOOO")
+    assert (result.raised_at, result.scale) == (3, (4.0, 2.0, 1.0))
+
+
+def test_a_model_is_reproducible_and_its_underflow_is_that_of_drawn_elements() -> None:
+    model = SyntheticGradients(steps=50, seed=4, median=2.0**-40, nan_probability=0.2)
+    first = simulate(StaticScale(65536.0), model)
+    assert first == simulate(StaticScale(65536.0), model)
+    assert 0 < first.skipped_steps < 50
+    elements = 2.0 ** np.random.default_rng(0).normal(-40.0, 4.0, 200_000) * 65536.0
+    assert first.underflow is not None
+    assert first.underflow[0] == pytest.approx((elements.astype(np.float16) == 0).mean(), abs=0.005)
+
+
+class _Branching:
+    init_scale = 1.0
+    init = DynamicScale().init
+
+    def update(self, state: Any, nonfinite: Any) -> Any:
+        return state if nonfinite else StaticScale().backoff(state)
+
+    def exhausted(self, _: Any) -> None:
+        return None
+
+
+def test_a_policy_that_asks_for_a_value_is_refused() -> None:
+    policy: Any = _Branching()
+    with pytest.raises(InvalidTypeError, match=r"asks for the value of an array.*where\(\)"):
+        simulate(policy, "C")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: recorded("CCX"), "'X' at position 3"),
+        (lambda: recorded(" "), "at least one step"),
+        (lambda: measured([1.0, -1.0]), "step 2 must not be negative"),
+        (lambda: SyntheticGradients(steps=0), "steps must be an integer from 1"),
+        (lambda: SyntheticGradients(sigma=0.0), "sigma must be"),
+    ],
+    ids=["letter", "empty", "negative", "steps", "sigma"],
+)
+def test_bad_gradients_are_refused_with_what_was_there(make: Any, said: str) -> None:
+    with pytest.raises(InvalidValueError, match=said):
+        make()

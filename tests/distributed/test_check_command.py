@@ -1,0 +1,264 @@
+"""``gradscale check`` on real ranks: what passes, each fault on each rank in turn, and ranks that never come."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axes import require
+from worlds import find_mpiexec, mpi_command, mpi_environment
+
+mpi = pytest.mark.mpi
+torch = pytest.mark.torch
+
+LIMIT = 100.0
+SIZES = [pytest.param(size, id=f"mpi-{size}") for size in (2, 3)]
+# What the page says of the rank with the fault, and in which stage.
+SAID = {
+    "late": ("did not answer", "report in"),
+    "hang": ("did not answer", "inf on rank 0"),
+    "die": ("did not answer", "inf on rank 0"),
+    "desync": ("holds scale 2048.0 where 1024.0 is right", "clean step"),
+    "verdict": ("stepped where every rank should have skipped", "inf on rank 0"),
+    "version": ("has gradscale 0.0.0 (on purpose), and rank 0 has", "report in"),
+}
+# Of those that make the others wait, several run at a time.
+WAITING = ("hang", "die")
+MPI_FAULTS = [
+    *(
+        pytest.param(2, kind, rank, id=f"mpi-2-{kind}-{rank}")
+        for kind in SAID
+        for rank in (0, 1)
+        if kind not in WAITING
+    ),
+    pytest.param(3, "verdict", 1, id="mpi-3-verdict-1"),
+]
+TORCH_FAULTS = [("late", 1), ("die", 0)]
+ENVIRONMENT = {
+    "NO_COLOR": "1",
+    "TERM": "dumb",
+    # Loading numba takes longer than most checks.
+    "GRADSCALE_NUMPY_FAST": "0",
+}
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; terminals' colours are left out."""
+    return subprocess.run(
+        command,
+        env=mpi_environment() | ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def under_mpiexec(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    require("cli")
+    require("mpi")
+    return run(mpi_command(size, "-m", "gradscale", "check", *arguments))
+
+
+def under_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    require("cli")
+    require("torch")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run([*launcher, "-m", "gradscale", "check", *arguments])
+
+
+def page_of(completed: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return the page, the one thing on stdout."""
+    try:
+        page: dict[str, Any] = json.loads(completed.stdout)
+    except ValueError:
+        pytest.fail(f"{completed.stdout!r} is no JSON; status {completed.returncode}, {completed.stderr}")
+    return page
+
+
+def check_passed(completed: subprocess.CompletedProcess[str], group: str, size: int) -> None:
+    page = page_of(completed)
+    assert completed.returncode == 0, completed.stderr
+    assert (page["ok"], page["group"], page["size"], page["problems"]) == (True, group, size, [])
+    assert [rank["rank"] for rank in page["ranks"]] == list(range(size))
+    assert len({rank["pid"] for rank in page["ranks"]}) == size
+    stages = [stage["name"] for stage in page["stages"]]
+    wanted = [f"{value} on rank {rank}" for rank in range(size) for value in ("inf", "nan")]
+    wanted += ["clean step", *(f"other scale on rank {rank}" for rank in range(size)), f"late rank {size - 1}"]
+    assert stages == ["report in", "make the group", *wanted, "latency"]
+    assert all(stage["ok"] for stage in page["stages"])
+    assert 0 < page["latency"]["median_us"] <= page["latency"]["p95_us"]
+    assert page["latency"]["calls"] == 200
+    cores = page["ranks"][0]["cores"]
+    assert any("share the" in note for note in page["notes"]) == (size > cores)
+
+
+def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: int) -> None:
+    page = page_of(completed)
+    assert completed.returncode not in (0, None)
+    assert not page["ok"]
+    assert [problem["rank"] for problem in page["problems"]] == [rank]
+    said, stage = SAID[kind]
+    assert said in page["problems"][0]["problem"]
+    assert page["problems"][0]["problem"].endswith(f"in: {stage}")
+    assert f"gradscale: check: rank {rank}: " in completed.stderr
+    if kind == "die":
+        assert f"rank {rank} of {page['size']} (" in completed.stderr
+        assert "was killed by SIGKILL, in: inf on rank 0" in completed.stderr
+
+
+@mpi
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_under_mpiexec_pass(size: int) -> None:
+    check_passed(under_mpiexec(size, "--json", "--timeout", "30"), "mpi", size)
+
+
+@mpi
+def test_the_page_is_printed_once_and_nothing_else_is() -> None:
+    completed = under_mpiexec(2, "--group", "mpi", "--timeout", "30")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("gradscale check, 2 ranks over MPI: passed") == 1
+    assert completed.stdout.count("latency of one agreement") == 1
+    assert "one agreement takes" in completed.stdout
+    assert "gradscale:" not in completed.stderr
+
+
+@mpi
+@pytest.mark.parametrize(("size", "kind", "rank"), MPI_FAULTS)
+def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind: str, rank: int) -> None:
+    begin = time.monotonic()
+    completed = under_mpiexec(size, "--json", "--timeout", "1.5", "--fault", f"{kind}:{rank}")
+    if (kind, rank) == ("version", 0):
+        # Rank 0's is the one that the others are compared with.
+        assert [problem["rank"] for problem in page_of(completed)["problems"]] == [1]
+        assert completed.returncode != 0
+        return
+    check_failed(completed, kind, rank)
+    assert time.monotonic() - begin < 30
+
+
+@mpi
+def test_ranks_that_hang_or_die_are_named_and_end_all_others() -> None:
+    # Long enough for a supervisor not to give up a rank that waits, before the others name the one it waits for.
+    cases = [(size, kind, rank) for kind in WAITING for size, rank in ((2, 0), (2, 1), (3, 2))]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        ended = list(
+            pool.map(
+                lambda case: under_mpiexec(case[0], "--json", "--timeout", "7", "--fault", f"{case[1]}:{case[2]}"),
+                cases,
+            )
+        )
+    for completed, (_, kind, rank) in zip(ended, cases, strict=True):
+        check_failed(completed, kind, rank)
+
+
+@mpi
+def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
+    require("cli")
+    require("mpi")
+    mpiexec = find_mpiexec()
+    assert mpiexec is not None
+    check = [sys.executable, "-m", "gradscale", "check", "--group", "mpi", "--timeout", "1"]
+    absent = [sys.executable, "-c", "import time; time.sleep(60)"]
+    completed = run([mpiexec, "-n", "1", *check, ":", "-n", "1", *absent])
+    assert completed.returncode != 0
+    assert "rank 0 of " in completed.stderr
+    assert "has not come out of MPI_Init in 3 s: some rank has not come to it" in completed.stderr
+
+
+@mpi
+def test_one_process_without_mpiexec_works_and_says_what_that_is_worth() -> None:
+    require("cli")
+    require("mpi")
+    completed = run([sys.executable, "-m", "gradscale", "check", "--group", "mpi"])
+    assert completed.returncode == 0, completed.stderr
+    assert "1 rank over MPI: passed" in completed.stdout
+    assert "1 rank proves nothing about agreement" in completed.stdout
+
+
+@mpi
+def test_a_fault_on_a_rank_that_is_not_there_is_refused() -> None:
+    completed = under_mpiexec(2, "--timeout", "20", "--fault", "die:2")
+    assert completed.returncode != 0
+    assert "--fault names rank 2, and there are 2 ranks, from 0" in completed.stderr
+
+
+@torch
+def test_ranks_under_torchrun_pass() -> None:
+    check_passed(under_torchrun("--json", "--timeout", "30"), "torch", 2)
+
+
+@torch
+@pytest.mark.parametrize(("kind", "rank"), TORCH_FAULTS)
+def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, rank: int) -> None:
+    check_failed(under_torchrun("--json", "--timeout", "4", "--fault", f"{kind}:{rank}"), kind, rank)
+
+
+@torch
+def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
+    require("cli")
+    require("torch")
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
+    completed = run([sys.executable, "-m", "gradscale", "check", "--timeout", "1"], **environment)
+    assert completed.returncode == 1
+    assert "gradscale: check: rank 1 of 2 (" in completed.stderr
+    assert "cannot join the group over torch: " in completed.stderr
+
+
+def test_without_a_launcher_the_usage_error_names_both_commands() -> None:
+    require("cli")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "MPI"))}
+    completed = subprocess.run(
+        [sys.executable, "-m", "gradscale", "check"],
+        env=environment | {"COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert completed.returncode == 2
+    said = " ".join(completed.stderr.replace("│", " ").split())
+    assert "mpiexec -n 4 python -m gradscale check --group mpi" in said
+    assert "torchrun --nproc-per-node 2 -m gradscale check --group torch" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(("--group", "mpi", "--fault", "dye:1"), "there is no fault 'dye': did you mean die?", id="kind"),
+        pytest.param(("--group", "mpi", "--fault", "die"), "such as die:1, got 'die'", id="no rank"),
+        pytest.param(("--group", "mpi", "--timeout", "0"), "--timeout", id="timeout"),
+        pytest.param(("--group", "nccl"), "--group", id="group"),
+        pytest.param(("--group", "mpi", "--backend", "gloo"), "--backend is for --group torch", id="backend"),
+    ],
+)
+def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
+    require("cli")
+    completed = run([sys.executable, "-m", "gradscale", "check", *arguments], COLUMNS="300")
+    assert completed.returncode == 2
+    assert said in " ".join(completed.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("group", "module", "extra"), [("mpi", "mpi4py", "mpi"), ("torch", "torch", "torch")])
+def test_a_group_that_is_not_installed_is_one_line_with_the_command(
+    group: str, module: str, extra: str, tmp_path: Path
+) -> None:
+    require("cli")
+    blocker = (
+        f"import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda n, p=None: None if n == {module!r} "
+        f"else find(n, p)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(blocker)
+    completed = run([sys.executable, "-m", "gradscale", "check", "--group", group], PYTHONPATH=str(tmp_path))
+    assert completed.returncode == 1
+    assert completed.stderr.splitlines() == [
+        f"gradscale: check --group {group} needs {module}, which is not installed. Install it with: "
+        f"python -m pip install 'gradscale[{extra}]'"
+    ]

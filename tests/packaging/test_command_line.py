@@ -1,0 +1,179 @@
+"""The command line itself: help, versions, light start, Ctrl-C, what it says without its libraries, and ``bench``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axes import require
+
+import gradscale
+
+LIMIT = 120
+COMMANDS = ("doctor", "check", "simulate", "bench")
+# Nothing of these may be imported for a page of help.
+HEAVY = {"numpy", "torch", "jax", "jaxlib", "mpi4py", "numba", "matplotlib", "scipy"}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gradscale", *arguments],
+        env=os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def block(folder: Path, *names: str) -> dict[str, str]:
+    """Return an environment in which some modules cannot be imported."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {names!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_the_help_names_every_command_and_shows_examples() -> None:
+    require("cli")
+    completed = run("--help")
+    assert completed.returncode == 0
+    assert all(command in completed.stdout for command in COMMANDS)
+    assert "mpiexec -n 4 python -m gradscale check" in " ".join(completed.stdout.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str) -> None:
+    require("cli")
+    completed = run(command, "--help")
+    assert completed.returncode == 0, completed.stderr
+    assert f"Usage: gradscale {command}" in completed.stdout
+    assert "Examples: " in completed.stdout
+
+
+def test_the_script_and_the_module_are_the_same_program() -> None:
+    require("cli")
+    script = Path(sys.executable).with_name("gradscale")
+    assert script.exists()
+    completed = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert completed.stdout == run("--version").stdout == f"gradscale {gradscale.__version__}\n"
+
+
+def test_help_imports_no_framework() -> None:
+    require("cli")
+    program = (
+        "import sys\nfrom gradscale_cli.app import run\n"
+        "try:\n    run(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    loaded = set(completed.stdout.splitlines()[-1].split())
+    assert "typer" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("library", ["typer", "rich"])
+def test_without_its_libraries_it_says_what_to_install(library: str, tmp_path: Path) -> None:
+    completed = run("doctor", **block(tmp_path, library))
+    assert completed.returncode == 3
+    assert "python -m pip install 'gradscale[cli]'" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    require("cli")
+    completed = run("docter")
+    assert completed.returncode == 2
+    assert "docter" in completed.stderr
+
+
+def test_an_error_of_gradscale_is_one_line_on_stderr() -> None:
+    require("cli")
+    program = (
+        "from gradscale_cli import app\nimport gradscale\n"
+        "@app.app.command()\ndef fail():\n    raise gradscale.InvalidValueError('two\\nlines')\n"
+        "app.run(['fail'])\n"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert (completed.returncode, completed.stdout, completed.stderr) == (1, "", "gradscale: two lines\n")
+
+
+def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
+    require("cli")
+    (tmp_path / "hanging.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(1000)"
+    )
+    metadata = tmp_path / "gradscale_hanging-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradscale-hanging\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[gradscale.backends]\nhanging = hanging:backend\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradscale", "doctor", "hanging"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + LIMIT
+    while not (tmp_path / "begun").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "gradscale: interrupted"
+    assert "Traceback" not in errors
+
+
+def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    require("cli")
+    return run("bench", *arguments, **environment)
+
+
+def test_bench_lists_its_cases() -> None:
+    names = benchmark("--list").stdout.splitlines()
+    assert {"large", "small", "agreement"} <= set(names)
+
+
+def test_bench_measures_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    completed = benchmark("--quick", "--only", "memory", "--json", str(file))
+    assert completed.returncode == 0, completed.stderr
+    assert "peak extra memory" in completed.stdout
+    written: dict[str, Any] = json.loads(file.read_text())
+    assert written["rows"]
+    assert written["not_run"] == {}
+    assert all(row["unit"] == "MiB" and row["ours"] > 0 for row in written["rows"])
+
+
+def test_bench_lists_what_cannot_be_run_with_the_pip_command(tmp_path: Path) -> None:
+    hidden = block(tmp_path, "torch")
+    completed = benchmark("--quick", "--only", "torch-unscale", **hidden)
+    assert completed.returncode == 0, completed.stderr
+    assert "not run: torch-unscale, because No module named 'torch'" in completed.stdout
+    assert "python -m pip install 'gradscale[torch]'" in completed.stdout
+    assert benchmark("--quick", "--only", "torch-unscale", "--check", **hidden).returncode == 1
+
+
+def test_bench_refuses_what_it_cannot_do() -> None:
+    completed = benchmark("--only", "nothing of this name")
+    assert completed.returncode == 2
+    assert "no case has 'nothing of this name' in its name" in completed.stderr
+    completed = benchmark("--json", "no/such/folder/numbers.json")
+    assert completed.returncode == 2
+    assert "cannot write" in completed.stderr

@@ -1,0 +1,159 @@
+"""``gradscale doctor``: what works is used; a library that is broken, hangs or is missing is a row of its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axes import require
+
+LIMIT = 120
+
+# Modules of third-party adapters, and the reasons why they are broken.
+BROKEN = {
+    "fakelib": ("raise OSError('libfake.so.3: cannot open shared object file')", "libfake.so.3: cannot open shared"),
+    "fakeabort": ("import os\nos.abort()", "signal 6"),
+    "fakequiet": ("import os\nos._exit(0)", "ended before it was used"),
+    "fakehang": ("import time\ntime.sleep(1000)", "was not done after 4 s"),
+    "fakewrong": (
+        "from gradscale_numpy import NumpyBackend\n"
+        "class Wrong(NumpyBackend):\n"
+        "    def unscale(self, grads, state, /, *, dtype=None, out=None):\n"
+        "        return grads, super().unscale(grads, state)[1]\n"
+        "backend = Wrong()",
+        "a wrong answer for scale and unscale",
+    ),
+    "fakeneither": ("backend = object()", "neither for arrays nor for groups"),
+}
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    require("cli")
+    return subprocess.run(
+        [sys.executable, "-m", "gradscale", "doctor", *arguments],
+        env=os.environ | {"COLUMNS": "300", "GRADSCALE_NUMPY_FAST": "0"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def rows(completed: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    """Return what JSON says of each component; it is alone on stdout."""
+    return {row["name"]: row for row in json.loads(completed.stdout)["components"]}
+
+
+@pytest.fixture
+def third_party(tmp_path: Path) -> str:
+    """Return a folder with the adapters of another distribution, all broken."""
+    for name, (code, _) in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    metadata = tmp_path / "gradscale_fake-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradscale-fake\nVersion: 1.0\n")
+    entries = "\n".join(f"{name} = {name}:backend" for name in BROKEN)
+    (metadata / "entry_points.txt").write_text(f"[gradscale.backends]\n{entries}\n")
+    return str(tmp_path)
+
+
+def test_numpy_works_and_is_used() -> None:
+    completed = doctor("numpy", "--json")
+    assert completed.returncode == 0, completed.stderr
+    numpy = rows(completed)["numpy"]
+    assert numpy["status"] == "ok"
+    assert numpy["details"]["did"] == "scale, unscale, update"
+    assert set(numpy["details"]["versions"]) == {"numpy"}
+    report = json.loads(completed.stdout)
+    assert report["ok"]
+    assert {"gradscale", "python", "system"} <= set(report)
+
+
+@pytest.mark.mpi
+def test_mpi_is_used_on_one_process_and_its_library_is_named() -> None:
+    require("mpi")
+    completed = doctor("mpi", "--json", "--require", "numpy,mpi")
+    assert completed.returncode == 0, completed.stderr
+    details = rows(completed)["mpi4py"]["details"]
+    assert {"library", "standard", "threads"} <= set(details)
+    assert details["threads"] in ("single", "funneled", "serialized", "multiple")
+
+
+@pytest.mark.torch
+def test_torch_shows_its_devices_and_groups() -> None:
+    require("torch")
+    details = rows(doctor("torch", "--json"))["torch"]["details"]
+    assert details["devices"][0] == "cpu"
+    assert "gloo" in details["groups"]
+
+
+@pytest.mark.jax
+def test_jax_shows_its_devices() -> None:
+    require("jax")
+    completed = doctor("jaxlib", "--json")
+    assert completed.returncode == 0, completed.stderr
+    assert rows(completed)["jax"]["details"]["devices"]
+
+
+def test_the_compiled_kernels_say_whether_they_are_active() -> None:
+    require("fast")
+    assert "off" in rows(doctor("fast", "--json"))["fast"]["details"]["kernels"]
+    assert rows(doctor("fast", "--json", GRADSCALE_NUMPY_FAST="1"))["fast"]["details"]["kernels"] == "active"
+
+
+def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_party: str) -> None:
+    completed = doctor(*BROKEN, "numpy", "--json", "--timeout", "4", PYTHONPATH=third_party)
+    assert completed.returncode == 1
+    found = rows(completed)
+    assert found["numpy"]["status"] == "ok"
+    for name, (_, reason) in BROKEN.items():
+        assert found[name]["status"] == "broken", name
+        assert reason in found[name]["reason"], found[name]
+        assert f"gradscale: doctor: {name} is broken: " in completed.stderr
+    assert not json.loads(completed.stdout)["ok"]
+
+
+def test_what_is_broken_matters_only_if_it_is_required(third_party: str) -> None:
+    assert doctor("fakelib", "--require", "numpy", PYTHONPATH=third_party).returncode == 0
+    completed = doctor("numpy", "--require", "fakelib", PYTHONPATH=third_party)
+    assert completed.returncode == 1
+    assert "libfake.so.3" in completed.stderr
+
+
+def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
+    )
+    completed = doctor("torch", PYTHONPATH=str(tmp_path))
+    assert completed.returncode == 0, completed.stderr
+    assert "torch not installed: python -m pip install 'gradscale[torch]'" in completed.stdout
+    completed = doctor("torch", "--require", "torch", PYTHONPATH=str(tmp_path))
+    assert completed.returncode == 1
+    assert "gradscale: doctor: torch is missing: torch not installed" in completed.stderr
+    assert "python -m pip install 'gradscale[torch]'" in completed.stderr
+
+
+def test_what_is_not_yet_written_is_said_and_fails_only_if_it_is_required() -> None:
+    completed = doctor("cupy", "--json")
+    assert completed.returncode == 0
+    assert rows(completed)["cupy"]["status"] == "not yet written"
+    assert doctor("--require", "cupy", "cupy").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(("--require", "numpi"), "there is no adapter or extra 'numpi': did you mean 'numpy'?", id="near"),
+        pytest.param(("tensorflow",), "there is no adapter or extra 'tensorflow'", id="unknown"),
+    ],
+)
+def test_an_unknown_name_is_a_usage_error_that_names_the_nearest(arguments: tuple[str, ...], said: str) -> None:
+    completed = doctor(*arguments)
+    assert completed.returncode == 2
+    assert said in " ".join(completed.stderr.replace("│", " ").split())

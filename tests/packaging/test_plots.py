@@ -1,0 +1,50 @@
+"""Plots: what is drawn of a history and of simulations, without touching a program's own backend."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradscale import BackendNotAvailableError, DynamicScale, InvalidValueError, plot
+from gradscale.callbacks import JSONLines
+from gradscale.report import UpdateReport
+from gradscale.simulation import simulate
+
+REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
+
+
+def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with JSONLines(tmp_path / "log.jsonl") as log:
+        for report in REPORTS:
+            log(report)
+    for history in (REPORTS, tmp_path / "log.jsonl"):
+        figure = plot.history(history, tmp_path / "plot.png")
+        (axes,) = figure.axes
+        assert axes.get_title(loc="left").startswith("1 of 3 steps skipped")
+        assert axes.lines[0].get_ydata()[0] == 8.0
+        assert axes.collections[0].get_offsets().tolist() == [[2.0, 4.0]]
+        assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
+    pytest.importorskip("matplotlib")
+    result = simulate(DynamicScale(), "CO" * 30_000, name="one")
+    figure = plot.simulation([result, result])
+    assert len(figure.axes) == 2
+    assert "30,000 of 60,000" in figure.axes[0].get_title(loc="left")
+    assert 1900 <= len(figure.axes[0].collections[0].get_segments()) <= 2001
+
+
+def test_without_matplotlib_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(BackendNotAvailableError, match=r"pip install 'gradscale\[plot\]'"):
+        plot.history(REPORTS)
+
+
+def test_an_empty_history_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="at least one step"):
+        plot.history([])

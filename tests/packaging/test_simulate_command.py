@@ -1,0 +1,82 @@
+"""The command simulate: its table, JSON and picture, and one line for each bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+typer_testing = pytest.importorskip("typer.testing")
+import typer  # noqa: E402
+
+from gradscale_cli.simulate import simulate  # noqa: E402
+
+pytestmark = pytest.mark.numpy
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(simulate)
+    result = typer_testing.CliRunner().invoke(app, list(arguments), env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    return result.exit_code, result.output
+
+
+def test_presets_are_compared_over_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true")))
+    code, output = run("--preset", "torch:init_scale=2**4", "--preset", "megatron", "--json", str(path))
+    assert code == 0
+    assert [(row["name"], row["skipped"]) for row in json.loads(output)] == [
+        ("torch:init_scale=2**4", 2),
+        ("megatron", 2),
+    ]
+    assert json.loads(output)[0]["final_scale"] == 4.0
+
+
+def test_a_model_of_a_million_steps_makes_a_table() -> None:
+    code, output = run("--synthetic", "--steps", "1e6")
+    assert code == 0
+    assert "of 1,000,000" in output
+
+
+def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "scales.png"
+    assert run("CCOC", "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["CCX"], "'X' at position 3"),
+        ([""], "at least one step"),
+        ([], "--synthetic"),
+        (["--preset", "megatorn", "C"], "megatron"),
+        (["--preset", "torch:hysteresis=3", "C"], "hysteresis"),
+        (["--preset", "torch:3", "C"], "NAME=VALUE"),
+        (["--synthetic", "--steps", "0"], "whole number above 0"),
+        (["none.jsonl"], "No such file"),
+        (["C", "--plot", "none/x.png"], "cannot write 'none/x.png'"),
+    ],
+    ids=["letter", "empty", "nothing", "preset", "setting", "form", "steps", "file", "folder"],
+)
+def test_bad_input_is_one_clear_error(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = run(*arguments)
+    assert code in (1, 2)
+    assert said in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_malformed_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"skipped": true}\nnonsense\n')
+    code, output = run(str(path))
+    assert code == 2
+    assert "line 2 of" in output
+    assert "nonsense" in output

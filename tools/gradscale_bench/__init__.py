@@ -1,0 +1,3 @@
+"""The benchmarks: gradscale against peers and limits in the same process."""
+
+__all__: list[str] = []
