@@ -12,7 +12,7 @@ from libraries import Library
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic
+from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic, presets
 from gradscale.testing import run_ranks
 
 # What the core may use of an array: every operator and attribute of the standard's array object.
@@ -96,7 +96,8 @@ def policies() -> list[Any]:
         for factor in (2.0, 1.7)
         for bound in BOUNDS
     ]
-    return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in BOUNDS), StaticScale(8.0)]
+    known = [presets.named(name) for name in presets.names()]
+    return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in BOUNDS), StaticScale(8.0), *known]
 
 
 def functional_step(library: Library, policy: Any) -> None:

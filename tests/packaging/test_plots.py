@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from axes import require
 
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidValueError, plot
 from gradscale.callbacks import JSONLines
@@ -16,7 +17,7 @@ REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
 
 
 def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    require("plot")
     with JSONLines(tmp_path / "log.jsonl") as log:
         for report in REPORTS:
             log(report)
@@ -30,7 +31,7 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
 
 
 def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
-    pytest.importorskip("matplotlib")
+    require("plot")
     result = simulate(DynamicScale(), "CO" * 30_000, name="one")
     figure = plot.simulation([result, result])
     assert len(figure.axes) == 2

@@ -15,7 +15,9 @@ BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=r
 
 
 def test_every_block_of_python_is_run() -> None:
-    assert {name for name, _ in BLOCKS} == {"mpi", "functional", "single", "adapter", "testing", "torch", "jax"}
+    assert {name for name, _ in BLOCKS} == {
+        *("mpi", "functional", "single", "adapter", "testing", "torch", "jax", "reports", "presets"),
+    }
     assert len(re.findall(r"```python", README)) == len(BLOCKS)
 
 

@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-typer_testing = pytest.importorskip("typer.testing")
-import typer  # noqa: E402
-
-from gradscale_cli.simulate import simulate  # noqa: E402
+from axes import require
 
 pytestmark = pytest.mark.numpy
 
 
 def run(*arguments: str) -> tuple[int, str]:
+    typer = require("cli")
+    from typer.testing import CliRunner
+
+    from gradscale_cli.simulate import simulate
+
     app = typer.Typer()
     app.command()(simulate)
-    result = typer_testing.CliRunner().invoke(app, list(arguments), env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
     return result.exit_code, result.output
 
 
@@ -42,7 +42,7 @@ def test_a_model_of_a_million_steps_makes_a_table() -> None:
 
 
 def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    require("plot")
     path = tmp_path / "scales.png"
     assert run("CCOC", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -80,3 +80,13 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     assert code == 2
     assert "line 2 of" in output
     assert "nonsense" in output
+
+
+def test_a_power_is_a_number_of_its_kind_and_has_an_end() -> None:
+    code, output = run("--preset", "torch:growth_interval=2**2", "--json", "C" * 4)
+    assert code == 0
+    assert json.loads(output)[0]["final_scale"] == 2.0**17
+    for endless in ("9**999999999", "2.0**-99999"):
+        code, output = run("--preset", f"torch:init_scale={endless}", "C")
+        assert code != 0
+        assert "init_scale" in output

@@ -18,11 +18,10 @@ from gradscale.logs import read_log
 from gradscale.protocols import Policy
 from gradscale.simulation import Gradients, Simulation, SyntheticGradients, measured, recorded
 from gradscale.simulation import simulate as run_policy
-from gradscale_cli.output import console, error_line, print_json, table
+from gradscale_cli.output import console, print_json, table
 
 __all__ = ["simulate"]
 
-_INTERRUPTED = 130
 _LONG = 200_000  # steps, from which on a progress bar is worth its place
 
 
@@ -96,9 +95,6 @@ def simulate(
             plots.simulation(results, plot)
     except (InvalidValueError, InvalidTypeError, BackendNotAvailableError) as error:
         raise _refused(error) from None
-    except KeyboardInterrupt:
-        error_line("interrupted")
-        raise typer.Exit(_INTERRUPTED) from None
     if as_json:
         print_json([result.to_dict() for result in results])
     else:
@@ -138,7 +134,11 @@ def _value(text: str) -> Any:
         return named[text.lower()]
     base, is_power, exponent = text.partition("**")
     try:
-        return ast.literal_eval(base) ** ast.literal_eval(exponent) if is_power else ast.literal_eval(text)
+        if not is_power:
+            return ast.literal_eval(text)
+        # In floats, which have an end: a large power of integers would be computed for ever.
+        power = float(ast.literal_eval(base)) ** float(ast.literal_eval(exponent))
+        return int(power) if "." not in text and power.is_integer() else power
     except (ValueError, SyntaxError, TypeError, ArithmeticError):
         return text
 
