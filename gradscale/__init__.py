@@ -1,7 +1,7 @@
 """Dynamic gradient scaling for low-precision training, for every array framework and every process group."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import typing
 
 from gradscale import registry, testing, tree
 from gradscale.errors import (
@@ -28,7 +28,7 @@ from gradscale.scaler import GradScaler
 from gradscale.sharded import ShardedGradScaler
 from gradscale.state import ScaleState
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from gradscale import callbacks, plot, presets
     from gradscale.foreign import ForeignState, load_foreign_state
 
@@ -83,7 +83,7 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
