@@ -14,6 +14,8 @@ from optimizers import Grouped, Parameter, Tree, scaled
 from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale
 from gradscale.overflow import ParameterReport, RankReport, find_cause
 
+LONG = True
+
 SCALE = 1024.0
 
 
