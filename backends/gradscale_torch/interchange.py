@@ -17,7 +17,15 @@ __all__ = ["Interchange"]
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 # What belongs to tensors and optimizers of this process.
-_NOT_PICKLED = ("_known_parameters", "_meshes", "_takes_scaler", "_unread", "_unchecked", "process_group")
+_NOT_PICKLED = (
+    "_known_parameters",
+    "_meshes",
+    "_steps_with_scaled",
+    "_takes_scaler",
+    "_unchecked",
+    "_unread",
+    "process_group",
+)
 
 
 class Interchange(gradscale.ShardedGradScaler):

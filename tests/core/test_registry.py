@@ -202,6 +202,7 @@ def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits() -> None:
         "ClosureOverflowError": FloatingPointError,
         "ScaleDesyncError": RuntimeError,
         "CollectiveTimeoutError": TimeoutError,
+        "LogWriteError": OSError,
         "BackendNotAvailableError": ImportError,
         "BackendError": RuntimeError,
     }

@@ -96,7 +96,7 @@ def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
         assert_all_equal(results)
         assert results[0]["evaluations"] == [65536.0, 32768.0, 16384.0]
         assert results[0]["gradient"] == [1.0, 1.0, 1.0]
-        assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2, 0)
+        assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2, 0, None)
         assert results[0]["scale"] == 16384.0
         assert (results[0]["steps"], results[0]["returned"]) == (1, 1.0)
 
