@@ -157,9 +157,11 @@ def _check_unscale(
         if after.dtype != want.dtype or after.shape != want.shape:
             _fail(f"{case}: must give {want.dtype} {want.shape}, got {after.dtype} {after.shape}")
     if not _same(backend, got, expected):
-        _fail(f"{case}: {values!r} must become {expected!r}, got {got!r}")
+        index = _first_other(backend, got, expected)
+        _fail(f"{case}: {values[index]!r} must become {expected[index]!r}, got {got[index]!r}")
     if how != "in place" and not _same(backend, given, values):
-        _fail(f"{case}: the given arrays {values!r} were modified to {given!r}")
+        index = _first_other(backend, given, values)
+        _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
 
 
 def _single_like(x: Array) -> Array:
@@ -196,6 +198,10 @@ def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> b
         same = xp.logical_or(both_nan, a == b)
         same = xp.logical_and(same, xp.logical_or(both_nan, xp.signbit(a) == xp.signbit(b)))
     return bool(_host(backend, xp.astype(xp.all(same), xp.int32)))
+
+
+def _first_other(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> int:
+    return next(i for i, (a, b) in enumerate(zip(ones, others, strict=True)) if not _same(backend, [a], [b]))
 
 
 def check_collectives(collectives: Collectives, like: Array, *, repetitions: int = 100) -> None:

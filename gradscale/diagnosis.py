@@ -27,7 +27,7 @@ __all__ = [
     "words",
 ]
 
-STANDARD_FUNCTIONS = ("abs", "finfo", "imag", "isnan", "max", "sum")
+STANDARD_FUNCTIONS = ("abs", "imag", "isnan", "max", "sum")
 """What a diagnosis needs of a library beside the rest of the core."""
 
 # Words of one array: four counts of two, and the magnitude's exponent and halves.
@@ -207,7 +207,7 @@ def _judge(xp: Any, magnitudes: Sequence[Array], tiny: Any) -> tuple[Array, list
 
 
 def _is_subnormal(xp: Any, magnitude: Array, tiny: Any) -> Array:
-    return xp.logical_and(magnitude > xp.zeros_like(magnitude), magnitude < xp.full_like(magnitude, tiny))
+    return xp.logical_and(xp.zeros_like(magnitude) < magnitude, magnitude < xp.full_like(magnitude, tiny))
 
 
 def smallest_normal(dtype: Any, part_dtype: Any, xp: Any) -> Any:

@@ -9,8 +9,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from axes import require
+from optimizers import Tree
 
+import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
 from gradscale.callbacks import CSV, JSONLines, LogUpdates, TensorBoard, every_rank, read_log
 from gradscale.errors import LogWriteError
@@ -101,6 +105,42 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
         "iteration 3: scale backed off, 8 -> 4",
         "iteration 4: 1 of the last 4 steps skipped (25 %), scale 4",
     ]
+
+
+@pytest.mark.numpy
+def test_logging_names_the_parameters_that_overflowed_and_says_when_the_model_is_at_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = LogUpdates()
+    scaler = gradscale.GradScaler(on_skip=log, on_update=log, diagnose="on_overflow")
+    for bad_loss in (1.0, np.nan):
+        optimizer = Tree({name: np.full(3, np.inf, np.float32) for name in "abcd"})
+        scaler.scale(np.float32(bad_loss))
+        scaler.step(optimizer)
+        scaler.update()
+    first, second, change = caplog.messages
+    assert first == (
+        "iteration 1: step skipped at scale 65536, 4 gradients with inf or NaN: ['a'], ['b'], ['c'] and 1 more"
+    )
+    assert second.endswith("and 1 more; the model is at fault, not the scale")
+    assert change == "iteration 2: scale backed off, 65536 -> 32768"
+
+
+def test_a_summary_writer_takes_the_scalars(tmp_path: Path) -> None:
+    require("torch")
+    require("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        board = TensorBoard(writer)
+        for iteration in (1, 2, 3):
+            board(update(iteration, 2.0**-iteration, skipped=iteration == 2))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scales = [(event.step, event.value) for event in events.Scalars("gradscale/scale")]
+    assert scales == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert [event.value for event in events.Scalars("gradscale/skipped")] == [0.0, 1.0, 0.0]
 
 
 def test_tensorboard_gets_scalars_by_iteration() -> None:

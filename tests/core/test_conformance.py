@@ -116,6 +116,28 @@ class LosesTheSignOfZero(Core):
         return [x + self.arrays.xp.zeros_like(x) for x in arrays], count
 
 
+class Summarizes(Core):
+    """Has an adapter's optional member, a right one."""
+
+    def summarize(self, arrays: Sequence[Any]) -> Any:
+        return gradscale.diagnosis.summarize_arrays(arrays)
+
+
+class TakesSubnormalsForZero(Summarizes):
+    def summarize(self, arrays: Sequence[Any]) -> Any:
+        xp = array_namespace(arrays[0])
+        tiny = xp.finfo(arrays[0].dtype).smallest_normal
+        normal = [xp.where(xp.abs(x) < xp.full_like(x, tiny), xp.zeros_like(x), x) for x in arrays]
+        return super().summarize(normal)
+
+
+class MissesTheLastElement(Summarizes):
+    def summarize(self, arrays: Sequence[Any]) -> Any:
+        xp = array_namespace(arrays[0])
+        kept = [xp.reshape(x, (-1,)) for x in arrays]
+        return super().summarize([x[: max(0, x.shape[0] - 1)] for x in kept])
+
+
 class IgnoresTheOut(Core):
     """Keeps each gradient's dtype, whatever it is to be written to."""
 
@@ -164,6 +186,12 @@ WRONG = [
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
 def test_a_wrong_adapter_fails(arrays: Library, kind: type[Core]) -> None:
     with pytest.raises(AssertionError):
+        check_backend(kind(arrays), arrays.asarray(0.0))
+
+
+@pytest.mark.parametrize("kind", [TakesSubnormalsForZero, MissesTheLastElement], ids=lambda kind: kind.__name__)
+def test_an_adapter_that_summarizes_wrongly_fails(arrays: Library, kind: type[Core]) -> None:
+    with pytest.raises(AssertionError, match=r"^summarize of "):
         check_backend(kind(arrays), arrays.asarray(0.0))
 
 

@@ -12,7 +12,7 @@ from libraries import Library
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic, presets
+from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic, diagnosis, presets
 from gradscale.testing import run_ranks
 
 # What the core may use of an array: every operator and attribute of the standard's array object.
@@ -147,6 +147,17 @@ def train(library: Library, scaler: GradScaler) -> None:
     assert scaler.get_scale() == 4.0
 
 
+def diagnose(library: Library, scaler: GradScaler) -> None:
+    """Diagnose gradients of each kind, when asked and on overflow."""
+    for dtype in ("float32", "float64", "complex64"):
+        optimizer = Tree([library.asarray([1.0, math.nan, math.inf], dtype), library.asarray([3.0, 0.0], dtype)])
+        scaler.scale(library.asarray(1.0))
+        scaler.step(optimizer)
+        report = scaler.diagnose(optimizer, gather=True, loss=library.asarray(2.0))
+        assert (len(report.nonfinite) > 0, optimizer.steps) == (True, 0)
+        scaler.update()
+
+
 def use_everything(library: Library) -> None:
     """Run all of the core that computes on arrays."""
     for policy in policies():
@@ -165,6 +176,15 @@ def test_the_core_asks_for_the_listed_functions_and_no_others(strict: Library, r
 def test_the_core_asks_for_the_listed_members_of_arrays_and_no_others(strict: Library, recorded: Recorded) -> None:
     use_everything(strict)
     assert recorded.members == set(arithmetic.STANDARD_MEMBERS)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_diagnosis_asks_for_the_listed_functions_beside_and_no_others(strict: Library, recorded: Recorded) -> None:
+    diagnose(strict, GradScaler(diagnose="on_overflow"))
+    run_ranks(2, lambda collectives: diagnose(strict, ShardedGradScaler(group=collectives, diagnose="on_overflow")))
+    listed = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
+    assert recorded.functions - listed == set(diagnosis.STANDARD_FUNCTIONS)
+    assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
 
 
 def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, recorded: Recorded) -> None:

@@ -111,7 +111,11 @@ def test_another_iterable_comes_back_as_a_list(iterable: Any) -> None:
     assert rebuild([5, 6]) == [5, [6]]
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", {1, 2}, frozenset({1}), int, 1.5, object(), Layer], ids=repr)
+@pytest.mark.parametrize(
+    "leaf",
+    ["text", b"bytes", {1, 2}, frozenset({1}), int, 1.5, object(), Layer],
+    ids=["str", "bytes", "set", "frozenset", "class", "float", "object", "dataclass"],
+)
 def test_text_sets_and_classes_are_leaves(leaf: Any) -> None:
     assert tree.flatten([leaf])[0] == [leaf]
 

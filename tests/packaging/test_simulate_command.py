@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +85,38 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     assert code == 2
     assert "line 2 of" in output
     assert "nonsense" in output
+
+
+def test_long_work_shows_how_far_it_is_and_ctrl_c_ends_it_with_one_line() -> None:
+    require("cli")
+    shown, hidden = pty.openpty()
+    command = [sys.executable, "-m", "gradscale", "simulate", "--synthetic", "--steps", "1e9"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=hidden, env=environment)
+    os.close(hidden)
+    printed = b""
+    try:
+        while b"20000/1000000000" not in printed:
+            printed += os.read(shown, 4096)
+        process.send_signal(signal.SIGINT)
+        # What it prints at the end must not fill the terminal, which would keep it.
+        while b"interrupted" not in printed:
+            printed += os.read(shown, 4096)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        os.close(shown)
+    assert process.returncode == 130
+    assert output == b""
+    assert printed.decode().rstrip().endswith("gradscale: interrupted")
+
+
+def test_a_log_of_a_job_holds_no_progress_bar() -> None:
+    require("cli")
+    command = [sys.executable, "-m", "gradscale", "simulate", "--synthetic", "--steps", "3e5", "--json"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert made.stderr == ""
+    assert json.loads(made.stdout)[0]["steps"] == 300_000
 
 
 def test_a_power_is_a_number_of_its_kind_and_has_an_end() -> None:

@@ -13,8 +13,9 @@ are the mean and the standard deviation over seeds, and for the loss the differe
 - ``drift``, ``spikes``, ``hidden``: log-normal gradients whose middle wanders; jumps up for single steps; and has,
   beside the parameters' gradients, others 64 times as large that overflow first and are not seen.
 
-``headroom`` keeps a margin of two powers of two; ``headroom1``, ``headroom3`` and ``headroom4`` as many as
-they say. The number in a row's name is ``growth_interval``, for HeadroomScale that of its ceiling.
+``torch`` begins at 65536, ``torch24`` at 2**24, where its climb is done sooner. ``headroom`` keeps a margin of two
+powers of two; ``headroom1``, ``headroom3`` and ``headroom4`` as many as they say. The number in a row's name is
+``growth_interval``, for HeadroomScale that of its ceiling.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Policy:
             window = min(100, interval)
             self._rule: Any = HeadroomScale(margin_bits=margin, window=window, growth_interval=interval)
         else:
-            self._rule = presets.torch(growth_interval=interval)
+            bits = int(name.removeprefix("torch") or 16)
+            self._rule = presets.torch(init_scale=2.0**bits, growth_interval=interval)
         self._state = self._rule.init(np.zeros((), np.float32))
 
     @property
@@ -211,7 +213,7 @@ class Comparison:
     run: Callable[[Policy, int, int], Outcome]
     interval: int
     steps: int
-    policies: tuple[str, ...] = ("torch", "headroom")
+    policies: tuple[str, ...] = ("torch", "torch24", "headroom")
 
 
 def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
@@ -225,15 +227,15 @@ def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
         def run(policy: Policy, seed: int, steps: int, kind: str = kind) -> Outcome:
             return synthetic(kind, policy, seed, steps)
 
-        policies = ("torch", "headroom1", "headroom", "headroom3", "headroom4")
+        policies = ("torch", "torch24", "headroom1", "headroom", "headroom3", "headroom4")
         yield Comparison(kind, run, 2000, options.synthetic_steps, policies)
 
 
-def compare(comparison: Comparison, seeds: int) -> None:
+def compare(comparison: Comparison, seeds: range) -> None:
     """Run and print the rows of one experiment."""
     reference: list[Outcome] = []
     for name in comparison.policies:
-        outcomes = [comparison.run(Policy(name, comparison.interval), seed, comparison.steps) for seed in range(seeds)]
+        outcomes = [comparison.run(Policy(name, comparison.interval), seed, comparison.steps) for seed in seeds]
         reference = reference or outcomes
         cells = [
             spread([outcome.skipped for outcome in outcomes], ".1f"),
@@ -260,6 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradscale_bench.headroom", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="run only experiments with this in their name")
     parser.add_argument("--seeds", type=int, default=5, help="how many runs of each (%(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the runs take this seed and the next (%(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="of digits (%(default)s)")
     parser.add_argument("--long-steps", type=int, default=1000, help="of digits long (%(default)s)")
     parser.add_argument("--text-steps", type=int, default=100, help="of text (%(default)s)")
@@ -271,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     heads = ["skipped", "zeros %", "subnormal %", "loss", "loss against torch", "accuracy %"]
     print(f"{'':28} {'':10} " + " ".join(f"{head:>20}" for head in heads))
     for comparison in chosen:
-        compare(comparison, options.seeds)
+        compare(comparison, range(options.first_seed, options.first_seed + options.seeds))
     return 0
 
 
