@@ -92,7 +92,10 @@ def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
         raise InvalidValueError(msg)
     missing = [key for key in ("scale", *_FACTORS, "_growth_tracker") if key not in saved]
     if missing:
-        msg = f"keys {missing} are missing, got {sorted(map(str, saved))}"
+        msg = (
+            f"keys {missing} are missing, got {sorted(map(str, saved))} (gradscale.load_foreign_state translates the "
+            f"states of other systems)"
+        )
         raise InvalidValueError(msg)
     loaded_policy = _parse_policy(saved, policy)
     snapshot: dict[str, Any] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
@@ -118,7 +121,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
     if isinstance(policy, policies.BoundedScale):
         return dataclasses.replace(policy, **factors)
     # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
-    if factors != _STATIC_FACTORS:
+    if any(validation.number(name, value) != _STATIC_FACTORS[name] for name, value in factors.items()):
         policies.DynamicScale(**factors)
     return policy
 

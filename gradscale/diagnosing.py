@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale import ops, tree, validation
 from gradscale.arithmetic import Kind, kind_of
 from gradscale.diagnosis import Summary, count_nonfinite, read_summaries
-from gradscale.errors import CollectiveTimeoutError, GradscaleError, InvalidTypeError
+from gradscale.errors import CollectiveTimeoutError, InvalidTypeError
 from gradscale.gathering import gather as gather_reports
 from gradscale.gradients import Located, located_gradients, name_gradients
 from gradscale.iteration import Progress, Stage
@@ -67,9 +67,9 @@ class Diagnosing(ReportingScale):
         progress = self._iteration.by_id(id(optimizer))
         return self._diagnose(optimizer, progress, names, loss, gather=gather)
 
-    def _remember_loss(self, outputs: Any) -> None:
+    def _remember_loss(self, leaves: Sequence[Any]) -> None:
         """Judge unscaled outputs, for the diagnosis of this iteration's overflows. No host read."""
-        count = count_nonfinite(outputs)
+        count = self._count_nonfinite(leaves)
         if count is not None:
             self._iteration.loss_nonfinite.append(count)
 
@@ -84,12 +84,12 @@ class Diagnosing(ReportingScale):
         groups = self._groups_for_gathering(optimizer, progress) if gather and self._enabled else ()
         if not groups:
             return OverflowReport.of([self._look(optimizer, progress, names, loss)], minimum)
-        failure: GradscaleError | None = None
+        failure: Exception | None = None
         try:
             own = self._look(optimizer, progress, names, loss)
-        except GradscaleError as error:
-            # The other ranks wait for this one all the same.
-            failure, own = error, RankReport((), failure=str(error))
+        except Exception as error:
+            # Whatever it is, also of the library or of a user's iterator: the other ranks wait for this one.
+            failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
         like = self._like_any(optimizer)
         try:
             reports = gather_reports(own, groups, lambda group, values: self._maximum(group, values, like))
@@ -110,6 +110,10 @@ class Diagnosing(ReportingScale):
         """Return the array that holds a gradient's values on this rank; None where it has none."""
         return gradient
 
+    def _shape_of(self, gradient: Any) -> tuple[int, ...]:
+        """Return the shape of a gradient on this rank."""
+        return tuple(gradient.shape)
+
     def _holds_scaled(self, optimizer: Any, progress: Progress | None) -> bool:  # noqa: ARG002
         """Tell whether an optimizer's gradients are still scaled."""
         return self._enabled and _is_ready(progress) and self._iteration.scaled
@@ -129,7 +133,7 @@ class Diagnosing(ReportingScale):
         # Gradients that an iteration has left behind, or that no scaler has seen.
         is_over = _is_ready(progress) and not (self._enabled and self._iteration.scaled)
         scale, state, number = self._circumstances(optimizer, progress, is_over=is_over)
-        counts, lost = _judge(loss) if loss is not None else ([] if is_over else self._iteration.loss_nonfinite, 0)
+        counts, lost = self._judge_loss(loss, is_over=is_over)
         knows_loss = loss is not None or len(counts) > 0
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
@@ -144,9 +148,9 @@ class Diagnosing(ReportingScale):
         remaining = iter(summaries)
         divisor = scale if is_scaled else 1.0
         entries = [
-            _entry(index, one, None, divisor)
+            ParameterReport(one.name, index=index, missing=True)
             if x is None
-            else _entry(index, one, next(remaining), divisor, str(x.dtype).rpartition(".")[2])
+            else _entry(index, one.name, self._shape_of(one.gradient), x, next(remaining), divisor)
             for index, one, x in chosen
         ]
         entries.sort(key=lambda entry: entry.badness)
@@ -182,6 +186,20 @@ class Diagnosing(ReportingScale):
             chosen.append((index, one, values))
         return chosen
 
+    def _judge_loss(self, loss: Any, *, is_over: bool) -> tuple[list[Array], int]:
+        """Return the counts of arrays of the unscaled loss that are not finite, on the device, and that of floats."""
+        if loss is None:
+            return [] if is_over else self._iteration.loss_nonfinite, 0
+        leaves = [leaf for _, leaf in tree.leaves_with_paths(loss)]
+        # NumPy's float64 is both.
+        numbers = [leaf for leaf in leaves if isinstance(leaf, float) and not is_array_api_obj(leaf)]
+        count = self._count_nonfinite(leaves)
+        return [] if count is None else [count], sum(not math.isfinite(number) for number in numbers)
+
+    def _count_nonfinite(self, leaves: Sequence[Any]) -> Array | None:
+        """Return how many arrays, of those on this rank, are not finite; None without any."""
+        return count_nonfinite([self._values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)])
+
     def _circumstances(
         self, optimizer: Any, progress: Progress | None, *, is_over: bool
     ) -> tuple[float, ScaleState | None, int]:
@@ -205,7 +223,8 @@ class Diagnosing(ReportingScale):
             return self._state.scale
         try:
             found = [self._values_of(one.gradient) for one in located_gradients(optimizer) if one.gradient is not None]
-        except InvalidTypeError:
+        except Exception:
+            # What is wrong with them has been found by looking at them, and is told once all ranks know.
             found = []
         like = ops.first_floating(found)
         return self._like_nothing() if like is None else like
@@ -221,22 +240,15 @@ def _is_ready(progress: Progress | None) -> bool:
     return progress is None or progress.stage is Stage.READY
 
 
-def _judge(loss: Any) -> tuple[list[Array], int]:
-    """Return the count of arrays that are not finite, on the device, and that of floats."""
-    numbers = [leaf for _, leaf in tree.leaves_with_paths(loss) if isinstance(leaf, float)]
-    count = count_nonfinite(loss)
-    return [] if count is None else [count], sum(not math.isfinite(number) for number in numbers)
-
-
-def _entry(index: int, one: Located, summary: Summary | None, divisor: float, dtype: str = "") -> ParameterReport:
-    if summary is None:
-        return ParameterReport(one.name, index=index, missing=True)
+def _entry(
+    index: int, name: str, shape: tuple[int, ...], values: Array, summary: Summary, divisor: float
+) -> ParameterReport:
     has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
     return ParameterReport(
-        name=one.name,
+        name=name,
         index=index,
-        shape=tuple(one.gradient.shape),
-        dtype=dtype,
+        shape=shape,
+        dtype=str(values.dtype).rpartition(".")[2],
         size=summary.size,
         inf=summary.inf,
         nan=summary.nan,

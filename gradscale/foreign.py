@@ -116,8 +116,10 @@ def load_foreign_state(
         raise InvalidValueError(msg)
     fields, layout = _fields(state)
     if layout is None:
-        fields = _chosen(fields, loss_id)
-        layout = recognise(fields, format)
+        chosen = _chosen(fields, loss_id)
+        # One of several is apex's, however little is left of it.
+        layout = recognise(chosen, format or ("apex" if _several(fields) else None))
+        fields = chosen
     elif format not in (None, layout.system):
         msg = f"the state is {layout.system}'s, got format={format!r}; leave it out"
         raise InvalidValueError(msg)
@@ -153,8 +155,7 @@ def _fields(state: Any) -> tuple[Mapping[Any, Any], Layout | None]:
 
 def _chosen(fields: Mapping[Any, Any], loss_id: int | None) -> Mapping[Any, Any]:
     """Return one of apex's loss scalers where there are some, and Keras' numbered variables by their names."""
-    names = [key for key in fields if isinstance(key, str)]
-    scalers = {match[1]: fields[name] for name in names if (match := OF_SEVERAL.fullmatch(name))}
+    scalers = _several(fields)
     if scalers:
         choice = next(iter(scalers)) if loss_id is None and len(scalers) == 1 else f"{loss_id}"
         if choice not in scalers or not isinstance(scalers[choice], Mapping):
@@ -171,6 +172,12 @@ def _chosen(fields: Mapping[Any, Any], loss_id: int | None) -> Mapping[Any, Any]
     if is_numbered(fields):
         return {name: fields[at] for name, at in KERAS_POSITIONS.items()}
     return fields
+
+
+def _several(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return apex's loss scalers by their numbers."""
+    names = [key for key in fields if isinstance(key, str)]
+    return {match[1]: fields[name] for name in names if (match := OF_SEVERAL.fullmatch(name))}
 
 
 def _translate(fields: Mapping[Any, Any], layout: Layout, settings: dict[str, Any]) -> ForeignState:
@@ -213,9 +220,8 @@ def _translate_dynamic(
     try:
         policy = preset(init_scale=scale, **{name: value for name, value in chosen.items() if name in defaults})
     except InvalidValueError as error:
-        msg = (
-            f"{layout.scale} {scale!r} does not go with the settings: {error}; give those of {missing} it was made with"
-        )
+        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
+        msg = f"{layout.scale} {scale!r} does not go with the settings: {error}{remedy}"
         raise InvalidValueError(msg) from error
     # What the system's own settings do not reach, and its state says all the same.
     policy = dataclasses.replace(policy, **{name: value for name, value in chosen.items() if name not in defaults})

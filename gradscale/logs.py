@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -52,7 +53,7 @@ class _RowLog(ABC):
     """A file that gets a row for each report, written at once and in one piece."""
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
-        self.path = os.fspath(path)
+        self.path = _as_text(path)
         self.every_rank = validation.boolean("every_rank", every_rank)
         self._append = validation.boolean("append", append)
         self._file: BinaryIO | None = None
@@ -128,7 +129,7 @@ class _RowLog(ABC):
         try:
             with tempfile.TemporaryFile(dir=folder):
                 pass
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _cannot_open(folder, error) from error
 
     def _open(self, path: Path) -> BinaryIO:
@@ -138,7 +139,7 @@ class _RowLog(ABC):
             self._file = file
             file.seek(0)
             first_line = file.read(4096).partition(b"\n")[0] if self._append else b""
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _cannot_open(path, error) from error
         if first_line:
             try:
@@ -173,9 +174,17 @@ def _last_byte(file: BinaryIO) -> bytes:
     return file.read(1)
 
 
-def _cannot_open(path: Path, error: OSError) -> LogWriteError:
+def _as_text(path: Any) -> str:
+    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(where, str):
+        msg = f"path must be a str or os.PathLike, got {path!r} of type {type(path).__name__}"
+        raise InvalidTypeError(msg)
+    return where
+
+
+def _cannot_open(path: Path, error: Exception) -> LogWriteError:
     msg = (
-        f"the log cannot be written, got {str(path)!r}: {error.strerror or error}. "
+        f"the log cannot be written, got {str(path)!r}: {getattr(error, 'strerror', None) or error}. "
         f"Make its folder with mkdir -p, or give a path in one that can be written"
     )
     return LogWriteError(msg)
@@ -272,11 +281,13 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     InvalidValueError
         For a line that is malformed, with the file, the line's number and what is there; for a file that cannot be
         read or holds no row.
+    InvalidTypeError
+        For a path of another type.
     """
-    where = os.fspath(path)
+    where = _as_text(path)
     try:
         text = Path(where).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         msg = (
             f"the log must be a text file that can be read, got {where!r}: {getattr(error, 'strerror', None) or error}"
         )
@@ -295,7 +306,7 @@ def _rows_of_json(where: str, text: str) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _malformed(where, number, "a JSON object", line) from error
         if not isinstance(row, dict):
             raise _malformed(where, number, "a JSON object", line)
@@ -306,8 +317,9 @@ def _rows_of_json(where: str, text: str) -> list[dict[str, Any]]:
 def _rows_of_csv(where: str, text: str) -> list[dict[str, Any]]:
     rows = []
     reader = csv.reader(io.StringIO(text))
-    header = next(reader, [])
-    for cells in reader:
+    lines = _lines_of_csv(where, reader)
+    header = next(lines, [])
+    for cells in lines:
         if not cells:
             continue
         if len(cells) != len(header):
@@ -317,10 +329,17 @@ def _rows_of_csv(where: str, text: str) -> list[dict[str, Any]]:
             try:
                 # Numbers and booleans are written as in JSON; the rest is text.
                 row[name] = None if cell == "" else cell if name in _TEXT else json.loads(cell)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise _malformed(where, reader.line_num, f"a number or true or false as {name}", cell) from error
         rows.append(row)
     return rows
+
+
+def _lines_of_csv(where: str, reader: Any) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise _malformed(where, reader.line_num, "comma-separated values", f"{error}") from error
 
 
 def _malformed(where: str, line: int, wanted: str, got: str) -> InvalidValueError:

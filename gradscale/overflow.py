@@ -187,8 +187,8 @@ class OverflowReport:
     def of(cls, ranks: Iterable[RankReport], minimum: float) -> OverflowReport:
         """Return the report on what ranks have found; ``minimum`` is the smallest scale that the policy allows."""
         parts = sorted(ranks, key=lambda part: part.rank)
-        # A rank without gradients may not know the scale.
-        first = next((part for part in parts if part.entries), parts[0])
+        # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
+        first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
         entries = tuple(sorted((entry for part in parts for entry in part.entries), key=lambda entry: entry.badness))
         counts = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
         omitted = sum(part.omitted_nonfinite for part in parts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+from gradscale import validation
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.logs import read_log, row_of
 from gradscale.report import StepReport, UpdateReport
@@ -27,6 +27,8 @@ _GREY = "#666666"
 _LARGEST_FLOAT16 = 65504.0
 _SMALLEST_FLOAT16 = 2.0**-24
 _SMALLEST_NORMAL_FLOAT16 = 2.0**-14
+# From which on a float does not hold each integer.
+_LARGEST_ITERATION = 2**53
 # More than a picture has columns of pixels.
 _COLUMNS = 2000
 _STRIP = 0.09
@@ -72,7 +74,7 @@ def history(
     BackendNotAvailableError
         Without matplotlib; with the pip command.
     InvalidValueError, InvalidTypeError
-        For an empty history, a malformed log, or other objects.
+        For an empty history, a malformed log, other objects, or a suffix of ``path`` that matplotlib does not know.
     LogWriteError
         When ``path`` cannot be written.
     """
@@ -125,7 +127,7 @@ def simulation(
     Figure
         Not shown, as :func:`history`'s; the same errors.
     """
-    runs = [results] if isinstance(results, Simulation) else list(results)
+    runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
         msg = f"results must be at least one Simulation, as gradscale.simulation.simulate() returns, got {results!r}"
         raise InvalidTypeError(msg)
@@ -162,12 +164,17 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     if isinstance(history, (str, os.PathLike)):
         found = read_log(history)
         for row in found:
-            scale = row.get("scale")
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0.0 < scale < math.inf:
-                msg = f"line {row['line']} of {os.fspath(history)!r} must have a scale above 0, got {scale!r}"
+            where = f"line {row['line']} of {os.fspath(history)!r}"
+            scale, magnitude = row.get("scale"), row.get("magnitude")
+            is_within = _is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32
+            if not is_within:
+                msg = f"{where} must have a scale above 0 that float32 can hold, got {scale!r:.60}"
+                raise InvalidValueError(msg)
+            if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
+                msg = f"{where} must have a magnitude that is a number from 0 on, or none, got {magnitude!r:.60}"
                 raise InvalidValueError(msg)
     else:
-        reports = list(history)
+        reports = list(history) if isinstance(history, Iterable) else [history]
         if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
             msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {reports[:3]!r}"
             raise InvalidTypeError(msg)
@@ -177,15 +184,27 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         raise InvalidValueError(msg)
     iterations: list[Any] = [row.get("iteration") for row in found]
     # A resumed run may have made some iterations twice.
-    numbers = [x for x in iterations if isinstance(x, int)]
+    numbers = [x for x in iterations if type(x) is int and abs(x) < _LARGEST_ITERATION]
     is_in_order = len(numbers) == len(found) and all(x <= y for x, y in itertools.pairwise(numbers))
     rows = [
         _Row(
-            row["iteration"] if is_in_order else number, row["scale"], row.get("skipped") is True, row.get("magnitude")
+            row["iteration"] if is_in_order else number,
+            row["scale"],
+            row.get("skipped") is True,
+            _drawable(row.get("magnitude")),
         )
         for number, row in enumerate(found, 1)
     ]
     return rows, "iteration" if is_in_order else "row of the log"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _drawable(magnitude: Any) -> float | None:
+    """Return a magnitude that float32 can hold; None for what is no finite number, or beyond any gradient."""
+    return magnitude if magnitude is not None and magnitude <= validation.LARGEST_FLOAT32 else None
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -208,6 +227,9 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     if path is not None:
         try:
             figure.savefig(path, dpi=150)
+        except ValueError as error:
+            msg = f"the plot must be a kind of file that matplotlib writes, got {os.fspath(path)!r}: {error}"
+            raise InvalidValueError(msg) from error
         except OSError as error:
             msg = f"the plot cannot be written, got {os.fspath(path)!r}: {error.strerror or error}"
             raise LogWriteError(msg) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -38,12 +38,27 @@ class Gradients:
     medians : sequence of float or None
         The base-2 logarithm of the median magnitude in each step, where that is known.
     sigma : float
-        The standard deviation of the base-2 logarithm of the magnitudes in one step.
+        The standard deviation of the base-2 logarithm of the magnitudes in one step; above 0 where medians are known.
+
+    Raises
+    ------
+    InvalidValueError
+        For no step, or another number of medians than of steps.
     """
 
     largest: Sequence[float]
     medians: Sequence[float] | None = None
     sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.largest) == 0:
+            msg = "a trace must hold at least one step, got an empty one"
+            raise InvalidValueError(msg)
+        if self.medians is not None:
+            validation.number("sigma", self.sigma, above=0.0)
+            if len(self.medians) != len(self.largest):
+                msg = f"there must be a median for each step, got {len(self.medians)} for {len(self.largest)} steps"
+                raise InvalidValueError(msg)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -129,8 +144,8 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
     if isinstance(overflows, str):
         steps = _from_letters(overflows)
     else:
-        steps = [validation.boolean(f"step {number}", value) for number, value in enumerate(overflows, 1)]
-    return Gradients(_not_empty([math.inf if overflow else 0.0 for overflow in steps]))
+        steps = [validation.boolean(f"step {number}", value) for number, value in _numbered(overflows, "True or False")]
+    return Gradients([math.inf if overflow else 0.0 for overflow in steps])
 
 
 def _from_letters(text: str) -> list[bool]:
@@ -154,23 +169,19 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
     InvalidTypeError
         For anything else than numbers.
     """
-    largest = []
-    for number, value in enumerate(magnitudes, 1):
-        if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-            msg = f"the magnitude of step {number} must be a number, got {value!r} of type {type(value).__name__}"
-            raise InvalidTypeError(msg)
-        if value < 0.0:
-            msg = f"the magnitude of step {number} must not be negative, got {value!r}"
-            raise InvalidValueError(msg)
-        largest.append(value)
-    return Gradients(_not_empty(largest))
+    # A number of another precision would be multiplied by the scale in that one, and overflow there.
+    largest = [
+        validation.magnitude(f"the magnitude of step {number}", value)
+        for number, value in _numbered(magnitudes, "numbers")
+    ]
+    return Gradients(largest)
 
 
-def _not_empty(largest: list[float]) -> list[float]:
-    if not largest:
-        msg = "a trace must hold at least one step, got an empty one"
-        raise InvalidValueError(msg)
-    return largest
+def _numbered(values: Any, wanted: str) -> Iterator[tuple[int, Any]]:
+    if not isinstance(values, Iterable):
+        msg = f"a trace must be an iterable of {wanted}, got {values!r} of type {type(values).__name__}"
+        raise InvalidTypeError(msg)
+    yield from enumerate(values, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

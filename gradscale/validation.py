@@ -21,6 +21,7 @@ __all__ = [
     "is_power_of_two",
     "largest_with_finite_product",
     "last_above",
+    "magnitude",
     "number",
     "round_to_float32",
     "scale",
@@ -74,6 +75,16 @@ def _as_float(name: str, value: Any, expected: str) -> float:
             pass
     msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
     raise InvalidTypeError(msg)
+
+
+def magnitude(name: str, value: Any) -> float:
+    """Return a number from 0 on as a float; inf and NaN are fine, and what is beyond every float is inf."""
+    expected = "a number from 0 on"
+    converted = _as_float(name, value, expected)
+    if value < 0:
+        msg = f"{name} must be {expected}, got {value!r}"
+        raise InvalidValueError(msg)
+    return converted
 
 
 def scale(name: str, value: Any) -> float:

@@ -66,8 +66,10 @@ def _summarize_one(tensor: Tensor) -> Tensor | list[int]:
     if tensor.device.type != "cpu" or part not in _WORDS:
         found: Tensor = summarize_arrays([tensor])
         return found
-    # Of a lazily negated or conjugated tensor the memory holds other signs, and those are left out.
-    dense = kernel_view(tensor.resolve_neg()) if tensor.dtype.is_complex else tensor
+    # Of a lazily conjugated tensor the memory holds other signs, and those are left out. A lazily negated one has no
+    # view of another type.
+    whole = tensor.resolve_neg()
+    dense = kernel_view(whole) if tensor.dtype.is_complex else whole
     bits = _dense_memory(dense).view(_WORDS[part])
     inf, nan, zeros, subnormals, largest = _count_pairs(bits, part) if tensor.dtype.is_complex else _count(bits, part)
     return words(inf, nan, zeros, subnormals, largest)

@@ -119,7 +119,6 @@ class FusedSteps(LateReports):
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         mend_momentum(optimizer, fresh, found)
-        self._steps_with_scaled[optimizer] = local.has_scaled_gradients
         if verdict is None:
             self._conclude_later(optimizer, progress, scale)
         else:

@@ -13,6 +13,7 @@ import gradscale
 from gradscale import agreement
 from gradscale.agreement import Verdict
 from gradscale.errors import ScaleDesyncError
+from gradscale.gradients import located_gradients
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Progress, Stage
 from gradscale.overflow import OverflowReport
@@ -20,7 +21,7 @@ from gradscale.protocols import Collectives
 from gradscale.report import StepReport
 from gradscale.reporting import step_report
 from gradscale_torch.diagnosis import values_of
-from gradscale_torch.gradients import Gathered, Parameters
+from gradscale_torch.gradients import Parameters, local_tensor
 from gradscale_torch.verdicts import LocalVerdict, is_capturing, start_reading
 
 __all__ = ["LateReports"]
@@ -88,6 +89,7 @@ class LateReports(gradscale.ShardedGradScaler):
     def _conclude_later(self, optimizer: Any, progress: Progress, scale: Tensor) -> None:
         """End a step whose verdict the host has not seen, and send it on its way."""
         progress.stage = Stage.STEPPED
+        self._remember_gradients(optimizer, progress)
         local: LocalVerdict = progress.found
         if progress.groups:
             sent: Any = progress.sent
@@ -99,6 +101,22 @@ class LateReports(gradscale.ShardedGradScaler):
         if not is_capturing(values.device):
             self._unchecked.append(unread)
             self._history.append(unread)
+
+    def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:
+        self._remember_gradients(optimizer, progress)
+        super()._conclude(optimizer, progress, verdict, retries)
+
+    def _remember_gradients(self, optimizer: Any, progress: Progress) -> None:
+        """Keep in mind whether the optimizer was left to unscale by itself in its last step."""
+        local: LocalVerdict | None = progress.found
+        was_left = local is not None and local.has_scaled_gradients
+        if was_left or optimizer in self._steps_with_scaled:
+            self._steps_with_scaled[optimizer] = was_left
+
+    def _forget_gradients(self, optimizer: Any) -> None:
+        """Take the gradients of an optimizer for new ones, whatever its last step has left."""
+        if optimizer in self._steps_with_scaled:
+            self._steps_with_scaled.pop(optimizer)
 
     def _check_unread(self) -> None:
         """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
@@ -147,7 +165,11 @@ class LateReports(gradscale.ShardedGradScaler):
         return super().diagnose(optimizer, names, loss=loss, gather=gather)
 
     def _values_of(self, gradient: Any) -> Any:
-        return values_of(gradient)
+        # A loss, or what is no optimizer of torch's, may be of another library.
+        return values_of(gradient) if isinstance(gradient, Tensor) else gradient
+
+    def _shape_of(self, gradient: Any) -> tuple[int, ...]:
+        return tuple(local_tensor(gradient).shape)
 
     def _holds_scaled(self, optimizer: Any, progress: Progress | None) -> bool:
         stage = Stage.READY if progress is None else progress.stage
@@ -163,10 +185,11 @@ class LateReports(gradscale.ShardedGradScaler):
 
     def _groups_for_gathering(self, optimizer: Any, progress: Progress | None) -> Sequence[Collectives]:
         self._require_group()
-        chosen = progress.groups if progress is not None else ()
+        chosen = (progress.groups if progress is not None else ()) or self._groups
         if not chosen:
-            parameters, _ = self._gather(optimizer, allow_fp16=True)
-            chosen = self._groups_of(optimizer, parameters)
+            # Parameters that are known from here on would not be looked at when their gradients are there; and a rank
+            # whose gradients are refused must not stay away.
+            chosen = self._groups_of(optimizer, Parameters([], [], _meshes_of(optimizer)))
         for collectives in chosen:
             # The default group is looked up when it is first needed.
             resolve = getattr(collectives, "resolve", None)
@@ -179,5 +202,10 @@ class LateReports(gradscale.ShardedGradScaler):
         _floor: float
 
         def _agreed_vector(self, progress: Progress) -> Tensor: ...
-        def _gather(self, optimizer: Any, *, allow_fp16: bool) -> tuple[Parameters, Gathered]: ...
         def _groups_of(self, optimizer: Any, parameters: Parameters) -> Sequence[Collectives]: ...
+
+
+def _meshes_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return the meshes of an optimizer's DTensor parameters, without a look at its gradients."""
+    parameters = [one.parameter for one in located_gradients(optimizer)]
+    return tuple(dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")))

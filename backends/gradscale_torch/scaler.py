@@ -288,6 +288,7 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
             clipping.require_norm(optimizer, parameters, gathered, groups)
         # Whatever fails from here on may have unscaled some gradients.
         progress.stage = Stage.UNSCALED
+        self._forget_gradients(optimizer)
         progress.verdict = progress.finish = progress.sent = progress.agreed = None
         home = state.scale.device
         found: kernels.Found = {}

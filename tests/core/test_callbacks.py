@@ -167,3 +167,27 @@ def test_a_plain_function_can_be_called_on_every_rank() -> None:
     wrapped: Any = every_rank(seen.append)
     wrapped(1)
     assert (seen, wrapped.every_rank) == ([1], True)
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, f'magnitude\n"{"1" * 200_000}"\n', "magnitude\n" + "[" * 100_000],
+    ids=["deep", "long", "cell"],
+)
+def test_a_line_that_the_parser_gives_up_on_is_named(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InvalidValueError, match=r"line \d of .*must hold|at least one row"):
+        read_log(path)
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    for bad in (None, 3, b"log.jsonl"):
+        for use in (JSONLines, CSV, read_log):
+            with pytest.raises(InvalidTypeError, match=r"path must be a str or os\.PathLike, got"):
+                use(bad)
+    with pytest.raises(LogWriteError, match="null"):
+        JSONLines("a\0b")
+    with pytest.raises(InvalidValueError, match="null"):
+        read_log("a\0b")

@@ -77,12 +77,12 @@ ROADS["copy"] = copy.copy
 @pytest.mark.parametrize("road", ROADS)
 def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy: Any, road: str) -> None:
     straight = run(arrays, GradScaler(policy=policy), SEQUENCE)
+    first = GradScaler(policy=policy)
     for cut in range(len(SEQUENCE)):
-        first = GradScaler(policy=policy)
-        run(arrays, first, SEQUENCE[:cut])
         second = ROADS[road](first)
         assert second.state_dict() == first.state_dict()
         assert run(arrays, second, SEQUENCE[cut:]) == straight[cut:]
+        assert run(arrays, first, SEQUENCE[cut : cut + 1]) == straight[cut : cut + 1]
 
 
 @pytest.mark.parametrize("road", ["state_dict", "json"])

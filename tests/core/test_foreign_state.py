@@ -201,6 +201,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"deepspeed state is cut short: keys \['last_overflow_iter', 'scale_factor', 'scale_window'\]",
     ),
     "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, r"jmp.*keys \['counter'\] are missing"),
+    # What is left of it alone could be fairseq's.
+    "apex-short": ({"loss_scaler0": {"loss_scale": 2.0}}, {}, r"apex state is cut short: keys \['unskipped'\] are"),
+    "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "cur_scale 0.5 does not go with.*max_scale=None$"),
     "misspelt": (
         {"scale": 2.0, "growth_trackr": 1, "hysteresis_tracker": 1},
         {},
@@ -299,3 +302,15 @@ def test_files_are_refused_with_how_to_load_them_safely(state: Any) -> None:
 def test_other_objects_are_refused(state: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"state must be a mapping.*state_dict\(\), or vars\(\)"):
         load_foreign_state(state)
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("policy", [DynamicScale(), StaticScale(8.0)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("state", [MEGATRON, TORCH | {"growth_factor": np.ones(2)}], ids=["megatron", "array"])
+def test_a_scaler_refuses_what_it_cannot_read_and_names_the_importer(policy: Any, state: Any) -> None:
+    scaler = GradScaler(policy=policy)
+    before = scaler.state_dict()
+    said = r"keys \[.*gradscale\.load_foreign_state" if state is MEGATRON else "growth_factor must be a finite number"
+    with pytest.raises(StateDictError, match=f"{said}.*nothing was changed"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
-from gradscale.simulation import SyntheticGradients, measured, recorded, simulate
+from gradscale.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
 from gradscale.unrolling import unroll
 
 pytestmark = pytest.mark.numpy
@@ -99,6 +99,14 @@ def test_a_magnitude_overflows_above_the_largest_float16(magnitude: float) -> No
     assert simulate(StaticScale(8.0), measured([magnitude])).skipped == (magnitude > 8188.0,)
 
 
+def test_magnitudes_of_half_precision_do_not_overflow_in_it() -> None:
+    exact = [0.001, 70.0]
+    half = np.asarray(exact, dtype=np.float16)
+    assert simulate(StaticScale(2.0**20), measured(half)).skipped == (False, True)
+    assert [type(value) for value in measured(half).largest] == [float, float]
+    assert simulate(StaticScale(1.0), measured([10**400, 3])).skipped == (True, False)
+
+
 def test_a_policy_that_raises_ends_its_run_in_that_step() -> None:
     result = simulate(DynamicScale(init_scale=4.0, min_scale=1.0, at_min="raise"), "OOOOO")
     assert (result.raised_at, result.scale) == (3, (4.0, 2.0, 1.0))
@@ -136,12 +144,24 @@ def test_a_policy_that_asks_for_a_value_is_refused() -> None:
     [
         (lambda: recorded("CCX"), "'X' at position 3"),
         (lambda: recorded(" "), "at least one step"),
-        (lambda: measured([1.0, -1.0]), "step 2 must not be negative"),
+        (lambda: measured([1.0, -1.0]), "step 2 must be a number from 0 on, got -1.0"),
+        (lambda: Gradients([]), "at least one step"),
+        (lambda: Gradients([1.0, 1.0], [0.0], 1.0), "a median for each step, got 1 for 2 steps"),
+        (lambda: Gradients([1.0], [0.0]), "sigma must be"),
         (lambda: SyntheticGradients(steps=0), "steps must be an integer from 1"),
         (lambda: SyntheticGradients(sigma=0.0), "sigma must be"),
     ],
-    ids=["letter", "empty", "negative", "steps", "sigma"],
+    ids=["letter", "empty", "negative", "no-steps", "medians", "no-sigma", "steps", "sigma"],
 )
 def test_bad_gradients_are_refused_with_what_was_there(make: Any, said: str) -> None:
     with pytest.raises(InvalidValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("make", [recorded, measured])
+@pytest.mark.parametrize(
+    "bad", [3, None, [1j], [np.ones(2)], [None]], ids=["number", "none", "complex", "array", "nones"]
+)
+def test_what_is_no_trace_is_refused_by_its_type(make: Any, bad: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="must be"):
+        make(bad)

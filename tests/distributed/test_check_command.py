@@ -184,6 +184,29 @@ def test_one_process_without_mpiexec_works_and_says_what_that_is_worth() -> None
 
 
 @mpi
+def test_processes_that_are_each_alone_in_their_group_do_not_pass() -> None:
+    require("cli")
+    require("mpi")
+    # As under the mpiexec of another MPI than the one of mpi4py.
+    check = [sys.executable, "-m", "gradscale", "check", "--group", "mpi", "--json"]
+    completed = run(check, OMPI_COMM_WORLD_SIZE="4")
+    assert completed.returncode == 1
+    (problem,) = page_of(completed)["problems"]
+    assert problem["problem"].startswith("4 processes were started, and each is alone in its group: for MPI take the")
+
+
+@torch
+def test_nccl_without_devices_is_one_line() -> None:
+    require("cli")
+    require("torch")
+    check = [sys.executable, "-m", "gradscale", "check", "--group", "torch", "--backend", "nccl"]
+    completed = run(check, CUDA_VISIBLE_DEVICES="")
+    assert completed.returncode == 1
+    assert "nccl needs a CUDA device for each rank of this machine, got 0 for 1" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
+@mpi
 def test_a_fault_on_a_rank_that_is_not_there_is_refused() -> None:
     completed = under_mpiexec(2, "--timeout", "20", "--fault", "die:2")
     assert completed.returncode != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import diagnosis_scenarios as scenarios
@@ -140,3 +141,35 @@ def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
     assert sorted(entry.rank for entry in reports[0].entries) == sorted(coordinates)
     assert reports[0].entries[0].rank == coordinates[bad_rank]
     assert "/".join(map(str, coordinates[bad_rank])) in str(reports[0])
+
+
+@pytest.mark.parametrize("kind", ["names", "gradient"])
+def test_whatever_one_rank_raises_is_an_error_on_all_and_the_group_goes_on(kind: str) -> None:
+    for bad_rank in range(3):
+        results = run_ranks(3, functools.partial(scenarios.raises_on, bad_rank=bad_rank, kind=kind))
+        for rank, failure in enumerate(results):
+            own = {"names": "KeyError", "gradient": "InvalidTypeError"}[kind]
+            assert failure.kind == (own if rank == bad_rank else "BackendError")
+            assert rank == bad_rank or f"failed on rank {bad_rank}, and so on all: {own}: " in failure.message
+
+
+def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale() -> None:
+    for scaling_rank in range(3):
+        results = run_ranks(3, functools.partial(scenarios.scaled_on, scaling_rank=scaling_rank))
+        assert_all_equal(results)
+        assert [(one["scale"], one["iteration"]) for one in results[0]] == [(65536.0, 1), (32768.0, 2), (32768.0, 2)]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["no tensor", "overlapping"])
+def test_torchs_replacement_gathers_where_one_rank_holds_what_cannot_be_unscaled(kind: str) -> None:
+    require("torch")
+    for bad_rank in range(2):
+        results = run_ranks(2, functools.partial(scenarios.unusual_on, bad_rank=bad_rank, kind=kind))
+        if kind == "overlapping":
+            assert_all_equal(results)
+            assert [one["largest"] for one in results[0]["entries"]] == [1.0, 1.0]
+            continue
+        assert results[bad_rank].kind == "InvalidTypeError"
+        assert results[1 - bad_rank].kind == "BackendError"
+        assert f"failed on rank {bad_rank}" in results[1 - bad_rank].message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -61,6 +62,10 @@ def test_every_command_has_help_with_examples(command: str) -> None:
     assert completed.returncode == 0, completed.stderr
     assert f"Usage: gradscale {command}" in completed.stdout
     assert "Examples: " in completed.stdout
+    # A paragraph is broken where the terminal ends, and nowhere else.
+    text = completed.stdout.partition("╭")[0].splitlines()
+    pairs = [(above, below) for above, below in itertools.pairwise(text) if above.strip() and below.strip()]
+    assert all(len(above.rstrip()) + 1 + len(below.split()[0]) >= 119 for above, below in pairs), completed.stdout
 
 
 def test_the_script_and_the_module_are_the_same_program() -> None:
@@ -170,9 +175,10 @@ def test_bench_lists_what_cannot_be_run_with_the_pip_command(tmp_path: Path) -> 
     assert benchmark("--quick", "--only", "torch-unscale", "--check", **hidden).returncode == 1
 
 
-def test_bench_refuses_what_it_cannot_do() -> None:
-    completed = benchmark("--only", "nothing of this name")
+def test_bench_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    completed = benchmark("--only", "nothing of this name", "--json", str(tmp_path / "numbers.json"))
     assert completed.returncode == 2
+    assert not list(tmp_path.iterdir())
     assert "no case has 'nothing of this name' in its name" in completed.stderr
     completed = benchmark("--json", "no/such/folder/numbers.json")
     assert completed.returncode == 2

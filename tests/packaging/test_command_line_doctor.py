@@ -115,6 +115,8 @@ def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_par
         assert found[name]["status"] == "broken", name
         assert reason in found[name]["reason"], found[name]
         assert f"gradscale: doctor: {name} is broken: " in completed.stderr
+    assert "a longer --timeout gives it more" in found["fakehang"]["reason"]
+    assert found["fakehang"]["command"] == ""
     assert not json.loads(completed.stdout)["ok"]
 
 

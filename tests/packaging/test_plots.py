@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from axes import require
 
-from gradscale import BackendNotAvailableError, DynamicScale, InvalidValueError, plot
+from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, InvalidValueError, plot
 from gradscale.callbacks import JSONLines
 from gradscale.report import UpdateReport
 from gradscale.simulation import simulate
@@ -49,3 +50,42 @@ def test_without_matplotlib_the_message_has_the_command(monkeypatch: pytest.Monk
 def test_an_empty_history_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="at least one step"):
         plot.history([])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"scale": 2.0, "magnitude": "x"}', "a magnitude that is a number from 0 on, or none, got 'x'"),
+        ('{"scale": 2.0, "magnitude": -1}', "a magnitude that is a number from 0 on, or none, got -1"),
+        ('{"scale": 1e300}', "a scale above 0 that float32 can hold, got 1e\\+300"),
+        (f'{{"scale": 1{"0" * 400}}}', "a scale above 0 that float32 can hold, got 1000"),
+        ('{"magnitude": 1.0}', "a scale above 0 that float32 can hold, got None"),
+    ],
+    ids=["text", "negative", "large", "huge", "none"],
+)
+def test_a_log_that_cannot_be_drawn_names_the_line(row: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(f'{{"scale": 2.0}}\n{row}\n')
+    with pytest.raises(InvalidValueError, match=f"line 2 of .*must have {said}"):
+        plot.history(tmp_path / "log.jsonl")
+
+
+def test_what_is_not_finite_is_left_out_of_the_picture(tmp_path: Path) -> None:
+    require("plot")
+    rows = [f'{{"scale": 2.0, "magnitude": {value}}}\n' for value in ("NaN", "Infinity", "1e308", "1.0")]
+    (tmp_path / "log.jsonl").write_text("".join(rows))
+    figure = plot.history(tmp_path / "log.jsonl", tmp_path / "plot.png")
+    drawn = figure.axes[1].collections[-1].get_offsets().tolist()
+    assert drawn == [[4.0, 2.0]]
+
+
+@pytest.mark.parametrize("draw", [plot.history, plot.simulation])
+@pytest.mark.parametrize("bad", [None, 3, [3]], ids=["none", "number", "numbers"])
+def test_other_objects_are_refused(draw: Any, bad: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"must (hold|be at least one)"):
+        draw(bad)
+
+
+def test_a_kind_of_file_that_matplotlib_does_not_write_is_refused(tmp_path: Path) -> None:
+    require("plot")
+    with pytest.raises(InvalidValueError, match=r"plot\.xyz.*supported formats"):
+        plot.history(REPORTS, tmp_path / "plot.xyz")

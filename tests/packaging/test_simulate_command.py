@@ -64,9 +64,10 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
         (["--preset", "torch:3", "C"], "NAME=VALUE"),
         (["--synthetic", "--steps", "0"], "whole number above 0"),
         (["none.jsonl"], "No such file"),
+        (["CO" * 2000 + "X"], "'X' at position 4001"),
         (["C", "--plot", "none/x.png"], "cannot write 'none/x.png'"),
     ],
-    ids=["letter", "empty", "nothing", "preset", "setting", "form", "steps", "file", "folder"],
+    ids=["letter", "empty", "nothing", "preset", "setting", "form", "steps", "file", "long", "folder"],
 )
 def test_bad_input_is_one_clear_error(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +86,31 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     assert code == 2
     assert "line 2 of" in output
     assert "nonsense" in output
+
+
+def test_steps_that_are_too_many_for_the_name_of_a_file_are_steps() -> None:
+    code, output = run("C" * 5000, "--json")
+    assert code == 0
+    assert json.loads(output)[0]["steps"] == 5000
+
+
+def test_a_magnitude_beyond_every_float_overflows(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    huge = f"1{'0' * 400}"
+    rows = ({"magnitude": huge, "scale": huge}, {"magnitude": huge, "scale": 2.0}, {"magnitude": 0, "scale": 0})
+    path.write_text(
+        "".join(f'{{"magnitude": {r["magnitude"]}, "scale": {r["scale"]}, "skipped": true}}\n' for r in rows)
+    )
+    assert [row["skipped"] for row in json.loads(run(str(path), "--json")[1])] == [2]
+
+
+@pytest.mark.parametrize("scale", [65536.0, 2.0**20], ids=["fits", "does-not-fit"])
+def test_the_finite_magnitudes_of_skipped_steps_are_no_sign_that_they_were_clean(scale: float, tmp_path: Path) -> None:
+    path = tmp_path / "skips.jsonl"
+    path.write_text("".join(f'{{"scale": {scale}, "skipped": true, "magnitude": 0.0625}}\n' for _ in range(4)))
+    # As on_skip= and diagnose="on_overflow" write them: the inf beside them is what overflowed.
+    skipped = json.loads(run(str(path), "--json")[1])[0]["skipped"]
+    assert skipped == (4 if 0.0625 * scale <= 65504 else 0)
 
 
 def test_long_work_shows_how_far_it_is_and_ctrl_c_ends_it_with_one_line() -> None:

@@ -99,3 +99,63 @@ def absent(group: Any, absent_rank: int, settings: dict[str, Any]) -> Any:
     except gradscale.CollectiveTimeoutError as error:
         return Failure.of(error)
     return "no error"
+
+
+def raises_on(group: Any, bad_rank: int, kind: str) -> Failure:
+    """Give one rank an iterator of names that fails, or a gradient that is none; then gather again without."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
+    scaler.scale(np.float32(1.0))
+    optimizer = SGD(gradients("numpy"))
+    names = None
+    if rank == bad_rank and kind == "names":
+        names = (missing["name"] for missing in [{}])
+    elif rank == bad_rank:
+        optimizer.grads = [np.array(["text"])]
+    try:
+        scaler.diagnose(optimizer, names, gather=True)
+    except (gradscale.GradscaleError, KeyError) as error:
+        optimizer.grads = gradients("numpy")
+        scaler.diagnose(optimizer, gather=True)
+        scaler.step(optimizer)
+        return Failure.of(error)
+    msg = "what fails was taken"
+    raise RuntimeError(msg)
+
+
+def scaled_on(group: Any, scaling_rank: int) -> list[dict[str, Any]]:
+    """Call ``scale`` on one rank alone, as a pipeline does; what is gathered in the second iteration and after it."""
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+    optimizer = SGD(None)
+    reports = []
+    for value in (np.inf, 1.0):
+        if rank == scaling_rank:
+            scaler.scale(np.float32(1.0))
+        optimizer.grads = gradients("numpy", value)
+        reports.append(scaler.diagnose(optimizer, gather=True).to_dict())
+        scaler.step(optimizer)
+        scaler.update()
+    return [*reports, scaler.diagnose(optimizer, gather=True).to_dict()]
+
+
+def unusual_on(group: Any, bad_rank: int, kind: str) -> Any:
+    """Gather with torch's replacement where one rank has a parameter that is no tensor, or an expanded gradient."""
+    import torch
+
+    import gradscale_torch
+
+    rank, _ = rank_and_size(group)
+    scaler = gradscale_torch.GradScaler("cpu", group=group, init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.full((2,), 4.0)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    if rank == bad_rank and kind == "no tensor":
+        optimizer.param_groups[0]["params"].append("text")
+    elif rank == bad_rank:
+        weight.grad = torch.tensor([4.0]).expand(2)
+    try:
+        return scaler.diagnose(optimizer, gather=True).to_dict()
+    except gradscale.GradscaleError as error:
+        return Failure.of(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +32,13 @@ app = typer.Typer(
 )
 
 
+def _help(command: Callable[..., Any]) -> str:
+    """Return a command's docstring with a line for each paragraph, which the terminal breaks."""
+    return "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    )
+
+
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(f"gradscale {gradscale.__version__}")
@@ -45,17 +54,23 @@ def _main(
     """Take the options that come before a command."""
 
 
-app.command(epilog="Examples: gradscale doctor · gradscale doctor numpy mpi · gradscale doctor --require numpy,mpi")(
-    doctor
-)
 app.command(
+    help=_help(doctor),
+    epilog="Examples: gradscale doctor · gradscale doctor numpy mpi · gradscale doctor --require numpy,mpi",
+)(doctor)
+app.command(
+    help=_help(check),
     epilog="Examples: mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale "
-    "check --group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1"
+    "check --group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1",
 )(check)
 app.command(
-    epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate --synthetic --steps 1e6"
+    help=_help(simulate),
+    epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate --synthetic --steps 1e6",
 )(simulate)
-app.command(epilog="Examples: gradscale bench --quick · gradscale bench --only torch --json torch.json --check")(bench)
+app.command(
+    help=_help(bench),
+    epilog="Examples: gradscale bench --quick · gradscale bench --only torch --json torch.json --check",
+)(bench)
 
 
 def run(arguments: list[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gradscale_bench.cases import Outcome
 from gradscale_bench.measure import Row, readable
-from gradscale_cli.output import console, error_line, table
+from gradscale_cli.output import console, error_line, require_writable, table
 
 __all__ = ["bench"]
 
@@ -45,7 +45,7 @@ def bench(
     command += ["--lines", "--only", only]
     command += [option for option, given in (("--quick", quick), ("--check", check)) if given]
     if json_file is not None:
-        _require_writable(json_file)
+        require_writable(json_file, "--json")
         command += ["--json", str(json_file)]
     outcomes, code = _run(command)
     if outcomes:
@@ -56,16 +56,6 @@ def bench(
     if code and check and not any(outcome.failed for outcome in outcomes):
         error_line("bench: a target was missed, or a case was not run")
     raise typer.Exit(code)
-
-
-def _require_writable(path: Path) -> None:
-    """Refuse a file that cannot be written before minutes are spent on it."""
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        msg = f"cannot write {str(path)!r}: {error.strerror}"
-        raise typer.BadParameter(msg, param_hint="--json") from None
 
 
 def _run(command: list[str]) -> tuple[list[Outcome], int]:

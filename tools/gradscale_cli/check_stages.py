@@ -24,6 +24,7 @@ __all__ = ["FAULTS", "Fault", "Problem", "Reports", "Stage", "stages", "warm_up"
 FAULTS = ("late", "hang", "die", "desync", "verdict", "version")
 """What can be made to fail on purpose."""
 
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _SCALE = 1024.0
 _LATE = 0.3  # seconds
 _FOR_EVER = 1e6
@@ -126,6 +127,7 @@ class _Rank:
             "pid": os.getpid(),
             "device": self.world.device,
             "cores": os.cpu_count() or 1,
+            "launched": _launched(),
             "gradscale": "0.0.0 (on purpose)" if self.has("version") else gradscale.__version__,
             "versions": {"python": platform.python_version()} | self.world.versions(),
         }
@@ -253,6 +255,12 @@ def stages(world: World, fault: Fault, timeout: float) -> list[Stage]:
     ]
 
 
+def _launched() -> int:
+    """Return how many processes the launcher says that it has started; 1 where it says nothing."""
+    said = [os.environ.get(name, "") for name in _SIZES]
+    return max((int(text) for text in said if text.isdecimal()), default=1)
+
+
 def _judge_versions(fault: Fault, reports: Reports) -> list[Problem]:
     right = reports[0]["gradscale"]
     problems: list[Problem] = [
@@ -260,6 +268,16 @@ def _judge_versions(fault: Fault, reports: Reports) -> list[Problem]:
         for rank, report in reports.items()
         if report["gradscale"] != right
     ]
+    launched = reports[0]["launched"]
+    if len(reports) == 1 and launched > 1:
+        # What all would take for a check of one rank that has passed.
+        problems.append(
+            (
+                None,
+                f"{launched} processes were started, and each is alone in its group: for MPI take the mpiexec of the "
+                f"library that mpi4py uses (gradscale doctor mpi names it), for torch.distributed torchrun",
+            )
+        )
     if fault.rank >= len(reports):
         problems.append((None, f"--fault names rank {fault.rank}, and there are {len(reports)} ranks, from 0"))
     return problems

@@ -13,6 +13,8 @@ import os
 from datetime import timedelta
 from typing import Any, Protocol
 
+from gradscale.errors import BackendNotAvailableError
+
 __all__ = ["MPIWorld", "TorchWorld", "World"]
 
 _REPORT, _WORD = 1, 2  # MPI's tags
@@ -163,6 +165,12 @@ class TorchWorld:
         self._device = torch.device("cpu")
         self.device = "cpu"
         if self._backend == "nccl":
+            if not (has_devices and dist.is_nccl_available()):
+                msg = (
+                    f"nccl needs a CUDA device for each rank of this machine, got {torch.cuda.device_count()} for "
+                    f"{on_this_machine}; leave --backend out, or give --backend gloo"
+                )
+                raise BackendNotAvailableError(msg)
             self._device = torch.device("cuda", place)
             torch.cuda.set_device(self._device)
             self.device = f"{self._device} {torch.cuda.get_device_name(self._device)}"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "error_line", "print_json", "table"]
+__all__ = ["console", "error_line", "print_json", "require_writable", "table"]
 
 _WIDTH = 120  # columns, where there is no terminal to ask
 
@@ -49,3 +52,22 @@ def error_line(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print JSON, and nothing else, on stdout."""
     print(json.dumps(value, indent=2), flush=True)
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written before any work is done for it, and leave nothing behind.
+
+    Raises
+    ------
+    typer.BadParameter
+        With the option's name and the reason.
+    """
+    try:
+        if path.exists():
+            with path.open("ab"):
+                return
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        msg = f"cannot write {str(path)!r}: {error.strerror}"
+        raise typer.BadParameter(msg, param_hint=option) from None

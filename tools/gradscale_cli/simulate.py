@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,9 @@ from gradscale.logs import read_log
 from gradscale.protocols import Policy
 from gradscale.simulation import Gradients, Simulation, SyntheticGradients, measured, recorded
 from gradscale.simulation import simulate as run_policy
-from gradscale_cli.output import console, print_json, table
+from gradscale.unrolling import LARGEST_FLOAT16
+from gradscale.validation import LARGEST_FLOAT32
+from gradscale_cli.output import console, print_json, require_writable, table
 
 __all__ = ["simulate"]
 
@@ -29,7 +30,7 @@ def simulate(
     trace: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TRACE]",
+            metavar="TRACE",
             help="A JSONL or CSV log with 'skipped', 'overflow' or 'magnitude' in each row, or steps such as CCOC "
             "(C clean, O overflow).",
             show_default=False,
@@ -71,7 +72,7 @@ def simulate(
         raise typer.BadParameter(msg, param_hint="--plot")
     chosen = _policies(preset or ["torch"])
     if plot is not None:
-        _require_writable(plot)
+        _require_picture(plot)
     try:
         if synthetic and trace is not None:
             msg = f"give a trace or --synthetic, not both, got {trace!r}"
@@ -155,21 +156,13 @@ def _count(option: str, text: str) -> int:
     return int(number)
 
 
-def _require_writable(path: Path) -> None:
-    """Refuse a picture that cannot be written before anything is simulated, and leave nothing behind."""
+def _require_picture(path: Path) -> None:
+    """Refuse a picture that cannot be written before anything is simulated."""
     suffixes = (".png", ".svg", ".pdf")
     if path.suffix.lower() not in suffixes:
         msg = f"the plot must end in {', '.join(suffixes)}, got {str(path)!r}"
         raise typer.BadParameter(msg, param_hint="--plot")
-    try:
-        if path.exists():
-            with path.open("ab"):
-                return
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        msg = f"cannot write {str(path)!r}: {error.strerror}"
-        raise typer.BadParameter(msg, param_hint="--plot") from None
+    require_writable(path, "--plot")
 
 
 def _read(trace: str | None) -> Gradients:
@@ -178,13 +171,30 @@ def _read(trace: str | None) -> Gradients:
         msg = "give a trace (a log file, or steps such as CCOC) or --synthetic"
         raise typer.BadParameter(msg, param_hint="TRACE")
     looks_like_path = trace.lower().endswith((".jsonl", ".json", ".csv")) or "/" in trace
-    if not looks_like_path and not Path(trace).is_file():
+    if not looks_like_path and not _is_file(trace):
         return recorded(trace)
     rows = read_log(trace)
-    magnitudes = [row.get("magnitude") for row in rows]
-    if None not in magnitudes:
-        return measured([_number(trace, row) for row in rows])
+    if all(row.get("magnitude") is not None for row in rows):
+        magnitudes = [_number(trace, row) for row in rows]
+        if not any(map(_is_unexplained, rows)):
+            return measured(magnitudes)
     return recorded([_is_overflow(trace, row) for row in rows])
+
+
+def _is_file(trace: str) -> bool:
+    try:
+        return Path(trace).is_file()
+    except (OSError, ValueError):
+        # Such as steps that are too many for a file's name.
+        return False
+
+
+def _is_unexplained(row: dict[str, Any]) -> bool:
+    """Tell whether a step was skipped though its magnitude fits: it is that of the finite gradients alone."""
+    scale = row.get("scale")
+    if row.get("skipped") is not True or not isinstance(scale, (int, float)) or not 0 < scale <= LARGEST_FLOAT32:
+        return False
+    return bool(row["magnitude"] <= LARGEST_FLOAT16 / scale)
 
 
 def _number(trace: str, row: dict[str, Any]) -> float:
@@ -192,7 +202,7 @@ def _number(trace: str, row: dict[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
         msg = f"line {row['line']} of {trace!r} must have a magnitude that is a number from 0 on, got {value!r}"
         raise InvalidValueError(msg)
-    return float(value)
+    return value
 
 
 def _is_overflow(trace: str, row: dict[str, Any]) -> bool:
