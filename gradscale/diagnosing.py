@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -191,10 +191,16 @@ class Diagnosing(ReportingScale):
         if loss is None:
             return [] if is_over else self._iteration.loss_nonfinite, 0
         leaves = [leaf for _, leaf in tree.leaves_with_paths(loss)]
-        # NumPy's float64 is both.
-        numbers = [leaf for leaf in leaves if isinstance(leaf, float) and not is_array_api_obj(leaf)]
+        # NumPy's float64 is both a number and an array.
+        numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
+        for number in numbers:
+            if not isinstance(number, (int, float, complex)):
+                msg = f"loss must hold arrays and numbers, got {number!r} of type {type(number).__name__}"
+                raise InvalidTypeError(msg)
         count = self._count_nonfinite(leaves)
-        return [] if count is None else [count], sum(not math.isfinite(number) for number in numbers)
+        # Integers are finite, also those that no float holds.
+        lost = sum(not isinstance(number, int) and not cmath.isfinite(number) for number in numbers)
+        return [] if count is None else [count], lost
 
     def _count_nonfinite(self, leaves: Sequence[Any]) -> Array | None:
         """Return how many arrays, of those on this rank, are not finite; None without any."""

@@ -114,8 +114,8 @@ def name_gradients(located: Sequence[Located], names: Any) -> list[Located]:
     if names is None:
         return list(located)
     usage = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
-    if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
-        msg = f"names must be pairs, a mapping or strings, got {names!r}; {usage}"
+    if isinstance(names, (str, bytes, set, frozenset)) or not hasattr(names, "__iter__"):
+        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {names!r}; {usage}"
         raise InvalidValueError(msg)
     listed = list(names.items() if isinstance(names, Mapping) else names)
     if all(isinstance(name, str) for name in listed):
@@ -124,7 +124,8 @@ def name_gradients(located: Sequence[Located], names: Any) -> list[Located]:
             raise InvalidValueError(msg)
         return [one._replace(name=name) for one, name in zip(located, listed, strict=True)]
     by_parameter: dict[int, str] = {}
-    for item in listed:
+    # Of strings with something else among them, that is at fault.
+    for item in sorted(listed, key=lambda item: isinstance(item, str)):
         if (
             not isinstance(item, tuple)
             or len(item) != 2

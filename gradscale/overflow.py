@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from gradscale import validation
+
 __all__ = ["Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause"]
 
 Cause = Literal["none", "scale", "model", "underflow"]
@@ -207,8 +209,14 @@ class OverflowReport:
         return self.table()
 
     def table(self, limit: int = 20) -> str:
-        """Return the report as plain text, at most ``limit`` rows of parameters."""
-        shown = self.entries[:limit]
+        """Return the report as plain text, at most ``limit`` rows of parameters.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidValueError
+            For a limit that is no whole number from 0 on.
+        """
+        shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
         bad = len(self.nonfinite) + self.omitted_nonfinite
         total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
         lines = [
@@ -263,8 +271,8 @@ def find_cause(
         known = "" if loss_nonfinite is None else ", and the unscaled loss is finite"
         return (
             "scale",
-            f"{where} overflows at scale {scale:g}{known}: the step is to be skipped and the scale lowered. If it goes "
-            f"on at lower scales, the model is at fault.",
+            f"{where} overflows at scale {scale:g}{known}: the step is to be skipped and the scale lowered, by "
+            f"hand if it is static. If it goes on at lower scales, the model is at fault.",
         )
     size = sum(entry.size for entry in entries)
     zeros = sum(entry.zeros for entry in entries)
@@ -291,7 +299,8 @@ def _rows(entries: Sequence[ParameterReport]) -> list[list[str]]:
 
 def _cells(entry: ParameterReport) -> list[str]:
     # The end of a long name tells more than its beginning.
-    name = entry.name if len(entry.name) <= _LONGEST_NAME else f"...{entry.name[3 - _LONGEST_NAME :]}"
+    name = " ".join(entry.name.splitlines())
+    name = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
     if entry.missing:
         return [name, _rank(entry), "no gradient", *[""] * 6]
     largest = "none" if entry.largest is None else f"{entry.largest:.3g}"

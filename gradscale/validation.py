@@ -71,7 +71,8 @@ def _as_float(name: str, value: Any, expected: str) -> float:
             return float(value)
         except OverflowError:
             return math.inf
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
+            # Tensors of several elements, or without a value, raise errors of their own.
             pass
     msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
     raise InvalidTypeError(msg)

@@ -161,6 +161,22 @@ def test_a_loss_that_is_not_finite_is_the_models_fault_whatever_the_gradients(ar
     assert scaler.diagnose(optimizer, loss=math.nan).cause == "model"
 
 
+@pytest.mark.parametrize(
+    ("loss", "lost"),
+    [(complex("nan"), 1), (1 + 2j, 0), (10**400, 0), (True, 0), ({"a": [-math.inf, 3], "b": None}, 1)],
+    ids=["complex", "finite complex", "long", "bool", "nested"],
+)
+def test_a_loss_of_plain_numbers_is_judged(arrays: Library, loss: Any, lost: int) -> None:
+    scaler, optimizer = make(arrays, 1.0)
+    assert scaler.diagnose(optimizer, loss=loss).loss_nonfinite == lost
+
+
+def test_a_loss_of_something_else_is_refused(arrays: Library) -> None:
+    scaler, optimizer = make(arrays, 1.0)
+    with pytest.raises(InvalidTypeError, match=r"loss must hold arrays and numbers, got 'nan' of type str"):
+        scaler.diagnose(optimizer, loss=[1.0, "nan"])
+
+
 def entry(**fields: Any) -> ParameterReport:
     return ParameterReport(**({"name": "w", "size": 1000, "largest": 1.0} | fields))
 
@@ -232,13 +248,15 @@ def test_the_optimizers_own_names_are_the_default(arrays: Library) -> None:
     ("names", "message"),
     [
         (["a"], r"one for each of the optimizer's 3 parameters, got 1;"),
-        ("abc", r"names must be pairs, a mapping or strings, got 'abc'"),
+        ("abc", r"a mapping or strings in the parameters' order, got 'abc'"),
+        ({"a", "b", "c"}, r"strings in the parameters' order, got \{'"),
+        (["a", 3, "c"], r"got 3 among them"),
         (3, r"got 3; pass names=model\.named_parameters\(\)"),
         ([("a", Parameter())], r"got 1 names, and none for param_groups\[0\]\['params'\]\[0\], .*\[1\];"),
         ({"a": 3.0}, r"a string and a parameter with \.grad, got \('a', 3\.0\)"),
         ([("a", Parameter()), "b"], r"got 'b' among them"),
     ],
-    ids=["count", "text", "number", "others alone", "no parameter", "mixed"],
+    ids=["count", "text", "set", "string and number", "number", "others alone", "no parameter", "mixed"],
 )
 def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Library, names: Any, message: str) -> None:
     scaler, optimizer = GradScaler(), named_optimizer(arrays)
@@ -308,6 +326,15 @@ def test_long_names_and_missing_gradients_fit_the_table() -> None:
     assert lines[-1].startswith("...xxx")
     assert lines[-1].endswith("x'][0]".rjust(3) + "  no gradient")
     assert "2x3" in lines[-2]
+
+
+def test_a_table_has_a_row_for_each_name_and_as_many_as_are_asked_for() -> None:
+    report = GradScaler().diagnose(Tree({"a\nb": np.ones(2, np.float32), "c": np.ones(2, np.float32)}))
+    assert len(report.table().splitlines()) == 6
+    assert report.table(1).splitlines()[-1] == "... and 1 more finite parameter"
+    for wrong, error in ((-1, InvalidValueError), (1.5, InvalidTypeError)):
+        with pytest.raises(error, match="limit must be"):
+            report.table(wrong)  # type: ignore[arg-type]
 
 
 def test_the_worst_entries_are_kept_and_the_others_counted() -> None:

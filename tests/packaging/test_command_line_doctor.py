@@ -152,6 +152,7 @@ def test_what_is_not_yet_written_is_said_and_fails_only_if_it_is_required() -> N
     ("arguments", "said"),
     [
         pytest.param(("--require", "numpi"), "there is no adapter or extra 'numpi': did you mean 'numpy'?", id="near"),
+        pytest.param(("--require", ","), "give names, such as numpy,mpi, got ','", id="nothing"),
         pytest.param(("tensorflow",), "there is no adapter or extra 'tensorflow'", id="unknown"),
     ],
 )

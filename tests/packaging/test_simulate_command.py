@@ -62,12 +62,13 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
         (["--preset", "megatorn", "C"], "megatron"),
         (["--preset", "torch:hysteresis=3", "C"], "hysteresis"),
         (["--preset", "torch:3", "C"], "NAME=VALUE"),
+        (["--preset", "torch:init_scale=1,init_scale=2", "C"], "init_scale is given twice"),
         (["--synthetic", "--steps", "0"], "whole number above 0"),
         (["none.jsonl"], "No such file"),
         (["CO" * 2000 + "X"], "'X' at position 4001"),
         (["C", "--plot", "none/x.png"], "cannot write 'none/x.png'"),
     ],
-    ids=["letter", "empty", "nothing", "preset", "setting", "form", "steps", "file", "long", "folder"],
+    ids=["letter", "empty", "nothing", "preset", "setting", "form", "twice", "steps", "file", "long", "folder"],
 )
 def test_bad_input_is_one_clear_error(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

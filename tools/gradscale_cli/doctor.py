@@ -153,6 +153,9 @@ def doctor(
     is installed is broken.
     """
     required = [name.strip() for name in require.split(",") if name.strip()]
+    if require and not required:
+        msg = f"give names, such as numpy,mpi, got {require!r}"
+        raise typer.BadParameter(msg, param_hint="--require")
     try:
         needed = find(required)
         chosen = find([*names, *required]) if names else components()

@@ -120,6 +120,9 @@ def _policies(presets_given: list[str]) -> list[tuple[str, Policy]]:
             if not is_given:
                 msg = f"a setting must be NAME=VALUE, such as growth_interval=500, got {item!r}"
                 raise typer.BadParameter(msg, param_hint="--preset")
+            if setting.strip() in settings:
+                msg = f"{setting.strip()} is given twice in {text!r}"
+                raise typer.BadParameter(msg, param_hint="--preset")
             settings[setting.strip()] = _value(value.strip())
         try:
             chosen.append((text, presets.named(name.strip(), **settings)))
