@@ -141,13 +141,6 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
     assert "python -m pip install 'gradscale[torch]'" in completed.stderr
 
 
-def test_what_is_not_yet_written_is_said_and_fails_only_if_it_is_required() -> None:
-    completed = doctor("cupy", "--json")
-    assert completed.returncode == 0
-    assert rows(completed)["cupy"]["status"] == "not yet written"
-    assert doctor("--require", "cupy", "cupy").returncode == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

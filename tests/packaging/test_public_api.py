@@ -25,13 +25,17 @@ FRAMEWORKS = {
     "gradscale_numpy",
     "gradscale_torch",
     "gradscale_jax",
+    "gradscale_cupy",
     "matplotlib",
     "rich",
     "typer",
     "gradscale_cli",
     "gradscale_bench",
 }
-NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_jax", "gradscale_cli", "gradscale_bench"}
+NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"} | {
+    "gradscale_cli",
+    "gradscale_bench",
+}
 PACKAGES = (
     "gradscale",
     "gradscale_numpy",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import Any
+import shutil
+from typing import Any, NoReturn
 
 import pytest
 from worlds import find_mpiexec
@@ -41,13 +42,16 @@ MODULES = {
     "tensorboard": ("tensorboard",),
 }
 
+# Programs, of which any will do.
+PROGRAMS = {"c++": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
+
 
 def required() -> frozenset[str]:
     """Return the names that must not be missing."""
     names = frozenset(filter(None, (name.strip() for name in os.environ.get(VARIABLE, "").split(","))))
-    unknown = names - MODULES.keys()
-    if unknown:
-        msg = f"{VARIABLE} names {sorted(unknown)}; known are {sorted(MODULES)}"
+    known = MODULES.keys() | PROGRAMS.keys()
+    if not names <= known:
+        msg = f"{VARIABLE} names {sorted(names - known)}; known are {sorted(known)}"
         raise pytest.UsageError(msg)
     return names
 
@@ -71,8 +75,20 @@ def _missing(name: str) -> str:
 def require(name: str) -> Any:
     """Return the library's module; without it skip the test with the reason, or fail if it is required."""
     reason = _missing(name)
-    if not reason:
-        return importlib.import_module(MODULES[name][0])
+    if reason:
+        _leave_out(name, reason)
+    return importlib.import_module(MODULES[name][0])
+
+
+def require_program(name: str) -> str:
+    """Return the path of one of the programs of that name; without any as :func:`require` does."""
+    found = next(filter(None, map(shutil.which, PROGRAMS[name])), None)
+    if found is None:
+        _leave_out(name, f"{name}: none of {', '.join(PROGRAMS[name])} is on the PATH")
+    return found
+
+
+def _leave_out(name: str, reason: str) -> NoReturn:
     if name in required():
         pytest.fail(f"{reason}, and {VARIABLE} requires it")
     pytest.skip(reason)

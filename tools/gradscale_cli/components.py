@@ -27,8 +27,6 @@ class Component:
         Other names.
     is_adapter : bool
         Whether arrays or groups are served by it.
-    is_written : bool
-        Whether there is an adapter.
     """
 
     name: str
@@ -36,7 +34,6 @@ class Component:
     install: str
     aliases: tuple[str, ...] = ()
     is_adapter: bool = False
-    is_written: bool = True
 
     @property
     def command(self) -> str:
@@ -49,7 +46,7 @@ _OURS = (
     Component("mpi4py", ("mpi4py",), "gradscale[mpi]", ("mpi",), is_adapter=True),
     Component("torch", ("torch",), "gradscale[torch]", is_adapter=True),
     Component("jax", ("jax", "jaxlib"), "gradscale[jax]", ("jaxlib",), is_adapter=True),
-    Component("cupy", ("cupy",), "", is_adapter=True, is_written=False),
+    Component("cupy", ("cupy",), "gradscale[cupy]", is_adapter=True),
     Component("fast", ("numba",), "gradscale[fast]", ("numba",)),
     Component("optax", ("optax",), "gradscale[optax]"),
     Component("flax", ("flax",), "gradscale[flax]"),
@@ -64,12 +61,7 @@ def components() -> list[Component]:
     """Return all components: gradscale's own, and the adapters that other packages have registered."""
     known = {name for component in _OURS for name in (component.name, *component.aliases)}
     others = [name for name in registry.names() if name not in known]
-    # An adapter that somebody has written is one.
-    ours = [
-        dataclasses.replace(component, is_written=component.is_written or component.name in registry.names())
-        for component in _OURS
-    ]
-    return [*ours, *(Component(name, (name,), "", is_adapter=True) for name in others)]
+    return [*_OURS, *(Component(name, (name,), "", is_adapter=True) for name in others)]
 
 
 def find(names: Iterable[str]) -> list[Component]:

@@ -25,7 +25,7 @@ __all__ = ["Finding", "doctor", "examine"]
 _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL")
 # What is to be killed when the user interrupts.
 _running: set[subprocess.Popen[str]] = set()
-_STYLES = {"ok": "green", "broken": "bold red", "missing": "dim", "not yet written": "dim"}
+_STYLES = {"ok": "green", "broken": "bold red", "missing": "dim"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Finding:
     ----------
     name : str
         The component's.
-    status : {"ok", "missing", "broken", "not yet written"}
+    status : {"ok", "missing", "broken"}
         Whether it was used and gave the right answers; is not installed; failed; or has no adapter.
     reason : str
         Why it is missing or broken.
@@ -47,7 +47,7 @@ class Finding:
     """
 
     name: str
-    status: Literal["ok", "missing", "broken", "not yet written"]
+    status: Literal["ok", "missing", "broken"]
     reason: str = ""
     command: str = ""
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -63,8 +63,6 @@ def examine(component: Component, timeout: float) -> Finding:
     timeout : float
         Seconds until it counts as hanging.
     """
-    if not component.is_written:
-        return Finding(component.name, "not yet written", "there is no adapter yet")
     missing = [module for module in component.modules if not _is_installed(module)]
     if missing:
         return Finding(component.name, "missing", f"{', '.join(missing)} not installed", component.command)

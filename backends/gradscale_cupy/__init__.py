@@ -1,0 +1,1 @@
+"""gradscale's adapter for CuPy: arrays (:mod:`gradscale_cupy.arrays`) and NCCL communicators."""

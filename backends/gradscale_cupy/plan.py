@@ -1,0 +1,251 @@
+"""Plans: which kernel of unscale.cu takes which arrays, and the tables that it reads. No device is needed.
+
+An array is known by its address, shape, strides and dtype, so that whatever has these can be planned for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.exceptions import TooHardError
+from numpy.typing import NDArray
+
+from gradscale.errors import InvalidValueError
+
+__all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Launch", "Layout", "layout_of", "plan", "require_disjoint"]
+
+CHUNK = 1 << 14
+"""Elements of a chunk: 16 packs of 16 bytes for each of 256 threads, in float32."""
+
+MOST_DIMENSIONS = 8
+"""Axes of an array with gaps that the kernel walks; those that can be are joined first."""
+
+ROW = np.dtype(
+    [
+        ("source", np.uint64),
+        ("target", np.uint64),
+        ("size", np.int64),
+        ("dimensions", np.int64),
+        ("shape", np.int64, MOST_DIMENSIONS),
+        ("source_strides", np.int64, MOST_DIMENSIONS),
+        ("target_strides", np.int64, MOST_DIMENSIONS),
+    ]
+)
+"""The struct Row of unscale.cu."""
+
+# Of a complex number the parts are computed with, so that it counts as two elements.
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+KERNELS = {
+    "float16": ("float16", "float32", "float64"),
+    "bfloat16": ("bfloat16", "float32", "float64"),
+    "float32": ("float16", "bfloat16", "float32", "float64"),
+    "float64": ("float32", "float64"),
+}
+_EXACT_SEARCH = 100_000
+
+
+class Layout(NamedTuple):
+    """What is to be known of an array: where and how its elements lie.
+
+    Attributes
+    ----------
+    address : int
+        Of the first element.
+    shape, strides : tuple of int
+        Strides in elements.
+    dtype : str
+        Such as ``"float32"``.
+    itemsize : int
+        Bytes of an element.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+
+class Launch(NamedTuple):
+    """One call of a kernel.
+
+    Attributes
+    ----------
+    kernel : str
+        Its name in unscale.cu.
+    table : array
+        1-d of ROW, a row for each array that holds an element.
+    first_chunks : array
+        1-d int64, one longer: how many chunks lie before each row, and at last how many there are.
+    """
+
+    kernel: str
+    table: NDArray[Any]
+    first_chunks: NDArray[np.int64]
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return int(self.first_chunks[-1])
+
+
+def layout_of(array: Any) -> Layout:
+    """Return the layout of a CuPy array, or of anything with the same attributes."""
+    itemsize = array.dtype.itemsize
+    strides = tuple(stride // itemsize for stride in array.strides)
+    return Layout(array.data.ptr, array.shape, strides, array.dtype.name, itemsize)
+
+
+def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUNK) -> tuple[list[Launch], list[int]]:
+    """Return the launches that unscale arrays of one device, one for each pair of dtypes.
+
+    Parameters
+    ----------
+    sources, targets : sequence of Layout
+        Of equal shapes, pair by pair; the same for work in place.
+    chunk : int
+        Elements of a chunk.
+
+    Returns
+    -------
+    launches : list of Launch
+    others : list of int
+        Which arrays no kernel takes: of other dtypes, or with more gaps than it walks.
+    """
+    rows: dict[str, list[tuple[Any, ...]]] = {}
+    others = []
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        kernel = _kernel_for(source.dtype, target.dtype)
+        row = None if kernel is None else _row(source, target)
+        if kernel is None or row is None:
+            others.append(index)
+        elif row[2]:
+            rows.setdefault(kernel, []).append(row)
+    return [_launch(kernel, made, chunk) for kernel, made in rows.items()], others
+
+
+def _kernel_for(source: str, target: str) -> str | None:
+    if source in _PARTS or target in _PARTS:
+        if source != target:
+            return None
+        source = target = _PARTS[source]
+    return f"unscale_{source}_{target}" if target in KERNELS.get(source, ()) else None
+
+
+def _launch(kernel: str, rows: list[tuple[Any, ...]], chunk: int) -> Launch:
+    table = np.array(rows, dtype=ROW)
+    first_chunks = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(-(-table["size"] // chunk), out=first_chunks[1:])
+    return Launch(kernel, table, first_chunks)
+
+
+def _row(source: Layout, target: Layout) -> tuple[Any, ...] | None:
+    """Return a row of the table; None for an array with too many gaps."""
+    none = (0,) * MOST_DIMENSIONS
+    size = math.prod(source.shape)
+    axes = list(zip(source.shape, source.strides, target.strides, strict=True))
+    if source.dtype in _PARTS:
+        size *= 2
+        axes = [(length, 2 * a, 2 * b) for length, a, b in axes] + [(2, 1, 1)]
+    axes = _joined(axes)
+    if not size or not axes or (len(axes) == 1 and axes[0][1:] == (1, 1)):
+        return source.address, target.address, size, 0, none, none, none
+    if len(axes) > MOST_DIMENSIONS:
+        return None
+    padded = [*axes, *[(0, 0, 0)] * (MOST_DIMENSIONS - len(axes))]
+    return (source.address, target.address, size, len(axes), *zip(*padded, strict=True))
+
+
+def _joined(axes: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return axes of (length, stride, stride), those of the longest strides first, joined where that leaves no gap.
+
+    The order of the axes does not matter, as each element is computed by itself.
+    """
+    made: list[tuple[int, int, int]] = []
+    for length, a, b in sorted(axes, key=lambda axis: -abs(axis[1])):
+        if length == 1:
+            continue
+        if made and made[-1][1] == a * length and made[-1][2] == b * length:
+            made[-1] = (made[-1][0] * length, a, b)
+        else:
+            made.append((length, a, b))
+    return made
+
+
+def require_disjoint(targets: Sequence[Layout]) -> None:
+    """Refuse arrays to be written that share memory with themselves or with each other.
+
+    Raises
+    ------
+    InvalidValueError
+        With the first two of them; part would be divided twice.
+    """
+    spans = []
+    for index, layout in enumerate(targets):
+        if not math.prod(layout.shape):
+            continue
+        if _overlaps_itself(layout):
+            msg = (
+                f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
+                f"cannot be unscaled in place: assign a copy (grad.copy())"
+            )
+            raise InvalidValueError(msg)
+        reaches = [(n - 1) * stride * layout.itemsize for n, stride in zip(layout.shape, layout.strides, strict=True)]
+        low = layout.address + sum(min(reach, 0) for reach in reaches)
+        high = layout.address + sum(max(reach, 0) for reach in reaches) + layout.itemsize
+        spans.append((low, high, index))
+    spans.sort()
+    open_spans: list[tuple[int, int]] = []
+    for low, high, index in spans:
+        open_spans = [(end, other) for end, other in open_spans if end > low]
+        for _, other in open_spans:
+            if _share_memory(targets[other], targets[index]):
+                first, second = sorted((other, index))
+                msg = (
+                    f"gradients {first} and {second}, or what they are written to, share memory, which would be "
+                    f"divided twice: pass one of them, or a copy (grad.copy())"
+                )
+                raise InvalidValueError(msg)
+        open_spans.append((high, index))
+
+
+def _overlaps_itself(layout: Layout) -> bool:
+    """Tell whether elements share memory, as broadcasting and strides made by hand have it."""
+    pairs = zip(layout.strides, layout.shape, strict=True)
+    axes = sorted((abs(stride), length) for stride, length in pairs if length > 1)
+    span = 1
+    for stride, length in axes:
+        if stride < span:
+            break
+        span += stride * (length - 1)
+    else:
+        return False
+    # Axes that interleave need not meet: look at every element.
+    offsets = np.zeros((), np.intp)
+    for stride, length in axes:
+        offsets = np.add.outer(offsets, stride * np.arange(length))
+    return bool(np.any(np.diff(np.sort(offsets, axis=None)) == 0))
+
+
+def _share_memory(a: Layout, b: Layout) -> bool:
+    """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
+    try:
+        return np.shares_memory(_at_address(a), _at_address(b), max_work=_EXACT_SEARCH)  # type: ignore[arg-type]
+    except TooHardError:
+        return True
+
+
+def _at_address(layout: Layout) -> NDArray[Any]:
+    """Return an array of these addresses, which NumPy only compares: nothing is read from there."""
+    interface = {
+        "version": 3,
+        "typestr": f"|V{layout.itemsize}",
+        "shape": layout.shape,
+        "strides": tuple(stride * layout.itemsize for stride in layout.strides),
+        "data": (layout.address, True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -1,0 +1,214 @@
+"""The CuPy adapter over a stand-in for CuPy: its answers, its launches, and that the host waits for nothing.
+
+The kernels are those of unscale.cu, compiled for the host. Nothing here runs on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from host_cupy import HostCupy, installed
+
+import gradscale
+import gradscale.testing
+from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidValueError
+
+pytestmark = pytest.mark.numpy
+
+
+@pytest.fixture
+def cupy() -> Iterator[Any]:
+    with installed() as module:
+        yield module
+
+
+@pytest.fixture
+def backend(cupy: Any) -> Any:  # noqa: ARG001
+    from gradscale_cupy.arrays import CupyBackend
+
+    return CupyBackend()
+
+
+def launches(cupy: Any) -> list[Any]:
+    return [entry[1:] for entry in cupy.log if entry[0] == "launch"]
+
+
+def state_of(cupy: Any, scale: float = 4.0) -> Any:
+    return DynamicScale(init_scale=scale).init(cupy.zeros((), dtype=np.float32))
+
+
+def as_host(x: Any) -> Any:
+    return x.get()
+
+
+def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
+    dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
+    gradscale.testing.check_backend(backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
+
+
+def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: Any, backend: Any) -> None:
+    singles = [cupy.ones(k % 40, dtype=np.float32) for k in range(500)]
+    halves = [cupy.ones((4, 5), dtype=np.float16) for _ in range(20)]
+    state = state_of(cupy)
+    cupy.log.clear()
+    made, nonfinite = backend.unscale([*singles, *halves], state, out=[*singles, *halves])
+    assert launches(cupy) == [("unscale_float32_float32", 0, 487), ("unscale_float16_float16", 0, 20)]
+    assert not [entry for entry in cupy.log if entry[0] == "read"]
+    assert all(x is y for x, y in zip(made, [*singles, *halves], strict=True))
+    assert as_host(made[1]).tolist() == [0.25]
+    assert as_host(nonfinite) == 0
+
+
+def test_half_gradients_become_float32_masters(cupy: Any, backend: Any) -> None:
+    grads = [cupy.ones((2, 3), dtype=np.float16)]
+    masters = [cupy.zeros((2, 3), dtype=np.float32)]
+    made, _ = backend.unscale(grads, state_of(cupy), out=masters)
+    assert made[0] is masters[0]
+    assert as_host(masters[0]).tolist() == [[0.25] * 3] * 2
+    new, _ = backend.unscale(grads, state_of(cupy), dtype=np.float32)
+    assert (new[0].dtype, as_host(grads[0])[0, 0]) == (np.float32, 1.0)
+    assert launches(cupy) == [("unscale_float16_float32", 0, 1)] * 2
+
+
+def test_the_same_memory_is_planned_once(cupy: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_cupy import arrays
+
+    planned: list[int] = []
+    prepare = arrays.prepare
+    monkeypatch.setattr(arrays, "prepare", lambda *args: planned.append(1) or prepare(*args))
+    grads = [cupy.ones(3, dtype=np.float32) for _ in range(4)]
+    for _ in range(3):
+        backend.unscale(grads, state_of(cupy), out=grads)
+    assert len(planned) == 1
+    backend.unscale([*grads[:3], cupy.ones(3, dtype=np.float32)], state_of(cupy))
+    assert len(planned) == 2
+    for size in range(100):
+        backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
+    assert len(backend._plans) == arrays._MOST_PLANS
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_arrays_on_two_devices_have_one_verdict_on_the_states(cupy: Any, backend: Any, place: int) -> None:
+    for home in (0, 1):
+        with cupy.cuda.Device(home):
+            state = state_of(cupy)
+        grads = []
+        for index, number in enumerate((0, 1, 1)):
+            with cupy.cuda.Device(number):
+                grads.append(cupy.array([1.0, math.nan if index == place else 8.0], dtype=np.float32))
+        cupy.log.clear()
+        made, nonfinite = backend.unscale(grads, state, out=grads)
+        assert nonfinite.device == cupy.cuda.Device(home)
+        assert as_host(nonfinite) == 1
+        assert [x.device.id for x in made] == [0, 1, 1]
+        assert all(as_host(x)[0] == 0.25 for x in made)
+        assert sorted(launches(cupy)) == [("unscale_float32_float32", 0, 1), ("unscale_float32_float32", 1, 2)]
+        away = 1 - home
+        # The scale goes there and the verdict comes back, and neither's memory is reused before it was read.
+        waits = [entry[1:] for entry in cupy.log if entry[0] == "wait" and entry[1] != entry[2]]
+        assert waits == [(away, home), (home, away), (home, away), (away, home)]
+
+
+def test_dtypes_without_a_kernel_take_the_pure_core(cupy: Any, backend: Any) -> None:
+    grads = [cupy.array([1.0, math.inf], dtype=np.float64), cupy.array([2.0], dtype=np.float32)]
+    out = [cupy.zeros(2, dtype=np.float16), cupy.zeros(1, dtype=np.float32)]
+    made, nonfinite = backend.unscale(grads, state_of(cupy), out=out)
+    assert as_host(made[0]).tolist() == [0.25, math.inf]
+    assert as_host(made[1]).tolist() == [0.5]
+    assert as_host(nonfinite) == 1
+    assert launches(cupy) == [("unscale_float32_float32", 0, 1)]
+
+
+def test_no_arrays_are_finite(cupy: Any, backend: Any) -> None:
+    made, nonfinite = backend.unscale([], state_of(cupy))
+    assert (list(made), as_host(nonfinite), nonfinite.dtype) == ([], 0, np.int32)
+
+
+def test_shared_memory_is_refused_and_nothing_is_modified(cupy: Any, backend: Any) -> None:
+    x = cupy.ones(6, dtype=np.float32)
+    for grads in ([x, x], [x, x[4:]], [x, x[::2]]):
+        with pytest.raises(InvalidValueError, match="share memory"):
+            backend.unscale(grads, state_of(cupy), out=grads)
+    assert as_host(x).tolist() == [1.0] * 6
+    backend.unscale([x[::2], x[1::2]], state_of(cupy), out=[x[::2], x[1::2]])
+    assert as_host(x).tolist() == [0.25] * 6
+
+
+def test_a_wrong_dtype_is_refused(cupy: Any, backend: Any) -> None:
+    with pytest.raises(InvalidValueError, match="real floating dtype"):
+        backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), dtype=np.int32)
+
+
+def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: Any, backend: Any) -> None:
+    grads = [cupy.ones(3, dtype=np.float32)]
+    state = state_of(cupy)
+    HostCupy.capturing = {0}
+    with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):
+        backend.unscale(grads, state, out=grads)
+    assert as_host(grads[0]).tolist() == [1.0] * 3
+    HostCupy.capturing = set()
+    backend.unscale(grads, state, out=grads)
+    HostCupy.capturing = {0}
+    cupy.log.clear()
+    for _ in range(2):
+        backend.unscale(grads, state, out=grads)
+    # No event from outside of the graph is waited for, and nothing is copied to the device.
+    assert cupy.log == [("launch", "unscale_float32_float32", 0, 1)] * 2
+    HostCupy.capturing = set()
+    for size in range(100):
+        backend.unscale([cupy.ones(size, dtype=np.float32)], state)
+    ((prepared, sources, targets),) = backend._captured.values()
+    assert (sources, targets) == (grads, grads)
+    assert prepared.tables
+
+
+class SGD:
+    """An optimizer of CuPy arrays."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+        self.grads: list[Any] = []
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter[...] = parameter - grad
+
+
+def test_a_scaler_skips_an_overflow_and_reads_once_in_each_step(cupy: Any, backend: Any) -> None:
+    scaler = GradScaler(init_scale=8.0, growth_interval=2, backend=backend)
+    optimizer = SGD([cupy.zeros(2, dtype=np.float32)])
+    scales = []
+    for bad in (False, True, False, False):
+        scale = as_host(scaler.scale(cupy.ones((), dtype=np.float32)))
+        optimizer.grads = [cupy.array([1.0, math.inf if bad else 1.0], dtype=np.float32) * cupy.asarray(scale)]
+        cupy.log.clear()
+        scaler.unscale_(optimizer)
+        assert not [entry for entry in cupy.log if entry[0] == "read"]
+        scaler.step(optimizer)
+        assert [entry for entry in cupy.log if entry[0] == "read"] == [("read", 0)]
+        scaler.update()
+        scales.append(float(scale))
+    assert scales == [8.0, 8.0, 4.0, 4.0]
+    assert scaler.get_scale() == 8.0
+    assert optimizer.steps == 3
+    assert as_host(optimizer.parameters[0]).tolist() == [-3.0, -3.0]
+
+
+def test_the_stand_in_sees_a_host_read_and_a_mix_of_devices(cupy: Any) -> None:
+    x = cupy.ones(2, dtype=np.float32)
+    for read in (bool, float, int, np.asarray):
+        with pytest.raises((TypeError, AttributeError)):
+            read(x[0])
+    with cupy.cuda.Device(1):
+        y = cupy.ones(2, dtype=np.float32)
+    with pytest.raises(AssertionError, match="of arrays on"):
+        x + y
+    with pytest.raises(AssertionError):
+        SimpleNamespace(f=x.__setitem__).f(slice(None), y)

@@ -1,0 +1,181 @@
+"""The kernels of gradscale_cupy: their body, compiled for the host, against NumPy; and their source under nvcc.
+
+Nothing here runs on a device.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from axes import require_program
+from host_kernels import SOURCE, launch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscale_cupy import plan as plans
+
+pytestmark = pytest.mark.numpy
+
+TYPES: dict[str, Any] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+}
+PAIRS = [(source, target) for source, targets in plans.KERNELS.items() for target in targets]
+ALL_PAIRS = [*PAIRS, ("complex64", "complex64"), ("complex128", "complex128")]
+SCALES = [1.0, 65536.0, 2.0**-10, 3.0, 1e-3, 2.0**127, 2.0**-126]
+
+
+def oracle(x: Any, scale: float, target: str) -> Any:
+    """Return what NumPy makes of it: rounded once in float32 or wider, and once more to what is stored."""
+    inverse = np.float32(1.0 / np.float64(np.float32(scale)))
+    with np.errstate(all="ignore"):
+        if x.dtype.kind == "c":
+            parts = np.stack([x.real, x.imag], axis=-1)
+            return np.ascontiguousarray(parts * parts.dtype.type(inverse)).view(x.dtype)[..., 0]
+        wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+        return (wide * wide.dtype.type(inverse)).astype(TYPES[target])
+
+
+def layout(x: Any) -> plans.Layout:
+    """Return the layout of a NumPy array, by the attributes that CuPy's have."""
+    array = SimpleNamespace(shape=x.shape, strides=x.strides, dtype=x.dtype, data=SimpleNamespace(ptr=x.ctypes.data))
+    return plans.layout_of(array)
+
+
+def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 64, **how: int) -> int:
+    """Plan and run launches over NumPy arrays; return how many found something that is not finite."""
+    launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
+    assert not others
+    return sum(launch(one.kernel, one.table, one.first_chunks, chunk, scale, **how) for one in launches)
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    """Assert that two arrays hold the same numbers, signed zeros and subnormals included; a NaN is a NaN."""
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    wide = [np.ascontiguousarray(x).view(x.real.dtype) for x in (got, expected)]
+    nan = [np.isnan(x.astype(np.float64)) for x in wide]
+    np.testing.assert_array_equal(nan[0], nan[1])
+    bits = [np.where(isnan, 0, x.view(f"u{x.itemsize}")) for x, isnan in zip(wide, nan, strict=True)]
+    np.testing.assert_array_equal(bits[0], bits[1])
+
+
+def test_the_comparison_sees_each_wrong_answer() -> None:
+    right = np.array([0.0, 1.0, np.nan], np.float32)
+    for wrong in ([-0.0, 1.0, np.nan], [0.0, 1.0000001, np.nan], [0.0, 1.0, np.inf], [np.nan, 1.0, np.nan]):
+        with pytest.raises(AssertionError):
+            assert_same_bits(np.array(wrong, np.float32), right)
+    with pytest.raises(AssertionError):
+        assert_same_bits(right.astype(np.float64), right)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
+def test_any_bits_become_what_numpy_makes_of_them(source: str, target: str, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    width = np.dtype(TYPES[source]).itemsize
+    # Half precision has few enough numbers to take them all; of the others some lie close to where rounding changes.
+    bits = np.arange(2**16) if width == 2 else rng.integers(0, 2 ** (8 * width), 20_000, dtype=f"u{width}")
+    x = bits.astype(f"u{width}").view(TYPES[source])
+    if width == 4:
+        halves = np.arange(2**16).astype(np.uint16).view(np.float16).astype(np.float32)
+        with np.errstate(all="ignore"):
+            # Those between neighbours in half precision, and next to these.
+            between = (halves + np.roll(halves, 1)) / 2 * np.float32(scale)
+            beside = np.nextafter(between, np.float32(0))
+        x = np.concatenate([x, halves, between, beside])
+    made = np.zeros(x.shape, TYPES[target])
+    assert unscale([x], [made], scale, chunk=1000) == 1
+    assert_same_bits(made, oracle(x, scale, target))
+
+
+@pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
+@given(data=st.data())
+def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
+    source: str, target: str, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    sources, targets, rooms, expected = [], [], [], []
+    in_place = source == target and data.draw(st.booleans(), label="in place")
+    for _ in range(data.draw(st.integers(1, 5), label="arrays")):
+        shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=4), label="shape"))
+        offsets = [data.draw(st.integers(0, 9), label="offset") for _ in range(2)]
+        x = _placed(rng.standard_normal(shape) * 100, TYPES[source], offsets[0])
+        room = np.full(x.size + 20, 7, TYPES[target])
+        y = x if in_place else room[offsets[1] : offsets[1] + x.size].reshape(shape)
+        if data.draw(st.booleans(), label="turned"):
+            order = data.draw(st.permutations(range(x.ndim)), label="order")
+            x, y = x.transpose(order), y.transpose(order)
+        if x.ndim and data.draw(st.booleans(), label="cut"):
+            cut = tuple(slice(None, None, data.draw(st.sampled_from([1, 2, -1]))) for _ in range(x.ndim))
+            x, y = x[cut], y[cut]
+        sources.append(x)
+        targets.append(y)
+        rooms.append((room, room.copy(), y))
+        expected.append(oracle(x, 3.0, target))
+    how = {"blocks": data.draw(st.integers(1, 6)), "threads": data.draw(st.integers(1, 6))}
+    assert unscale(sources, targets, 3.0, data.draw(st.integers(1, 70), label="chunk"), **how) == 0
+    for y, answer, (room, untouched, written) in zip(targets, expected, rooms, strict=True):
+        assert_same_bits(np.ascontiguousarray(y), np.ascontiguousarray(answer))
+        if not in_place:
+            written[...] = 7
+            np.testing.assert_array_equal(room, untouched)
+
+
+def _placed(values: Any, dtype: Any, offset: int) -> Any:
+    """Return values as an array that begins so many elements into its memory."""
+    room = np.zeros(values.size + offset, dtype)
+    room[offset:] = values.ravel().astype(dtype)
+    return room[offset:].reshape(values.shape)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
+def test_a_bad_value_is_found_wherever_it_is(source: str, target: str, bad: float) -> None:
+    arrays = [np.ones(size, TYPES[source]) for size in (1, 0, 37, 16)]
+    arrays.append(np.ones((9, 8), TYPES[source])[::2, 1::3])
+    for index, array in enumerate(arrays):
+        for place in range(array.size):
+            given = [x.copy() if x.flags.c_contiguous else np.ones((9, 8), TYPES[source])[::2, 1::3] for x in arrays]
+            given[index][np.unravel_index(place, array.shape)] = bad
+            made = [np.zeros(x.shape, TYPES[target]) for x in given]
+            assert unscale(given, made, 2.0, chunk=8) == 1, (index, place)
+
+
+@pytest.mark.parametrize("part", [1.0, 1j])
+def test_either_part_of_a_complex_number_may_be_bad(part: complex) -> None:
+    x = np.ones(5, np.complex64)
+    x[3] = part * np.float32(np.inf) if part == 1.0 else complex(1.0, np.inf)
+    assert unscale([x], [x], 2.0) == 1
+
+
+def test_a_cast_that_overflows_is_found() -> None:
+    for source, target, value in (("float32", "float16", 65520.0), ("float64", "float32", 1e39)):
+        x, made = np.array([value], TYPES[source]), np.zeros(1, TYPES[target])
+        assert unscale([x], [made], 1.0) == 1
+        assert unscale([x * x.dtype.type(0.25)], [made], 1.0) == 0
+    tiny = np.array([2.0], np.float32)
+    assert unscale([tiny], [tiny], 2.0**-126) == 0
+    tiny[0] = 8.0
+    assert unscale([tiny], [tiny], 2.0**-126) == 1
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"])
+def test_nvcc_compiles_the_kernels_without_a_warning(architecture: str, tmp_path: Path) -> None:
+    nvcc = require_program("nvcc")
+    command = [nvcc, "-std=c++17", f"-arch={architecture}", "-Werror", "all-warnings", "-cubin"]
+    made = tmp_path / "unscale.cubin"
+    finished = subprocess.run([*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert all(f"unscale_{source}_{target}".encode() in made.read_bytes() for source, target in PAIRS)

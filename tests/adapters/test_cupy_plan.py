@@ -1,0 +1,137 @@
+"""Plans of the CuPy adapter: which arrays go into one launch, what their rows say, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradscale import InvalidValueError
+from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Layout, plan, require_disjoint
+
+pytestmark = pytest.mark.numpy
+
+
+def dense(size: int, address: int = 4096, dtype: str = "float32", shape: tuple[int, ...] | None = None) -> Layout:
+    shape = (size,) if shape is None else shape
+    strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+    return Layout(address, shape, strides, dtype, np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize)
+
+
+def row(source: Layout, target: Layout | None = None) -> Any:
+    launches, others = plan([source], [target or source])
+    assert not others
+    return launches[0].table[0]
+
+
+def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
+    sources = [dense(1000, 4096 * k) for k in range(3000)] + [dense(10, 4096 * k, "float16") for k in range(50)]
+    targets = sources[:3000] + [dense(10, 4096 * k, "float32") for k in range(50)]
+    launches, others = plan(sources, targets)
+    assert [(one.kernel, len(one.table), one.chunks) for one in launches] == [
+        ("unscale_float32_float32", 3000, 3000),
+        ("unscale_float16_float32", 50, 50),
+    ]
+    assert others == []
+
+
+def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row() -> None:
+    sizes = [CHUNK, CHUNK + 1, 0, 1, 5 * CHUNK]
+    launches, _ = plan(*[[dense(size) for size in sizes]] * 2)
+    assert launches[0].first_chunks.tolist() == [0, 1, 3, 4, 9]
+    assert launches[0].table["size"].tolist() == [size for size in sizes if size]
+
+
+def test_nothing_but_empty_arrays_is_no_launch() -> None:
+    assert plan([dense(0)], [dense(0)]) == ([], [])
+    assert plan([], []) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "shape_and_strides",
+    [
+        ((3, 4, 5), (20, 5, 1)),
+        ((3, 4, 5), (1, 3, 12)),
+        ((4, 3, 5), (5, 20, 1)),
+        ((1, 60), (7, 1)),
+        ((60, 1, 1), (1, 99, -3)),
+        ((), ()),
+        ((1, 1), (5, 9)),
+    ],
+    ids=["C", "Fortran", "transposed", "one row", "ones", "0-d", "one element"],
+)
+def test_memory_without_gaps_is_read_in_its_own_order(shape_and_strides: Any) -> None:
+    made = row(Layout(4096, *shape_and_strides, "float32", 4))
+    assert made["dimensions"] == 0
+    assert made["size"] == np.prod(shape_and_strides[0], dtype=int)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dimensions"),
+    [
+        ((3, 4), (8, 1), 2),
+        ((3, 4), (8, 2), 1),
+        ((5,), (-1,), 1),
+        ((2, 3, 4), (24, 8, 2), 1),
+        ((2, 2, 4), (100, 8, 2), 2),
+    ],
+    ids=["rows apart", "every second", "reversed", "joined", "joined in part"],
+)
+def test_memory_with_gaps_is_walked_along_as_few_axes_as_there_are(
+    shape: tuple[int, ...], strides: tuple[int, ...], dimensions: int
+) -> None:
+    assert row(Layout(4096, shape, strides, "float32", 4))["dimensions"] == dimensions
+
+
+def test_two_orders_are_walked() -> None:
+    c, fortran = Layout(4096, (3, 4), (4, 1), "float16", 2), Layout(8192, (3, 4), (1, 3), "float32", 4)
+    made = row(c, fortran)
+    assert made["dimensions"] == 2
+    assert made["source_strides"][:2].tolist() == [4, 1]
+    assert made["target_strides"][:2].tolist() == [1, 3]
+
+
+def test_complex_numbers_are_pairs_of_their_parts() -> None:
+    made = row(dense(7, dtype="complex64"))
+    assert (made["size"], made["dimensions"]) == (14, 0)
+    apart = row(Layout(4096, (7,), (2,), "complex128", 16))
+    assert apart["shape"][:2].tolist() == [7, 2]
+    assert apart["source_strides"][:2].tolist() == [4, 1]
+
+
+def test_what_no_kernel_takes_is_left_to_the_pure_core() -> None:
+    axes = MOST_DIMENSIONS + 1
+    long = Layout(4096, (2,) * axes, tuple(3**axis for axis in reversed(range(axes))), "float32", 4)
+    sources = [dense(4), dense(4, dtype="float64"), long, dense(4, dtype="complex64")]
+    targets = [dense(4), dense(4, dtype="float16"), long, dense(4, dtype="complex128")]
+    launches, others = plan(sources, targets)
+    assert others == [1, 2, 3]
+    assert [len(one.table) for one in launches] == [1]
+
+
+def test_a_row_has_the_layout_that_the_kernel_reads() -> None:
+    assert ROW.itemsize == 224
+    offsets = [ROW.fields[name][1] for name in ROW.names]  # type: ignore[index,union-attr]
+    assert offsets == [0, 8, 16, 24, 32, 96, 160]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ([dense(4), dense(4)], "gradients 0 and 1, or what they are written to, share memory"),
+        ([dense(9), dense(2, 9000), dense(4, 4096 + 32)], "gradients 0 and 2"),
+        ([Layout(4096, (3,), (0,), "float32", 4)], "gradient 0, shape .* overlaps itself"),
+        ([dense(2), Layout(9000, (3, 3), (1, 1), "float32", 4)], "gradient 1, .* overlaps itself"),
+    ],
+    ids=["the same", "the end", "broadcast", "windows"],
+)
+def test_memory_that_would_be_divided_twice_is_refused(layouts: list[Layout], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        require_disjoint(layouts)
+
+
+def test_memory_that_only_interleaves_is_fine() -> None:
+    columns = [Layout(4096 + 4 * k, (100,), (3,), "float32", 4) for k in range(3)]
+    interleaved = [Layout(1 << 20, (2, 2), (3, 2), "float32", 4)]
+    require_disjoint([*columns, *interleaved, dense(0), dense(0), Layout(4096 + 1200, (4,), (-1,), "float32", 4)][:-1])

@@ -1,0 +1,272 @@
+"""A ``cupy`` over NumPy: what gradscale_cupy needs of it, with kernels that run on the host and two devices.
+
+It proves what the adapter asks for, in which order and on which device, and not that a GPU does it. Reading a value
+other than by ``get`` is an error here, so that every host read is seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import host_kernels
+import numpy as np
+import pytest
+
+__all__ = ["HostCupy", "installed"]
+
+_current = threading.local()
+_BLOCKS, _THREADS = 3, 5
+
+
+class Device:
+    """One of two devices; current in a ``with`` block."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.id: int = _device_id() if device is None else getattr(device, "id", device)
+        if self.id not in (0, 1):
+            msg = f"there is no device {self.id}"
+            raise ValueError(msg)
+        self.attributes = {"MultiProcessorCount": 2}
+
+    def __enter__(self) -> Device:
+        _current.stack = [*getattr(_current, "stack", []), self.id]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.stack = _current.stack[:-1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"<CUDA Device {self.id}>"
+
+
+def _device_id() -> int:
+    stack: list[int] = getattr(_current, "stack", [])
+    return stack[-1] if stack else 0
+
+
+class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array on a device; operations on arrays of two devices, and implicit reads, are errors."""
+
+    def __init__(self, x: Any, device: Device) -> None:
+        self._x = np.asarray(x)
+        self.device = device
+
+    @property
+    def data(self) -> Any:
+        """The memory."""
+
+        def copy_from_host_async(address: int, size: int, stream: Any) -> None:
+            assert stream.device_id == self.device.id
+            ctypes.memmove(self._x.ctypes.data, address, size)
+
+        return SimpleNamespace(ptr=self._x.ctypes.data, copy_from_host_async=copy_from_host_async)
+
+    def get(self) -> Any:
+        """Return a NumPy array: a host read."""
+        log.append(("read", self.device.id))
+        return self._x.copy()
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return _call(getattr(ufunc, method), inputs, options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _READS:
+            msg = f"implicit conversion to a host value: {name}"
+            raise AttributeError(msg)
+        found = getattr(self._x, name)
+        if callable(found):
+            return lambda *args, **options: _call(found, args, options, self.device)
+        return _wrapped(found, self.device) if isinstance(found, np.ndarray) else found
+
+    def __getitem__(self, key: Any) -> Any:
+        return _wrapped(self._x[_plain(key)], self.device)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        assert _devices(value) <= {self.device}
+        self._x[_plain(key)] = _plain(value)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __repr__(self) -> str:
+        return f"{self._x!r} on {self.device}"
+
+    def _refuse(self, *_: Any) -> Any:
+        msg = "implicit conversion to a host value"
+        raise TypeError(msg)
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __array__ = _refuse
+
+
+_READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
+
+log: list[tuple[Any, ...]] = []
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Ndarray):
+        return value._x
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def _devices(value: Any) -> set[Device]:
+    if isinstance(value, Ndarray):
+        return {value.device}
+    return set().union(*map(_devices, value)) if isinstance(value, (tuple, list)) else set()
+
+
+def _wrapped(value: Any, device: Device) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return Ndarray(value, device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_wrapped(one, device) for one in value)
+    return value
+
+
+def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home: Device | None = None) -> Any:
+    used = _devices(tuple(args)) | _devices(tuple(options.values())) | ({home} if home else set())
+    assert len(used) <= 1, f"{function} of arrays on {used}"
+    given = options.get("out")
+    with np.errstate(all="ignore"):
+        made = function(*map(_plain, args), **{name: _plain(value) for name, value in options.items()})
+    if given is not None:
+        return given[0] if isinstance(given, tuple) else given
+    return _wrapped(made, used.pop() if used else Device())
+
+
+class Stream:
+    """The stream of a device; it is its own."""
+
+    ptr = 0
+
+    def __init__(self, device_id: int) -> None:
+        self.device_id = device_id
+
+    def is_capturing(self) -> bool:
+        """Tell whether a graph is captured."""
+        return self.device_id in HostCupy.capturing
+
+    def wait_event(self, event: Event) -> None:
+        """Note that the stream waits."""
+        assert not self.is_capturing()
+        log.append(("wait", self.device_id, event.device_id))
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, **_options: bool) -> None:
+        self.device_id: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Note the stream."""
+        self.device_id = _device_id() if stream is None else stream.device_id
+
+
+class RawModule:
+    """The kernels, on the host."""
+
+    def __init__(self, code: str, options: tuple[str, ...]) -> None:
+        assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
+        assert all(option.startswith("-std=") for option in options)
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        """Return a kernel as CuPy calls it."""
+
+        def call(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            rows, first_chunks, count, chunk, scale, nonfinite = args
+            arrays = (rows, first_chunks, scale, nonfinite)
+            assert {x.device.id for x in arrays} == {_device_id()}
+            assert (type(count), type(chunk), grid[0] > 0, block) == (np.int32, np.int64, True, (256,))
+            assert (scale.dtype, nonfinite.dtype, first_chunks.dtype) == (np.float32, np.int32, np.int64)
+            pointers = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
+            sizes = (ctypes.c_int(int(count)), ctypes.c_longlong(int(chunk)))
+            # Fewer blocks and threads than are asked for do the same, more slowly.
+            kernel = getattr(host_kernels.library(), name)
+            blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
+            kernel(*pointers[:2], *sizes, *pointers[2:], blocks, threads)
+            log.append(("launch", name, _device_id(), int(count)))
+
+        return call
+
+
+class HostCupy(types.ModuleType):
+    """The module: NumPy's functions, on arrays of the current device."""
+
+    capturing: ClassVar[set[int]] = set()
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.__version__ = "14.0.0"
+        hidden = ("abs", "max", "min", "round")
+        self.__all__ = [name for name in np.__all__ if name not in hidden and not name.startswith("__")]
+        self.__path__: list[str] = []
+        self.ndarray = Ndarray
+        self.RawModule = RawModule
+        self.cuda = types.ModuleType("cupy.cuda")
+        self.cuda.Device, self.cuda.Event, self.cuda.Stream = Device, Event, Stream
+        self.cuda.get_current_stream = lambda device_id=-1: Stream(_device_id() if device_id < 0 else device_id)
+        self.cuda.alloc_pinned_memory = bytearray
+        self.cuda.device = types.ModuleType("cupy.cuda.device")
+        self.cuda.device.Device = Device
+        self.cuda.runtime = SimpleNamespace(getDeviceCount=lambda: 2)
+        self.log = log
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(np, name)
+        if isinstance(found, type) or not callable(found):
+            return found
+        return lambda *args, **options: _call(found, args, options)
+
+    def array(self, x: Any, dtype: Any = None, **options: Any) -> Any:
+        """Return a copy on the current device, also of an array of another one."""
+        made = np.array(_plain(x), dtype=dtype, **options)
+        return _wrapped(made, Device())
+
+    def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Any:
+        """Return an array of the current device: itself where it is one."""
+        if isinstance(x, Ndarray) and x.device == Device() and dtype in (None, x.dtype):
+            return x
+        return self.array(x, dtype, **options)
+
+
+@contextmanager
+def installed() -> Iterator[HostCupy]:
+    """Put the module in the place of CuPy, and forget all that was imported with it afterwards."""
+    module = HostCupy()
+    log.clear()
+    HostCupy.capturing = set()
+    replaced: dict[str, Any] = {"cupy.linalg": np.linalg, "cupy.fft": np.fft}
+    replaced |= {"cupy": module, "cupy.cuda": module.cuda, "cupy.cuda.device": module.cuda.device}
+    before = [name for name in sys.modules if _is_affected(name)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in before:
+            patch.delitem(sys.modules, name)
+        for name, value in replaced.items():
+            patch.setitem(sys.modules, name, value)
+        try:
+            yield module
+        finally:
+            for name in [name for name in sys.modules if _is_affected(name)]:
+                del sys.modules[name]
+
+
+def _is_affected(name: str) -> bool:
+    return name.startswith(("cupy", "gradscale_cupy", "array_api_compat.cupy"))
