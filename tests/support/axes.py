@@ -40,6 +40,7 @@ MODULES = {
     "cli": ("typer", "rich"),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
+    "cupy": ("cupy",),
 }
 
 # Programs, of which any will do.

@@ -1,0 +1,142 @@
+"""The CuPy adapter on a CUDA device: the pure core's bits, every place, streams, devices and captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+
+from gradscale import DynamicScale, GradScaler
+from gradscale.testing import check_backend
+
+pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
+
+SIZES = [1, 7, 1000, 1 << 20, (16 << 20) + 3]
+
+
+@pytest.fixture
+def cupy() -> Iterator[Any]:
+    """Return CuPy, on a machine with CUDA."""
+    cupy = require("cupy")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"gpu: CuPy finds no CUDA device: {error}")
+    if not count:
+        pytest.skip("gpu: CuPy finds no CUDA device")
+    yield cupy
+    cupy.cuda.Device().synchronize()
+
+
+@pytest.fixture
+def backend(cupy: Any) -> Any:  # noqa: ARG001
+    from gradscale_cupy.arrays import CupyBackend
+
+    return CupyBackend()
+
+
+def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
+    dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
+    check_backend(backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("offset", range(5))
+@pytest.mark.parametrize(("source", "target"), [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
+def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
+    cupy: Any, backend: Any, size: int, offset: int, source: str, target: str
+) -> None:
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    for place in {0, size // 3, size // 2, size - 1}:
+        x = cupy.ones(size + offset, dtype=source)[offset:]
+        x[place] = np.nan
+        out = x if source == target else cupy.zeros(size + 4 - offset, dtype=target)[4 - offset :]
+        _, nonfinite = backend.unscale([x], state, out=[out])
+        assert int(nonfinite) == 1
+        assert int(cupy.count_nonzero(out == 0.25)) == size - 1
+        assert bool(cupy.isnan(out[place]))
+
+
+def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, backend: Any) -> None:
+    rng = np.random.default_rng(0)
+    whole = [cupy.asarray(rng.standard_normal(int(n)), dtype=np.float32) for n in rng.integers(0, 5000, 3000)]
+    grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
+    expected = [cupy.asnumpy(x) * np.float32(0.25) for x in grads]
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    for _ in range(2):
+        _, nonfinite = backend.unscale(grads, state, out=grads)
+        assert int(nonfinite) == 0
+        for x, y in zip(grads, expected, strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(x), y)
+            x *= np.float32(4.0)
+
+
+def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) -> None:
+    grads = [cupy.ones(1 << 20, dtype=np.float32) for _ in range(8)]
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    backend.unscale(grads, state, out=grads)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stall = cupy.RawKernel(
+        'extern "C" __global__ void stall() { for (int k = 0; k < 200; ++k) __nanosleep(1000000); }', "stall"
+    )
+    with stream:
+        stall((1,), (1,), ())
+        backend.unscale(grads, state, out=grads)
+        backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
+        # A host that had waited would find the stream done.
+        assert not stream.done
+    stream.synchronize()
+
+
+def test_a_captured_graph_divides_and_judges_what_the_arrays_hold_then(cupy: Any, backend: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        grads = [cupy.ones(1000, dtype=np.float32), cupy.ones(7, dtype=np.float16)]
+        state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+        backend.unscale(grads, state, out=grads)
+        stream.synchronize()
+        stream.begin_capture()
+        _, nonfinite = backend.unscale(grads, state, out=grads)
+        graph = stream.end_capture()
+        for value, bad in ((8.0, 0), (float("inf"), 1), (16.0, 0)):
+            for grad in grads:
+                grad[...] = value
+            graph.launch(stream)
+            stream.synchronize()
+            assert int(nonfinite) == bad
+            assert all(float(grad[0]) == value / 4 for grad in grads)
+
+
+def test_devices_judge_for_each_other(cupy: Any, backend: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("gpu: CuPy finds one CUDA device, and two are needed")
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    for bad in range(2):
+        grads = []
+        for number in range(2):
+            with cupy.cuda.Device(number):
+                grads.append(cupy.asarray([1.0, np.nan if number == bad else 1.0], dtype=np.float32))
+        _, nonfinite = backend.unscale(grads, state, out=grads)
+        assert (nonfinite.device.id, int(nonfinite)) == (0, 1)
+
+
+def test_a_scaler_trains_on_a_device(cupy: Any) -> None:
+    class SGD:
+        def __init__(self) -> None:
+            self.parameter = cupy.zeros(2, dtype=np.float32)
+            self.grads: list[Any] = []
+
+        def step(self) -> None:
+            self.parameter -= self.grads[0]
+
+    scaler, optimizer = GradScaler(init_scale=8.0), SGD()
+    for bad in (False, True, False):
+        scale = scaler.scale(cupy.ones((), dtype=np.float32))
+        optimizer.grads = [cupy.asarray([1.0, np.inf if bad else 1.0], dtype=np.float32) * scale]
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert cupy.asnumpy(optimizer.parameter).tolist() == [-2.0, -2.0]
