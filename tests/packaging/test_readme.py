@@ -1,12 +1,13 @@
 """The README's code runs as it stands, and its commands are the ones that are tested."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from axes import require
+from axes import require, require_program
 from worlds import mpi_command, mpi_environment
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=r
 
 def test_every_block_of_python_is_run() -> None:
     assert {name for name, _ in BLOCKS} == {
-        *("mpi", "functional", "single", "adapter", "testing", "torch", "jax", "reports", "presets"),
+        *("mpi", "functional", "single", "adapter", "testing", "torch", "jax", "reports", "presets", "cupy"),
     }
     assert len(re.findall(r"```python", README)) == len(BLOCKS)
 
@@ -27,15 +28,24 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
     program = tmp_path / f"block_{name}.py"
     program.write_text(code)
     command = [sys.executable, str(program)]
+    environment = mpi_environment()
     if name in ("torch", "jax"):
         require(name)
+    if name == "cupy":
+        # Not on a GPU, but with the stand-in of the adapter's tests.
+        require_program("c++")
+        (tmp_path / "sitecustomize.py").write_text("import host_cupy\nkept = host_cupy.installed()\nkept.__enter__()\n")
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (tmp_path, ROOT / "tests" / "support")))
     if name == "mpi":
         require("mpi")
         command = mpi_command(2, program)
     completed = subprocess.run(
-        command, env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
+        command, env=environment, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
     )
     assert completed.returncode == 0, completed.stderr
+    if name == "cupy":
+        assert "[True, False, False]" in completed.stdout
+        assert "0.25" in completed.stdout
     if name == "mpi":
         printed = re.findall(r"\[(.*?)\]", completed.stdout)
         assert len(printed) == 2

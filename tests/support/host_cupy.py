@@ -60,6 +60,9 @@ def _device_id() -> int:
 class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array on a device; operations on arrays of two devices, and implicit reads, are errors."""
 
+    # By which the registry knows whose they are.
+    __module__ = "cupy"
+
     def __init__(self, x: Any, device: Device) -> None:
         self._x = np.asarray(x)
         self.device = device
