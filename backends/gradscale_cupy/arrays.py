@@ -10,7 +10,7 @@ import cupy
 
 from gradscale import ScaleState
 from gradscale.arithmetic import check_real_dtype, unscale_arrays
-from gradscale.errors import CallOrderError
+from gradscale.errors import CallOrderError, InvalidValueError
 from gradscale_cupy.launch import Prepared, prepare, run
 from gradscale_cupy.plan import layout_of, require_disjoint
 
@@ -87,7 +87,7 @@ class CupyBackend:
         Raises
         ------
         InvalidValueError
-            When arrays to be written share memory; nothing is modified.
+            When arrays to be written share memory, or are on other devices than their gradients; nothing is modified.
         CallOrderError
             When a stream is capturing a CUDA graph and these arrays were not unscaled before.
         """
@@ -147,6 +147,7 @@ class CupyBackend:
                     f"keep the same gradient arrays"
                 )
                 raise CallOrderError(msg)
+            _require_same_devices(sources, targets)
             layouts = [layout_of(x) for x in sources]
             written = layouts if in_place else [layout_of(x) for x in targets]
             require_disjoint(written)
@@ -157,6 +158,18 @@ class CupyBackend:
         while len(self._plans) > _MOST_PLANS:
             self._plans.popitem(last=False)
         return prepared
+
+
+def _require_same_devices(sources: Sequence[Array], targets: Sequence[Array]) -> None:
+    """Refuse to write to other devices than the gradients', whose memory a kernel may not reach."""
+    for source, target in zip(sources, targets, strict=True):
+        if source.device != target.device:
+            msg = (
+                f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} on "
+                f"{source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the context "
+                f"of that device"
+            )
+            raise InvalidValueError(msg)
 
 
 def _empty_for(grad: Array, dtype: Any) -> Array:

@@ -139,6 +139,14 @@ def test_shared_memory_is_refused_and_nothing_is_modified(cupy: Any, backend: An
     assert as_host(x).tolist() == [0.25] * 6
 
 
+def test_an_array_on_another_device_is_not_written_to(cupy: Any, backend: Any) -> None:
+    with cupy.cuda.Device(1):
+        away = cupy.zeros(2, dtype=np.float32)
+    with pytest.raises(InvalidValueError, match=r"got one of shape \(2,\) on <CUDA Device 0> for an array on .* 1>"):
+        backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), out=[away])
+    assert as_host(away).tolist() == [0.0, 0.0]
+
+
 def test_a_wrong_dtype_is_refused(cupy: Any, backend: Any) -> None:
     with pytest.raises(InvalidValueError, match="real floating dtype"):
         backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), dtype=np.int32)
