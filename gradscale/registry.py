@@ -24,7 +24,8 @@ GROUP = "gradscale.backends"
 
 # What to install for a library whose adapter comes with gradscale.
 _EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]", "torch": "gradscale[torch]"}
-_EXTRAS |= dict.fromkeys(("jax", "jaxlib"), "gradscale[jax]") | {"cupy": "gradscale[cupy]"}
+_EXTRAS |= dict.fromkeys(("jax", "jaxlib"), "gradscale[jax]")
+_EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "gradscale[cupy]")
 
 _GENERIC = GenericBackend()
 _backends: dict[type, Backend] = {}

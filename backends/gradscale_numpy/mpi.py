@@ -184,6 +184,9 @@ def _to_host(x: Array) -> NDArray[Any]:
     try:
         return np.from_dlpack(x)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+        if x.ndim == 1 and x.dtype == array_namespace(x).int32:
+            # Those of a device, such as CuPy's, do not become NumPy's by themselves.
+            return np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
         return np.asarray(x)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from axes import require
 from host_cupy import HostCupy, installed
 
 import gradscale
@@ -207,6 +208,21 @@ def test_a_scaler_knows_its_arrays_skips_an_overflow_and_reads_once_in_each_step
     assert scaler.get_scale() == 8.0
     assert optimizer.steps == 3
     assert as_host(optimizer.parameters[0]).tolist() == [-3.0, -3.0]
+
+
+@pytest.mark.mpi
+def test_an_mpi_communicator_carries_them_through_the_host(cupy: Any) -> None:
+    require("mpi")
+    from mpi4py import MPI
+
+    from gradscale.registry import collectives_for
+
+    collectives = collectives_for(MPI.COMM_SELF, 5.0)
+    with cupy.cuda.Device(1):
+        sent = cupy.array([3, -7, 2**31 - 1], dtype=np.int32)
+    found = collectives.start_max(sent)()
+    assert (type(found), found.device, found.dtype) == (type(sent), sent.device, np.int32)
+    assert as_host(found).tolist() == [3, -7, 2**31 - 1]
 
 
 def test_the_stand_in_sees_a_host_read_and_a_mix_of_devices(cupy: Any) -> None:

@@ -46,7 +46,7 @@ _OURS = (
     Component("mpi4py", ("mpi4py",), "gradscale[mpi]", ("mpi",), is_adapter=True),
     Component("torch", ("torch",), "gradscale[torch]", is_adapter=True),
     Component("jax", ("jax", "jaxlib"), "gradscale[jax]", ("jaxlib",), is_adapter=True),
-    Component("cupy", ("cupy",), "gradscale[cupy]", is_adapter=True),
+    Component("cupy", ("cupy",), "gradscale[cupy]", ("cupy_backends", "cupyx"), is_adapter=True),
     Component("fast", ("numba",), "gradscale[fast]", ("numba",)),
     Component("optax", ("optax",), "gradscale[optax]"),
     Component("flax", ("flax",), "gradscale[flax]"),
