@@ -268,8 +268,9 @@ def test_a_broken_state_dict_is_refused_and_changes_nothing(wrong: str) -> None:
 def test_bad_factors_are_refused_also_beside_a_policy(policy: Any, key: str, value: Any) -> None:
     scaler = GradScaler(policy=policy)
     before = scaler.state_dict()
-    # A static scale's own factors would be refused of any other policy, so the first that is wrong is named.
-    with pytest.raises(StateDictError, match=key if isinstance(policy, DynamicScale) else "growth_factor"):
+    # A static scale's own factors would be refused of any other policy, so of numbers the first that is wrong is named.
+    is_named = isinstance(policy, DynamicScale) or not (isinstance(value, (int, float)) and math.isfinite(value))
+    with pytest.raises(StateDictError, match=key if is_named else "growth_factor"):
         scaler.load_state_dict(before | {key: value})
     assert scaler.state_dict() == before
 
