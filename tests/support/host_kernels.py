@@ -6,6 +6,7 @@ import ctypes
 import functools
 import subprocess
 import tempfile
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from axes import require_program
 
 __all__ = ["SOURCE", "launch", "library"]
 
-SOURCE = Path(__file__).parents[2] / "backends" / "gradscale_cupy" / "unscale.cu"
+SOURCE = Path(str(resources.files("gradscale_cupy") / "unscale.cu"))
 
 
 @functools.cache
