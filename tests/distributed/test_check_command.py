@@ -232,7 +232,9 @@ def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
     completed = run([sys.executable, "-m", "gradscale", "check", "--timeout", "1"], **environment)
     assert completed.returncode == 1
     assert "gradscale: check: rank 1 of 2 (" in completed.stderr
-    assert "cannot join the group over torch: " in completed.stderr
+    # Torch tries again and gives up, or the command's own watch is the first to see that it takes too long.
+    said = ("cannot join the group over torch: ", "has not come out of the connection to the store in 3 s: some rank")
+    assert any(text in completed.stderr for text in said), completed.stderr
 
 
 def test_without_a_launcher_the_usage_error_names_both_commands() -> None:
