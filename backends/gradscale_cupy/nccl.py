@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +23,7 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
+from gradscale.polling import poll
 from gradscale.protocols import Array
 
 with warnings.catch_warnings():
@@ -35,8 +34,6 @@ with warnings.catch_warnings():
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "Pending", "backend"]
 
 # Seconds. The device has nothing to do while the host sleeps longer than the answer takes.
-_YIELDING = 2e-3
-_SHORTEST_PAUSE = 5e-5
 _LONGEST_PAUSE = 2e-4
 # NCCL's own end of a communicator may wait for ranks that are gone.
 _ABORTING = 10.0
@@ -44,8 +41,6 @@ _ABORTING = 10.0
 _NOT_READY = 600  # cudaErrorNotReady
 _PER_THREAD = 2  # cudaStreamPerThread, which is another stream in another thread
 _ON_DEVICE = frozenset({2, 10, 13})  # CUDA, ROCm and managed memory, in DLPack
-
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 # Why a communicator can no longer be used. It is kept, since freeing one that could not be aborted would wait.
 _given_up: dict[Any, str] = {}
@@ -227,22 +222,14 @@ class NCCLCollectives:
             raise
 
     def _poll(self, is_done: Callable[[], bool]) -> None:
-        begin = time.monotonic()
-        pause = _SHORTEST_PAUSE
-        while True:
+        def is_settled() -> bool:
             is_over = is_done()
             # Also of what is done: a communicator that has failed gives no answers.
             self._comm.check_async_error()
-            if is_over:
-                return
-            waited = time.monotonic() - begin
-            if waited > self._timeout:
-                raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
-            if waited < _YIELDING:
-                _give_way()
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+            return is_over
+
+        if not poll(is_settled, self._timeout, longest_pause=_LONGEST_PAUSE):
+            raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
 
     def _failure(self, error: Exception) -> BackendError:
         text = f"NCCL failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {_described(error)}"

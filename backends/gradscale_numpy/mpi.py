@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +13,13 @@ from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
+from gradscale.polling import poll
 from gradscale.protocols import Array
 
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
-# The first tests find an answer that is there already; then other ranks on this core get their turn; then the core
-# is left to them. Seconds, but for the first.
+# The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
-_YIELDING = 2e-3
-_SHORTEST_PAUSE = 5e-5
-_LONGEST_PAUSE = 1e-3
-
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 # What MPI still reads from and writes to: requests that are not done, also those that were given up or that nobody
 # asks for any more, with their buffers.
@@ -162,17 +155,8 @@ class MPICollectives:
         for _ in range(_BUSY_TESTS):
             if request.Test():
                 return
-        begin = time.monotonic()
-        pause = _SHORTEST_PAUSE
-        while not request.Test():
-            waited = time.monotonic() - begin
-            if waited > self._timeout:
-                raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
-            if waited < _YIELDING:
-                _give_way()
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+        if not poll(request.Test, self._timeout):
+            raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
 
     def _failure(self, error: MPI.Exception) -> BackendError:
         text = f"MPI failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {error}"

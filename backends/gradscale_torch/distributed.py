@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidValueError
+from gradscale.polling import poll
 from gradscale.protocols import Array
 from gradscale_torch import compact, groups
 
@@ -27,14 +26,9 @@ __all__ = ["Pending", "TorchCollectives"]
 _SLICE_SECONDS = 0.1
 _SLICE = timedelta(seconds=_SLICE_SECONDS)
 _SHORTEST_SLICE_SECONDS = 1e-3  # a timeout of 0 is none at all
-_YIELDING = 2e-3
-_SHORTEST_PAUSE = 5e-5
-_LONGEST_PAUSE = 1e-3
 # How much later than this timeout the library's own is, so that this one is what a user sees. It is also when ranks
 # that come late are told, for gloo then closes its connections.
 _LATER = 10.0
-
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 # What torch still reads and writes: work that is not done, also if it was given up or if nobody asks for it any more,
 # with its buffer and its group.
@@ -267,17 +261,8 @@ class TorchCollectives:
         work.wait()
 
     def _poll(self, work: Any) -> None:
-        begin = time.monotonic()
-        pause = _SHORTEST_PAUSE
-        while not work.is_completed():
-            waited = time.monotonic() - begin
-            if waited > self._timeout:
-                raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
-            if waited < _YIELDING:
-                _give_way()
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+        if not poll(work.is_completed, self._timeout):
+            raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
         work.wait()
 
 
