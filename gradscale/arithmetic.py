@@ -27,12 +27,15 @@ __all__ = [
     "PerDevice",
     "dtype_kind",
     "fingerprint",
+    "float32_bits",
     "has_float64",
     "inverse_factors",
     "kind_of",
     "multiply",
+    "multiply_arrays",
     "no_scalar",
     "reciprocal",
+    "sum_of_squares",
     "unscale_arrays",
 ]
 
@@ -151,7 +154,50 @@ def unscale_arrays(
         judged = xp.astype(stored, xp.float32) if kind_of(stored) is Kind.NARROW else stored
         bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(judged))), xp.int32)
         nonfinite = nonfinite + (bad if device(x) == home else to_device(bad, home))
-    return unscaled, state_xp.asarray(nonfinite)
+    return unscaled, no_scalar(state_xp, nonfinite)
+
+
+def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
+    """Return the sum of the squares of all elements; of complex ones, of both parts.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        Floating or complex, of the library of ``like``, on any devices.
+    like : array
+        On the device where the sum is wanted.
+
+    Returns
+    -------
+    array
+        0-d float64, or float32 where a device has no float64: that overflows for norms above 1.8e19. No host read.
+    """
+    xp, home = array_namespace(like), device(like)
+    total = xp.zeros((), dtype=_widest(xp, home), device=home)
+    for x in arrays:
+        parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
+        for part in parts:
+            wide = xp.astype(part, _widest(xp, device(x)))
+            square = no_scalar(xp, xp.sum(wide * wide))
+            square = square if device(x) == home else to_device(square, home)
+            total = no_scalar(xp, total + xp.astype(square, total.dtype))
+    return total
+
+
+def _widest(xp: Any, where: Any) -> Any:
+    return xp.float64 if has_float64(xp, where) else xp.float32
+
+
+def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
+    """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays. No host read."""
+    there = PerDevice(factor)
+    made = []
+    for x in arrays:
+        xp = array_namespace(x)
+        wide = xp.astype(x, xp.float32) if kind_of(x) is Kind.NARROW else x
+        product = multiply(xp, wide, there.on(x))
+        made.append(product if product.dtype == x.dtype else xp.astype(product, x.dtype))
+    return made
 
 
 def check_real_dtype(like: Array, dtype: Any) -> None:
@@ -184,8 +230,8 @@ def inverse_factors(scale: Array) -> tuple[Array, Array]:
     whole = reciprocal(scale)
     is_lost = whole == xp.zeros_like(whole)
     reduced = xp.where(is_lost, scale * quarter, one)
-    second = xp.where(is_lost, reciprocal(xp.asarray(reduced)), whole)
-    return xp.asarray(xp.where(is_lost, quarter, one)), xp.asarray(second)
+    second = xp.where(is_lost, reciprocal(no_scalar(xp, reduced)), whole)
+    return no_scalar(xp, xp.where(is_lost, quarter, one)), no_scalar(xp, second)
 
 
 def reciprocal(x: Array) -> Array:
@@ -195,9 +241,9 @@ def reciprocal(x: Array) -> Array:
     """
     xp = array_namespace(x)
     if not has_float64(xp, device(x)):
-        return xp.asarray(xp.full_like(x, 1.0) / x)
+        return no_scalar(xp, xp.full_like(x, 1.0) / x)
     wide = xp.astype(x, xp.float64)
-    return xp.asarray(xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
+    return no_scalar(xp, xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
 
 
 def has_float64(xp: Any, where: Any) -> bool:
@@ -217,11 +263,11 @@ def fingerprint(state: ScaleState) -> Array:
     The standard has no bit cast, so the bits are taken apart by exact arithmetic. Equal fingerprints mean equal states.
     """
     xp = array_namespace(state.scale)
-    fields = [_float32_bits(state.scale), *state[1:]]
-    return xp.stack([xp.asarray(field) for field in fields])
+    fields = [float32_bits(state.scale), *state[1:]]
+    return xp.stack([no_scalar(xp, field) for field in fields])
 
 
-def _float32_bits(x: Array) -> Array:
+def float32_bits(x: Array) -> Array:
     """Return the bits of a 0-d float32 that is normal and above zero, as int32."""
     xp = array_namespace(x)
     exponent = xp.zeros((), dtype=xp.int32, device=device(x))
@@ -234,7 +280,7 @@ def _float32_bits(x: Array) -> Array:
         x = xp.where(small, x * xp.full_like(x, 2.0**step), x)
         exponent = exponent - xp.where(small, xp.full_like(exponent, step), xp.zeros_like(exponent))
     mantissa = xp.astype((x - xp.full_like(x, 1.0)) * xp.full_like(x, 2.0**23), xp.int32)
-    return xp.asarray((exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + mantissa)
+    return no_scalar(xp, (exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + mantissa)
 
 
 def multiply(xp: Any, x: Array, factor: Array) -> Array:

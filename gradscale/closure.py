@@ -8,7 +8,7 @@ off and the closure called again, until the scale cannot fall or enough has been
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
@@ -79,7 +79,7 @@ class _Evaluation:
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
             self._progress.stage = Stage.READY
-            with self._scaler._inside_closure():
+            with _inside(self._scaler):
                 loss = self._closure(*args, **kwargs)
                 if self._progress.stage is Stage.READY:
                     self._scaler._unscale(self._optimizer, self._progress)
@@ -87,7 +87,7 @@ class _Evaluation:
             if not verdict.nonfinite:
                 self._completed += 1
                 return loss
-            if verdict.scale == previous_scale or not self._scaler._lower():
+            if verdict.scale == previous_scale or not _lower(self._scaler):
                 break
             previous_scale = verdict.scale
         # The scale is not to blame, so update() backs it off once, as for any overflow.
@@ -100,3 +100,23 @@ class _Evaluation:
             f"its parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
+
+
+@contextlib.contextmanager
+def _inside(scaler: GradScaler) -> Iterator[None]:
+    """Scale and unscale with the scale that closures have been lowered to in this iteration, if they have."""
+    scaler._closure_state = scaler._iteration.lowered
+    try:
+        yield
+    finally:
+        scaler._closure_state = None
+
+
+def _lower(scaler: GradScaler) -> bool:
+    """Back the scale off for the rest of this iteration's closures, and tell whether the policy does.
+
+    ``update`` makes it the scale.
+    """
+    state = scaler._iteration.lowered or scaler._iteration.state or scaler._current(None)
+    scaler._iteration.lowered = scaler._policy.backoff(state)
+    return scaler._iteration.lowered is not state

@@ -21,6 +21,7 @@ _SCALES = (1.0, 65536.0, 2.0**-10, 3.0, 2.0**127, validation.SMALLEST_NORMAL)
 _SWEPT = (65536.0, 3.0)
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1031,))
 _BAD = (math.inf, -math.inf, math.nan)
+_FACTORS = (1.0, 0.5, 0.3, 0.0)
 
 
 def _fail(what: str) -> NoReturn:
@@ -63,6 +64,11 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
                     _check_unscale(backend, state, values, wanted, "new arrays", scale)
                 _check_unscale(backend, state, values, None, "in place", scale)
                 _check_unscale(backend, state, values, None, "into float32", scale)
+            for values in _value_sets(xp, device, dtype, everywhere=False) if scale in _SWEPT else ():
+                if hasattr(backend, "unscale_with_squares"):
+                    _check_squares(backend, state, values)
+                if hasattr(backend, "multiply_in_place"):
+                    _check_multiplication(backend, state, values)
 
 
 def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
@@ -162,6 +168,44 @@ def _check_unscale(
     if how != "in place" and not _same(backend, given, values):
         index = _first_other(backend, given, values)
         _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
+
+
+def _check_squares(backend: Any, state: ScaleState, values: list[Array]) -> None:
+    """Check the optional ``unscale_with_squares`` against ``unscale``, and its sum against the pure one."""
+    xp = array_namespace(state.scale)
+    for how in ("new arrays", "in place", "into float32"):
+        given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
+        outs = {"new arrays": (None, None), "in place": (given, other)}.get(how) or tuple(
+            [_single_like(x) for x in given] for _ in range(2)
+        )
+        expected, expected_count = backend.unscale(given, state, out=outs[0])
+        got, count, squares = backend.unscale_with_squares(other, state, out=outs[1])
+        case = f"unscale_with_squares of {values!r}, scale {state.scale!r}, {how}"
+        if _host(backend, count) != _host(backend, expected_count) or not _same(backend, got, expected):
+            _fail(f"{case}: must do what unscale does, {expected!r} and {expected_count!r}, got {got!r} and {count!r}")
+        wanted = arithmetic.sum_of_squares(expected, state.scale)
+        if squares.shape != () or squares.dtype != wanted.dtype:
+            _fail(f"{case}: the sum must be 0-d {wanted.dtype}, got {squares!r}")
+        both_bad = xp.logical_not(xp.logical_or(xp.isfinite(squares), xp.isfinite(wanted)))
+        # The elements are summed in another order.
+        rounding = wanted * xp.full_like(wanted, 1e-12 if wanted.dtype != xp.float32 else 1e-4)
+        is_near = xp.logical_and(squares - wanted <= rounding, wanted - squares <= rounding)
+        if not _host(backend, xp.astype(xp.logical_or(both_bad, is_near), xp.int32)):
+            _fail(f"{case}: the sum must be {wanted!r}, got {squares!r}")
+
+
+def _check_multiplication(backend: Any, state: ScaleState, values: list[Array]) -> None:
+    """Check the optional ``multiply_in_place`` against the pure form."""
+    xp = array_namespace(state.scale)
+    for factor in _FACTORS:
+        arrays = [xp.asarray(value, copy=True) for value in values]
+        by = xp.asarray(xp.full_like(state.scale, factor))
+        expected = arithmetic.multiply_arrays(values, by)
+        backend.multiply_in_place(arrays, by)
+        if not _same(backend, arrays, expected):
+            index = _first_other(backend, arrays, expected)
+            case = f"multiply_in_place by {factor} of {values[index]!r}"
+            _fail(f"{case}: must give {expected[index]!r}, got {arrays[index]!r}")
 
 
 def _single_like(x: Array) -> Array:

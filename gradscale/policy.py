@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale import registry, validation
-from gradscale.arithmetic import has_float64
+from gradscale.arithmetic import has_float64, no_scalar
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.protocols import Array
 from gradscale.state import ScaleState
@@ -249,7 +249,7 @@ class DynamicScale(BoundedScale):
             return None
         xp = array_namespace(state.scale)
         at_min = state.scale <= xp.full_like(state.scale, self.min_scale)
-        return xp.asarray(xp.logical_and(at_min, self._backoff_due(xp, state)))
+        return no_scalar(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
 
     def _backoff_due(self, xp: Any, state: ScaleState) -> Array:
         """Return a 0-d bool: would an overflow now be one too many."""
@@ -327,7 +327,7 @@ def _first_state(scale: float, like: Array) -> ScaleState:
 def new_state(xp: Any, *fields: Array) -> ScaleState:
     """Return a state of fields that may be scalars."""
     # NumPy's operators return scalars for 0-d arrays.
-    return ScaleState(*(xp.asarray(field) for field in fields))
+    return ScaleState(*(no_scalar(xp, field) for field in fields))
 
 
 def overflow_flag(nonfinite: Array, like: Array) -> Array:
@@ -351,7 +351,7 @@ def is_reached(xp: Any, tolerance: float, overflow_tracker: Array, rescale_track
     """Return a 0-d bool: would one more overflow make them this fraction of the steps since the last change."""
     overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
     steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
-    return xp.asarray(overflows / steps >= xp.full_like(steps, tolerance))
+    return no_scalar(xp, overflows / steps >= xp.full_like(steps, tolerance))
 
 
 def times(xp: Any, scale: Array, factor: float) -> Array:

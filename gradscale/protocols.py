@@ -21,9 +21,16 @@ class Backend(Protocol):
     Registered in the entry-point group ``gradscale.backends`` under the top-level module of the array type.
     Hold it to :func:`gradscale.testing.check_backend`.
 
-    An adapter may have two members more. ``summarize(arrays)`` counts what floating arrays hold, faster than
-    :func:`gradscale.diagnosis.summarize_arrays` and to the same numbers; ``refuse_tracing(what)`` raises in a function
-    that is compiled, where a scaler's scale would become a constant.
+    An adapter may have more members, each found by its name:
+
+    - ``summarize(arrays)`` counts what floating arrays hold, faster than
+      :func:`gradscale.diagnosis.summarize_arrays` and to the same numbers;
+    - ``unscale_with_squares`` takes what ``unscale`` takes, and returns as a third thing the sum of the squares of all
+      unscaled elements, 0-d float64 (float32 where there is none) on the state's device, from the same pass;
+    - ``multiply_in_place(arrays, factor)`` multiplies arrays that ``unscale`` has returned by a 0-d float32 of at most
+      1, to the bits of :func:`gradscale.arithmetic.multiply_arrays`;
+    - ``start_read(x)`` begins what ``read`` does, without making the host wait, and returns what finishes it;
+    - ``refuse_tracing(what)`` raises in a function that is compiled, where a scaler's scale would become a constant.
     """
 
     name: str

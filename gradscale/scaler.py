@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
 
 from gradscale import agreement, ops, tree
 from gradscale.agreement import Verdict
+from gradscale.clipping import Clip, Clipping, NormOver, unscale_with_squares
 from gradscale.closure import find_closure, step_with_closure
-from gradscale.diagnosing import Diagnosing
 from gradscale.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -31,7 +30,7 @@ from gradscale.state import ScaleState
 __all__ = ["GradScaler"]
 
 
-class GradScaler(Diagnosing):
+class GradScaler(Clipping):
     """Scale losses, unscale gradients, skip steps with non-finite gradients, and adapt the scale.
 
     Per iteration: ``scale(loss)`` and the backward pass; for each optimizer ``unscale_(optimizer)`` if its gradients
@@ -138,11 +137,29 @@ class GradScaler(Diagnosing):
             self._remember_loss(leaves)
         return scaled
 
-    def unscale_(self, optimizer: Any) -> None:
+    def unscale_(
+        self, optimizer: Any, *, max_norm: float | None = None, norm_over: NormOver | None = None
+    ) -> Array | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
         Gradients are overwritten in place where their library can, else assigned. Over a group this starts the
-        agreement, which ``step`` finishes, so that gradient clipping overlaps with it. No host read.
+        agreement, which ``step`` finishes, so that gradient clipping overlaps with it.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Whose gradients.
+        max_norm : float, optional
+            Clip them to this global 2-norm, as torch's ``clip_grad_norm_`` does; also when disabled. A norm that is
+            not finite is an overflow.
+        norm_over : {"rank", "group"}, optional
+            Over a group: the norm of this rank's gradients, which all ranks hold; or of the parts of all ranks.
+
+        Returns
+        -------
+        array or None
+            With ``max_norm`` the norm before clipping, 0-d float32. No host read; two, and one all-reduce more, with
+            ``norm_over="group"``.
 
         Raises
         ------
@@ -150,16 +167,19 @@ class GradScaler(Diagnosing):
             When it was called already, or after ``step``, or before any ``scale``.
         InvalidTypeError
             When the object has no gradients, or something among them is no array.
+        InvalidValueError
+            For a ``max_norm`` that is negative, or over a group without ``norm_over``.
         """
+        clip = self._checked_clip(optimizer, max_norm, norm_over)
         if not self._enabled:
-            return
+            return None if clip is None else self._clip_unscaled(optimizer, clip)
         self._iteration.require_sound()
         progress = self._iteration.of(optimizer)
         if progress.stage is Stage.UNSCALED:
             self._iteration.wrong_order("unscale_() has already been called on this optimizer since the last update()")
         if progress.stage is Stage.STEPPED:
             self._iteration.wrong_order("unscale_() is being called after step() on this optimizer")
-        self._unscale(optimizer, progress)
+        return self._unscale(optimizer, progress, clip)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -303,8 +323,8 @@ class GradScaler(Diagnosing):
         """Return the state that gradients are scaled and unscaled with, made where ``like`` is if there is none yet."""
         return self._closure_state or self._iteration.state or self._current(like)
 
-    def _unscale(self, optimizer: Any, progress: Progress) -> None:
-        """Unscale the gradients in place, and start the agreement on them."""
+    def _unscale(self, optimizer: Any, progress: Progress, clip: Clip | None = None) -> Array | None:
+        """Unscale the gradients in place, clip them, start the agreement on them, and return their norm."""
         self._require_group()
         found, assign = collect_gradients(optimizer)
         what = f"gradient of {type(optimizer).__name__}"
@@ -320,15 +340,22 @@ class GradScaler(Diagnosing):
         out = chosen if master_dtype is None else None
         # Whatever fails from here on may have unscaled some gradients, but for a refusal of their kind.
         progress.stage = Stage.UNSCALED
-        progress.verdict = progress.finish = None
+        progress.verdict = progress.finish = norm = None
         try:
-            unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, out=out)
+            if clip is None:
+                unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, out=out)
+            else:
+                wanted = {"dtype": master_dtype, "out": out}
+                unscaled, nonfinite, squares = unscale_with_squares(backend, chosen, state, **wanted)
         except (InvalidTypeError, InvalidValueError):
             progress.stage = Stage.READY
             raise
+        if clip is not None:
+            unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, clip)
         if unscaled is not chosen:
             assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
         self._agree(progress, backend, state, nonfinite)
+        return norm
 
     def _agree(self, progress: Progress, backend: Backend, state: ScaleState, nonfinite: Array) -> None:
         """Start the agreement on a local verdict."""
@@ -370,21 +397,3 @@ class GradScaler(Diagnosing):
         overflow = self._diagnose_overflow(optimizer, progress) if verdict.nonfinite and self._diagnoses else None
         report = step_report(verdict, self._iteration.number, retries, overflow)
         self._record(optimizer, report)
-
-    @contextlib.contextmanager
-    def _inside_closure(self) -> Iterator[None]:
-        """Scale and unscale with the scale that closures have been lowered to in this iteration, if they have."""
-        self._closure_state = self._iteration.lowered
-        try:
-            yield
-        finally:
-            self._closure_state = None
-
-    def _lower(self) -> bool:
-        """Back the scale off for the rest of this iteration's closures, and tell whether the policy does.
-
-        ``update`` makes it the scale.
-        """
-        state = self._iteration.lowered or self._iteration.state or self._current(None)
-        self._iteration.lowered = self._policy.backoff(state)
-        return self._iteration.lowered is not state

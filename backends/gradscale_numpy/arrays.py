@@ -158,6 +158,28 @@ class NumpyBackend:
             ]
         return returned, np.asarray(self._unscale_all(sources, targets, inverse), dtype=np.int32)
 
+    def unscale_with_squares(
+        self,
+        grads: Sequence[NumpyArray],
+        state: ScaleState,
+        /,
+        *,
+        dtype: Any = None,
+        out: Sequence[NumpyArray] | None = None,
+    ) -> tuple[Sequence[NumpyArray], NumpyArray, NumpyArray]:
+        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
+        from gradscale_numpy import kernels
+
+        unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
+        return unscaled, nonfinite, np.asarray(kernels.sum_of_squares([np.asarray(x) for x in unscaled]))
+
+    def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> None:
+        """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written where it is 1."""
+        plain = [np.asarray(x) for x in arrays]
+        if factor != 1:
+            # What unscales multiplies by the reciprocal of the scale.
+            self._unscale_all(plain, plain, np.float32(factor))
+
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
     """Refuse arrays that share memory, part of which would be divided twice."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SMALL", "unscale_all", "unscale_one"]
+__all__ = ["SMALL", "sum_of_squares", "unscale_all", "unscale_one"]
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
@@ -110,6 +110,35 @@ def unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
         # One bad block decides, but every block is multiplied.
         finite = finite and _is_finite(out_block)
     return not finite
+
+
+def sum_of_squares(arrays: Sequence[Array]) -> float:
+    """Return the sum of the squares of all elements, computed in float64; of complex ones, of both parts.
+
+    Parameters
+    ----------
+    arrays
+        As the outs of `unscale_all`; left alone.
+    """
+    total = 0.0
+    small: dict[Any, list[Array]] = {}
+    with np.errstate(all="ignore"):
+        for array in arrays:
+            if array.size <= SMALL:
+                small.setdefault(array.dtype, []).append(array)
+                continue
+            flat = _parts(array) if array.dtype.kind == "c" else array
+            total += sum(_square(block) for block, _ in _blocks(flat, flat))
+        for group in small.values():
+            for start in range(0, len(group), _BLOCK // SMALL):
+                gathered = np.concatenate(group[start : start + _BLOCK // SMALL], axis=None)
+                total += _square(_parts(gathered) if gathered.dtype.kind == "c" else gathered)
+    return total
+
+
+def _square(block: Array) -> float:
+    wide = block.astype(_DOUBLE)
+    return float(np.multiply(wide, wide, wide).sum())
 
 
 def _unscale_gathered(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from gradscale import validation
 from gradscale.errors import InvalidValueError
 from gradscale_torch.gradients import Gathered, Groups, Parameters, group_tensors, kernel_view, local_tensor
 
 if TYPE_CHECKING:
     from gradscale_torch.distributed import TorchCollectives
 
-__all__ = ["checked_norm", "clip_factor", "clip_unscaled", "global_norm", "require_norm"]
+__all__ = ["clip_factor", "clip_unscaled", "global_norm", "require_norm"]
 
 Tensor = torch.Tensor
 
@@ -23,13 +22,6 @@ Tensor = torch.Tensor
 _EPSILON = 1e-6
 # Elements; smaller tensors are joined before their squares are summed, which costs less than a call for each.
 _SMALL = 1 << 14
-
-
-def checked_norm(max_norm: Any) -> float:
-    """Return a largest norm as a float: a number that is not negative, infinity included."""
-    if isinstance(max_norm, float) and max_norm == float("inf"):
-        return max_norm
-    return validation.number("max_norm", max_norm, at_least=0.0)
 
 
 def require_norm(optimizer: Any, parameters: Parameters, gathered: Gathered, groups: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 import gradscale
 from gradscale import registry
 from gradscale.agreement import Verdict, read_verdict
+from gradscale.clipping import checked_norm
 from gradscale.errors import InvalidValueError
 from gradscale.identity import IdentityMap
 from gradscale.iteration import Iteration, Progress, Stage
@@ -188,7 +189,7 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         InvalidTypeError
             When a parameter is no tensor.
         """
-        largest = None if max_norm is None else clipping.checked_norm(max_norm)
+        largest = None if max_norm is None else checked_norm(max_norm)
         if not self._enabled:
             return None if largest is None else self._clip_disabled(optimizer, largest)
         self._largest_norm, self._norm = largest, None
@@ -269,7 +270,7 @@ class TorchScaler(FusedSteps, Interchange, InPlaceState, HostSurface, torch.amp.
         parameters = self._known_parameters[optimizer] = parameters_of(optimizer)
         return parameters, gather(parameters, allow_fp16=allow_fp16)
 
-    def _unscale(self, optimizer: Any, progress: Progress) -> None:
+    def _unscale(self, optimizer: Any, progress: Progress, clip: Any = None) -> None:  # noqa: ARG002
         self._begin(optimizer, progress, allow_fp16=self._allow_fp16, unscales=True)
 
     def _check(self, optimizer: Any, progress: Progress) -> None:

@@ -189,6 +189,58 @@ def test_a_wrong_adapter_fails(arrays: Library, kind: type[Core]) -> None:
         check_backend(kind(arrays), arrays.asarray(0.0))
 
 
+class Clips(Core):
+    """Has the optional members for clipping, right ones."""
+
+    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+        arrays, count = self.unscale(grads, state, **options)
+        return arrays, count, gradscale.arithmetic.sum_of_squares(arrays, state.scale)
+
+    def multiply_in_place(self, arrays: Any, factor: Any) -> None:
+        arrays[:] = gradscale.arithmetic.multiply_arrays(arrays, factor)
+
+
+class SquaresWhatIsScaled(Clips):
+    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+        squares = gradscale.arithmetic.sum_of_squares(grads, state.scale)
+        return *self.unscale(grads, state, **options), squares
+
+
+class SquaresInSingle(Clips):
+    def unscale_with_squares(self, *args: Any, **options: Any) -> Any:
+        arrays, count, squares = super().unscale_with_squares(*args, **options)
+        return arrays, count, self.arrays.xp.astype(squares, self.arrays.xp.float32)
+
+
+class MissesAnArray(Clips):
+    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+        arrays, count, _ = super().unscale_with_squares(grads, state, **options)
+        return arrays, count, gradscale.arithmetic.sum_of_squares(arrays[:-1], state.scale)
+
+
+class ForgetsToUnscale(Clips):
+    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+        _, count, squares = super().unscale_with_squares(grads, state, **options)
+        return list(grads), count, squares
+
+
+class MultipliesTwice(Clips):
+    def multiply_in_place(self, arrays: Any, factor: Any) -> None:
+        super().multiply_in_place(arrays, factor)
+        super().multiply_in_place(arrays, factor)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [SquaresWhatIsScaled, SquaresInSingle, MissesAnArray, ForgetsToUnscale, MultipliesTwice],
+    ids=lambda kind: kind.__name__,
+)
+def test_an_adapter_that_clips_wrongly_fails(strict: Library, kind: type[Clips]) -> None:
+    check_backend(Clips(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
+    with pytest.raises(AssertionError, match=r"^(unscale_with_squares|multiply_in_place) "):
+        check_backend(kind(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
+
+
 @pytest.mark.parametrize("kind", [TakesSubnormalsForZero, MissesTheLastElement], ids=lambda kind: kind.__name__)
 def test_an_adapter_that_summarizes_wrongly_fails(arrays: Library, kind: type[Core]) -> None:
     with pytest.raises(AssertionError, match=r"^summarize of "):

@@ -12,7 +12,7 @@ from libraries import Library
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic, diagnosis, presets
+from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic, clipping, diagnosis, presets
 from gradscale.testing import run_ranks
 
 # What the core may use of an array: every operator and attribute of the standard's array object.
@@ -158,6 +158,18 @@ def diagnose(library: Library, scaler: GradScaler) -> None:
         scaler.update()
 
 
+def clip(library: Library, scaler: GradScaler) -> None:
+    """Clip gradients of each kind, on two devices, to the norm of all ranks."""
+    away = library.asarray([1.0], device=library.xp.Device("device1"))
+    for dtype in ("float32", "float64", "complex64"):
+        optimizer = Tree([library.asarray([3.0, 4.0], dtype), away])
+        scaler.scale(library.asarray(1.0))
+        assert scaler.unscale_(optimizer, max_norm=1.0, norm_over="group") is not None
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.steps == 1
+
+
 def use_everything(library: Library) -> None:
     """Run all of the core that computes on arrays."""
     for policy in policies():
@@ -184,6 +196,14 @@ def test_a_diagnosis_asks_for_the_listed_functions_beside_and_no_others(strict: 
     run_ranks(2, lambda collectives: diagnose(strict, ShardedGradScaler(group=collectives, diagnose="on_overflow")))
     listed = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
     assert recorded.functions - listed == set(diagnosis.STANDARD_FUNCTIONS)
+    assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
+
+
+def test_clipping_asks_for_the_listed_functions_beside_and_no_others(strict: Library, recorded: Recorded) -> None:
+    clip(strict, GradScaler())
+    run_ranks(2, lambda collectives: clip(strict, ShardedGradScaler(group=collectives)))
+    listed = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
+    assert recorded.functions - listed == set(clipping.STANDARD_FUNCTIONS)
     assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
 
 
