@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -25,13 +24,11 @@ from gradscale.errors import (
 )
 from gradscale.polling import poll
 from gradscale.protocols import Array
-
-with warnings.catch_warnings():
-    # CuPy warns where the library is missing; here that is an error of whoever needs it.
-    warnings.simplefilter("ignore")
-    from cupy.cuda import nccl
+from gradscale_cupy.availability import nccl_module, nccl_package, require_device
 
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "Pending", "backend"]
+
+nccl = nccl_module()
 
 # Seconds. The device has nothing to do while the host sleeps longer than the answer takes.
 _LONGEST_PAUSE = 2e-4
@@ -67,7 +64,7 @@ class NCCLCollectives:
     Raises
     ------
     BackendNotAvailableError
-        When CuPy finds no NCCL library; names the package.
+        When CuPy finds no NCCL library, and names the package; or no device that it can use.
     InvalidTypeError
         For what is no communicator.
     InvalidValueError
@@ -199,6 +196,10 @@ class NCCLCollectives:
             raise
         except Exception as error:
             raise self._failure(error) from error
+        except BaseException as error:
+            # Between two steps; other ranks may be waiting for this one.
+            self._give_up(error)
+            raise
 
     def _require_usable(self) -> None:
         if self._comm in _given_up:
@@ -238,7 +239,9 @@ class NCCLCollectives:
         return failure
 
     def _give_up(self, error: BaseException) -> None:
-        """Abort the communicator, so that nothing on the device waits any more."""
+        """Abort the communicator, so that nothing on the device waits any more; once."""
+        if self._comm in _given_up:
+            return
         _given_up[self._comm] = repr(error)
         # In a thread, which may be left behind.
         aborted = _in_thread(self._comm.abort, self.device)
@@ -325,7 +328,9 @@ backend = NCCLGroupBackend()
 
 def _require_library() -> None:
     if not nccl.available:
-        package = f"nvidia-nccl-cu{runtime.runtimeGetVersion() // 1000}"
+        # Without a device, this library would not help.
+        require_device()
+        package = nccl_package(runtime.runtimeGetVersion())
         msg = f"CuPy finds no NCCL library, which its wheels do not bring: python -m pip install {package}"
         raise BackendNotAvailableError(msg)
 

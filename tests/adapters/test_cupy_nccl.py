@@ -206,12 +206,27 @@ def test_a_refusal_of_nccls_is_raised_with_its_text(fake: SimpleNamespace, monke
 @pytest.mark.parametrize("connects", [False, True], ids=["waiting", "connecting"])
 def test_ctrl_c_ends_the_wait_and_aborts(fake: SimpleNamespace, connects: bool) -> None:
     collectives, comm = alone(fake, World(2, connects=connects), math.inf)
-    threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        while not comm.issued_on:
+            time.sleep(1e-3)
+        time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         collectives.start_max(vector(fake, [1]))()
     assert comm.aborts == 1
     with pytest.raises(BackendError, match="KeyboardInterrupt"):
         collectives.start_max(vector(fake, [1]))
+
+
+def test_ctrl_c_before_the_wait_aborts_as_well(fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    collectives, comm = alone(fake, World(2, connects=True), math.inf)
+    monkeypatch.setattr(collectives, "_wait", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        collectives.start_max(vector(fake, [1]))
+    assert comm.aborts == 1
 
 
 def test_an_abort_that_hangs_does_not_hide_the_error(fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +387,7 @@ def test_a_destroyed_communicator_is_refused(fake: SimpleNamespace) -> None:
 def test_a_missing_library_is_named_with_its_package(fake: SimpleNamespace, version: int, package: str) -> None:
     comm = World(1).communicators()[0]
     fake.cupy.nccl.available = False
-    fake.cupy.runtime.runtimeGetVersion = lambda: version
+    vars(fake.cupy.runtime).update(runtimeGetVersion=lambda: version, getDeviceCount=lambda: 1)
     with pytest.raises(BackendNotAvailableError, match=f"python -m pip install {package}$"):
         fake.nccl.NCCLCollectives(comm, 1.0)
 

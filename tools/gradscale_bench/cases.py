@@ -11,19 +11,22 @@ import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradscale_bench.measure import Row
+from gradscale_bench.measure import NotOnThisMachineError, Row
 
 __all__ = ["Outcome", "case_names", "machine", "report", "run_cases", "use_one_thread"]
 
-_MODULES = ("unscaling", "agreement", "torch_scalers", "jax_scaling", "reports", "diagnosis")
+_MODULES = ("unscaling", "agreement", "torch_scalers", "jax_scaling", "cupy_unscaling", "reports", "diagnosis")
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 _DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
+# CuPy has one for each version of CUDA.
+_CUPY = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 # What brings a missing module; other modules are distributions of their own name.
 _SOURCES = {
     "numpy": "'gradscale[numpy]'",
     "mpi4py": "'gradscale[mpi]'",
     "mpich": "'gradscale[mpich]'",
     "torch": "'gradscale[torch]'",
+    "cupy": "'gradscale[cupy]'",
     "jax": "'gradscale[jax]'",
     "flax": "'gradscale[flax]'",
     "optax": "'gradscale[optax]'",
@@ -94,6 +97,8 @@ def run_cases(only: str, *, quick: bool, before: Callable[[str], None] | None = 
             yield Outcome(name, case(quick))
         except ModuleNotFoundError as error:
             yield Outcome(name, [], _explain(error))
+        except NotOnThisMachineError as error:
+            yield Outcome(name, [], str(error))
         except Exception as error:
             yield Outcome(name, [], f"{type(error).__name__}: {error}", failed=True)
 
@@ -118,12 +123,16 @@ def _explain(error: ModuleNotFoundError) -> str:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "missing"
+    for name, distributions in {**{name: (name,) for name in _DISTRIBUTIONS}, "cupy": _CUPY}.items():
+        versions[name] = next(filter(None, map(_version, distributions)), "missing")
     return versions
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def machine() -> str:

@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Call", "Row", "interleaved", "readable"]
+__all__ = ["Call", "NotOnThisMachineError", "Row", "by_the_clock", "interleaved", "readable"]
+
+
+class NotOnThisMachineError(Exception):
+    """A case needs what this machine lacks, such as a device; the text says what, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: ours against a peer's time or against a limit, in seconds or MiB.
+    """One line of the table: ours against a peer's time or against a limit, in seconds or MiB, or a count.
 
     Attributes
     ----------
@@ -29,9 +33,9 @@ class Row:
     ours, other : float
         The two numbers.
     unit : str
-        Theirs: "s" or "MiB".
+        Theirs: "s" or "MiB", or empty for counts.
     target : float or None
-        The largest ratio of the two that is good enough; None for a row that only informs.
+        The largest ratio of the two that is good enough, 0 where there must be none; None for a row that only informs.
     """
 
     case: str
@@ -51,14 +55,31 @@ class Row:
         return self.target is None or self.ratio <= self.target
 
 
-def interleaved(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Time every call once in each round, after one round to warm up, and return the median seconds of each."""
+def by_the_clock(run: Callable[[], object]) -> float:
+    """Return the seconds that a call takes the host."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def interleaved(
+    calls: Mapping[str, Call], rounds: int, timed: Callable[[Callable[[], object]], float] = by_the_clock
+) -> dict[str, float]:
+    """Time every call once in each round, after one round to warm up, and return the median seconds of each.
+
+    Parameters
+    ----------
+    calls : mapping
+        By name.
+    rounds : int
+        Rounds that count.
+    timed : callable, optional
+        Calls what it is given and returns the seconds; default: the host's.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            begin = time.perf_counter()
-            call.run()
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(timed(call.run))
             if call.reset is not None:
                 call.reset()
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 import gradscale
+from gradscale.errors import BackendNotAvailableError
 from gradscale_cli.components import Component, components, find
 from gradscale_cli.output import console, error_line, print_json, table
 
@@ -25,6 +26,8 @@ __all__ = ["Finding", "doctor", "examine"]
 _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL")
 # What is to be killed when the user interrupts.
 _running: set[subprocess.Popen[str]] = set()
+# How a traceback ends whose text names the remedy, such as a driver; another pip command would mislead.
+_SAYS_WHAT_TO_DO = f"{BackendNotAvailableError.__module__}.{BackendNotAvailableError.__name__}: "
 _STYLES = {"ok": "green", "broken": "bold red", "missing": "dim"}
 
 
@@ -41,7 +44,7 @@ class Finding:
     reason : str
         Why it is missing or broken.
     command : str
-        The pip command that may help; empty where there is none.
+        The pip command that may help; empty where there is none, or the reason says what to do.
     details : dict
         What was done with it, versions, devices.
     """
@@ -93,6 +96,8 @@ def examine(component: Component, timeout: float) -> Finding:
             return Finding(component.name, "broken", "its process ended before it was used", component.command)
         return Finding(component.name, "ok", details=details)
     reason = _last_line(errors) or f"its process ended with {_ending(process.returncode)}"
+    if reason.startswith(_SAYS_WHAT_TO_DO):
+        return Finding(component.name, "broken", reason.removeprefix(_SAYS_WHAT_TO_DO))
     return Finding(component.name, "broken", reason, component.command)
 
 

@@ -136,11 +136,34 @@ def _jax() -> Details:
     return _adapter("jax") | {"devices": [f"{device.platform}:{device.id}" for device in jax.devices()]}
 
 
+def _cupy() -> Details:
+    from cupy.cuda import runtime
+
+    from gradscale_cupy.availability import nccl_module, nccl_package, require_device, version_text
+
+    require_device()
+    details = _adapter("cupy")
+    names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+    built_for = runtime.runtimeGetVersion()
+    nccl = nccl_module()
+    nccl_text = f"missing, python -m pip install {nccl_package(built_for)}"
+    if nccl.available:
+        number = nccl.get_version()
+        nccl_text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return details | {
+        "devices": [f"cuda:{i} {name}" for i, name in enumerate(names)],
+        "driver": version_text(runtime.driverGetVersion()),
+        "runtime": version_text(built_for),
+        "nccl": nccl_text,
+    }
+
+
 _SPECIAL: dict[str, Callable[[], Details]] = {
     "numpy": _numpy,
     "mpi4py": _mpi4py,
     "torch": _torch,
     "jax": _jax,
+    "cupy": _cupy,
     "fast": _fast,
 }
 
