@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
+import numpy as np
 
 from gradscale import ScaleState
-from gradscale.arithmetic import check_real_dtype, unscale_arrays
+from gradscale.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
 from gradscale.errors import CallOrderError, InvalidValueError
-from gradscale_cupy.launch import Prepared, prepare, run
+from gradscale_cupy import launch
+from gradscale_cupy.availability import explained
+from gradscale_cupy.launch import Prepared, prepare
 from gradscale_cupy.plan import layout_of, require_disjoint
 
 __all__ = ["CupyBackend", "backend"]
@@ -26,6 +29,7 @@ _MOST_PLANS = 32
 class CupyBackend:
     """Fused unscale for CuPy arrays: one launch for each device and pair of dtypes, and no wait for a device.
 
+    The state's device is the current one, as CuPy wants it of whatever is computed with; gradients may be on others.
     The tables of addresses are kept for as long as the same memory comes again. Those that a CUDA graph has captured
     are kept for good, and with them the arrays.
     """
@@ -39,8 +43,39 @@ class CupyBackend:
 
     def read(self, x: Array, /) -> list[int]:
         """Return a 1-d int32 array as Python ints: waits for the current stream."""
-        values: list[int] = x.get().tolist()
+        with explained("the verdict was read"):
+            values: list[int] = x.get().tolist()
         return values
+
+    def start_read(self, x: Array, /) -> Callable[[], list[int]]:
+        """Begin to copy a 1-d int32 array to pinned memory of the host; calling what is returned waits for it.
+
+        Raises
+        ------
+        CallOrderError
+            When the array's stream is capturing a CUDA graph, in which the host cannot wait.
+        """
+        with x.device:
+            stream = cupy.cuda.get_current_stream()
+            if stream.is_capturing():
+                msg = (
+                    "the host reads nothing while a CUDA graph is captured, got an array whose stream is capturing: "
+                    "step outside of the graph, or agree over NCCL"
+                )
+                raise CallOrderError(msg)
+            sent = cupy.ascontiguousarray(x)
+            received = launch.empty_pinned(sent.size, np.int32)
+            sent.data.copy_to_host_async(received.ctypes.data, sent.nbytes, stream)
+            copied = cupy.cuda.Event(disable_timing=True)
+            copied.record(stream)
+
+        def finish() -> list[int]:
+            with explained("the verdict was read"):
+                copied.synchronize()
+            values: list[int] = received.tolist()
+            return values
+
+        return finish
 
     def placement(self, like: Array, /) -> Any:
         """Return the array's device."""
@@ -48,7 +83,8 @@ class CupyBackend:
 
     def example(self) -> Array:
         """Return a 0-d float32 array on the current device."""
-        return cupy.zeros((), dtype=cupy.float32)
+        with explained("an array was made on the current device"):
+            return cupy.zeros((), dtype=cupy.float32)
 
     def fingerprint(self, state: ScaleState, /) -> Array:
         """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
@@ -91,50 +127,109 @@ class CupyBackend:
         CallOrderError
             When a stream is capturing a CUDA graph and these arrays were not unscaled before.
         """
+        with explained("gradients were unscaled"):
+            targets, nonfinite, _ = self._unscale(grads, state, dtype, out, squares=False)
+        return targets, nonfinite
+
+    def unscale_with_squares(
+        self,
+        grads: Sequence[Array],
+        state: ScaleState,
+        /,
+        *,
+        dtype: Any = None,
+        out: Sequence[Array] | None = None,
+    ) -> tuple[Sequence[Array], Array, Array]:
+        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements from the same pass.
+
+        It is 0-d float64 on the state's device; in it the order of the elements depends on how the arrays are aligned,
+        and on nothing else.
+        """
+        with explained("gradients were unscaled"):
+            targets, nonfinite, squares = self._unscale(grads, state, dtype, out, squares=True)
+        with state.scale.device:
+            total = squares[0] if squares else cupy.zeros((), dtype=cupy.float64)
+            for more in squares[1:]:
+                total = total + more
+        return targets, nonfinite, total
+
+    def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> None:
+        """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1.
+
+        One launch for each device and dtype, which writes nothing where the factor is 1. No host read.
+        """
+        with explained("gradients were clipped"):
+            for device, indices in _by_device(arrays):
+                self._clip_there([arrays[index] for index in indices], factor, device)
+
+    def _clip_there(self, arrays: Sequence[Array], factor: Array, device: Any) -> None:
+        there = factor if device == factor.device else _moved(factor, device)
+        with device:
+            prepared = self._prepared(arrays, arrays)
+            launch.clip(prepared, there)
+            rest = [arrays[index] for index in prepared.others]
+            for target, values in zip(rest, multiply_arrays(rest, there), strict=True):
+                target[...] = values
+
+    def _unscale(
+        self, grads: Sequence[Array], state: ScaleState, dtype: Any, out: Sequence[Array] | None, *, squares: bool
+    ) -> tuple[Sequence[Array], Array, list[Array]]:
+        """Return the arrays, the verdict and, if asked, a sum of squares for each device, on the state's device."""
         if out is None:
             check_real_dtype(state.scale, dtype)
             targets: Sequence[Array] = [_empty_for(grad, dtype) for grad in grads]
         else:
             targets = out
         home = state.scale.device
-        by_device: dict[Any, list[int]] = {}
-        for index, grad in enumerate(grads):
-            by_device.setdefault(grad.device.id, []).append(index)
+        sums: list[Array] = []
         with home:
             nonfinite = cupy.zeros((), dtype=cupy.int32)
-        for number, indices in by_device.items():
-            device = cupy.cuda.Device(number)
+        for device, indices in _by_device(grads):
             sources, made = [grads[index] for index in indices], [targets[index] for index in indices]
-            if number == home.id:
-                with device:
-                    self._unscale_there(sources, made, state, nonfinite)
-                continue
             with device:
+                total = cupy.empty((), dtype=cupy.float64) if squares else None
+                if device == home:
+                    self._unscale_there(sources, made, state, nonfinite, total)
+                    sums += [] if total is None else [total]
+                    continue
                 found = cupy.zeros((), dtype=cupy.int32)
                 there = ScaleState(_moved(state.scale, device), *state[1:])
-                self._unscale_there(sources, made, there, found)
+                self._unscale_there(sources, made, there, found, total)
             with home:
                 cupy.add(nonfinite, _moved(found, home), out=nonfinite)
-        return targets, nonfinite
+            sums += [] if total is None else [_moved(total, home)]
+        return targets, nonfinite, sums
 
     def _unscale_there(
-        self, sources: Sequence[Array], targets: Sequence[Array], state: ScaleState, nonfinite: Array
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        state: ScaleState,
+        nonfinite: Array,
+        total: Array | None,
     ) -> None:
-        """Unscale arrays of the current device into arrays there, and add to a verdict there."""
+        """Unscale arrays of the current device into arrays there, and add to a verdict and a sum of squares there."""
         prepared = self._prepared(sources, targets)
-        run(prepared, state.scale, nonfinite)
+        if total is None:
+            launch.unscale(prepared, state.scale, nonfinite)
+        else:
+            launch.unscale_with_squares(prepared, state.scale, nonfinite, total)
         if prepared.others:
             rest = [targets[index] for index in prepared.others]
             made, bad = unscale_arrays([sources[index] for index in prepared.others], state, out=rest)
             for target, values in zip(rest, made, strict=True):
                 target[...] = values
             cupy.add(nonfinite, bad, out=nonfinite)
+            if total is not None:
+                cupy.add(total, sum_of_squares(rest, total), out=total)
 
     def _prepared(self, sources: Sequence[Array], targets: Sequence[Array]) -> Prepared:
         """Return the tables of these arrays: kept ones, where each lies where one has lain before."""
         in_place = all(source is target for source, target in zip(sources, targets, strict=True))
         arrays = sources if in_place else (*sources, *targets)
-        key = (in_place, *((x.data.ptr, x.shape, x.strides, x.dtype) for x in arrays))
+        # An address may have been another device's before.
+        device = cupy.cuda.Device().id
+        key = (device, in_place, *((x.data.ptr, x.shape, x.strides, x.dtype) for x in arrays))
         is_capturing = cupy.cuda.get_current_stream().is_capturing()
         if key in self._captured:
             return self._captured[key][0]
@@ -158,6 +253,14 @@ class CupyBackend:
         while len(self._plans) > _MOST_PLANS:
             self._plans.popitem(last=False)
         return prepared
+
+
+def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
+    """Return each device with the positions of its arrays."""
+    found: dict[int, list[int]] = {}
+    for index, array in enumerate(arrays):
+        found.setdefault(array.device.id, []).append(index)
+    return [(cupy.cuda.Device(number), indices) for number, indices in found.items()]
 
 
 def _require_same_devices(sources: Sequence[Array], targets: Sequence[Array]) -> None:

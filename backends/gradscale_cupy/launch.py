@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradscale_cupy.plan import CHUNK, Layout, plan
 
-__all__ = ["Prepared", "prepare", "run"]
+__all__ = ["Prepared", "clip", "empty_pinned", "prepare", "unscale", "unscale_with_squares"]
 
 Array = Any
 
@@ -23,14 +23,15 @@ _BLOCKS_EACH = 8
 
 
 class _Table(NamedTuple):
-    """One launch, with its table on the device, and the pinned memory that this is copied from."""
+    """One launch: its table on the device, the pinned memory that this is copied from, and a sum for each chunk."""
 
-    kernel: str
+    pair: str
     rows: Array
     first_chunks: Array
     arrays: int
     blocks: int
     pinned: tuple[NDArray[Any], ...]
+    squares: Array
 
 
 class Prepared(NamedTuple):
@@ -42,20 +43,23 @@ class Prepared(NamedTuple):
         One for each launch.
     others : list of int
         Which arrays no kernel takes.
+    squares : array
+        1-d float64: a sum of squares for each chunk of all tables.
     uploaded : cupy.cuda.Event
         When the tables are there.
     """
 
     tables: list[_Table]
     others: list[int]
+    squares: Array
     uploaded: Any
 
 
 @functools.cache
-def _module() -> Any:
+def _module(*, clips: bool) -> Any:
     """Return the kernels, compiled for each device when they are first called there, and cached on disk by CuPy."""
     source = resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
-    return cupy.RawModule(code=source, options=("-std=c++17",))
+    return cupy.RawModule(code=source, options=("-std=c++17", f"-DGRADSCALE_CLIPPING={int(clips)}"))
 
 
 @functools.cache
@@ -73,21 +77,29 @@ def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
     """
     launches, others = plan(sources, targets)
     most_blocks = _BLOCKS_EACH * _multiprocessors(cupy.cuda.Device().id)
-    tables = []
+    squares = cupy.empty(sum(launch.chunks for launch in launches), cupy.float64)
+    tables: list[_Table] = []
+    begin = 0
     for launch in launches:
         host = (_pinned(launch.table.view(np.uint8)), _pinned(launch.first_chunks))
         rows, first_chunks = (_upload(x) for x in host)
         blocks = min(launch.chunks, most_blocks)
-        tables.append(_Table(launch.kernel, rows, first_chunks, len(launch.table), blocks, host))
+        sums = squares[begin : begin + launch.chunks]
+        tables.append(_Table(launch.pair, rows, first_chunks, len(launch.table), blocks, host, sums))
+        begin += launch.chunks
     uploaded = cupy.cuda.Event(disable_timing=True)
     uploaded.record()
-    return Prepared(tables, others, uploaded)
+    return Prepared(tables, others, squares, uploaded)
+
+
+def empty_pinned(size: int, dtype: Any) -> NDArray[Any]:
+    """Return a 1-d array in memory of the host that a device reads and writes by itself, while the host goes on."""
+    memory = cupy.cuda.alloc_pinned_memory(size * np.dtype(dtype).itemsize)
+    return np.frombuffer(memory, dtype, size)
 
 
 def _pinned(x: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy in memory that the device reads by itself, while the host goes on."""
-    memory = cupy.cuda.alloc_pinned_memory(x.nbytes)
-    made: NDArray[Any] = np.frombuffer(memory, x.dtype, x.size).reshape(x.shape)
+    made = empty_pinned(x.size, x.dtype)
     made[...] = x
     return made
 
@@ -99,8 +111,8 @@ def _upload(x: NDArray[Any]) -> Array:
     return made
 
 
-def run(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
-    """Launch on the current device and stream.
+def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
+    """Divide arrays by the scale, and judge them.
 
     Parameters
     ----------
@@ -111,11 +123,37 @@ def run(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
     nonfinite : array
         0-d int32 there; becomes 1 where something stored is not finite.
     """
-    stream = cupy.cuda.get_current_stream()
-    if not stream.is_capturing():
-        # They may have been sent on another stream. A graph cannot hold on to what lies outside of it.
-        stream.wait_event(prepared.uploaded)
+    _wait_for_tables(prepared)
     for table in prepared.tables:
-        kernel = _module().get_function(table.kernel)
-        sizes = (np.int32(table.arrays), np.int64(CHUNK))
-        kernel((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, scale, nonfinite))
+        _launch(f"unscale_{table.pair}", table, scale, nonfinite, clips=False)
+
+
+def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, total: Array) -> None:
+    """Do what ``unscale`` does, and store the sum of the squares of what is stored, in a 0-d float64."""
+    _wait_for_tables(prepared)
+    for table in prepared.tables:
+        _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares, clips=True)
+    add = _module(clips=True).get_function("add_squares")
+    add((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
+
+
+def clip(prepared: Prepared, factor: Array) -> None:
+    """Multiply arrays prepared for work in place by a 0-d float32; nothing is written unless it is below 1."""
+    _wait_for_tables(prepared)
+    for table in prepared.tables:
+        _launch(f"clip_{table.pair.partition('_')[0]}", table, factor, clips=True)
+
+
+def _wait_for_tables(prepared: Prepared) -> None:
+    """Let the current stream wait for tables that may have been sent on another one."""
+    stream = cupy.cuda.get_current_stream()
+    # A graph cannot hold on to what lies outside of it.
+    if not stream.is_capturing():
+        stream.wait_event(prepared.uploaded)
+
+
+def _launch(kernel: str, table: _Table, *arguments: Array, clips: bool) -> None:
+    """Launch a kernel on the current device and stream."""
+    sizes = (np.int32(table.arrays), np.int64(CHUNK))
+    function = _module(clips=clips).get_function(kernel)
+    function((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, *arguments))

@@ -75,15 +75,15 @@ class Launch(NamedTuple):
 
     Attributes
     ----------
-    kernel : str
-        Its name in unscale.cu.
+    pair : str
+        The dtypes that are read and written, as the names of the kernels in unscale.cu end: ``"float16_float32"``.
     table : array
         1-d of ROW, a row for each array that holds an element.
     first_chunks : array
         1-d int64, one longer: how many chunks lie before each row, and at last how many there are.
     """
 
-    kernel: str
+    pair: str
     table: NDArray[Any]
     first_chunks: NDArray[np.int64]
 
@@ -119,28 +119,28 @@ def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUN
     rows: dict[str, list[tuple[Any, ...]]] = {}
     others = []
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        kernel = _kernel_for(source.dtype, target.dtype)
-        row = None if kernel is None else _row(source, target)
-        if kernel is None or row is None:
+        pair = _pair_of(source.dtype, target.dtype)
+        row = None if pair is None else _row(source, target)
+        if pair is None or row is None:
             others.append(index)
         elif row[2]:
-            rows.setdefault(kernel, []).append(row)
-    return [_launch(kernel, made, chunk) for kernel, made in rows.items()], others
+            rows.setdefault(pair, []).append(row)
+    return [_launch(pair, made, chunk) for pair, made in rows.items()], others
 
 
-def _kernel_for(source: str, target: str) -> str | None:
+def _pair_of(source: str, target: str) -> str | None:
     if source in _PARTS or target in _PARTS:
         if source != target:
             return None
         source = target = _PARTS[source]
-    return f"unscale_{source}_{target}" if target in KERNELS.get(source, ()) else None
+    return f"{source}_{target}" if target in KERNELS.get(source, ()) else None
 
 
-def _launch(kernel: str, rows: list[tuple[Any, ...]], chunk: int) -> Launch:
+def _launch(pair: str, rows: list[tuple[Any, ...]], chunk: int) -> Launch:
     table = np.array(rows, dtype=ROW)
     first_chunks = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(-(-table["size"] // chunk), out=first_chunks[1:])
-    return Launch(kernel, table, first_chunks)
+    return Launch(pair, table, first_chunks)
 
 
 def _row(source: Layout, target: Layout) -> tuple[Any, ...] | None:

@@ -1,11 +1,15 @@
-// The kernel of gradscale_cupy: divides many arrays by the scale in one launch, and judges what it stores.
+// The kernels of gradscale_cupy: divide many arrays by the scale in one launch, judge what they store, and clip it.
 //
-// CuPy compiles it when it is first needed, without headers; nvcc compiles it in CI; and the tests compile it as C++ for
-// the host, where a loop over the blocks and threads takes the place of a launch.
+// CuPy compiles them when they are first needed, without headers; nvcc compiles them in CI; and the tests compile them
+// as C++ for the host.
 //
-// One launch serves one pair of types. A table has a row for each array. An array is cut into chunks of as many elements
-// as the launch says, and `first_chunks` says how many chunks lie before each row, so that a block finds its array by
-// bisection. A chunk of dense arrays is read and written in 16 bytes at once, but for its ends.
+// One launch serves one pair of types. A table has a row for each array. An array is cut into chunks of as many
+// elements as the launch says, and `first_chunks` says how many chunks lie before each row, so that a block finds its
+// array by bisection. A chunk of dense arrays is read and written in 16 bytes at once, but for its ends.
+//
+// For clipping, other kernels store a sum of squares for each chunk while they divide, one more adds these up, always
+// in one order, and a last one multiplies what was stored. GRADSCALE_CLIPPING is 0 to compile the first kernels alone,
+// 1 for those of clipping; without it all are compiled.
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GRADSCALE_ON_DEVICE 1
@@ -42,35 +46,21 @@ static_assert(sizeof(Row) == 224, "plan.py writes rows of 224 bytes");
 struct Half { unsigned short bits; };
 struct BFloat { unsigned short bits; };
 
-GRADSCALE_FUNCTION unsigned int bits_of(float x) {
 #if GRADSCALE_ON_DEVICE
-    return __float_as_uint(x);
+GRADSCALE_FUNCTION unsigned int bits_of(float x) { return __float_as_uint(x); }
+GRADSCALE_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
+GRADSCALE_FUNCTION float float_of(unsigned int bits) { return __uint_as_float(bits); }
 #else
-    unsigned int bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-#endif
+template <typename To, typename From>
+inline To same_bits(From x) {
+    To made;
+    std::memcpy(&made, &x, sizeof made);
+    return made;
 }
-
-GRADSCALE_FUNCTION float float_of(unsigned int bits) {
-#if GRADSCALE_ON_DEVICE
-    return __uint_as_float(bits);
-#else
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
+inline unsigned int bits_of(float x) { return same_bits<unsigned int>(x); }
+inline unsigned long long bits_of(double x) { return same_bits<unsigned long long>(x); }
+inline float float_of(unsigned int bits) { return same_bits<float>(bits); }
 #endif
-}
-
-GRADSCALE_FUNCTION unsigned long long bits_of(double x) {
-#if GRADSCALE_ON_DEVICE
-    return (unsigned long long)__double_as_longlong(x);
-#else
-    unsigned long long bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-#endif
-}
 
 // Widening is exact.
 GRADSCALE_FUNCTION float widened(Half x) {
@@ -128,6 +118,9 @@ GRADSCALE_FUNCTION bool is_bad(BFloat x) { return (x.bits & 0x7F80u) == 0x7F80u;
 GRADSCALE_FUNCTION bool is_bad(float x) { return (bits_of(x) & 0x7F800000u) == 0x7F800000u; }
 GRADSCALE_FUNCTION bool is_bad(double x) { return (bits_of(x) >> 52 & 0x7FFu) == 0x7FFu; }
 
+// Packs that a thread reads before it waits for the first: memory has to be asked for more than there are threads.
+const int kInFlight = 4;
+
 // Elements that are read or written at once: as many as fit 16 bytes of the wider type.
 template <typename In, typename Out>
 struct Width {
@@ -139,24 +132,41 @@ struct alignas(sizeof(T) * N) Pack {
     T elements[N];
 };
 
-template <typename In, typename Out>
-GRADSCALE_FUNCTION bool unscale_one(const In* source, Out* target, float inverse) {
+// What a thread has found in what it has stored.
+struct Verdict {
+    bool bad = false;
+    template <typename Out>
+    GRADSCALE_FUNCTION void count(Out stored) { bad |= is_bad(stored); }
+};
+
+struct VerdictAndSquares {
+    bool bad = false;
+    double squares = 0.0;
+    template <typename Out>
+    GRADSCALE_FUNCTION void count(Out stored) {
+        bad |= is_bad(stored);
+        const double wide = (double)widened(stored);
+        squares += wide * wide;
+    }
+};
+
+template <typename In, typename Out, typename Found>
+GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse, Found& found) {
     const auto wide = widened(*source);
     Out stored;
     narrow(wide * (decltype(widened(In())))inverse, &stored);
     *target = stored;
-    return is_bad(stored);
+    found.count(stored);
 }
 
 // Elements from `begin` up to `end` of an array without gaps, of which this thread takes every `threads`-th pack.
-template <typename In, typename Out>
-GRADSCALE_FUNCTION bool unscale_dense(
-    const In* source, Out* target, Index begin, Index end, float inverse, int thread, int threads
+template <typename In, typename Out, typename Found>
+GRADSCALE_FUNCTION void unscale_dense(
+    const In* source, Out* target, Index begin, Index end, float inverse, int thread, int threads, Found& found
 ) {
     const int width = Width<In, Out>::value;
     typedef Pack<In, width> Sources;
     typedef Pack<Out, width> Targets;
-    bool bad = false;
     // The first element from which on both can be moved in packs; `end` where there is none.
     Index head = begin;
     while (head < end && head < begin + width &&
@@ -165,24 +175,32 @@ GRADSCALE_FUNCTION bool unscale_dense(
     }
     if (head == begin + width) head = end;
     const Index packs = (end - head) / width, tail = head + packs * width;
-    for (Index i = begin + thread; i < head; i += threads) bad |= unscale_one(source + i, target + i, inverse);
-    for (Index i = thread; i < packs; i += threads) {
-        const Sources read = *(const Sources*)(source + head + i * width);
+    for (Index k = begin + thread; k < head; k += threads) unscale_one(source + k, target + k, inverse, found);
+    const Sources* from = (const Sources*)(source + head);
+    Targets* to = (Targets*)(target + head);
+    const auto store = [&](Index i, const Sources& read) {
         Targets made;
         GRADSCALE_UNROLL
-        for (int k = 0; k < width; ++k) bad |= unscale_one(read.elements + k, made.elements + k, inverse);
-        *(Targets*)(target + head + i * width) = made;
+        for (int k = 0; k < width; ++k) unscale_one(read.elements + k, made.elements + k, inverse, found);
+        to[i] = made;
+    };
+    Index i = thread;
+    for (; i + (kInFlight - 1) * threads < packs; i += kInFlight * threads) {
+        Sources read[kInFlight];
+        GRADSCALE_UNROLL
+        for (int n = 0; n < kInFlight; ++n) read[n] = from[i + n * threads];
+        GRADSCALE_UNROLL
+        for (int n = 0; n < kInFlight; ++n) store(i + n * threads, read[n]);
     }
-    for (Index i = tail + thread; i < end; i += threads) bad |= unscale_one(source + i, target + i, inverse);
-    return bad;
+    for (; i < packs; i += threads) store(i, from[i]);
+    for (Index k = tail + thread; k < end; k += threads) unscale_one(source + k, target + k, inverse, found);
 }
 
-// The same of an array with gaps: the place of each element is computed from its number.
-template <typename In, typename Out>
-GRADSCALE_FUNCTION bool unscale_strided(
-    const Row& row, Index begin, Index end, float inverse, int thread, int threads
+// The same of an array with gaps, where the place of each element is computed from its number.
+template <typename In, typename Out, typename Found>
+GRADSCALE_FUNCTION void unscale_strided(
+    const Row& row, Index begin, Index end, float inverse, int thread, int threads, Found& found
 ) {
-    bool bad = false;
     for (Index i = begin + thread; i < end; i += threads) {
         Index left = i, from = 0, to = 0;
         for (int axis = (int)row.dimensions - 1; axis >= 0; --axis) {
@@ -191,9 +209,8 @@ GRADSCALE_FUNCTION bool unscale_strided(
             from += place * row.source_strides[axis];
             to += place * row.target_strides[axis];
         }
-        bad |= unscale_one((const In*)row.source + from, (Out*)row.target + to, inverse);
+        unscale_one((const In*)row.source + from, (Out*)row.target + to, inverse, found);
     }
-    return bad;
 }
 
 // The last row whose first chunk is not beyond `chunk`: rows without elements have none.
@@ -209,69 +226,172 @@ GRADSCALE_FUNCTION int row_of(const Index* first_chunks, int rows, Index chunk) 
 // Rounded once, and exact for powers of two. Above 2**126 it is subnormal, which is kept.
 GRADSCALE_FUNCTION float reciprocal(float scale) { return (float)(1.0 / (double)scale); }
 
-// What one thread of a block does; returns whether it has stored something that is not finite.
-template <typename In, typename Out>
-GRADSCALE_FUNCTION bool unscale_block(
-    const Row* table, const Index* first_chunks, int rows, Index chunk_size, float scale,
-    Index block, Index blocks, int thread, int threads
-) {
-    const float inverse = reciprocal(scale);
-    bool bad = false;
-    for (Index chunk = block; chunk < first_chunks[rows]; chunk += blocks) {
-        const int index = row_of(first_chunks, rows, chunk);
-        const Row& row = table[index];
-        const Index begin = (chunk - first_chunks[index]) * chunk_size;
-        const Index end = begin + chunk_size < row.size ? begin + chunk_size : row.size;
-        bad |= row.dimensions == 0
-            ? unscale_dense((const In*)row.source, (Out*)row.target, begin, end, inverse, thread, threads)
-            : unscale_strided<In, Out>(row, begin, end, inverse, thread, threads);
-    }
-    return bad;
-}
+// Which arrays are cut into which chunks, as plan.py has it.
+struct Table {
+    const Row* rows;
+    const Index* first_chunks;
+    int count;
+    Index chunk_size;
+};
 
-}  // namespace gradscale
+// What one thread of a block does to one chunk.
+template <typename In, typename Out, typename Found>
+GRADSCALE_FUNCTION void unscale_chunk(
+    const Table& table, Index chunk, float inverse, int thread, int threads, Found& found
+) {
+    const int index = row_of(table.first_chunks, table.count, chunk);
+    const Row& row = table.rows[index];
+    const Index begin = (chunk - table.first_chunks[index]) * table.chunk_size;
+    const Index end = begin + table.chunk_size < row.size ? begin + table.chunk_size : row.size;
+    if (row.dimensions == 0) {
+        unscale_dense((const In*)row.source, (Out*)row.target, begin, end, inverse, thread, threads, found);
+    } else {
+        unscale_strided<In, Out>(row, begin, end, inverse, thread, threads, found);
+    }
+}
 
 #if GRADSCALE_ON_DEVICE
 
-#define GRADSCALE_KERNEL(name, In, Out)                                                                        \
-    extern "C" __global__ void __launch_bounds__(256) name(                                                    \
-        const gradscale::Row* table, const gradscale::Index* first_chunks, int rows, gradscale::Index chunk_size, \
-        const float* scale, int* nonfinite                                                                     \
-    ) {                                                                                                        \
-        const bool bad = gradscale::unscale_block<In, Out>(                                                    \
-            table, first_chunks, rows, chunk_size, *scale, blockIdx.x, gridDim.x, threadIdx.x, blockDim.x      \
-        );                                                                                                     \
-        if (__syncthreads_or(bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);                                \
+// The sum over the threads of a block, in an order that is always the same; thread 0 gets it.
+GRADSCALE_FUNCTION double sum_of_block(double x) {
+    __shared__ double of_warps[32];
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_down_sync(0xFFFFFFFFu, x, distance);
+    // Of the chunk before, somebody may still be reading.
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < (int)blockDim.x / 32; ++warp) x += of_warps[warp];
     }
+    return x;
+}
+
+template <typename In, typename Out>
+GRADSCALE_FUNCTION void unscale_block(const Table& table, float factor, int* nonfinite) {
+    Verdict found;
+    for (Index chunk = blockIdx.x; chunk < table.first_chunks[table.count]; chunk += gridDim.x) {
+        unscale_chunk<In, Out>(table, chunk, factor, threadIdx.x, blockDim.x, found);
+    }
+    if (nonfinite != nullptr && __syncthreads_or(found.bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);
+}
+
+template <typename In, typename Out>
+GRADSCALE_FUNCTION void square_block(const Table& table, float factor, int* nonfinite, double* squares) {
+    bool bad = false;
+    for (Index chunk = blockIdx.x; chunk < table.first_chunks[table.count]; chunk += gridDim.x) {
+        VerdictAndSquares found;
+        unscale_chunk<In, Out>(table, chunk, factor, threadIdx.x, blockDim.x, found);
+        bad |= found.bad;
+        const double sum = sum_of_block(found.squares);
+        if (threadIdx.x == 0) squares[chunk] = sum;
+    }
+    if (__syncthreads_or(bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);
+}
+
+#define GRADSCALE_KERNEL extern "C" __global__ void __launch_bounds__(256)
+#define GRADSCALE_LAUNCH
+#define GRADSCALE_GRID
 
 #else
 
-#define GRADSCALE_KERNEL(name, In, Out)                                                                        \
-    extern "C" void name(                                                                                      \
-        const gradscale::Row* table, const gradscale::Index* first_chunks, int rows, gradscale::Index chunk_size, \
-        const float* scale, int* nonfinite, gradscale::Index blocks, int threads                               \
-    ) {                                                                                                        \
-        for (gradscale::Index block = 0; block < blocks; ++block) {                                            \
-            for (int thread = 0; thread < threads; ++thread) {                                                 \
-                const bool bad = gradscale::unscale_block<In, Out>(                                            \
-                    table, first_chunks, rows, chunk_size, *scale, block, blocks, thread, threads              \
-                );                                                                                             \
-                if (bad) *nonfinite = 1;                                                                       \
-            }                                                                                                  \
-        }                                                                                                      \
+// On the host, loops over the blocks and threads take the place of a launch.
+template <typename In, typename Out>
+void unscale_block(const Table& table, float factor, int* nonfinite, Index blocks, int threads) {
+    Verdict found;
+    for (Index block = 0; block < blocks; ++block) {
+        for (Index chunk = block; chunk < table.first_chunks[table.count]; chunk += blocks) {
+            for (int thread = 0; thread < threads; ++thread) {
+                unscale_chunk<In, Out>(table, chunk, factor, thread, threads, found);
+            }
+        }
     }
+    if (nonfinite != nullptr && found.bad) *nonfinite = 1;
+}
+
+template <typename In, typename Out>
+void square_block(const Table& table, float factor, int* nonfinite, double* squares, Index blocks, int threads) {
+    for (Index block = 0; block < blocks; ++block) {
+        for (Index chunk = block; chunk < table.first_chunks[table.count]; chunk += blocks) {
+            VerdictAndSquares found;
+            for (int thread = 0; thread < threads; ++thread) {
+                unscale_chunk<In, Out>(table, chunk, factor, thread, threads, found);
+            }
+            squares[chunk] = found.squares;
+            if (found.bad) *nonfinite = 1;
+        }
+    }
+}
+
+#define GRADSCALE_KERNEL extern "C" void
+#define GRADSCALE_LAUNCH , gradscale::Index blocks, int threads
+#define GRADSCALE_GRID , blocks, threads
 
 #endif
 
-GRADSCALE_KERNEL(unscale_float16_float16, gradscale::Half, gradscale::Half)
-GRADSCALE_KERNEL(unscale_float16_float32, gradscale::Half, float)
-GRADSCALE_KERNEL(unscale_float16_float64, gradscale::Half, double)
-GRADSCALE_KERNEL(unscale_bfloat16_bfloat16, gradscale::BFloat, gradscale::BFloat)
-GRADSCALE_KERNEL(unscale_bfloat16_float32, gradscale::BFloat, float)
-GRADSCALE_KERNEL(unscale_bfloat16_float64, gradscale::BFloat, double)
-GRADSCALE_KERNEL(unscale_float32_float16, float, gradscale::Half)
-GRADSCALE_KERNEL(unscale_float32_bfloat16, float, gradscale::BFloat)
-GRADSCALE_KERNEL(unscale_float32_float32, float, float)
-GRADSCALE_KERNEL(unscale_float32_float64, float, double)
-GRADSCALE_KERNEL(unscale_float64_float32, double, float)
-GRADSCALE_KERNEL(unscale_float64_float64, double, double)
+}  // namespace gradscale
+
+#define GRADSCALE_TABLE \
+    const gradscale::Row* rows, const gradscale::Index* first_chunks, int count, gradscale::Index chunk_size
+
+// Of each pair of a gradient's type and that of the array it is written to.
+#define GRADSCALE_PAIRS(kernel)                                                                                      \
+    kernel(float16, float16, gradscale::Half, gradscale::Half) kernel(float16, float32, gradscale::Half, float)       \
+    kernel(float16, float64, gradscale::Half, double) kernel(bfloat16, bfloat16, gradscale::BFloat, gradscale::BFloat) \
+    kernel(bfloat16, float32, gradscale::BFloat, float) kernel(bfloat16, float64, gradscale::BFloat, double)          \
+    kernel(float32, float16, float, gradscale::Half) kernel(float32, bfloat16, float, gradscale::BFloat)              \
+    kernel(float32, float32, float, float) kernel(float32, float64, float, double)                                    \
+    kernel(float64, float32, double, float) kernel(float64, float64, double, double)
+
+#if !defined(GRADSCALE_CLIPPING) || !GRADSCALE_CLIPPING
+
+#define GRADSCALE_UNSCALE(source, target, In, Out)                                                         \
+    GRADSCALE_KERNEL unscale_##source##_##target(                                                          \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite GRADSCALE_LAUNCH                               \
+    ) {                                                                                                    \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                            \
+        gradscale::unscale_block<In, Out>(table, gradscale::reciprocal(*scale), nonfinite GRADSCALE_GRID); \
+    }
+
+GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
+
+#endif
+#if !defined(GRADSCALE_CLIPPING) || GRADSCALE_CLIPPING
+
+#define GRADSCALE_SQUARE(source, target, In, Out)                                                                  \
+    GRADSCALE_KERNEL square_##source##_##target(                                                                   \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares GRADSCALE_LAUNCH                      \
+    ) {                                                                                                            \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                                    \
+        gradscale::square_block<In, Out>(table, gradscale::reciprocal(*scale), nonfinite, squares GRADSCALE_GRID); \
+    }
+
+GRADSCALE_PAIRS(GRADSCALE_SQUARE)
+
+// Gradients that need no clipping are not touched: neither by 1, nor by a factor that is not a number.
+#define GRADSCALE_CLIP(type, T)                                                                    \
+    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor GRADSCALE_LAUNCH) {          \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                    \
+        if (*factor < 1.0f) gradscale::unscale_block<T, T>(table, *factor, nullptr GRADSCALE_GRID); \
+    }
+
+GRADSCALE_CLIP(float16, gradscale::Half)
+GRADSCALE_CLIP(bfloat16, gradscale::BFloat)
+GRADSCALE_CLIP(float32, float)
+GRADSCALE_CLIP(float64, double)
+
+// One block adds up what the chunks have left.
+GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum GRADSCALE_LAUNCH) {
+    double mine = 0.0;
+#if GRADSCALE_ON_DEVICE
+    for (gradscale::Index chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) mine += squares[chunk];
+    mine = gradscale::sum_of_block(mine);
+    if (threadIdx.x == 0) *sum = mine;
+#else
+    for (int thread = 0; thread < threads * blocks; ++thread) {
+        for (gradscale::Index chunk = thread; chunk < chunks; chunk += threads * blocks) mine += squares[chunk];
+    }
+    *sum = mine;
+#endif
+}
+
+#endif

@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
 from host_cupy import HostCupy, installed
 
 import gradscale
 import gradscale.testing
-from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidValueError
+from gradscale import (
+    BackendError,
+    BackendNotAvailableError,
+    CallOrderError,
+    DynamicScale,
+    GradScaler,
+    InvalidValueError,
+)
 
 pytestmark = pytest.mark.numpy
 
@@ -91,6 +97,17 @@ def test_the_same_memory_is_planned_once(cupy: Any, backend: Any, monkeypatch: p
     for size in range(100):
         backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
     assert len(backend._plans) == arrays._MOST_PLANS
+
+
+def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, backend: Any) -> None:
+    memory = np.ones(8, np.float32)
+    for number in (0, 1, 0):
+        device = cupy.cuda.Device(number)
+        with device:
+            grad = cupy.ndarray(memory, device)
+            backend.unscale([grad], state_of(cupy), out=[grad])
+    assert launches(cupy) == [("unscale_float32_float32", number, 1) for number in (0, 1, 0)]
+    assert memory.tolist() == [0.25**3] * 8
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -176,6 +193,40 @@ def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: An
     assert prepared.tables
 
 
+class CUDADriverError(RuntimeError):
+    """As CuPy's: a status, and the text of CUDA."""
+
+    __module__ = "cupy_backends.cuda.api.driver"
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
+    cupy: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
+    backend.unscale(grads, state, out=grads)
+    cupy.cuda.runtime.driverGetVersion, cupy.cuda.runtime.runtimeGetVersion = (lambda: 12020), (lambda: 12090)
+    failure = [CUDADriverError(700, "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")]
+
+    def fail(*_: Any, **_options: Any) -> Any:
+        raise failure[0]
+
+    monkeypatch.setattr(cupy.RawModule, "get_function", fail)
+    for name, call in {
+        "gradients were unscaled": lambda: backend.unscale(grads, state, out=grads),
+        "gradients were clipped": lambda: backend.multiply_in_place(grads, state.scale),
+    }.items():
+        with pytest.raises(BackendError, match=rf"CUDA failed while {name}: CUDA_ERROR_ILLEGAL_ADDRESS: .*illegal"):
+            call()
+    monkeypatch.setattr(cupy, "zeros", fail, raising=False)
+    failure[0] = CUDADriverError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
+    with pytest.raises(BackendNotAvailableError, match=r"nvidia-smi -L.*\(cudaErrorNoDevice"):
+        backend.example()
+
+
 class SGD:
     """An optimizer of CuPy arrays."""
 
@@ -210,19 +261,22 @@ def test_a_scaler_knows_its_arrays_skips_an_overflow_and_reads_once_in_each_step
     assert as_host(optimizer.parameters[0]).tolist() == [-3.0, -3.0]
 
 
-@pytest.mark.mpi
-def test_an_mpi_communicator_carries_them_through_the_host(cupy: Any) -> None:
-    require("mpi")
-    from mpi4py import MPI
-
-    from gradscale.registry import collectives_for
-
-    collectives = collectives_for(MPI.COMM_SELF, 5.0)
+def test_a_copy_to_the_host_begins_without_a_wait_and_outlives_its_array(cupy: Any, backend: Any) -> None:
     with cupy.cuda.Device(1):
-        sent = cupy.array([3, -7, 2**31 - 1], dtype=np.int32)
-    found = collectives.start_max(sent)()
-    assert (type(found), found.device, found.dtype) == (type(sent), sent.device, np.int32)
-    assert as_host(found).tolist() == [3, -7, 2**31 - 1]
+        x = cupy.array([3, -7, 2**31 - 1, 5], dtype=np.int32)
+    cupy.log.clear()
+    finish = backend.start_read(x[::2])
+    del x
+    assert cupy.log == []
+    assert finish() == [3, 2**31 - 1]
+    assert cupy.log == [("read", 1)]
+
+
+def test_a_copy_to_the_host_is_refused_while_a_graph_is_captured(cupy: Any, backend: Any) -> None:
+    x = cupy.array([3], dtype=np.int32)
+    HostCupy.capturing = {0}
+    with pytest.raises(CallOrderError, match="the host reads nothing while a CUDA graph is captured"):
+        backend.start_read(x)
 
 
 def test_the_stand_in_sees_a_host_read_and_a_mix_of_devices(cupy: Any) -> None:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from axes import require_program
-from host_kernels import SOURCE, launch
+from host_kernels import SOURCE, add_squares, launch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +56,26 @@ def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 6
     """Plan and run launches over NumPy arrays; return how many found something that is not finite."""
     launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
     assert not others
-    return sum(launch(one.kernel, one.table, one.first_chunks, chunk, scale, **how) for one in launches)
+    verdicts = [np.zeros((), np.int32) for _ in launches]
+    for one, verdict in zip(launches, verdicts, strict=True):
+        factor = np.array(scale, np.float32)
+        launch(f"unscale_{one.pair}", one.table, one.first_chunks, chunk, factor, verdict, **how)
+    return sum(map(int, verdicts))
+
+
+def unscale_and_square(
+    sources: list[Any], targets: list[Any], scale: float, chunk: int, **how: int
+) -> tuple[int, float]:
+    """Do the same with the kernels that sum squares; return the verdicts' sum and that of the squares."""
+    launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
+    assert not others
+    verdict, sums = np.zeros((), np.int32), []
+    for one in launches:
+        # A chunk that is left out is seen.
+        sums.append(np.full(one.chunks, np.nan))
+        arguments = np.array(scale, np.float32), verdict, sums[-1]
+        launch(f"square_{one.pair}", one.table, one.first_chunks, chunk, *arguments, **how)
+    return int(verdict), add_squares(np.concatenate([np.zeros(0), *sums]))
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
@@ -124,7 +143,14 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
         rooms.append((room, room.copy(), y))
         expected.append(oracle(x, 3.0, target))
     how = {"blocks": data.draw(st.integers(1, 6)), "threads": data.draw(st.integers(1, 6))}
-    assert unscale(sources, targets, 3.0, data.draw(st.integers(1, 70), label="chunk"), **how) == 0
+    chunk = data.draw(st.integers(1, 70), label="chunk")
+    if data.draw(st.booleans(), label="squares"):
+        verdict, squares = unscale_and_square(sources, targets, 3.0, chunk, **how)
+        parts = [part.astype(np.float64) for x in expected for part in (x.real, x.imag)]
+        assert squares == pytest.approx(sum(float(np.sum(part * part)) for part in parts), rel=1e-12)
+        assert verdict == 0
+    else:
+        assert unscale(sources, targets, 3.0, chunk, **how) == 0
     for y, answer, (room, untouched, written) in zip(targets, expected, rooms, strict=True):
         assert_same_bits(np.ascontiguousarray(y), np.ascontiguousarray(answer))
         if not in_place:
@@ -149,7 +175,9 @@ def test_a_bad_value_is_found_wherever_it_is(source: str, target: str, bad: floa
             given = [x.copy() if x.flags.c_contiguous else np.ones((9, 8), TYPES[source])[::2, 1::3] for x in arrays]
             given[index][np.unravel_index(place, array.shape)] = bad
             made = [np.zeros(x.shape, TYPES[target]) for x in given]
-            assert unscale(given, made, 2.0, chunk=8) == 1, (index, place)
+            assert unscale([x.copy() for x in given], made, 2.0, chunk=8) == 1, (index, place)
+            verdict, squares = unscale_and_square(given, made, 2.0, chunk=8)
+            assert (verdict, np.isfinite(squares)) == (1, False), (index, place)
 
 
 @pytest.mark.parametrize("part", [1.0, 1j])
@@ -157,6 +185,43 @@ def test_either_part_of_a_complex_number_may_be_bad(part: complex) -> None:
     x = np.ones(5, np.complex64)
     x[3] = part * np.float32(np.inf) if part == 1.0 else complex(1.0, np.inf)
     assert unscale([x], [x], 2.0) == 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.3, 0.0, 1.5, np.nan])
+@pytest.mark.parametrize("dtype", [*plans.KERNELS, "complex64", "complex128"])
+def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, factor: float) -> None:
+    rng = np.random.default_rng(0)
+    shapes: list[tuple[int, ...]] = [(), (3,), (0,), (9, 8), (700,)]
+    arrays = [np.asarray(100 * rng.standard_normal(shape)).astype(TYPES[dtype]) for shape in shapes]
+    arrays.append(np.array([np.inf, -np.inf, np.nan, -0.0, 0.0], TYPES[dtype]))
+    arrays = [x[::2, 1::3] if x.shape == (9, 8) else x for x in arrays]
+    before = [x.copy() for x in arrays]
+    (one,), others = plans.plan([layout(x) for x in arrays], [layout(x) for x in arrays], 64)
+    assert not others
+    by = np.array(factor, np.float32)
+    launch(f"clip_{one.pair.partition('_')[0]}", one.table, one.first_chunks, 64, by)
+    for got, x in zip(arrays, before, strict=True):
+        # Dividing by the reciprocal is what the oracle does, where that is exact.
+        if factor < 1.0:
+            wide = x.astype(np.result_type(x, np.float32) if x.dtype != TYPES["bfloat16"] else np.float32)
+            with np.errstate(all="ignore"):
+                parts = np.stack([wide.real, wide.imag]) * wide.real.dtype.type(by)
+            x = parts[0] if x.dtype.kind != "c" else np.stack(list(parts), axis=-1).view(x.dtype)[..., 0]
+        assert_same_bits(np.ascontiguousarray(got), np.ascontiguousarray(x).astype(TYPES[dtype]))
+
+
+def test_the_order_of_the_sum_does_not_depend_on_the_blocks() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size) for size in (1000, 3, 0, 777)]
+    sums = {
+        unscale_and_square(arrays, [np.zeros_like(x) for x in arrays], 3.0, 64, blocks=blocks)[1]
+        for blocks in (1, 2, 5, 100)
+    }
+    assert len(sums) == 1
+
+
+def test_the_squares_of_nothing_are_zero() -> None:
+    assert unscale_and_square([], [], 2.0, 64) == (0, 0.0)
 
 
 def test_a_cast_that_overflows_is_found() -> None:
@@ -178,4 +243,6 @@ def test_nvcc_compiles_the_kernels_without_a_warning(architecture: str, tmp_path
     finished = subprocess.run([*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
-    assert all(f"unscale_{source}_{target}".encode() in made.read_bytes() for source, target in PAIRS)
+    names = [f"{kind}_{source}_{target}" for kind in ("unscale", "square") for source, target in PAIRS]
+    names += ["add_squares", *(f"clip_{name}" for name in plans.KERNELS)]
+    assert all(name.encode() in made.read_bytes() for name in names)

@@ -26,14 +26,26 @@ _BLOCKS, _THREADS = 3, 5
 
 
 class Device:
-    """One of two devices; current in a ``with`` block."""
+    """One of two devices, or of as many as ``count`` says; current in a ``with`` block."""
+
+    count: ClassVar[int] = 2
 
     def __init__(self, device: Any = None) -> None:
         self.id: int = _device_id() if device is None else getattr(device, "id", device)
-        if self.id not in (0, 1):
+        if self.id not in range(self.count):
             msg = f"there is no device {self.id}"
             raise ValueError(msg)
         self.attributes = {"MultiProcessorCount": 2}
+
+    @property
+    def pci_bus_id(self) -> str:
+        """The name of its place in the machine."""
+        return f"0000:0{self.id}:00.0"
+
+    def use(self) -> Device:
+        """Make it the thread's current device."""
+        _current.stack = [*getattr(_current, "stack", [])[:-1], self.id]
+        return self
 
     def __enter__(self) -> Device:
         _current.stack = [*getattr(_current, "stack", []), self.id]
@@ -75,7 +87,13 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             assert stream.device_id == self.device.id
             ctypes.memmove(self._x.ctypes.data, address, size)
 
-        return SimpleNamespace(ptr=self._x.ctypes.data, copy_from_host_async=copy_from_host_async)
+        def copy_to_host_async(address: int, size: int, stream: Any) -> None:
+            assert stream.device_id == self.device.id
+            # As late as it may be: when the host has waited for the stream.
+            _copies.setdefault(self.device.id, []).append((address, self._x, size))
+
+        functions = {"copy_from_host_async": copy_from_host_async, "copy_to_host_async": copy_to_host_async}
+        return SimpleNamespace(ptr=self._x.ctypes.data, **functions)
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
@@ -117,6 +135,8 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
 
 log: list[tuple[Any, ...]] = []
+# Copies to the host that are on their way, by device.
+_copies: dict[int, list[tuple[int, Any, int]]] = {}
 
 
 def _plain(value: Any) -> Any:
@@ -180,32 +200,45 @@ class Event:
         """Note the stream."""
         self.device_id = _device_id() if stream is None else stream.device_id
 
+    def synchronize(self) -> None:
+        """Make the host wait: a host read."""
+        assert self.device_id is not None
+        log.append(("read", self.device_id))
+        for address, x, size in _copies.pop(self.device_id, []):
+            ctypes.memmove(address, x.ctypes.data, size)
+
 
 class RawModule:
     """The kernels, on the host."""
 
     def __init__(self, code: str, options: tuple[str, ...]) -> None:
         assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
-        assert all(option.startswith("-std=") for option in options)
+        assert options[0].startswith("-std=")
+        (self._clips,) = {"-DGRADSCALE_CLIPPING=0": (False,), "-DGRADSCALE_CLIPPING=1": (True,)}[options[1]]
 
     def get_function(self, name: str) -> Callable[..., None]:
         """Return a kernel as CuPy calls it."""
+        assert self._clips is not name.startswith("unscale_")
+        expected = host_kernels.ARGUMENTS[name.partition("_")[0]]
 
         def call(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
-            rows, first_chunks, count, chunk, scale, nonfinite = args
-            arrays = (rows, first_chunks, scale, nonfinite)
-            assert {x.device.id for x in arrays} == {_device_id()}
-            assert (type(count), type(chunk), grid[0] > 0, block) == (np.int32, np.int64, True, (256,))
-            assert (scale.dtype, nonfinite.dtype, first_chunks.dtype) == (np.float32, np.int32, np.int64)
-            pointers = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
-            sizes = (ctypes.c_int(int(count)), ctypes.c_longlong(int(chunk)))
+            assert (grid[0] > 0, block) == (True, (256,))
+            assert len(args) == len(expected)
+            assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
+            assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
             # Fewer blocks and threads than are asked for do the same, more slowly.
             kernel = getattr(host_kernels.library(), name)
             blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
-            kernel(*pointers[:2], *sizes, *pointers[2:], blocks, threads)
-            log.append(("launch", name, _device_id(), int(count)))
+            kernel(*map(_c_value, args), blocks, threads)
+            log.append(("launch", name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
 
         return call
+
+
+def _c_value(x: Any) -> Any:
+    if isinstance(x, Ndarray):
+        return ctypes.c_void_p(x.ctypes.data)
+    return (ctypes.c_int if x.dtype == np.int32 else ctypes.c_longlong)(int(x))
 
 
 class HostCupy(types.ModuleType):
@@ -255,6 +288,7 @@ def installed() -> Iterator[HostCupy]:
     """Put the module in the place of CuPy, and forget all that was imported with it afterwards."""
     module = HostCupy()
     log.clear()
+    _copies.clear()
     HostCupy.capturing = set()
     replaced: dict[str, Any] = {"cupy.linalg": np.linalg, "cupy.fft": np.fft}
     replaced |= {"cupy": module, "cupy.cuda": module.cuda, "cupy.cuda.device": module.cuda.device}

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 from axes import require_program
 
-__all__ = ["SOURCE", "launch", "library"]
+__all__ = ["ARGUMENTS", "SOURCE", "add_squares", "launch", "library"]
+
+_TABLE = (np.uint8, np.int64, np.int32, np.int64)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "unscale": (*_TABLE, np.float32, np.int32),
+    "square": (*_TABLE, np.float32, np.int32, np.float64),
+    "clip": (*_TABLE, np.float32),
+    "add": (np.float64, np.int64, np.float64),
+}
+"""What the kernels of each kind take, by the first word of their names: the dtypes of arrays and numbers."""
 
 SOURCE = Path(str(resources.files("gradscale_cupy") / "unscale.cu"))
 
@@ -30,14 +39,22 @@ def library() -> ctypes.CDLL:
 
 
 def launch(
-    kernel: str, table: Any, first_chunks: Any, chunk: int, scale: float, blocks: int = 5, threads: int = 3
-) -> int:
-    """Run a kernel on the host over memory that the table names, and return its verdict: 1 for something not finite."""
-    inputs = [np.ascontiguousarray(table), np.ascontiguousarray(first_chunks, np.int64), np.array([scale], np.float32)]
-    verdict = np.zeros(1, np.int32)
-    rows, chunks, factor, found = (ctypes.c_void_p(x.ctypes.data) for x in (*inputs, verdict))
-    count, size = ctypes.c_int(len(table)), ctypes.c_longlong(chunk)
-    getattr(library(), kernel)(
-        rows, chunks, count, size, factor, found, ctypes.c_longlong(blocks), ctypes.c_int(threads)
+    kernel: str, table: Any, first_chunks: Any, chunk: int, *arguments: Any, blocks: int = 5, threads: int = 3
+) -> None:
+    """Run a kernel on the host over memory that the table names, with arrays for what comes after the table."""
+    expected = ARGUMENTS[kernel.partition("_")[0]][4:]
+    assert tuple(x.dtype for x in arguments) == tuple(map(np.dtype, expected))
+    tables = [np.ascontiguousarray(table), np.ascontiguousarray(first_chunks, np.int64)]
+    rows, chunks, *rest = (ctypes.c_void_p(x.ctypes.data) for x in (*tables, *arguments))
+    sizes = ctypes.c_int(len(table)), ctypes.c_longlong(chunk)
+    getattr(library(), kernel)(rows, chunks, *sizes, *rest, ctypes.c_longlong(blocks), ctypes.c_int(threads))
+
+
+def add_squares(squares: Any, blocks: int = 1, threads: int = 3) -> float:
+    """Return what the last kernel makes of the sums of all chunks."""
+    total = np.full((), np.nan)
+    pointers = [ctypes.c_void_p(x.ctypes.data) for x in (squares, total)]
+    library().add_squares(
+        pointers[0], ctypes.c_longlong(squares.size), pointers[1], ctypes.c_longlong(blocks), ctypes.c_int(threads)
     )
-    return int(verdict[0])
+    return float(total)
