@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +34,23 @@ class _Duplicate:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self.is_usable = True
+        # Those that were started and wait for their device, in the order that all ranks send them in.
+        self.unsent: deque[_Reduction] = deque()
 
     def free(self) -> None:
         """Free the communicator, unless a rank has been lost, since freeing waits for all of them."""
         if self.is_usable and not MPI.Is_finalized():
             self.comm.Free()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Reduction:
+    """One all-reduce: what is sent, from when the host has it, and the request, from when it is under way."""
+
+    read: Callable[[], list[int]]
+    send: NDArray[Any] | None = None
+    receive: NDArray[Any] | None = None
+    request: Any = None
 
 
 @functools.cache
@@ -99,7 +113,8 @@ class MPICollectives:
         ----------
         x : array
             1-d int32 of any library; left alone, and not to be modified until the call has returned. Arrays that are
-            not NumPy's pass through the host.
+            not NumPy's pass through the host, those of a device in memory that it copies to by itself, if its adapter
+            can: they are sent when the host has to wait for them anyway, in the call or before the next array is sent.
 
         Returns
         -------
@@ -108,23 +123,50 @@ class MPICollectives:
             not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
         """
         self._require_usable()
-        send = x if isinstance(x, np.ndarray) else _to_host(x)
-        if send.dtype != np.int32 or send.ndim != 1:
-            msg = f"only 1-d int32 arrays are reduced, got {send.ndim}-d {send.dtype}"
+        if x.ndim != 1 or x.dtype != array_namespace(x).int32:
+            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
-        send = np.ascontiguousarray(send)
-        receive = np.empty_like(send)
-        try:
-            request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
-        except MPI.Exception as error:
-            raise self._failure(error) from error
-        _under_way[id(request)] = (request, send, receive)
+        start_read = None if isinstance(x, np.ndarray) else getattr(registry.backend_for(x), "start_read", None)
+        if start_read is not None:
+            reduction = _Reduction(start_read(x))
+            self._unsent.append(reduction)
+        else:
+            reduction = _Reduction(list, np.ascontiguousarray(x) if isinstance(x, np.ndarray) else _to_host(x))
+            self._send_until(None)
+            self._send(reduction)
 
         def finish() -> Array:
-            self._wait(request, "the agreement on a step")
-            return receive if isinstance(x, np.ndarray) else _like(receive, x)
+            if reduction.request is None:
+                self._require_usable()
+                self._send_until(reduction)
+            self._wait(reduction.request, "the agreement on a step")
+            received = reduction.receive
+            assert received is not None
+            return received if isinstance(x, np.ndarray) else _like(received, x)
 
         return finish
+
+    @property
+    def _unsent(self) -> deque[_Reduction]:
+        assert self._duplicate is not None
+        return self._duplicate.unsent
+
+    def _send_until(self, last: _Reduction | None) -> None:
+        """Send what was started before, in that order, up to one of them, or all."""
+        while self._unsent and (last is None or last.request is None):
+            first = self._unsent.popleft()
+            first.send = np.asarray(first.read(), dtype=np.int32)
+            self._send(first)
+
+    def _send(self, reduction: _Reduction) -> None:
+        send = reduction.send
+        assert send is not None
+        receive = reduction.receive = np.empty_like(send)
+        try:
+            reduction.request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
+        except MPI.Exception as error:
+            raise self._failure(error) from error
+        _under_way[id(reduction.request)] = (reduction.request, send, receive)
 
     def example(self) -> NDArray[Any]:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
@@ -166,12 +208,10 @@ class MPICollectives:
 def _to_host(x: Array) -> NDArray[Any]:
     """Return an array of another library as a NumPy array."""
     try:
-        return np.from_dlpack(x)
+        return np.ascontiguousarray(np.from_dlpack(x))
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
-        if x.ndim == 1 and x.dtype == array_namespace(x).int32:
-            # Those of a device, such as CuPy's, do not become NumPy's by themselves.
-            return np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
-        return np.asarray(x)
+        # Those of a device do not become NumPy's by themselves.
+        return np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
 
 
 def _like(values: NDArray[Any], x: Array) -> Array:

@@ -1,0 +1,127 @@
+"""CuPy arrays over MPI: through pinned memory of the host, which waits in the step and not before, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from host_cupy import installed
+
+from gradscale import InvalidValueError, ShardedGradScaler
+from gradscale.registry import collectives_for
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def cupy() -> Iterator[Any]:
+    with installed() as module:
+        yield module
+
+
+@pytest.fixture
+def comm() -> Any:
+    require("mpi")
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF.Dup()
+
+
+class Requests:
+    """A communicator that notes what is sent."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.sent: list[list[int]] = []
+
+    def Iallreduce(self, send: Any, receive: Any, op: Any) -> Any:  # noqa: N802
+        self.sent.append(send.tolist())
+        return self.comm.Iallreduce(send, receive, op=op)
+
+
+def watched(collectives: Any) -> list[list[int]]:
+    """Return a list that grows by what collectives send."""
+    requests = Requests(collectives._comm)
+    collectives._comm = requests
+    return requests.sent
+
+
+def array(cupy: Any, *values: int, device: int = 0) -> Any:
+    with cupy.cuda.Device(device):
+        return cupy.array(values, dtype=np.int32)
+
+
+def test_arrays_come_back_on_their_device(cupy: Any, comm: Any) -> None:
+    collectives = collectives_for(comm, 5.0)
+    sent = array(cupy, 3, -7, 2**31 - 1, device=1)
+    finish = collectives.start_max(sent)
+    found = finish()
+    assert (type(found), found.device, found.dtype) == (type(sent), sent.device, np.int32)
+    assert found.get().tolist() == [3, -7, 2**31 - 1]
+    assert finish().get().tolist() == [3, -7, 2**31 - 1]
+
+
+def test_the_host_waits_for_the_device_when_it_is_finished(cupy: Any, comm: Any) -> None:
+    collectives = collectives_for(comm, 5.0)
+    sent = watched(collectives)
+    cupy.log.clear()
+    finish = collectives.start_max(array(cupy, 1))
+    assert (cupy.log, sent) == ([], [])
+    finish()
+    assert cupy.log == [("read", 0)]
+
+
+def test_what_was_started_first_is_sent_first_whichever_is_finished_first(cupy: Any, comm: Any) -> None:
+    collectives = collectives_for(comm, 5.0)
+    sent = watched(collectives)
+    finishes = [collectives.start_max(array(cupy, value, device=value % 2)) for value in range(3)]
+    assert finishes[1]().get().tolist() == [1]
+    assert sent == [[0], [1]]
+    assert finishes[0]().get().tolist() == [0]
+    assert sent == [[0], [1]]
+    assert finishes[2]().get().tolist() == [2]
+    assert sent == [[0], [1], [2]]
+
+
+def test_an_array_of_the_host_is_sent_after_those_that_were_started_before(cupy: Any, comm: Any) -> None:
+    # Of two scalers over one communicator.
+    first, second = (collectives_for(comm, 5.0) for _ in range(2))
+    sent = watched(first)
+    second._comm = first._comm
+    finish = first.start_max(array(cupy, 1))
+    last = second.start_max(np.array([2], np.int32))
+    assert sent == [[1], [2]]
+    assert (last().tolist(), finish().get().tolist()) == ([2], [1])
+
+
+def test_other_dtypes_and_dimensions_are_refused(cupy: Any, comm: Any) -> None:
+    collectives = collectives_for(comm, 5.0)
+    for wrong in (cupy.zeros(2, dtype=np.float32), cupy.zeros((1, 2), dtype=np.int32), cupy.zeros((), dtype=np.int32)):
+        with pytest.raises(InvalidValueError, match="only 1-d int32 arrays are reduced"):
+            collectives.start_max(wrong)
+
+
+def test_a_scaler_over_mpi_does_not_wait_before_the_step(cupy: Any, comm: Any) -> None:
+    class SGD:
+        grads: Any = None
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    scaler = ShardedGradScaler(group=comm, timeout=5.0, init_scale=4.0)
+    one, other = SGD(), SGD()
+    for value in (4.0, np.inf):
+        scaler.scale(cupy.ones((), dtype=np.float32))
+        one.grads, other.grads = ([cupy.array([x], dtype=np.float32)] for x in (value, 4.0))
+        cupy.log.clear()
+        scaler.unscale_(one)
+        scaler.unscale_(other)
+        assert not [entry for entry in cupy.log if entry[0] == "read"]
+        scaler.step(other)
+        scaler.step(one)
+        scaler.update()
+    assert (one.steps, other.steps, scaler.get_scale()) == (1, 2, 2.0)
