@@ -74,10 +74,33 @@ def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, bac
             x *= np.float32(4.0)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backend: Any, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    sizes = [0, 1, 3, *rng.integers(0, 50_000, 300).tolist()]
+    whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in sizes]
+    grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    sums = set()
+    for _ in range(3):
+        made, nonfinite, squares = backend.unscale_with_squares(grads, state, dtype=None, out=[x.copy() for x in grads])
+        sums.add(float(squares))
+        assert int(nonfinite) == 0
+    host = [cupy.asnumpy(x).astype(np.complex128) for x in made]
+    assert sums.pop() == pytest.approx(sum(float(np.sum(np.abs(x) ** 2)) for x in host), rel=1e-12)
+    assert not sums
+    factor = cupy.asarray(0.3, dtype=np.float32)
+    expected = [(cupy.asnumpy(x).astype(np.result_type(x.dtype, np.float32)) * np.float32(0.3)) for x in made]
+    backend.multiply_in_place(made, factor)
+    for x, y in zip(made, expected, strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(x), y.astype(x.dtype))
+
+
 def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) -> None:
     grads = [cupy.ones(1 << 20, dtype=np.float32) for _ in range(8)]
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
-    backend.unscale(grads, state, out=grads)
+    _, _, one = backend.unscale_with_squares(grads, state, out=grads)
+    backend.multiply_in_place(grads, one.astype(np.float32))
     stream = cupy.cuda.Stream(non_blocking=True)
     stall = cupy.RawKernel(
         'extern "C" __global__ void stall() { for (int k = 0; k < 200; ++k) __nanosleep(1000000); }', "stall"
@@ -86,14 +109,19 @@ def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) 
         stall((1,), (1,), ())
         backend.unscale(grads, state, out=grads)
         backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
+        _, nonfinite, squares = backend.unscale_with_squares(grads, state, out=grads)
+        backend.multiply_in_place(grads, squares.astype(np.float32))
+        finish = backend.start_read(cupy.stack([nonfinite]))
         # A host that had waited would find the stream done.
         assert not stream.done
     stream.synchronize()
+    assert finish() == [0]
 
 
 def test_a_captured_graph_divides_and_judges_what_the_arrays_hold_then(cupy: Any, backend: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
+    pool = cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
         grads = [cupy.ones(1000, dtype=np.float32), cupy.ones(7, dtype=np.float16)]
         state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
         backend.unscale(grads, state, out=grads)

@@ -1,0 +1,194 @@
+"""NCCL on a CUDA device, with one process for each: what a world of one can show, and all devices of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+
+from gradscale import BackendError, CollectiveTimeoutError, GradScaler, InvalidValueError, ShardedGradScaler
+from gradscale.testing import check_collectives
+
+pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
+
+
+@pytest.fixture
+def cupy() -> Iterator[Any]:
+    """Return CuPy, on a machine with CUDA and NCCL."""
+    cupy = require("cupy")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"gpu: CuPy finds no CUDA device: {error}")
+    if not count:
+        pytest.skip("gpu: CuPy finds no CUDA device")
+    from gradscale_cupy.availability import nccl_module, nccl_package
+
+    if not nccl_module().available:
+        pytest.skip(f"gpu: CuPy finds no NCCL: pip install {nccl_package(cupy.cuda.runtime.runtimeGetVersion())}")
+    yield cupy
+    cupy.cuda.Device().synchronize()
+
+
+@pytest.fixture
+def comm(cupy: Any) -> Any:  # noqa: ARG001
+    """Return a communicator of this process alone."""
+    from cupy.cuda import nccl
+
+    return nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+
+
+def in_world(cupy: Any, size: int, run: Callable[[Any], Any]) -> list[Any]:
+    """Call a function on each of several devices, with a communicator of all, in a thread for each."""
+    from cupy.cuda import nccl
+
+    if cupy.cuda.runtime.getDeviceCount() < size:
+        pytest.skip(f"gpu: CuPy finds {cupy.cuda.runtime.getDeviceCount()} CUDA devices, and {size} are needed")
+    name = nccl.get_unique_id()
+    results: list[Any] = [None] * size
+
+    def begin(rank: int) -> None:
+        try:
+            with cupy.cuda.Device(rank), cupy.cuda.Stream(non_blocking=True):
+                results[rank] = run(nccl.NcclCommunicator(size, name, rank))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=begin, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class SGD:
+    def __init__(self, cupy: Any) -> None:
+        self.parameter = cupy.zeros(2, dtype=np.float32)
+        self.grads: list[Any] = []
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.parameter -= self.grads[0]
+
+
+def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[int, float, list[float]]:
+    """Make an iteration for each of these, with an overflow where it says so; return what came of it."""
+    optimizer = SGD(cupy)
+    for is_bad in bad:
+        scale = scaler.scale(cupy.ones((), dtype=np.float32))
+        optimizer.grads = [cupy.asarray([1.0, np.inf if is_bad else 1.0], dtype=np.float32) * scale]
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer.steps, scaler.get_scale(), cupy.asnumpy(optimizer.parameter).tolist()
+
+
+def test_a_world_of_one_conforms(cupy: Any, comm: Any) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    check_collectives(NCCLCollectives(comm, 60.0), cupy.zeros((), dtype=np.float32))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_worlds_of_several_devices_conform(cupy: Any, size: int) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    def check(comm: Any) -> bool:
+        check_collectives(NCCLCollectives(comm, 60.0), cupy.zeros((), dtype=np.float32))
+        return True
+
+    assert in_world(cupy, size, check) == [True] * size
+
+
+def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(cupy: Any, comm: Any) -> None:
+    sharded = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
+    assert train(cupy, sharded, False, True, False) == train(cupy, GradScaler(init_scale=8.0), False, True, False)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_bad_value_on_any_device_skips_on_all(cupy: Any, size: int) -> None:
+    for bad in range(size):
+
+        def run(comm: Any, bad: int = bad) -> Any:
+            scaler = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
+            return train(cupy, scaler, False, comm.rank_id() == bad, False)
+
+        assert in_world(cupy, size, run) == [(2, 4.0, [-2.0, -2.0])] * size
+
+
+def test_a_collective_is_captured_and_replayed(cupy: Any, comm: Any) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    collectives = NCCLCollectives(comm, 60.0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    pool = cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        x = cupy.asarray([3, -4], dtype=np.int32)
+        collectives.start_max(x)()
+        stream.begin_capture()
+        pending = collectives.start_max(x)
+        result = pending.on_stream()
+        graph = stream.end_capture()
+        for value in (7, -7):
+            x[...] = value
+            graph.launch(stream)
+            stream.synchronize()
+            assert cupy.asnumpy(result).tolist() == [value] * 2
+
+
+def test_the_host_does_not_wait_for_a_result_on_the_stream(cupy: Any, comm: Any) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    collectives = NCCLCollectives(comm, 60.0)
+    stall = cupy.RawKernel(
+        'extern "C" __global__ void stall() { for (int k = 0; k < 200; ++k) __nanosleep(1000000); }', "stall"
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.asarray([3, -4], dtype=np.int32)
+        collectives.start_max(x)()
+        stall((1,), (1,), ())
+        result = collectives.start_max(x).on_stream() + 1
+        assert not stream.done
+    stream.synchronize()
+    assert cupy.asnumpy(result).tolist() == [4, -3]
+
+
+def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: Any) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    collectives = NCCLCollectives(comm, 0.05)
+    stall = cupy.RawKernel(
+        'extern "C" __global__ void stall() { for (int k = 0; k < 1000; ++k) __nanosleep(1000000); }', "stall"
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.asarray([3, -4], dtype=np.int32)
+        NCCLCollectives(comm, 60.0).start_max(x)()
+        stall((1,), (1,), ())
+        with pytest.raises(CollectiveTimeoutError):
+            collectives.start_max(x)()
+    with pytest.raises(BackendError, match="was aborted"):
+        collectives.start_max(x)
+    stream.synchronize()
+
+
+def test_an_array_of_another_device_is_refused(cupy: Any, comm: Any) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("gpu: CuPy finds one CUDA device, and two are needed")
+    with cupy.cuda.Device(1):
+        away = cupy.zeros(2, dtype=np.int32)
+    with pytest.raises(InvalidValueError, match="the communicator's device"):
+        NCCLCollectives(comm, 60.0).start_max(away)

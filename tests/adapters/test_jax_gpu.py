@@ -1,0 +1,87 @@
+"""The JAX adapter on an accelerator: the pure core's bits, the CPU's run, and no transfer in a compiled step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+
+import gradscale
+from gradscale import DynamicScale, registry
+
+pytestmark = [pytest.mark.jax, pytest.mark.gpu]
+
+NAMES = ["float16", "bfloat16", "float32", "complex64"]
+
+
+@pytest.fixture
+def device() -> Any:
+    """Return JAX's first device that is no CPU."""
+    jax = require("jax")
+    found = jax.devices()[0]
+    if found.platform == "cpu":
+        pytest.skip("gpu: JAX finds no accelerator")
+    return found
+
+
+def train(device: Any, steps: int) -> list[Any]:
+    """Return the scale, the verdict and the weights after each compiled step, every third of which overflows."""
+    import jax
+    import jax.numpy as jnp
+
+    import gradscale_jax
+
+    policy = DynamicScale(init_scale=2.0**10, growth_interval=2)
+
+    def loss(weights: Any, x: Any) -> Any:
+        return jnp.mean((x * weights.astype(jnp.float16)).astype(jnp.float32))
+
+    @jax.jit
+    def step(weights: Any, state: Any, x: Any) -> Any:
+        _, grads, verdict, state = gradscale_jax.value_and_grad(loss, policy)(state, weights, x)
+        return gradscale_jax.select(verdict.finite, weights - 0.5 * grads, weights), state, verdict.nonfinite
+
+    with jax.default_device(device):
+        weights = jax.device_put(jnp.arange(8, dtype=jnp.float32), device)
+        state = policy.init(weights)
+        data = [jnp.full(8, jnp.inf if k % 3 == 2 else 0.25, jnp.float16) for k in range(steps)]
+        made = []
+        for k, x in enumerate(data):
+            if k < 2:
+                weights, state, nonfinite = step(weights, state, x)
+            else:
+                with jax.transfer_guard("disallow"):
+                    weights, state, nonfinite = step(weights, state, x)
+            made.append((state.scale, nonfinite, weights))
+    return [(float(scale), int(nonfinite), np.asarray(weights).tolist()) for scale, nonfinite, weights in made]
+
+
+def test_the_adapter_conforms_on_the_device(device: Any) -> None:
+    import jax.numpy as jnp
+
+    like = jnp.zeros((), device=device)
+    gradscale.testing.check_backend(registry.get("jax"), like, dtypes=[jnp.dtype(name) for name in NAMES])
+
+
+def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: Any) -> None:
+    import jax
+
+    run = train(device, 12)
+    assert run == train(jax.devices("cpu")[0], 12)
+    assert [nonfinite > 0 for _, nonfinite, _ in run] == [False, False, True] * 4
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20, (16 << 20) + 3])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_a_bad_value_is_found_wherever_it_is(device: Any, size: int, value: str) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    state = DynamicScale().init(jnp.zeros((), device=device))
+    judge = jax.jit(lambda x: gradscale.unscale([x], state)[1])
+    clean = jnp.ones(size, device=device)
+    assert int(judge(clean)) == 0
+    for place in {0, size // 2, size - 1}:
+        assert int(judge(clean.at[place].set(float(value)))) == 1
