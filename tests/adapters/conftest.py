@@ -1,10 +1,12 @@
-"""What the tests of the JAX adapter share; each skips, or fails where JAX is required, without it."""
+"""What the tests of the adapters share: JAX, or the reason why it is not there; and a stand-in for CuPy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from host_cupy import installed
 from jax_devices import require_jax
 
 
@@ -26,3 +28,18 @@ def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
     import gradscale_jax
 
     return gradscale_jax
+
+
+@pytest.fixture
+def cupy() -> Iterator[Any]:
+    """Return the stand-in for CuPy, whose kernels run on the host."""
+    with installed() as module:
+        yield module
+
+
+@pytest.fixture
+def cupy_backend(cupy: Any) -> Any:  # noqa: ARG001
+    """Return an adapter for CuPy arrays that has seen none yet."""
+    from gradscale_cupy.arrays import CupyBackend
+
+    return CupyBackend()

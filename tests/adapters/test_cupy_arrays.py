@@ -6,13 +6,12 @@ The kernels are those of unscale.cu, compiled for the host. Nothing here runs on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from host_cupy import HostCupy, installed
+from host_cupy import HostCupy
 
 import gradscale
 import gradscale.testing
@@ -28,19 +27,6 @@ from gradscale import (
 pytestmark = pytest.mark.numpy
 
 
-@pytest.fixture
-def cupy() -> Iterator[Any]:
-    with installed() as module:
-        yield module
-
-
-@pytest.fixture
-def backend(cupy: Any) -> Any:  # noqa: ARG001
-    from gradscale_cupy.arrays import CupyBackend
-
-    return CupyBackend()
-
-
 def launches(cupy: Any) -> list[Any]:
     return [entry[1:] for entry in cupy.log if entry[0] == "launch"]
 
@@ -53,17 +39,17 @@ def as_host(x: Any) -> Any:
     return x.get()
 
 
-def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
+def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
-    gradscale.testing.check_backend(backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
+    gradscale.testing.check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
-def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: Any, backend: Any) -> None:
+def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: Any, cupy_backend: Any) -> None:
     singles = [cupy.ones(k % 40, dtype=np.float32) for k in range(500)]
     halves = [cupy.ones((4, 5), dtype=np.float16) for _ in range(20)]
     state = state_of(cupy)
     cupy.log.clear()
-    made, nonfinite = backend.unscale([*singles, *halves], state, out=[*singles, *halves])
+    made, nonfinite = cupy_backend.unscale([*singles, *halves], state, out=[*singles, *halves])
     assert launches(cupy) == [("unscale_float32_float32", 0, 487), ("unscale_float16_float16", 0, 20)]
     assert not [entry for entry in cupy.log if entry[0] == "read"]
     assert all(x is y for x, y in zip(made, [*singles, *halves], strict=True))
@@ -71,18 +57,18 @@ def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: An
     assert as_host(nonfinite) == 0
 
 
-def test_half_gradients_become_float32_masters(cupy: Any, backend: Any) -> None:
+def test_half_gradients_become_float32_masters(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.ones((2, 3), dtype=np.float16)]
     masters = [cupy.zeros((2, 3), dtype=np.float32)]
-    made, _ = backend.unscale(grads, state_of(cupy), out=masters)
+    made, _ = cupy_backend.unscale(grads, state_of(cupy), out=masters)
     assert made[0] is masters[0]
     assert as_host(masters[0]).tolist() == [[0.25] * 3] * 2
-    new, _ = backend.unscale(grads, state_of(cupy), dtype=np.float32)
+    new, _ = cupy_backend.unscale(grads, state_of(cupy), dtype=np.float32)
     assert (new[0].dtype, as_host(grads[0])[0, 0]) == (np.float32, 1.0)
     assert launches(cupy) == [("unscale_float16_float32", 0, 1)] * 2
 
 
-def test_the_same_memory_is_planned_once(cupy: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_memory_is_planned_once(cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradscale_cupy import arrays
 
     planned: list[int] = []
@@ -90,28 +76,28 @@ def test_the_same_memory_is_planned_once(cupy: Any, backend: Any, monkeypatch: p
     monkeypatch.setattr(arrays, "prepare", lambda *args: planned.append(1) or prepare(*args))
     grads = [cupy.ones(3, dtype=np.float32) for _ in range(4)]
     for _ in range(3):
-        backend.unscale(grads, state_of(cupy), out=grads)
+        cupy_backend.unscale(grads, state_of(cupy), out=grads)
     assert len(planned) == 1
-    backend.unscale([*grads[:3], cupy.ones(3, dtype=np.float32)], state_of(cupy))
+    cupy_backend.unscale([*grads[:3], cupy.ones(3, dtype=np.float32)], state_of(cupy))
     assert len(planned) == 2
     for size in range(100):
-        backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
-    assert len(backend._plans) == arrays._MOST_PLANS
+        cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
+    assert len(cupy_backend._plans) == arrays._MOST_PLANS
 
 
-def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, backend: Any) -> None:
+def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, cupy_backend: Any) -> None:
     memory = np.ones(8, np.float32)
     for number in (0, 1, 0):
         device = cupy.cuda.Device(number)
         with device:
             grad = cupy.ndarray(memory, device)
-            backend.unscale([grad], state_of(cupy), out=[grad])
+            cupy_backend.unscale([grad], state_of(cupy), out=[grad])
     assert launches(cupy) == [("unscale_float32_float32", number, 1) for number in (0, 1, 0)]
     assert memory.tolist() == [0.25**3] * 8
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_arrays_on_two_devices_have_one_verdict_on_the_states(cupy: Any, backend: Any, place: int) -> None:
+def test_arrays_on_two_devices_have_one_verdict_on_the_states(cupy: Any, cupy_backend: Any, place: int) -> None:
     for home in (0, 1):
         with cupy.cuda.Device(home):
             state = state_of(cupy)
@@ -120,7 +106,7 @@ def test_arrays_on_two_devices_have_one_verdict_on_the_states(cupy: Any, backend
             with cupy.cuda.Device(number):
                 grads.append(cupy.array([1.0, math.nan if index == place else 8.0], dtype=np.float32))
         cupy.log.clear()
-        made, nonfinite = backend.unscale(grads, state, out=grads)
+        made, nonfinite = cupy_backend.unscale(grads, state, out=grads)
         assert nonfinite.device == cupy.cuda.Device(home)
         assert as_host(nonfinite) == 1
         assert [x.device.id for x in made] == [0, 1, 1]
@@ -132,63 +118,63 @@ def test_arrays_on_two_devices_have_one_verdict_on_the_states(cupy: Any, backend
         assert waits == [(away, home), (home, away), (home, away), (away, home)]
 
 
-def test_dtypes_without_a_kernel_take_the_pure_core(cupy: Any, backend: Any) -> None:
+def test_dtypes_without_a_kernel_take_the_pure_core(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.array([1.0, math.inf], dtype=np.float64), cupy.array([2.0], dtype=np.float32)]
     out = [cupy.zeros(2, dtype=np.float16), cupy.zeros(1, dtype=np.float32)]
-    made, nonfinite = backend.unscale(grads, state_of(cupy), out=out)
+    made, nonfinite = cupy_backend.unscale(grads, state_of(cupy), out=out)
     assert as_host(made[0]).tolist() == [0.25, math.inf]
     assert as_host(made[1]).tolist() == [0.5]
     assert as_host(nonfinite) == 1
     assert launches(cupy) == [("unscale_float32_float32", 0, 1)]
 
 
-def test_no_arrays_are_finite(cupy: Any, backend: Any) -> None:
-    made, nonfinite = backend.unscale([], state_of(cupy))
+def test_no_arrays_are_finite(cupy: Any, cupy_backend: Any) -> None:
+    made, nonfinite = cupy_backend.unscale([], state_of(cupy))
     assert (list(made), as_host(nonfinite), nonfinite.dtype) == ([], 0, np.int32)
 
 
-def test_shared_memory_is_refused_and_nothing_is_modified(cupy: Any, backend: Any) -> None:
+def test_shared_memory_is_refused_and_nothing_is_modified(cupy: Any, cupy_backend: Any) -> None:
     x = cupy.ones(6, dtype=np.float32)
     for grads in ([x, x], [x, x[4:]], [x, x[::2]]):
         with pytest.raises(InvalidValueError, match="share memory"):
-            backend.unscale(grads, state_of(cupy), out=grads)
+            cupy_backend.unscale(grads, state_of(cupy), out=grads)
     assert as_host(x).tolist() == [1.0] * 6
-    backend.unscale([x[::2], x[1::2]], state_of(cupy), out=[x[::2], x[1::2]])
+    cupy_backend.unscale([x[::2], x[1::2]], state_of(cupy), out=[x[::2], x[1::2]])
     assert as_host(x).tolist() == [0.25] * 6
 
 
-def test_an_array_on_another_device_is_not_written_to(cupy: Any, backend: Any) -> None:
+def test_an_array_on_another_device_is_not_written_to(cupy: Any, cupy_backend: Any) -> None:
     with cupy.cuda.Device(1):
         away = cupy.zeros(2, dtype=np.float32)
     with pytest.raises(InvalidValueError, match=r"got one of shape \(2,\) on <CUDA Device 0> for an array on .* 1>"):
-        backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), out=[away])
+        cupy_backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), out=[away])
     assert as_host(away).tolist() == [0.0, 0.0]
 
 
-def test_a_wrong_dtype_is_refused(cupy: Any, backend: Any) -> None:
+def test_a_wrong_dtype_is_refused(cupy: Any, cupy_backend: Any) -> None:
     with pytest.raises(InvalidValueError, match="real floating dtype"):
-        backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), dtype=np.int32)
+        cupy_backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), dtype=np.int32)
 
 
-def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: Any, backend: Any) -> None:
+def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.ones(3, dtype=np.float32)]
     state = state_of(cupy)
     HostCupy.capturing = {0}
     with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):
-        backend.unscale(grads, state, out=grads)
+        cupy_backend.unscale(grads, state, out=grads)
     assert as_host(grads[0]).tolist() == [1.0] * 3
     HostCupy.capturing = set()
-    backend.unscale(grads, state, out=grads)
+    cupy_backend.unscale(grads, state, out=grads)
     HostCupy.capturing = {0}
     cupy.log.clear()
     for _ in range(2):
-        backend.unscale(grads, state, out=grads)
+        cupy_backend.unscale(grads, state, out=grads)
     # No event from outside of the graph is waited for, and nothing is copied to the device.
     assert cupy.log == [("launch", "unscale_float32_float32", 0, 1)] * 2
     HostCupy.capturing = set()
     for size in range(100):
-        backend.unscale([cupy.ones(size, dtype=np.float32)], state)
-    ((prepared, sources, targets),) = backend._captured.values()
+        cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state)
+    ((prepared, sources, targets),) = cupy_backend._captured.values()
     assert (sources, targets) == (grads, grads)
     assert prepared.tables
 
@@ -204,10 +190,10 @@ class CUDADriverError(RuntimeError):
 
 
 def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
-    cupy: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
-    backend.unscale(grads, state, out=grads)
+    cupy_backend.unscale(grads, state, out=grads)
     cupy.cuda.runtime.driverGetVersion, cupy.cuda.runtime.runtimeGetVersion = (lambda: 12020), (lambda: 12090)
     failure = [CUDADriverError(700, "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")]
 
@@ -216,15 +202,15 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
 
     monkeypatch.setattr(cupy.RawModule, "get_function", fail)
     for name, call in {
-        "gradients were unscaled": lambda: backend.unscale(grads, state, out=grads),
-        "gradients were clipped": lambda: backend.multiply_in_place(grads, state.scale),
+        "gradients were unscaled": lambda: cupy_backend.unscale(grads, state, out=grads),
+        "gradients were clipped": lambda: cupy_backend.multiply_in_place(grads, state.scale),
     }.items():
         with pytest.raises(BackendError, match=rf"CUDA failed while {name}: CUDA_ERROR_ILLEGAL_ADDRESS: .*illegal"):
             call()
     monkeypatch.setattr(cupy, "zeros", fail, raising=False)
     failure[0] = CUDADriverError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
     with pytest.raises(BackendNotAvailableError, match=r"nvidia-smi -L.*\(cudaErrorNoDevice"):
-        backend.example()
+        cupy_backend.example()
 
 
 class SGD:
@@ -261,22 +247,22 @@ def test_a_scaler_knows_its_arrays_skips_an_overflow_and_reads_once_in_each_step
     assert as_host(optimizer.parameters[0]).tolist() == [-3.0, -3.0]
 
 
-def test_a_copy_to_the_host_begins_without_a_wait_and_outlives_its_array(cupy: Any, backend: Any) -> None:
+def test_a_copy_to_the_host_begins_without_a_wait_and_outlives_its_array(cupy: Any, cupy_backend: Any) -> None:
     with cupy.cuda.Device(1):
         x = cupy.array([3, -7, 2**31 - 1, 5], dtype=np.int32)
     cupy.log.clear()
-    finish = backend.start_read(x[::2])
+    finish = cupy_backend.start_read(x[::2])
     del x
     assert cupy.log == []
     assert finish() == [3, 2**31 - 1]
     assert cupy.log == [("read", 1)]
 
 
-def test_a_copy_to_the_host_is_refused_while_a_graph_is_captured(cupy: Any, backend: Any) -> None:
+def test_a_copy_to_the_host_is_refused_while_a_graph_is_captured(cupy: Any, cupy_backend: Any) -> None:
     x = cupy.array([3], dtype=np.int32)
     HostCupy.capturing = {0}
     with pytest.raises(CallOrderError, match="the host reads nothing while a CUDA graph is captured"):
-        backend.start_read(x)
+        cupy_backend.start_read(x)
 
 
 def test_the_stand_in_sees_a_host_read_and_a_mix_of_devices(cupy: Any) -> None:

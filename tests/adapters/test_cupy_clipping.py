@@ -6,29 +6,15 @@ The kernels are those of unscale.cu, compiled for the host. Nothing here runs on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from host_cupy import HostCupy, installed
+from host_cupy import HostCupy
 
 from gradscale import CallOrderError, DynamicScale, GradScaler
 
 pytestmark = pytest.mark.numpy
-
-
-@pytest.fixture
-def cupy() -> Iterator[Any]:
-    with installed() as module:
-        yield module
-
-
-@pytest.fixture
-def backend(cupy: Any) -> Any:  # noqa: ARG001
-    from gradscale_cupy.arrays import CupyBackend
-
-    return CupyBackend()
 
 
 class Tree:
@@ -132,36 +118,36 @@ def test_devices_have_one_norm_and_one_factor(cupy: Any, home: int) -> None:
     assert [field.device.id for field in scaler._state] == [home] * 4
 
 
-def test_dtypes_without_a_kernel_count_in_the_norm_and_are_clipped(cupy: Any, backend: Any) -> None:
+def test_dtypes_without_a_kernel_count_in_the_norm_and_are_clipped(cupy: Any, cupy_backend: Any) -> None:
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     grads = [cupy.array([12.0], dtype=np.float64), cupy.array([16.0], dtype=np.float32)]
     out = [cupy.zeros(1, dtype=np.float16), cupy.zeros(1, dtype=np.float32)]
-    made, nonfinite, squares = backend.unscale_with_squares(grads, state, out=out)
+    made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state, out=out)
     assert (nonfinite.get(), squares.get(), squares.dtype) == (0, 25.0, np.float64)
     # More gaps than the kernel walks.
     gapped = cupy.ones((3,) * 9, dtype=np.float32)[(slice(None, None, 2),) * 9]
-    backend.multiply_in_place([*made, gapped], cupy.array(0.5, dtype=np.float32))
+    cupy_backend.multiply_in_place([*made, gapped], cupy.array(0.5, dtype=np.float32))
     assert [float(x.get()[0]) for x in made] == [1.5, 2.0]
     assert (gapped.get() == 0.5).all()
 
 
-def test_no_arrays_have_a_norm_of_zero(cupy: Any, backend: Any) -> None:
+def test_no_arrays_have_a_norm_of_zero(cupy: Any, cupy_backend: Any) -> None:
     state = DynamicScale().init(cupy.zeros((), dtype=np.float32))
-    made, nonfinite, squares = backend.unscale_with_squares([], state)
+    made, nonfinite, squares = cupy_backend.unscale_with_squares([], state)
     assert (list(made), nonfinite.get(), squares.get(), squares.dtype) == ([], 0, 0.0, np.float64)
     empty = [cupy.zeros((0, 3), dtype=np.float32)]
-    assert backend.unscale_with_squares(empty, state, out=empty)[2].get() == 0.0
+    assert cupy_backend.unscale_with_squares(empty, state, out=empty)[2].get() == 0.0
 
 
-def test_a_graph_captures_the_norm_and_the_clipping_of_arrays_known_before(cupy: Any, backend: Any) -> None:
+def test_a_graph_captures_the_norm_and_the_clipping_of_arrays_known_before(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.ones(4, dtype=np.float16)]
     masters = [cupy.zeros(4, dtype=np.float32)]
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     half = cupy.array(0.5, dtype=np.float32)
 
     def iterate() -> None:
-        backend.unscale_with_squares(grads, state, out=masters)
-        backend.multiply_in_place(masters, half)
+        cupy_backend.unscale_with_squares(grads, state, out=masters)
+        cupy_backend.multiply_in_place(masters, half)
 
     HostCupy.capturing = {0}
     with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
+from cupy_devices import require_cupy, require_device_count, stall
 
 from gradscale import DynamicScale, GradScaler
 from gradscale.testing import check_backend
@@ -20,13 +20,7 @@ SIZES = [1, 7, 1000, 1 << 20, (16 << 20) + 3]
 @pytest.fixture
 def cupy() -> Iterator[Any]:
     """Return CuPy, on a machine with CUDA."""
-    cupy = require("cupy")
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"gpu: CuPy finds no CUDA device: {error}")
-    if not count:
-        pytest.skip("gpu: CuPy finds no CUDA device")
+    cupy = require_cupy()
     yield cupy
     cupy.cuda.Device().synchronize()
 
@@ -102,11 +96,9 @@ def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) 
     _, _, one = backend.unscale_with_squares(grads, state, out=grads)
     backend.multiply_in_place(grads, one.astype(np.float32))
     stream = cupy.cuda.Stream(non_blocking=True)
-    stall = cupy.RawKernel(
-        'extern "C" __global__ void stall() { for (int k = 0; k < 200; ++k) __nanosleep(1000000); }', "stall"
-    )
+    stall(cupy, 0)
     with stream:
-        stall((1,), (1,), ())
+        stall(cupy, 200)
         backend.unscale(grads, state, out=grads)
         backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
         _, nonfinite, squares = backend.unscale_with_squares(grads, state, out=grads)
@@ -139,8 +131,7 @@ def test_a_captured_graph_divides_and_judges_what_the_arrays_hold_then(cupy: Any
 
 
 def test_devices_judge_for_each_other(cupy: Any, backend: Any) -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("gpu: CuPy finds one CUDA device, and two are needed")
+    require_device_count(cupy, 2)
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     for bad in range(2):
         grads = []

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from axes import require
-from host_cupy import installed
 
 from gradscale import InvalidValueError, ShardedGradScaler
 from gradscale.registry import collectives_for
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture
-def cupy() -> Iterator[Any]:
-    with installed() as module:
-        yield module
 
 
 @pytest.fixture

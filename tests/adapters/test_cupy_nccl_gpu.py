@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
+from cupy_devices import require_cupy, require_device_count, stall
 
 from gradscale import BackendError, CollectiveTimeoutError, GradScaler, InvalidValueError, ShardedGradScaler
 from gradscale.testing import check_collectives
@@ -19,13 +19,7 @@ pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
 @pytest.fixture
 def cupy() -> Iterator[Any]:
     """Return CuPy, on a machine with CUDA and NCCL."""
-    cupy = require("cupy")
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"gpu: CuPy finds no CUDA device: {error}")
-    if not count:
-        pytest.skip("gpu: CuPy finds no CUDA device")
+    cupy = require_cupy()
     from gradscale_cupy.availability import nccl_module, nccl_package
 
     if not nccl_module().available:
@@ -46,8 +40,7 @@ def in_world(cupy: Any, size: int, run: Callable[[Any], Any]) -> list[Any]:
     """Call a function on each of several devices, with a communicator of all, in a thread for each."""
     from cupy.cuda import nccl
 
-    if cupy.cuda.runtime.getDeviceCount() < size:
-        pytest.skip(f"gpu: CuPy finds {cupy.cuda.runtime.getDeviceCount()} CUDA devices, and {size} are needed")
+    require_device_count(cupy, size)
     name = nccl.get_unique_id()
     results: list[Any] = [None] * size
 
@@ -150,14 +143,12 @@ def test_the_host_does_not_wait_for_a_result_on_the_stream(cupy: Any, comm: Any)
     from gradscale_cupy.nccl import NCCLCollectives
 
     collectives = NCCLCollectives(comm, 60.0)
-    stall = cupy.RawKernel(
-        'extern "C" __global__ void stall() { for (int k = 0; k < 200; ++k) __nanosleep(1000000); }', "stall"
-    )
+    stall(cupy, 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         x = cupy.asarray([3, -4], dtype=np.int32)
         collectives.start_max(x)()
-        stall((1,), (1,), ())
+        stall(cupy, 200)
         result = collectives.start_max(x).on_stream() + 1
         assert not stream.done
     stream.synchronize()
@@ -168,14 +159,12 @@ def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: A
     from gradscale_cupy.nccl import NCCLCollectives
 
     collectives = NCCLCollectives(comm, 0.05)
-    stall = cupy.RawKernel(
-        'extern "C" __global__ void stall() { for (int k = 0; k < 1000; ++k) __nanosleep(1000000); }', "stall"
-    )
+    stall(cupy, 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         x = cupy.asarray([3, -4], dtype=np.int32)
         NCCLCollectives(comm, 60.0).start_max(x)()
-        stall((1,), (1,), ())
+        stall(cupy, 1000)
         with pytest.raises(CollectiveTimeoutError):
             collectives.start_max(x)()
     with pytest.raises(BackendError, match="was aborted"):
@@ -186,8 +175,7 @@ def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: A
 def test_an_array_of_another_device_is_refused(cupy: Any, comm: Any) -> None:
     from gradscale_cupy.nccl import NCCLCollectives
 
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("gpu: CuPy finds one CUDA device, and two are needed")
+    require_device_count(cupy, 2)
     with cupy.cuda.Device(1):
         away = cupy.zeros(2, dtype=np.int32)
     with pytest.raises(InvalidValueError, match="the communicator's device"):

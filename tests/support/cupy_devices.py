@@ -1,0 +1,36 @@
+"""A real CuPy for the tests that need a GPU, and a kernel that keeps a stream busy while the host goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from axes import require
+
+__all__ = ["require_cupy", "require_device_count", "stall"]
+
+_STALL = 'extern "C" __global__ void stall(int ms) { for (int k = 0; k < ms; ++k) __nanosleep(1000000); }'
+
+
+def require_cupy() -> Any:
+    """Return CuPy on a machine with CUDA; elsewhere skip the test with the reason."""
+    cupy = require("cupy")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"gpu: CuPy finds no CUDA device: {error}")
+    if not count:
+        pytest.skip("gpu: CuPy finds no CUDA device")
+    return cupy
+
+
+def require_device_count(cupy: Any, wanted: int) -> None:
+    """Skip the test where there are fewer devices."""
+    count = cupy.cuda.runtime.getDeviceCount()
+    if count < wanted:
+        pytest.skip(f"gpu: CuPy finds {count} CUDA devices, and {wanted} are needed")
+
+
+def stall(cupy: Any, milliseconds: int) -> None:
+    """Keep the current stream busy for about so long; the host goes on."""
+    cupy.RawKernel(_STALL, "stall")((1,), (1,), (cupy.int32(milliseconds),))
