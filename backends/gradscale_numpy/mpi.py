@@ -45,12 +45,10 @@ class _Duplicate:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Reduction:
-    """One all-reduce: what is sent, from when the host has it, and the request, from when it is under way."""
+    """An all-reduce of what the host does not have yet: its read and, once it is sent, its request and result."""
 
     read: Callable[[], list[int]]
-    send: NDArray[Any] | None = None
-    receive: NDArray[Any] | None = None
-    request: Any = None
+    sent: tuple[Any, NDArray[Any]] | None = None
 
 
 @functools.cache
@@ -100,6 +98,7 @@ class MPICollectives:
             found = _Duplicate(duplicate)
             comm.Set_attr(_attribute(), found)
         self._duplicate = found
+        self._unsent: deque[_Reduction] = found.unsent
         self._comm = found.comm
         self._require_usable()
 
@@ -123,50 +122,56 @@ class MPICollectives:
             not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
         """
         self._require_usable()
-        if x.ndim != 1 or x.dtype != array_namespace(x).int32:
+        is_host = isinstance(x, np.ndarray)
+        if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
-        start_read = None if isinstance(x, np.ndarray) else getattr(registry.backend_for(x), "start_read", None)
+        start_read = None if is_host else getattr(registry.backend_for(x), "start_read", None)
         if start_read is not None:
-            reduction = _Reduction(start_read(x))
-            self._unsent.append(reduction)
-        else:
-            reduction = _Reduction(list, np.ascontiguousarray(x) if isinstance(x, np.ndarray) else _to_host(x))
+            return self._start_from_device(x, start_read(x))
+        if self._unsent:
             self._send_until(None)
-            self._send(reduction)
+        request, receive = self._send(np.ascontiguousarray(x) if is_host else _to_host(x))
 
         def finish() -> Array:
-            if reduction.request is None:
-                self._require_usable()
-                self._send_until(reduction)
-            self._wait(reduction.request, "the agreement on a step")
-            received = reduction.receive
-            assert received is not None
-            return received if isinstance(x, np.ndarray) else _like(received, x)
+            self._wait(request, "the agreement on a step")
+            return receive if is_host else _like(receive, x)
 
         return finish
 
-    @property
-    def _unsent(self) -> deque[_Reduction]:
-        assert self._duplicate is not None
-        return self._duplicate.unsent
+    def _start_from_device(
+        self, x: Array, start_read: Callable[[Array], Callable[[], list[int]]]
+    ) -> Callable[[], Array]:
+        """Begin to copy an array to the host, to be sent when the host has to wait for it."""
+        reduction = _Reduction(start_read(x))
+        self._unsent.append(reduction)
+
+        def finish() -> Array:
+            if reduction.sent is None:
+                self._require_usable()
+                self._send_until(reduction)
+            assert reduction.sent is not None
+            request, receive = reduction.sent
+            self._wait(request, "the agreement on a step")
+            return _like(receive, x)
+
+        return finish
 
     def _send_until(self, last: _Reduction | None) -> None:
         """Send what was started before, in that order, up to one of them, or all."""
-        while self._unsent and (last is None or last.request is None):
+        while self._unsent and (last is None or last.sent is None):
             first = self._unsent.popleft()
-            first.send = np.asarray(first.read(), dtype=np.int32)
-            self._send(first)
+            first.sent = self._send(np.asarray(first.read(), dtype=np.int32))
 
-    def _send(self, reduction: _Reduction) -> None:
-        send = reduction.send
-        assert send is not None
-        receive = reduction.receive = np.empty_like(send)
+    def _send(self, send: NDArray[Any]) -> tuple[Any, NDArray[Any]]:
+        """Return the request of an all-reduce, and what it writes to."""
+        receive = np.empty_like(send)
         try:
-            reduction.request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
+            request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
         except MPI.Exception as error:
             raise self._failure(error) from error
-        _under_way[id(reduction.request)] = (reduction.request, send, receive)
+        _under_way[id(request)] = (request, send, receive)
+        return request, receive
 
     def example(self) -> NDArray[Any]:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
