@@ -12,7 +12,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale import ops, tree, validation
 from gradscale.arithmetic import Kind, kind_of
 from gradscale.diagnosis import Summary, count_nonfinite, read_summaries
-from gradscale.errors import CollectiveTimeoutError, InvalidTypeError
+from gradscale.errors import InvalidTypeError
 from gradscale.gathering import gather as gather_reports
 from gradscale.gradients import Located, located_gradients, name_gradients
 from gradscale.iteration import Progress, Stage
@@ -91,11 +91,7 @@ class Diagnosing(ReportingScale):
             # Whatever it is, also of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
         like = self._like_any(optimizer)
-        try:
-            reports = gather_reports(own, groups, lambda group, values: self._maximum(group, values, like))
-        except CollectiveTimeoutError as error:
-            error.iteration = self._iteration.number
-            raise
+        reports = gather_reports(own, groups, lambda group, values: self._maximum(group, values, like))
         if failure is not None:
             raise failure
         return OverflowReport.of(reports, minimum)

@@ -180,6 +180,8 @@ class ShardedGradScaler(GradScaler):
         try:
             return super()._maximum(collectives, values, like)
         except (BackendError, CollectiveTimeoutError) as error:
+            if isinstance(error, CollectiveTimeoutError):
+                error.iteration = self._iteration.number
             self._lost = self._iteration.failure = error
             raise
 

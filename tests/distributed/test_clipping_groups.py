@@ -1,0 +1,53 @@
+"""unscale_(max_norm=) over threads, MPI and gloo: one norm and one factor on every rank, and no hang."""
+
+import math
+from typing import Any
+
+import clipping_scenarios
+import numpy as np
+import pytest
+from worlds import Failure, ProcessWorld, ThreadWorld
+
+World = ThreadWorld | ProcessWorld
+
+
+def sound(results: list[Any]) -> list[Any]:
+    """Return what the ranks gave, or fail with what they raised."""
+    assert not [result for result in results if isinstance(result, Failure)], results
+    return results
+
+
+def test_every_rank_clips_by_the_norm_of_all_parts_and_skips_with_each_in_turn(world: World) -> None:
+    cases = [(rank, value) for rank in range(world.size) for value in (math.inf, math.nan)]
+    parts = [np.array(values) for values in clipping_scenarios.PARTS[: world.size]]
+    norm = math.sqrt(sum(float(x @ x) for x in parts))
+    for results in world.run_each(clipping_scenarios.clip_parts, cases):
+        for rank, result in enumerate(sound(results)):
+            assert (result["skipped"], result["scale"]) == ([False, True, False], 4.0)
+            # The same bits on all ranks.
+            assert result["norms"] == results[0]["norms"]
+            for iteration in (0, 2):
+                assert np.frombuffer(result["norms"][iteration], np.float32)[0] == pytest.approx(norm, rel=1e-6)
+                got = np.concatenate([np.zeros(0), *result["clipped"][iteration]])
+                np.testing.assert_allclose(got, parts[rank] * (2.0 / norm), rtol=1e-6)
+
+
+def test_ranks_may_each_clip_by_a_norm_of_their_own(world: World) -> None:
+    for rank, (norm, clipped) in enumerate(sound(world.run(clipping_scenarios.own_norm))):
+        assert norm == 3.0 * (rank + 1)
+        assert clipped == pytest.approx([1.5], rel=1e-6)
+
+
+def test_a_rank_that_does_not_come_to_the_norm_is_a_timeout_on_the_others(world: World) -> None:
+    for absent_rank in range(world.size):
+        results = world.run(clipping_scenarios.late_for_the_norm, absent_rank, {"timeout": 1.0})
+        for rank, result in enumerate(results):
+            if rank == absent_rank:
+                continue
+            first, second = result["failures"]
+            assert first.kind == "CollectiveTimeoutError", result
+            assert f"rank {rank} of {world.size} waited 1 s" in first.message
+            assert "in iteration 1" in first.message
+            assert second.kind == "BackendError"
+            assert "needs set_group() with another one" in second.message
+            assert 0.9 <= result["seconds"] < 10.0
