@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Ranks share the cores; threads of their own would only be in each other's way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -108,22 +108,22 @@ def forward(weights: Array, images: Array) -> list[Array]:
     return activations
 
 
-def mean_squared_error(outputs: Array, labels: Array, count: int) -> tuple[float, Array]:
+def mean_squared_error(outputs: Array, wanted: Array, count: int) -> tuple[Any, Array]:
     """Return the part of these images in the mean over ``count`` images, and its float32 gradient."""
-    error = outputs.astype(np.float32) - np.eye(LAYER_SIZES[-1], dtype=np.float32)[labels]
+    error = outputs.astype(np.float32) - wanted
     divisor = np.float32(count * LAYER_SIZES[-1])
-    return float(np.square(error).sum() / divisor), 2 * error / divisor
+    return np.square(error).sum() / divisor, 2 * error / divisor
 
 
 def backward(weights: Array, activations: list[Array], gradient: Array) -> Array:
     """Return the gradient of all weights as one vector, in their dtype, from the gradient of the outputs."""
-    parts: list[Array] = []
-    layers = split_layers(weights)
-    for (matrix, _), inputs, outputs in zip(reversed(layers), activations[-2::-1], activations[:0:-1], strict=True):
+    made = weights.copy()
+    layers = zip(split_layers(weights), split_layers(made), activations[:-1], activations[1:], strict=True)
+    for (matrix, _), (matrix_gradient, bias_gradient), inputs, outputs in reversed(list(layers)):
         gradient = sigmoid_backward(gradient, outputs)
-        parts = [matmul(inputs.T, gradient).ravel(), sum_rows(gradient), *parts]
+        matrix_gradient[...], bias_gradient[...] = matmul(inputs.T, gradient), sum_rows(gradient)
         gradient = matmul(gradient, matrix.T)
-    return np.concatenate(parts)
+    return made
 
 
 class Ranks:
@@ -181,8 +181,15 @@ class Ranks:
         """Return what rank 0 has passed."""
         return something if self.comm is None else self.comm.bcast(something)
 
-    def stop(self, status: int) -> NoReturn:
-        """End every rank: those that wait for this one would wait forever."""
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End every rank when one fails: those that wait for it would wait forever."""
+        if error is None or isinstance(error, SystemExit):
+            return
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        sys.stderr.write("\ninterrupted\n" if status == 130 else "".join(traceback.format_exception(error)))
         sys.stdout.flush()
         if self.size > 1:
             time.sleep(1)  # mpiexec reads what was printed through a pipe, and drops what it has not read by then
@@ -198,9 +205,8 @@ class ShardedAdam:
 
     def __init__(self, weights: Array) -> None:
         self.weights = weights.copy()
-        self.grads: Array = np.zeros_like(weights)
-        self.mean = np.zeros_like(weights)
-        self.mean_square = np.zeros_like(weights)
+        self.grads: Any = None
+        self.mean = self.mean_square = weights - weights
         self.steps = 0
 
     def step(self) -> None:
@@ -220,7 +226,7 @@ class Run:
 
     name: str
     dtype: type[np.floating[Any]]
-    is_scaled: bool
+    is_scaled: bool = False
     scales: list[float] = dataclasses.field(default_factory=list)
     skipped: list[int] = dataclasses.field(default_factory=list)
     accuracies: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -233,6 +239,7 @@ class Run:
 def train(run: Run, options: argparse.Namespace, data: tuple[Array, ...], ranks: Ranks) -> None:
     """Train from the initial weights, and fill in what came of it."""
     images, labels, test_images, test_labels = data
+    wanted = np.eye(LAYER_SIZES[-1], dtype=np.float32)[labels]
     weights = initial_weights(options.seed)
     optimizer = ShardedAdam(ranks.mine(weights))
     weights = weights.astype(run.dtype)
@@ -247,7 +254,7 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Array, ...], ranks:
         # Every rank draws the same batch, and takes its own part of it.
         mine = ranks.mine(batches.choice(len(images), BATCH_SIZE, replace=False))
         activations = forward(weights, images[mine])
-        _, output_gradient = mean_squared_error(activations[-1], labels[mine], BATCH_SIZE)
+        _, output_gradient = mean_squared_error(activations[-1], wanted[mine], BATCH_SIZE)
         # The backward pass is linear: to scale what it starts from is to scale the loss.
         gradient = backward(weights, activations, scaler.scale(output_gradient))
         optimizer.grads = ranks.reduce_scatter(gradient)
@@ -274,7 +281,7 @@ def train(run: Run, options: argparse.Namespace, data: tuple[Array, ...], ranks:
         progress.update()
     progress.close()
     run.seconds = time.perf_counter() - begin
-    run.loss, _ = mean_squared_error(forward(weights, images)[-1], labels, len(labels))
+    run.loss = float(mean_squared_error(forward(weights, images)[-1], wanted, len(images))[0])
     run.zeros = sum(ranks.all_gather_objects(zeros)) / (options.steps * len(weights))
     # With the optimizer's count of steps: a rank that skipped alone would still gather the same weights as the others.
     state = json.dumps([scaler.state_dict(), optimizer.steps], sort_keys=True)
@@ -290,14 +297,14 @@ def skip_line(step: int, outcomes: list[tuple[bool, bool]], injected: set[int], 
     return f"step {step}: overflow seen by {saw_text}; {skipped_text} skipped; scale {change}"
 
 
-def print_table(runs: list[Run]) -> None:
+def print_table(runs: list[Run], note: str) -> None:
     """Print what came of the runs."""
     print(f"\n{'':19}  test accuracy  training loss  steps taken  skipped  zero gradients  seconds")
     for run in runs:
         taken = len(run.scales) - len(run.skipped)
         results = f"{run.name:19} {run.accuracies[-1][1]:14.1%} {run.loss:14.5f} {taken:12} {len(run.skipped):8}"
         print(f"{results} {run.zeros:15.1%} {run.seconds:8.1f}")
-    print("(NumPy computes float16 in software: the seconds say nothing about accelerators.)\n")
+    print(f"({note})\n")
 
 
 def write_plot(runs: list[Run], options: argparse.Namespace, ranks: Ranks) -> None:
@@ -342,14 +349,13 @@ def injection(text: str) -> tuple[int, int]:
     return step, rank
 
 
-def parse_options(ranks: Ranks) -> argparse.Namespace:
-    """Return the command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(parser: argparse.ArgumentParser, output: str, ranks: Ranks) -> argparse.Namespace:
+    """Return the command line's options: the parser's own, and those that every such program has."""
     parser.add_argument("--steps", type=int, default=600, help="training steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     inject_help = "make one rank's gradients overflow at one step of the run with gradscale; may be repeated"
     parser.add_argument("--inject", type=injection, action="append", default=[], metavar="STEP:RANK", help=inject_help)
-    parser.add_argument("--output", type=Path, default="train_digits.png", help="plot to write (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=output, help="plot to write (default: %(default)s)")
     # Help and errors are the same on all ranks, and one of them says it.
     out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (io.StringIO(), io.StringIO())
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -365,20 +371,15 @@ def parse_options(ranks: Ranks) -> argparse.Namespace:
     return options
 
 
-def main(ranks: Ranks) -> int:
+def compare(train: Callable[..., None], options: argparse.Namespace, ranks: Ranks, note: str) -> int:
     """Make the three runs, report and verify."""
-    options = parse_options(ranks)
     data = ranks.broadcast(load_images(options.seed) if ranks.rank == 0 else None)
-    runs = [
-        Run("fp32", np.float32, is_scaled=False),
-        Run("fp16, no scaling", np.float16, is_scaled=False),
-        Run("fp16 with gradscale", np.float16, is_scaled=True),
-    ]
+    runs = [Run("fp32", np.float32), Run("fp16, no scaling", np.float16), Run("fp16 with gradscale", np.float16, True)]
     for run in runs:
         train(run, options, data, ranks)
     is_verified = all(run.is_verified for run in runs)
     if ranks.rank == 0:
-        print_table(runs)
+        print_table(runs, note)
         write_plot(runs, options, ranks)
         print(f"wrote {options.output}")
         verdict = "verified: weights and scaler state are bit-identical"
@@ -386,14 +387,14 @@ def main(ranks: Ranks) -> int:
     return 0 if is_verified else 1
 
 
+def main(ranks: Ranks) -> int:
+    """Train with NumPy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse_options(parser, "train_digits.png", ranks)
+    note = "NumPy computes float16 in software: the seconds say nothing about accelerators."
+    return compare(train, options, ranks, note)
+
+
 if __name__ == "__main__":
-    world = Ranks()
-    try:
-        status = main(world)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        world.stop(130)
-    except Exception:
-        traceback.print_exc()
-        world.stop(1)
-    sys.exit(status)
+    with Ranks() as world:
+        sys.exit(main(world))

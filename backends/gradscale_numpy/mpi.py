@@ -139,11 +139,9 @@ class MPICollectives:
 
         return finish
 
-    def _start_from_device(
-        self, x: Array, start_read: Callable[[Array], Callable[[], list[int]]]
-    ) -> Callable[[], Array]:
-        """Begin to copy an array to the host, to be sent when the host has to wait for it."""
-        reduction = _Reduction(start_read(x))
+    def _start_from_device(self, x: Array, read: Callable[[], list[int]]) -> Callable[[], Array]:
+        """Put an array that is on its way to the host in the queue; it is sent when the host has to wait for it."""
+        reduction = _Reduction(read)
         self._unsent.append(reduction)
 
         def finish() -> Array:
