@@ -49,7 +49,7 @@ from train_digits import (
 )
 
 from gradscale import GradscaleError, GradScaler, ShardedGradScaler
-from gradscale_cupy.availability import explained, nccl_package, require_device
+from gradscale_cupy.availability import explained, require_device, require_nccl
 
 why_no_cupy = ""
 try:
@@ -141,9 +141,10 @@ class NCCLRanks(GPURanks):
         """Say why these ranks cannot use NCCL; nothing where they can."""
         gpu = cupy.cuda.Device().pci_bus_id
         gpus = self.neighbours.allgather(gpu) if self.neighbours else [gpu]
-        if not nccl.available:
-            package = nccl_package(cupy.cuda.runtime.runtimeGetVersion())
-            return f"CuPy finds no NCCL library, which its wheels do not bring: python -m pip install {package}"
+        try:
+            require_nccl()
+        except GradscaleError as error:
+            return str(error)
         if len(set(gpus)) < len(gpus):
             found = f"{len(gpus)} ranks on {platform.node()}, which share {len(set(gpus))}"
             return f"NCCL needs a GPU for each rank, got {found}: start fewer ranks (mpiexec -n), or give --group mpi"

@@ -19,6 +19,7 @@ __all__ = [
     "nccl_module",
     "nccl_package",
     "require_device",
+    "require_nccl",
     "translated",
     "unusable_device",
     "version_text",
@@ -173,6 +174,15 @@ def require_device() -> None:
         count = runtime.getDeviceCount()
     if not count:
         raise BackendNotAvailableError(unusable_device(0, *_versions(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def require_nccl() -> None:
+    """Raise BackendNotAvailableError where CuPy finds no NCCL, with the package; or first, where there is no device."""
+    if not nccl_module().available:
+        require_device()
+        package = nccl_package(_runtime().runtimeGetVersion())
+        msg = f"CuPy finds no NCCL library, which its wheels do not bring: python -m pip install {package}"
+        raise BackendNotAvailableError(msg)
 
 
 def nccl_module() -> Any:

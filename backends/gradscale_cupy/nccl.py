@@ -16,7 +16,6 @@ from cupy.cuda import runtime
 from gradscale import registry
 from gradscale.errors import (
     BackendError,
-    BackendNotAvailableError,
     CollectiveTimeoutError,
     GradscaleError,
     InvalidTypeError,
@@ -24,7 +23,7 @@ from gradscale.errors import (
 )
 from gradscale.polling import poll
 from gradscale.protocols import Array
-from gradscale_cupy.availability import nccl_module, nccl_package, require_device
+from gradscale_cupy.availability import nccl_module, require_nccl
 
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "Pending", "backend"]
 
@@ -85,7 +84,7 @@ class NCCLCollectives:
     """
 
     def __init__(self, group: Any, timeout: float, *, rank: int | None = None, size: int | None = None) -> None:
-        _require_library()
+        require_nccl()
         self._comm = _communicator(group)
         self._timeout = timeout
         self._require_usable()
@@ -324,15 +323,6 @@ class NCCLGroupBackend:
 
 
 backend = NCCLGroupBackend()
-
-
-def _require_library() -> None:
-    if not nccl.available:
-        # Without a device, this library would not help.
-        require_device()
-        package = nccl_package(runtime.runtimeGetVersion())
-        msg = f"CuPy finds no NCCL library, which its wheels do not bring: python -m pip install {package}"
-        raise BackendNotAvailableError(msg)
 
 
 def _communicator(group: Any) -> Any:
