@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -229,7 +230,7 @@ class CupyBackend:
         arrays = sources if in_place else (*sources, *targets)
         # An address may have been another device's before.
         device = cupy.cuda.Device().id
-        key = (device, in_place, *((x.data.ptr, x.shape, x.strides, x.dtype) for x in arrays))
+        key = (device, in_place, *map(_layout_key, arrays))
         is_capturing = cupy.cuda.get_current_stream().is_capturing()
         if key in self._captured:
             return self._captured[key][0]
@@ -255,11 +256,15 @@ class CupyBackend:
         return prepared
 
 
+# For thousands of arrays these attributes are most of what the host does; ``device`` would make an object each time.
+_layout_key = operator.attrgetter("data.ptr", "shape", "strides", "dtype")
+
+
 def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
     """Return each device with the positions of its arrays."""
     found: dict[int, list[int]] = {}
     for index, array in enumerate(arrays):
-        found.setdefault(array.device.id, []).append(index)
+        found.setdefault(array.data.device_id, []).append(index)
     return [(cupy.cuda.Device(number), indices) for number, indices in found.items()]
 
 

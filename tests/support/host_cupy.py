@@ -93,7 +93,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             _copies.setdefault(self.device.id, []).append((address, self._x, size))
 
         functions = {"copy_from_host_async": copy_from_host_async, "copy_to_host_async": copy_to_host_async}
-        return SimpleNamespace(ptr=self._x.ctypes.data, **functions)
+        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, **functions)
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
