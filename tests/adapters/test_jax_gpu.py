@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
+from axes import leave_out_gpu, require
 
 import gradscale
 from gradscale import DynamicScale, registry
@@ -22,7 +22,7 @@ def device() -> Any:
     jax = require("jax")
     found = jax.devices()[0]
     if found.platform == "cpu":
-        pytest.skip("gpu: JAX finds no accelerator")
+        leave_out_gpu("JAX finds no accelerator")
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from axes import require
+from axes import leave_out_gpu, require
 
 import gradscale
 from gradscale.testing import check_backend
@@ -19,7 +19,7 @@ def torch() -> Iterator[Any]:
     """Return torch, on a machine with CUDA."""
     torch = require("torch")
     if not torch.cuda.is_available():
-        pytest.skip("gpu: torch finds no CUDA device")
+        leave_out_gpu("torch finds no CUDA device")
     yield torch
     torch.cuda.synchronize()
 

@@ -50,7 +50,7 @@ PROGRAMS = {"c++": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
 def required() -> frozenset[str]:
     """Return the names that must not be missing."""
     names = frozenset(filter(None, (name.strip() for name in os.environ.get(VARIABLE, "").split(","))))
-    known = MODULES.keys() | PROGRAMS.keys()
+    known = {*MODULES, *PROGRAMS, "gpu"}
     if not names <= known:
         msg = f"{VARIABLE} names {sorted(names - known)}; known are {sorted(known)}"
         raise pytest.UsageError(msg)
@@ -87,6 +87,11 @@ def require_program(name: str) -> str:
     if found is None:
         _leave_out(name, f"{name}: none of {', '.join(PROGRAMS[name])} is on the PATH")
     return found
+
+
+def leave_out_gpu(reason: str) -> NoReturn:
+    """Skip a test that needs a GPU, with the reason why there is none; fail if one is required."""
+    _leave_out("gpu", f"gpu: {reason}")
 
 
 def _leave_out(name: str, reason: str) -> NoReturn:

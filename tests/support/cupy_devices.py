@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from axes import require
+from axes import leave_out_gpu, require
 
 __all__ = ["require_cupy", "require_device_count", "stall"]
 
@@ -18,9 +18,9 @@ def require_cupy() -> Any:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"gpu: CuPy finds no CUDA device: {error}")
+        leave_out_gpu(f"CuPy finds no CUDA device: {error}")
     if not count:
-        pytest.skip("gpu: CuPy finds no CUDA device")
+        leave_out_gpu("CuPy finds no CUDA device")
     return cupy
 
 
