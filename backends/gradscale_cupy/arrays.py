@@ -246,7 +246,7 @@ class CupyBackend:
             _require_same_devices(sources, targets)
             layouts = [layout_of(x) for x in sources]
             written = layouts if in_place else [layout_of(x) for x in targets]
-            require_disjoint(written)
+            require_disjoint(layouts, written)
             prepared = self._plans[key] = prepare(layouts, written)
         self._plans.move_to_end(key)
         if is_capturing:

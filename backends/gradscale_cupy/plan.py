@@ -14,6 +14,7 @@ import numpy as np
 from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
+from gradscale import memory
 from gradscale.errors import InvalidValueError
 
 __all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Launch", "Layout", "layout_of", "plan", "require_disjoint"]
@@ -176,41 +177,35 @@ def _joined(axes: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return made
 
 
-def require_disjoint(targets: Sequence[Layout]) -> None:
-    """Refuse arrays to be written that share memory with themselves or with each other.
+def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
+    """Refuse arrays to be written that share memory with themselves, each other or another gradient.
+
+    Parameters
+    ----------
+    sources, targets : sequence of Layout
+        As for ``plan``.
 
     Raises
     ------
     InvalidValueError
         With the first two of them; part would be divided twice.
     """
-    spans = []
     for index, layout in enumerate(targets):
-        if not math.prod(layout.shape):
-            continue
-        if _overlaps_itself(layout):
+        if math.prod(layout.shape) and _overlaps_itself(layout):
             msg = (
                 f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
                 f"cannot be unscaled in place: assign a copy (grad.copy())"
             )
             raise InvalidValueError(msg)
-        reaches = [(n - 1) * stride * layout.itemsize for n, stride in zip(layout.shape, layout.strides, strict=True)]
-        low = layout.address + sum(min(reach, 0) for reach in reaches)
-        high = layout.address + sum(max(reach, 0) for reach in reaches) + layout.itemsize
-        spans.append((low, high, index))
-    spans.sort()
-    open_spans: list[tuple[int, int]] = []
-    for low, high, index in spans:
-        open_spans = [(end, other) for end, other in open_spans if end > low]
-        for _, other in open_spans:
-            if _share_memory(targets[other], targets[index]):
-                first, second = sorted((other, index))
-                msg = (
-                    f"gradients {first} and {second}, or what they are written to, share memory, which would be "
-                    f"divided twice: pass one of them, or a copy (grad.copy())"
-                )
-                raise InvalidValueError(msg)
-        open_spans.append((high, index))
+    read = [None if source == target else source for source, target in zip(sources, targets, strict=True)]
+    layouts = [*targets, *read]
+    spans = [(_span(one), number) for number, one in enumerate(layouts) if one is not None and math.prod(one.shape)]
+    memory.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
+
+
+def _span(layout: Layout) -> memory.Span:
+    strides = tuple(stride * layout.itemsize for stride in layout.strides)
+    return memory.span(layout.address, layout.shape, strides, layout.itemsize)
 
 
 def _overlaps_itself(layout: Layout) -> bool:
@@ -231,7 +226,7 @@ def _overlaps_itself(layout: Layout) -> bool:
     return bool(np.any(np.diff(np.sort(offsets, axis=None)) == 0))
 
 
-def _share_memory(a: Layout, b: Layout) -> bool:
+def _share_memory(a: Layout | None, b: Layout | None) -> bool:
     """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
     try:
         return np.shares_memory(_at_address(a), _at_address(b), max_work=_EXACT_SEARCH)  # type: ignore[arg-type]

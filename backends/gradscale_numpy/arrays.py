@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gradscale import ScaleState
 from gradscale.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
+from gradscale.memory import Span, require_disjoint, span
 
 __all__ = ["NumpyBackend"]
 
@@ -183,34 +184,21 @@ class NumpyBackend:
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
     """Refuse arrays that share memory, part of which would be divided twice."""
-    arrays = [*out] if out is grads else [*out, *(grad for grad, to in zip(grads, out, strict=True) if grad is not to)]
-    spans = sorted(
-        (*_span(array), index) for index, array in enumerate(arrays) if not isinstance(array, np.generic) and array.size
-    )
-    open_spans: list[tuple[int, int]] = []
-    for start, stop, index in spans:
-        # Interleaved views, such as columns of one array, overlap in span and not in memory.
-        open_spans = [(end, other) for end, other in open_spans if end > start]
-        for _, other in open_spans:
-            if _share_memory(arrays[other], arrays[index]):
-                first, second = sorted((other % len(out), index % len(out)))
-                msg = (
-                    f"gradients {first} and {second}, or what they are written to, share memory, which would be "
-                    f"divided twice: pass one of them, or a copy (grad.copy())"
-                )
-                raise InvalidValueError(msg)
-        open_spans.append((stop, index))
+    arrays = dict(enumerate(out))
+    if out is not grads:
+        pairs = enumerate(zip(grads, out, strict=True), start=len(out))
+        arrays |= {number: grad for number, (grad, target) in pairs if grad is not target}
+    spans = [
+        (_span(array), number) for number, array in arrays.items() if not isinstance(array, np.generic) and array.size
+    ]
+    require_disjoint(spans, lambda one, other: _share_memory(arrays[one], arrays[other]), len(out))
 
 
-def _span(array: NumpyArray) -> tuple[int, int]:
-    """Return the addresses of an array's first byte, and of the one behind its last."""
+def _span(array: NumpyArray) -> Span:
     start: int = array.__array_interface__["data"][0]
     if array.flags.c_contiguous:
         return start, start + array.nbytes
-    reaches = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
-    return start + sum(min(reach, 0) for reach in reaches), start + sum(
-        max(reach, 0) for reach in reaches
-    ) + array.itemsize
+    return span(start, array.shape, array.strides, array.itemsize)
 
 
 def _share_memory(a: NumpyArray, b: NumpyArray) -> bool:

@@ -128,10 +128,24 @@ def test_a_row_has_the_layout_that_the_kernel_reads() -> None:
 )
 def test_memory_that_would_be_divided_twice_is_refused(layouts: list[Layout], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        require_disjoint(layouts)
+        require_disjoint(layouts, layouts)
+    elsewhere = [one._replace(address=one.address + (1 << 30)) for one in layouts]
+    with pytest.raises(InvalidValueError, match=message):
+        require_disjoint(elsewhere, layouts)
 
 
 def test_memory_that_only_interleaves_is_fine() -> None:
     columns = [Layout(4096 + 4 * k, (100,), (3,), "float32", 4) for k in range(3)]
     interleaved = [Layout(1 << 20, (2, 2), (3, 2), "float32", 4)]
-    require_disjoint([*columns, *interleaved, dense(0), dense(0), Layout(4096 + 1200, (4,), (-1,), "float32", 4)][:-1])
+    layouts = [*columns, *interleaved, dense(0), dense(0)]
+    require_disjoint(layouts, layouts)
+
+
+def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be_none_of_them() -> None:
+    masters = [dense(4, 1 << 20), dense(4, 1 << 21)]
+    require_disjoint([dense(4), dense(4)], masters)
+    first, second = dense(4), dense(4, 9000)
+    with pytest.raises(InvalidValueError, match="gradients 0 and 1, or what they are written to, share memory"):
+        require_disjoint([first, second], [second, first])
+    with pytest.raises(InvalidValueError, match="gradient 0 and the array that it is written to share memory"):
+        require_disjoint([first], [dense(4, first.address + 4)])

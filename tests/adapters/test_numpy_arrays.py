@@ -396,3 +396,13 @@ def test_masters_that_are_other_gradients_are_refused(backend: NumpyBackend) -> 
     with pytest.raises(InvalidValueError, match="share memory"):
         backend.unscale([first, second], state_of(), out=[second, first])
     assert (first[0], second[0]) == (8.0, 16.0)
+    room = np.full(4, 8.0, np.float32)
+    with pytest.raises(InvalidValueError, match="gradient 0 and the array that it is written to share memory"):
+        backend.unscale([room[:3]], state_of(), out=[room[1:]])
+    assert room.tolist() == [8.0] * 4
+
+
+def test_a_gradient_may_be_written_to_two_masters(backend: NumpyBackend) -> None:
+    grad, masters = np.full(3, 8.0, np.float32), [np.zeros(3, np.float32) for _ in range(2)]
+    backend.unscale([grad, grad], state_of(), out=masters)
+    assert [x.tolist() for x in masters] == [[1.0] * 3] * 2
