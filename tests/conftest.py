@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from axes import VARIABLE, required
 from hypothesis import HealthCheck, settings
 from libraries import ROWS, Library, opened
+from worlds import mpi_ranks
 
 # Shared machines stall; and the fixtures here hold nothing that one example could spoil for the next.
 settings.register_profile("gradscale", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,6 +54,13 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
         yield library
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end() -> Iterator[None]:
+    """End the ranks that the tests of a module have shared; an error if they do not end well."""
+    yield
+    mpi_ranks.close()
+
+
 @pytest.fixture
 def strict() -> Iterator[Library]:
     """Return array-api-strict alone, for what only its several devices can show."""
@@ -69,6 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what the collection has made and the session keeps: thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _row(item: pytest.Item) -> str | None:

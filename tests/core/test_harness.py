@@ -26,6 +26,24 @@ def test_rank_0_fails_while_the_other_waits():
     MPI.COMM_WORLD.Barrier()
 """
 
+RANKS = """
+import pool_scenarios
+from worlds import Failure, MPIWorld
+
+
+def test_a_rank_raises():
+    results = MPIWorld(2).run(pool_scenarios.behave, "raises", 1)
+    assert not any(isinstance(result, Failure) for result in results)
+
+
+def test_a_rank_hangs():
+    MPIWorld(2).run_each(pool_scenarios.behave, [("hangs", 1)], limit=2.0)
+
+
+def test_the_next_one():
+    assert len(MPIWorld(2).run(pool_scenarios.behave)) == 2
+"""
+
 
 def test_assert_array_accepts_the_right_answer(arrays: Library) -> None:
     arrays.assert_array(arrays.asarray([1.0, float("nan"), -0.0]), [1.0, float("nan"), -0.0])
@@ -107,12 +125,29 @@ def test_a_failing_rank_ends_the_others_and_prints_its_failure(tmp_path: Path) -
     assert time.monotonic() - begin < 50.0
 
 
-def _pytest(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.mark.mpi
+def test_ranks_that_raise_or_hang_fail_their_own_tests_with_the_reason(tmp_path: Path) -> None:
+    axes.require("mpi")
+    tmp_path.joinpath("test_ranks.py").write_text(RANKS)
+    completed = _pytest([sys.executable], tmp_path, "--maxfail=3")
+    assert "2 failed, 1 passed" in completed.stdout, completed.stdout
+    assert "rank 1 of 2 raised:\nTraceback" in completed.stdout
+    assert "KeyError: 'this rank fails on purpose'" in completed.stdout
+    assert "RuntimeError: ranks [1] gave no answer within 2 s" in completed.stdout
+    assert "in _hang" in completed.stdout
+
+
+def _pytest(command: list[str], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run pytest on a folder with this conftest, in a process of its own."""
     plugin = ["-c", str(folder / "pytest.ini"), "-p", "conftest", "-p", "no:cacheprovider", "-x", str(folder)]
     folder.joinpath("pytest.ini").write_text("[pytest]\ntimeout = 60\n")
     search = os.pathsep.join([str(TESTS), str(TESTS / "support")])
     environment = mpi_environment() | {"PYTHONPATH": search, axes.VARIABLE: ""}
     return subprocess.run(
-        [*command, "-m", "pytest", *plugin], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*command, "-m", "pytest", *plugin, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )

@@ -198,8 +198,9 @@ def test_dtensors_of_two_meshes_need_a_group(size: int) -> None:
 def test_clipping_while_unscaling_needs_no_gradient_on_each_rank(size: int) -> None:
     import mesh_scenarios
 
-    for empty_rank in range(size):
-        results = worlds.GlooWorld(size).run(mesh_scenarios.clip_without_a_gradient, empty_rank)
+    cases = [(empty_rank,) for empty_rank in range(size)]
+    by_case = worlds.GlooWorld(size).run_each(mesh_scenarios.clip_without_a_gradient, cases)
+    for empty_rank, results in enumerate(by_case):
         assert not any(isinstance(result, worlds.Failure) for result in results), results
         norm = math.sqrt(2 * (size - 1))
         for rank, result in enumerate(results):

@@ -20,6 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Their import takes longer than most scenarios that need them.
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import scenarios

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from scenarios import gradients, loss, rank_and_size
-from worlds import Failure
+from worlds import Failure, alone
 
 import gradscale
 from gradscale import registry
@@ -58,6 +58,7 @@ def differing(group: Any, drifting_rank: int, what: str) -> dict[str, Any]:
     return {"failures": failures}
 
 
+@alone
 def lateness(group: Any, absent_rank: int, settings: dict[str, float]) -> dict[str, Any]:
     """Let one rank come too late."""
     rank, _ = rank_and_size(group)

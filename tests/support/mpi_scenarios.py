@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from scenarios import SGD, gradients, iterate
-from worlds import Failure
+from worlds import Failure, alone
 
 import gradscale
 from gradscale_numpy.mpi import MPICollectives
@@ -88,6 +88,7 @@ def grid(comm: MPI.Intracomm, columns: int, bad_rank: int, kind: str) -> dict[st
     return {"skipped": report.skipped, "scale": scaler.get_scale(), "row": comm.rank // columns}
 
 
+@alone
 def many_scalers(comm: MPI.Intracomm, count: int) -> str:
     """Construct more scalers than there are communicators to be had, over one group and over short-lived ones."""
     for _ in range(count):
@@ -117,6 +118,7 @@ def bad_groups(comm: MPI.Intracomm) -> list[str]:
     return messages
 
 
+@alone
 def missing_construction(comm: MPI.Intracomm, absent_rank: int) -> Failure | None:
     """Leave out the constructor on one rank."""
     if comm.rank == absent_rank:
@@ -129,6 +131,7 @@ def missing_construction(comm: MPI.Intracomm, absent_rank: int) -> Failure | Non
     return None
 
 
+@alone
 def after_a_timeout(comm: MPI.Intracomm, late_rank: int) -> dict[str, Any]:
     """Time out, wait for the late rank by other means, and go on with new scalers over the same communicator."""
     scaler = gradscale.ShardedGradScaler(group=comm, timeout=0.5)
@@ -166,6 +169,7 @@ def wrong_arrays(comm: MPI.Intracomm) -> list[str]:
     return messages
 
 
+@alone
 def dropped(comm: MPI.Intracomm) -> list[bool]:
     """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
     collectives = MPICollectives(comm, 5.0)

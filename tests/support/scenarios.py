@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
-from worlds import Failure
+from worlds import Failure, alone
 
 import gradscale
 from gradscale import registry
@@ -160,6 +160,7 @@ def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -
     return {"failure": failure, "steps": optimizer.steps, "seconds": time.monotonic() - begin}
 
 
+@alone
 def absence(group: Any, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Let one rank raise before the step of iteration 2, or come too late."""
     rank, _ = rank_and_size(group)

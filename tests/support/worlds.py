@@ -1,7 +1,8 @@
 """Worlds: where a scenario runs on several ranks, as threads of this process or as real processes.
 
 A scenario is a function of ``scenarios.py`` that takes a group as its first argument. Every world runs it on each rank
-and returns what each rank returned or raised, so that one test serves them all.
+and returns what each rank returned or raised, so that one test serves them all. The ranks of MPI serve the scenarios of
+a module one after the other; one that ends badly, or needs processes that have run nothing else, is marked ``@alone``.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pool import Pool
 
 from gradscale.testing import run_ranks
 
 HERE = Path(__file__).parent
 MPI_RUNNER = HERE / "mpi_runner.py"
 GLOO_RUNNER = HERE / "gloo_runner.py"
+
+Scenario = TypeVar("Scenario", bound=Callable[..., Any])
+
+
+def alone(scenario: Scenario) -> Scenario:
+    """Mark a scenario that needs ranks which serve nothing else, before and after: some come late, or never."""
+    scenario.is_alone = True  # type: ignore[attr-defined]
+    return scenario
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +47,14 @@ class Failure:
     bases: tuple[str, ...]
     message: str
     attributes: dict[str, Any]
+    traceback: str = dataclasses.field(default="", compare=False, repr=False)
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception."""
         plain = {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, type(None)))}
         bases = tuple(base.__name__ for base in type(error).__mro__)
-        return cls(type(error).__name__, bases, str(error), plain)
+        return cls(type(error).__name__, bases, str(error), plain, "".join(traceback.format_exception(error)))
 
 
 def find_mpiexec() -> str | None:
@@ -84,7 +97,9 @@ class ThreadWorld:
             return scenario(group, *args)
 
         results = run_ranks(self.size, call, timeout=_timeout(args), return_exceptions=True)
-        return [Failure.of(result) if isinstance(result, BaseException) else result for result in results]
+        results = [Failure.of(result) if isinstance(result, BaseException) else result for result in results]
+        print_failures(results)
+        return results
 
     def run_each(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
         """Run a scenario once for each tuple of arguments; the results of each."""
@@ -93,7 +108,7 @@ class ThreadWorld:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessWorld:
-    """Ranks that are processes, which write what they returned beside the task that they are given."""
+    """Ranks that are processes, which are given a task and answer what they returned."""
 
     size: int
 
@@ -105,38 +120,28 @@ class ProcessWorld:
         self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 90.0
     ) -> list[list[Any]]:
         """Run a scenario once for each tuple of arguments, all in the same processes; the results of each."""
-        with tempfile.TemporaryDirectory() as folder:
-            task = Path(folder, "task.pickle")
-            task.write_bytes(pickle.dumps((scenario.__module__, scenario.__name__, cases)))
-            status, output = self.launch(task, limit)
-            answers = [Path(folder, f"{rank}.pickle") for rank in range(self.size)]
-            missing = [answer.stem for answer in answers if not answer.exists()]
-            if missing or status:
-                msg = f"ranks {missing} gave no answer, status {status}:\n{output}"
-                raise RuntimeError(msg)
-            by_rank = [pickle.loads(answer.read_bytes()) for answer in answers]
-            return [list(results) for results in zip(*by_rank, strict=True)]
+        by_case = [list(results) for results in zip(*self.answers(scenario, cases, limit), strict=True)]
+        for results in by_case:
+            print_failures(results)
+        return by_case
 
-    def launch(self, task: Path, limit: float) -> tuple[int, str]:
-        """Run a task on every rank within some seconds; 0 if all ended well, and what they printed."""
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+        """Run a scenario's cases within some seconds; for each rank the results of the cases."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class MPIWorld(ProcessWorld):
-    """Ranks that are processes under mpiexec; the group is COMM_WORLD."""
+    """Ranks that are processes under mpiexec; the group is COMM_WORLD for a scenario that is alone, or a duplicate."""
 
-    def launch(self, task: Path, limit: float) -> tuple[int, str]:
-        """Run a task under mpiexec."""
-        completed = subprocess.run(
-            mpi_command(self.size, MPI_RUNNER, task),
-            env=mpi_environment(),
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-        return completed.returncode, f"{completed.stdout}{completed.stderr}"
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+        """Give the task to ranks that are there, or to new ones."""
+        is_alone = getattr(scenario, "is_alone", False)
+        task = pickle.dumps((scenario.__module__, scenario.__name__, cases, is_alone))
+        return mpi_ranks.run(self.size, task, limit, is_alone)
+
+
+mpi_ranks = Pool(lambda size, address: mpi_command(size, MPI_RUNNER, address), mpi_environment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +151,21 @@ class GlooWorld(ProcessWorld):
     They are forked off a process that has imported torch, which takes longer than most scenarios.
     """
 
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+        """Write the task to a file, and read the answers that the ranks write beside it."""
+        with tempfile.TemporaryDirectory() as folder:
+            task = Path(folder, "task.pickle")
+            task.write_bytes(pickle.dumps((scenario.__module__, scenario.__name__, cases)))
+            status, output = self.launch(task, limit)
+            answers = [Path(folder, f"{rank}.pickle") for rank in range(self.size)]
+            missing = [answer.stem for answer in answers if not answer.exists()]
+            if missing or status:
+                msg = f"ranks {missing} gave no answer, status {status}:\n{output}"
+                raise RuntimeError(msg)
+            return [pickle.loads(answer.read_bytes()) for answer in answers]
+
     def launch(self, task: Path, limit: float) -> tuple[int, str]:
-        """Run a task on forked ranks; those that outlast the limit are killed."""
+        """Run a task on forked ranks, of which those that outlast the limit are killed; a status, and the output."""
         server = _gloo_server()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -174,6 +192,13 @@ def _gloo_server() -> subprocess.Popen[str]:
     )
     atexit.register(server.communicate)
     return server
+
+
+def print_failures(results: Sequence[Any]) -> None:
+    """Print the tracebacks of the ranks that raised, for the test that fails by it."""
+    for rank, result in enumerate(results):
+        if isinstance(result, Failure):
+            print(f"rank {rank} of {len(results)} raised:\n{result.traceback}")
 
 
 def _timeout(args: Sequence[Any]) -> float:
