@@ -191,7 +191,7 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
         With the first two of them; part would be divided twice.
     """
     for index, layout in enumerate(targets):
-        if math.prod(layout.shape) and _overlaps_itself(layout):
+        if _has_elements(layout) and _overlaps_itself(layout):
             msg = (
                 f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
                 f"cannot be unscaled in place: assign a copy (grad.copy())"
@@ -199,8 +199,12 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
             raise InvalidValueError(msg)
     read = [None if source == target else source for source, target in zip(sources, targets, strict=True)]
     layouts = [*targets, *read]
-    spans = [(_span(one), number) for number, one in enumerate(layouts) if one is not None and math.prod(one.shape)]
+    spans = [(_span(one), number) for number, one in enumerate(layouts) if one is not None and _has_elements(one)]
     memory.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
+
+
+def _has_elements(layout: Layout) -> bool:
+    return math.prod(layout.shape) > 0
 
 
 def _span(layout: Layout) -> memory.Span:
