@@ -248,8 +248,10 @@ def reciprocal(x: Array) -> Array:
 
 def has_float64(xp: Any, where: Any) -> bool:
     """Tell whether a device computes in float64."""
-    # JAX has it switched on and off while it runs.
-    return _find_float64.__wrapped__(xp, where) if is_jax_namespace(xp) else _find_float64(xp, where)
+    # JAX has it switched on and off while it runs; CuPy's devices have no hash.
+    if is_jax_namespace(xp) or type(where).__hash__ is None:
+        return _find_float64.__wrapped__(xp, where)
+    return _find_float64(xp, where)
 
 
 @functools.lru_cache(maxsize=64)
@@ -304,18 +306,30 @@ class PerDevice:
         0-d.
     placement : callable
         Returns where a 0-d array must be to be combined with an array; None for anywhere.
+    move : callable, optional
+        Returns a copy of ``x`` beside an array, where the library's own ``to_device`` is not in the order of streams.
     """
 
-    def __init__(self, x: Array, placement: Callable[[Array], Any] = device) -> None:
+    def __init__(
+        self,
+        x: Array,
+        placement: Callable[[Array], Any] = device,
+        move: Callable[[Array, Array], Array] | None = None,
+    ) -> None:
         self._x = x
         self._placement = placement
-        self._copies = {placement(x): x}
+        self._move = move
+        # Pairs, since CuPy's devices can be compared and have no hash.
+        self._copies = [(placement(x), x)]
 
     def on(self, like: Array) -> Array:
         """Return the copy on the device of ``like``."""
         where = self._placement(like)
         if where is None:
             return self._x
-        if where not in self._copies:
-            self._copies[where] = to_device(self._x, where)
-        return self._copies[where]
+        for known, copy in self._copies:
+            if known == where:
+                return copy
+        made = to_device(self._x, where) if self._move is None else self._move(self._x, like)
+        self._copies.append((where, made))
+        return made

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace
 
 from gradscale import ops, validation
 from gradscale.arithmetic import float32_bits, multiply_arrays, no_scalar, sum_of_squares
 from gradscale.diagnosing import Diagnosing
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidValueError
 from gradscale.gradients import collect_gradients
 from gradscale.policy import DynamicScale
 from gradscale.protocols import Array, Backend, Collectives
@@ -157,12 +157,10 @@ class Clipping(Diagnosing):
             0-d float32, before clipping. Over a group two host reads and one all-reduce; else none.
         """
         norm, factor, overflows = clip_factor(squares, clip.max_norm)
-        nonfinite = nonfinite + overflows
         if clip.group is not None:
             total = self._norm_over_ranks(backend, norm, clip.group)
-            norm, factor, overflows = clip_factor(_filled(squares, total * total), clip.max_norm)
-            nonfinite = nonfinite + overflows
-        nonfinite = no_scalar(array_namespace(nonfinite), nonfinite)
+            norm, factor, overflows = _clip_factor_of(total, clip.max_norm, norm, overflows)
+        nonfinite = no_scalar(array_namespace(nonfinite), nonfinite + overflows)
         multiply = getattr(backend, "multiply_in_place", None)
         if multiply is None:
             return multiply_arrays(arrays, factor), nonfinite, norm
@@ -170,7 +168,7 @@ class Clipping(Diagnosing):
         return arrays, nonfinite, norm
 
     def _norm_over_ranks(self, backend: Backend, norm: Array, group: Collectives) -> float:
-        """Return the norm of what all ranks hold, computed alike on each of them from the bits of every rank's norm."""
+        """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
         xp = array_namespace(norm)
         is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
         bits = float32_bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
@@ -181,15 +179,12 @@ class Clipping(Diagnosing):
         received = self._maximum(group, slots, norm)
         return math.hypot(*map(validation.float32_from_bits, received))
 
-    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> Array:
-        """Clip gradients that are not scaled, for a disabled scaler, and return their norm."""
+    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> Array | None:
+        """Clip gradients that are not scaled, for a disabled scaler, and return their norm; None if there are none."""
         found, assign = collect_gradients(optimizer)
         like = ops.first_floating(found)
         if like is None:
-            like = self._like_nothing() if self._backend is not None else None
-        if like is None:
-            msg = f"max_norm= needs gradients, got none of {type(optimizer).__name__}"
-            raise InvalidTypeError(msg)
+            return None
         # Dividing by one changes nothing.
         state = DynamicScale(init_scale=1.0).init(like)
         backend = self._backend_for(state.scale)
@@ -201,6 +196,14 @@ class Clipping(Diagnosing):
         return norm
 
 
-def _filled(like: Array, value: float) -> Array:
+def _clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:
+    """Do what ``clip_factor`` does for a norm that the host has, in Python's floats.
+
+    Ranks may compute in several libraries and precisions, and have to clip alike.
+    """
     xp = array_namespace(like)
-    return to_device(xp.full_like(like, value), device(like))
+    rounded = validation.round_to_float32(norm)
+    wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0
+    overflows = not math.isfinite(rounded) or 0.0 < wanted < validation.SMALLEST_NORMAL
+    factor = validation.round_to_float32(min(wanted, 1.0))
+    return xp.full_like(like, rounded), xp.full_like(like, factor), xp.full_like(flag, int(overflows))

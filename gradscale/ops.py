@@ -41,7 +41,7 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     _require_state(state)
     leaves, rebuild = tree.flatten(outputs)
     chosen = floating_leaves(leaves, state, what="output", rebuild=rebuild)
-    factors = PerDevice(state.scale, registry.backend_for(state.scale).placement)
+    factors = _per_device(state.scale)
     scaled = {}
     for x in chosen:
         xp = array_namespace(x)
@@ -152,7 +152,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
         msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"
         raise InvalidTypeError(msg)
-    chosen = PerDevice(pred, registry.backend_for(pred).placement)
+    chosen = _per_device(pred)
 
     def choose(a: Any, b: Any) -> Any:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
@@ -170,6 +170,11 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         return no_scalar(xp, xp.where(chosen.on(a), a, b))
 
     return tree.map_leaves(choose, on_true, on_false)
+
+
+def _per_device(x: Array) -> PerDevice:
+    backend = registry.backend_for(x)
+    return PerDevice(x, backend.placement, getattr(backend, "move", None))
 
 
 def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> None:

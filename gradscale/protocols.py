@@ -29,8 +29,11 @@ class Backend(Protocol):
       unscaled elements, 0-d float64 (float32 where there is none) on the state's device, from the same pass;
     - ``multiply_in_place(arrays, factor)`` multiplies arrays that ``unscale`` has returned by a 0-d float32 of at most
       1, to the bits of :func:`gradscale.arithmetic.multiply_arrays`;
-    - ``start_read(x)`` begins what ``read`` does, without making the host wait, and returns what finishes it;
-    - ``refuse_tracing(what)`` raises in a function that is compiled, where a scaler's scale would become a constant.
+    - ``start_read(x)`` begins what ``read`` does without making the host wait; what it returns has ``is_done()``, and
+      called gives the ints;
+    - ``move(x, like)`` returns a 0-d array on the device of another array, in the order of the devices' streams;
+    - ``refuse_tracing(what)`` raises in a function that is compiled or captured, where a scaler's scale would become a
+      constant.
     """
 
     name: str

@@ -158,8 +158,8 @@ class GradScaler(Clipping):
         Returns
         -------
         array or None
-            With ``max_norm`` the norm before clipping, 0-d float32. No host read; two, and one all-reduce more, with
-            ``norm_over="group"``.
+            With ``max_norm`` the norm before clipping, 0-d float32; None from a disabled scaler without gradients. No
+            host read; two, and one all-reduce more, with ``norm_over="group"``.
 
         Raises
         ------
@@ -334,6 +334,7 @@ class GradScaler(Clipping):
         if like is None and self._state is None:
             like = self._like_nothing()
         state = self._in_force(like)
+        self._refuse_tracing(state.scale, "unscale_()")
         backend = self._backend_for(state.scale)
         chosen = ops.floating_leaves(found, state, what=what)
         master_dtype = getattr(optimizer, "master_dtype", None)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
-import numpy as np
 
 from gradscale import ScaleState
 from gradscale.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
-from gradscale.errors import CallOrderError, InvalidValueError
 from gradscale_cupy import launch
 from gradscale_cupy.availability import explained
-from gradscale_cupy.launch import Prepared, prepare
-from gradscale_cupy.plan import layout_of, require_disjoint
+from gradscale_cupy.host import HostCopy, moved, refuse_capture
+from gradscale_cupy.launch import Prepared
+from gradscale_cupy.tables import Tables
 
 __all__ = ["CupyBackend", "backend"]
 
 Array = Any
-
-# Sets of arrays whose tables are kept: gradients of several optimizers, and of the iterations before, whose memory
-# comes back from CuPy's pool.
-_MOST_PLANS = 32
 
 
 class CupyBackend:
@@ -38,9 +31,10 @@ class CupyBackend:
     name = "cupy"
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[Any, Prepared] = OrderedDict()
-        # What captured graphs read.
-        self._captured: dict[Any, tuple[Prepared, Sequence[Array], Sequence[Array]]] = {}
+        self._tables = Tables()
+
+    def __reduce__(self) -> tuple[type[CupyBackend], tuple[()]]:
+        return type(self), ()
 
     def read(self, x: Array, /) -> list[int]:
         """Return a 1-d int32 array as Python ints: waits for the current stream."""
@@ -48,35 +42,17 @@ class CupyBackend:
             values: list[int] = x.get().tolist()
         return values
 
-    def start_read(self, x: Array, /) -> Callable[[], list[int]]:
-        """Begin to copy a 1-d int32 array to pinned memory of the host; calling what is returned waits for it.
+    def start_read(self, x: Array, /) -> HostCopy:
+        """Begin to copy a 1-d int32 array to the host. See :class:`gradscale_cupy.host.HostCopy`."""
+        return HostCopy(x)
 
-        Raises
-        ------
-        CallOrderError
-            When the array's stream is capturing a CUDA graph, in which the host cannot wait.
-        """
-        with x.device:
-            stream = cupy.cuda.get_current_stream()
-            if stream.is_capturing():
-                msg = (
-                    "the host reads nothing while a CUDA graph is captured, got an array whose stream is capturing: "
-                    "step outside of the graph, or agree over NCCL"
-                )
-                raise CallOrderError(msg)
-            sent = cupy.ascontiguousarray(x)
-            received = launch.empty_pinned(sent.size, np.int32)
-            sent.data.copy_to_host_async(received.ctypes.data, sent.nbytes, stream)
-            copied = cupy.cuda.Event(disable_timing=True)
-            copied.record(stream)
+    def move(self, x: Array, like: Array, /) -> Array:
+        """Return a 0-d array on the device of ``like``; the streams wait for each other, and not the host."""
+        return moved(x, like.device)
 
-        def finish() -> list[int]:
-            with explained("the verdict was read"):
-                copied.synchronize()
-            values: list[int] = received.tolist()
-            return values
-
-        return finish
+    def refuse_tracing(self, what: str, /) -> None:
+        """Raise CallOrderError while the current stream is capturing a CUDA graph."""
+        refuse_capture(what)
 
     def placement(self, like: Array, /) -> Any:
         """Return the array's device."""
@@ -164,9 +140,9 @@ class CupyBackend:
                 self._clip_there([arrays[index] for index in indices], factor, device)
 
     def _clip_there(self, arrays: Sequence[Array], factor: Array, device: Any) -> None:
-        there = factor if device == factor.device else _moved(factor, device)
+        there = factor if device == factor.device else moved(factor, device)
         with device:
-            prepared = self._prepared(arrays, arrays)
+            prepared = self._tables.of(arrays, arrays, "clip")
             launch.clip(prepared, there)
             rest = [arrays[index] for index in prepared.others]
             for target, values in zip(rest, multiply_arrays(rest, there), strict=True):
@@ -183,81 +159,52 @@ class CupyBackend:
             targets = out
         home = state.scale.device
         sums: list[Array] = []
-        with home:
-            nonfinite = cupy.zeros((), dtype=cupy.int32)
+        kind = "square" if squares else "unscale"
+        ready = []
         for device, indices in _by_device(grads):
             sources, made = [grads[index] for index in indices], [targets[index] for index in indices]
             with device:
+                # What is refused is refused before anything is modified, on any device.
+                ready.append((device, sources, made, self._tables.of(sources, made, kind)))
+        with home:
+            nonfinite = cupy.zeros((), dtype=cupy.int32)
+        for device, sources, made, prepared in ready:
+            with device:
                 total = cupy.empty((), dtype=cupy.float64) if squares else None
                 if device == home:
-                    self._unscale_there(sources, made, state, nonfinite, total)
+                    _unscale_there(prepared, sources, made, state, nonfinite, total)
                     sums += [] if total is None else [total]
                     continue
                 found = cupy.zeros((), dtype=cupy.int32)
-                there = ScaleState(_moved(state.scale, device), *state[1:])
-                self._unscale_there(sources, made, there, found, total)
+                there = ScaleState(moved(state.scale, device), *state[1:])
+                _unscale_there(prepared, sources, made, there, found, total)
             with home:
-                cupy.add(nonfinite, _moved(found, home), out=nonfinite)
-            sums += [] if total is None else [_moved(total, home)]
+                cupy.add(nonfinite, moved(found, home), out=nonfinite)
+            sums += [] if total is None else [moved(total, home)]
         return targets, nonfinite, sums
 
-    def _unscale_there(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        state: ScaleState,
-        nonfinite: Array,
-        total: Array | None,
-    ) -> None:
-        """Unscale arrays of the current device into arrays there, and add to a verdict and a sum of squares there."""
-        prepared = self._prepared(sources, targets)
-        if total is None:
-            launch.unscale(prepared, state.scale, nonfinite)
-        else:
-            launch.unscale_with_squares(prepared, state.scale, nonfinite, total)
-        if prepared.others:
-            rest = [targets[index] for index in prepared.others]
-            made, bad = unscale_arrays([sources[index] for index in prepared.others], state, out=rest)
-            for target, values in zip(rest, made, strict=True):
-                target[...] = values
-            cupy.add(nonfinite, bad, out=nonfinite)
-            if total is not None:
-                cupy.add(total, sum_of_squares(rest, total), out=total)
 
-    def _prepared(self, sources: Sequence[Array], targets: Sequence[Array]) -> Prepared:
-        """Return the tables of these arrays: kept ones, where each lies where one has lain before."""
-        in_place = all(source is target for source, target in zip(sources, targets, strict=True))
-        arrays = sources if in_place else (*sources, *targets)
-        # An address may have been another device's before.
-        device = cupy.cuda.Device().id
-        key = (device, in_place, *map(_layout_key, arrays))
-        is_capturing = cupy.cuda.get_current_stream().is_capturing()
-        if key in self._captured:
-            return self._captured[key][0]
-        prepared = self._plans.get(key)
-        if prepared is None:
-            if is_capturing:
-                msg = (
-                    f"these {len(sources)} arrays must be unscaled once before a CUDA graph captures it, got arrays "
-                    f"whose table of addresses is not on the device: run the iteration once on the same stream, and "
-                    f"keep the same gradient arrays"
-                )
-                raise CallOrderError(msg)
-            _require_same_devices(sources, targets)
-            layouts = [layout_of(x) for x in sources]
-            written = layouts if in_place else [layout_of(x) for x in targets]
-            require_disjoint(layouts, written)
-            prepared = self._plans[key] = prepare(layouts, written)
-        self._plans.move_to_end(key)
-        if is_capturing:
-            self._captured[key] = (self._plans.pop(key), sources, targets)
-        while len(self._plans) > _MOST_PLANS:
-            self._plans.popitem(last=False)
-        return prepared
-
-
-# For thousands of arrays these attributes are most of what the host does; ``device`` would make an object each time.
-_layout_key = operator.attrgetter("data.ptr", "shape", "strides", "dtype")
+def _unscale_there(
+    prepared: Prepared,
+    sources: Sequence[Array],
+    targets: Sequence[Array],
+    state: ScaleState,
+    nonfinite: Array,
+    total: Array | None,
+) -> None:
+    """Unscale arrays of the current device into arrays there, and add to a verdict and a sum of squares there."""
+    if total is None:
+        launch.unscale(prepared, state.scale, nonfinite)
+    else:
+        launch.unscale_with_squares(prepared, state.scale, nonfinite, total)
+    if prepared.others:
+        rest = [targets[index] for index in prepared.others]
+        made, bad = unscale_arrays([sources[index] for index in prepared.others], state, out=rest)
+        for target, values in zip(rest, made, strict=True):
+            target[...] = values
+        cupy.add(nonfinite, bad, out=nonfinite)
+        if total is not None:
+            cupy.add(total, sum_of_squares(rest, total), out=total)
 
 
 def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
@@ -268,40 +215,10 @@ def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
     return [(cupy.cuda.Device(number), indices) for number, indices in found.items()]
 
 
-def _require_same_devices(sources: Sequence[Array], targets: Sequence[Array]) -> None:
-    """Refuse to write to other devices than the gradients', whose memory a kernel may not reach."""
-    for source, target in zip(sources, targets, strict=True):
-        if source.device != target.device:
-            msg = (
-                f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} on "
-                f"{source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the context "
-                f"of that device"
-            )
-            raise InvalidValueError(msg)
-
-
 def _empty_for(grad: Array, dtype: Any) -> Array:
     wanted = grad.dtype if dtype is None or grad.dtype.kind == "c" else dtype
     with grad.device:
         return cupy.empty_like(grad, dtype=wanted)
-
-
-def _moved(x: Array, device: Any) -> Array:
-    """Return a copy of a 0-d array on another device; the streams wait for each other, and not the host."""
-    with x.device:
-        source_stream = cupy.cuda.get_current_stream()
-        written = cupy.cuda.Event(disable_timing=True)
-        written.record(source_stream)
-    with device:
-        stream = cupy.cuda.get_current_stream()
-        stream.wait_event(written)
-        made = cupy.array(x, copy=True)
-        copied = cupy.cuda.Event(disable_timing=True)
-        copied.record(stream)
-    with x.device:
-        # The memory of ``x`` goes back to its stream's pool, and must have been read by then.
-        source_stream.wait_event(copied)
-    return made
 
 
 backend = CupyBackend()

@@ -25,6 +25,7 @@ __all__ = [
     "version_text",
 ]
 
+_OF_CUDA = ("CUDARuntimeError", "CUDADriverError")
 # Of CUDA's runtime; where the driver has the same condition, it has the same number.
 _NOT_INITIALIZED, _INSUFFICIENT_DRIVER, _CALL_NEEDS_NEWER_DRIVER, _NO_DEVICE, _PTX_TOO_NEW = 3, 35, 36, 100, 222
 _OLD_DRIVER = (_INSUFFICIENT_DRIVER, _CALL_NEEDS_NEWER_DRIVER, _PTX_TOO_NEW)
@@ -129,7 +130,8 @@ def translated(error: Exception, doing: str) -> GradscaleError | None:
     origin = type(error).__module__.partition(".")[0]
     if isinstance(error, MemoryError) or not (is_lacking or origin in _PACKAGES):
         return None
-    status = getattr(error, "status", -1)
+    # Libraries beside CUDA number their errors, too.
+    status = getattr(error, "status", -1) if type(error).__name__ in _OF_CUDA else -1
     driver, runtime = _versions()
     if is_lacking:
         return BackendNotAvailableError(missing_library(text, runtime))

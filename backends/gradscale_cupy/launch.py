@@ -9,17 +9,20 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from gradscale_cupy.plan import CHUNK, Layout, plan
 
-__all__ = ["Prepared", "clip", "empty_pinned", "prepare", "unscale", "unscale_with_squares"]
+__all__ = ["Prepared", "clip", "empty_pinned", "is_over", "prepare", "unscale", "unscale_with_squares"]
 
 Array = Any
 
 # Threads of a block, as the kernels are compiled for; and blocks for each multiprocessor, which fill it.
 _THREADS = 256
 _BLOCKS_EACH = 8
+
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 class _Table(NamedTuple):
@@ -47,12 +50,15 @@ class Prepared(NamedTuple):
         1-d float64: a sum of squares for each chunk of all tables.
     uploaded : cupy.cuda.Event
         When the tables are there.
+    launched : set of str
+        Which kernels have been launched with them, and so are on the device, too.
     """
 
     tables: list[_Table]
     others: list[int]
     squares: Array
     uploaded: Any
+    launched: set[str]
 
 
 @functools.cache
@@ -89,7 +95,21 @@ def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
         begin += launch.chunks
     uploaded = cupy.cuda.Event(disable_timing=True)
     uploaded.record()
-    return Prepared(tables, others, squares, uploaded)
+    return Prepared(tables, others, squares, uploaded, set())
+
+
+def is_over(event: Any) -> bool:
+    """Tell whether a device has come to an event; no wait.
+
+    Raises
+    ------
+    cupy.cuda.runtime.CUDARuntimeError
+        When the device has failed, which ``Event.done`` takes for not being ready.
+    """
+    status = runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)
 
 
 def empty_pinned(size: int, dtype: Any) -> NDArray[Any]:

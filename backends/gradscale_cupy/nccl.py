@@ -11,7 +11,6 @@ from typing import Any
 
 import cupy
 from array_api_compat import array_namespace
-from cupy.cuda import runtime
 
 from gradscale import registry
 from gradscale.errors import (
@@ -24,6 +23,7 @@ from gradscale.errors import (
 from gradscale.polling import poll
 from gradscale.protocols import Array
 from gradscale_cupy.availability import nccl_module, require_nccl
+from gradscale_cupy.launch import is_over
 
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "Pending", "backend"]
 
@@ -34,7 +34,6 @@ _LONGEST_PAUSE = 2e-4
 # NCCL's own end of a communicator may wait for ranks that are gone.
 _ABORTING = 10.0
 
-_NOT_READY = 600  # cudaErrorNotReady
 _PER_THREAD = 2  # cudaStreamPerThread, which is another stream in another thread
 _ON_DEVICE = frozenset({2, 10, 13})  # CUDA, ROCm and managed memory, in DLPack
 
@@ -305,11 +304,7 @@ class Pending:
             self._send = None
 
     def _is_done(self) -> bool:
-        # Event.done takes a device that has failed for one that is not ready.
-        status = runtime.eventQuery(self._event.ptr)
-        if status not in (0, _NOT_READY):
-            raise runtime.CUDARuntimeError(status)
-        return bool(status == 0)
+        return is_over(self._event)
 
 
 class NCCLGroupBackend:

@@ -95,8 +95,21 @@ class Launch(NamedTuple):
 
 
 def layout_of(array: Any) -> Layout:
-    """Return the layout of a CuPy array, or of anything with the same attributes."""
+    """Return the layout of a CuPy array, or of anything with the same attributes.
+
+    Raises
+    ------
+    InvalidValueError
+        For elements that do not lie at multiples of their size, which no kernel can read.
+    """
     itemsize = array.dtype.itemsize
+    part = itemsize // 2 if array.dtype.kind == "c" else itemsize
+    if array.data.ptr % part or any(stride % itemsize for stride in array.strides):
+        msg = (
+            f"the elements of a gradient must lie at multiples of their size, got {array.dtype} at address "
+            f"{array.data.ptr:#x} with strides {array.strides} in bytes: pass a copy (grad.copy())"
+        )
+        raise InvalidValueError(msg)
     strides = tuple(stride // itemsize for stride in array.strides)
     return Layout(array.data.ptr, array.shape, strides, array.dtype.name, itemsize)
 

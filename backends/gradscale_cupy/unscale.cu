@@ -46,21 +46,26 @@ static_assert(sizeof(Row) == 224, "plan.py writes rows of 224 bytes");
 struct Half { unsigned short bits; };
 struct BFloat { unsigned short bits; };
 
+// CuPy compiles with -ftz=true, which takes subnormal float32 for 0; instructions that do not say .ftz keep them.
 #if GRADSCALE_ON_DEVICE
+GRADSCALE_FUNCTION float product(float x, float y) { asm("mul.rn.f32 %0, %0, %1;" : "+f"(x) : "f"(y)); return x; }
+GRADSCALE_FUNCTION float single_of(double x) { float y; asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x)); return y; }
+GRADSCALE_FUNCTION double double_of(float x) { double y; asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x)); return y; }
 GRADSCALE_FUNCTION unsigned int bits_of(float x) { return __float_as_uint(x); }
 GRADSCALE_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
 GRADSCALE_FUNCTION float float_of(unsigned int bits) { return __uint_as_float(bits); }
 #else
+inline float product(float x, float y) { return x * y; }
+inline float single_of(double x) { return (float)x; }
+inline double double_of(float x) { return x; }
 template <typename To, typename From>
-inline To same_bits(From x) {
-    To made;
-    std::memcpy(&made, &x, sizeof made);
-    return made;
-}
+inline To same_bits(From x) { To made; std::memcpy(&made, &x, sizeof made); return made; }
 inline unsigned int bits_of(float x) { return same_bits<unsigned int>(x); }
 inline unsigned long long bits_of(double x) { return same_bits<unsigned long long>(x); }
 inline float float_of(unsigned int bits) { return same_bits<float>(bits); }
 #endif
+GRADSCALE_FUNCTION double product(double x, float y) { return x * double_of(y); }
+GRADSCALE_FUNCTION double double_of(double x) { return x; }
 
 // Widening is exact.
 GRADSCALE_FUNCTION float widened(Half x) {
@@ -108,9 +113,9 @@ GRADSCALE_FUNCTION void narrow(float wide, BFloat* stored) {
 }
 
 GRADSCALE_FUNCTION void narrow(float wide, float* stored) { *stored = wide; }
-GRADSCALE_FUNCTION void narrow(float wide, double* stored) { *stored = wide; }
+GRADSCALE_FUNCTION void narrow(float wide, double* stored) { *stored = double_of(wide); }
 GRADSCALE_FUNCTION void narrow(double wide, double* stored) { *stored = wide; }
-GRADSCALE_FUNCTION void narrow(double wide, float* stored) { *stored = (float)wide; }
+GRADSCALE_FUNCTION void narrow(double wide, float* stored) { *stored = single_of(wide); }
 
 // By the exponent, which no fast-math option of a compiler takes for granted.
 GRADSCALE_FUNCTION bool is_bad(Half x) { return (x.bits & 0x7C00u) == 0x7C00u; }
@@ -135,26 +140,23 @@ struct alignas(sizeof(T) * N) Pack {
 // What a thread has found in what it has stored.
 struct Verdict {
     bool bad = false;
-    template <typename Out>
-    GRADSCALE_FUNCTION void count(Out stored) { bad |= is_bad(stored); }
+    template <typename Out> GRADSCALE_FUNCTION void count(Out stored) { bad |= is_bad(stored); }
 };
 
 struct VerdictAndSquares {
     bool bad = false;
     double squares = 0.0;
-    template <typename Out>
-    GRADSCALE_FUNCTION void count(Out stored) {
+    template <typename Out> GRADSCALE_FUNCTION void count(Out stored) {
         bad |= is_bad(stored);
-        const double wide = (double)widened(stored);
+        const double wide = double_of(widened(stored));
         squares += wide * wide;
     }
 };
 
 template <typename In, typename Out, typename Found>
 GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse, Found& found) {
-    const auto wide = widened(*source);
     Out stored;
-    narrow(wide * (decltype(widened(In())))inverse, &stored);
+    narrow(product(widened(*source), inverse), &stored);
     *target = stored;
     found.count(stored);
 }
@@ -224,7 +226,7 @@ GRADSCALE_FUNCTION int row_of(const Index* first_chunks, int rows, Index chunk) 
 }
 
 // Rounded once, and exact for powers of two. Above 2**126 it is subnormal, which is kept.
-GRADSCALE_FUNCTION float reciprocal(float scale) { return (float)(1.0 / (double)scale); }
+GRADSCALE_FUNCTION float reciprocal(float scale) { return single_of(1.0 / double_of(scale)); }
 
 // Which arrays are cut into which chunks, as plan.py has it.
 struct Table {

@@ -22,6 +22,8 @@ __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
 # The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
+# Seconds between two looks at a device that is still busy.
+_LONGEST_PAUSE = 2e-4
 
 # What MPI still reads from and writes to: requests that are not done, also those that were given up or that nobody
 # asks for any more, with their buffers.
@@ -45,9 +47,9 @@ class _Duplicate:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Reduction:
-    """An all-reduce of what the host does not have yet: its read and, once it is sent, its request and result."""
+    """An all-reduce of what the host does not have yet: its copy and, once it is sent, its request and result."""
 
-    read: Callable[[], list[int]]
+    copy: Any
     sent: tuple[Any, NDArray[Any]] | None = None
 
 
@@ -139,15 +141,17 @@ class MPICollectives:
 
         return finish
 
-    def _start_from_device(self, x: Array, read: Callable[[], list[int]]) -> Callable[[], Array]:
+    def _start_from_device(self, x: Array, copy: Any) -> Callable[[], Array]:
         """Put an array that is on its way to the host in the queue; it is sent when the host has to wait for it."""
-        reduction = _Reduction(read)
+        reduction = _Reduction(copy)
         self._unsent.append(reduction)
 
         def finish() -> Array:
             if reduction.sent is None:
                 self._require_usable()
                 self._send_until(reduction)
+            if reduction.sent is None:
+                self._require_usable()
             assert reduction.sent is not None
             request, receive = reduction.sent
             self._wait(request, "the agreement on a step")
@@ -156,10 +160,27 @@ class MPICollectives:
         return finish
 
     def _send_until(self, last: _Reduction | None) -> None:
-        """Send what was started before, in that order, up to one of them, or all."""
+        """Send what was started before, in that order, up to one of them, or all.
+
+        One that Ctrl-C interrupts stays in its place. One that fails takes the group with it: the other ranks send it,
+        and whatever came next would meet theirs.
+        """
         while self._unsent and (last is None or last.sent is None):
-            first = self._unsent.popleft()
-            first.sent = self._send(np.asarray(first.read(), dtype=np.int32))
+            first = self._unsent[0]
+            try:
+                if not poll(first.copy.is_done, self._timeout, longest_pause=_LONGEST_PAUSE):
+                    what = "its own device, before the agreement on a step"
+                    raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=what)
+                first.sent = self._send(np.asarray(first.copy(), dtype=np.int32))
+            except Exception:
+                self._give_up()
+                raise
+            self._unsent.popleft()
+
+    def _give_up(self) -> None:
+        if self._duplicate is not None:
+            self._duplicate.is_usable = False
+            self._duplicate.unsent.clear()
 
     def _send(self, send: NDArray[Any]) -> tuple[Any, NDArray[Any]]:
         """Return the request of an all-reduce, and what it writes to."""
@@ -167,6 +188,7 @@ class MPICollectives:
         try:
             request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
         except MPI.Exception as error:
+            self._give_up()
             raise self._failure(error) from error
         _under_way[id(request)] = (request, send, receive)
         return request, receive
@@ -189,8 +211,7 @@ class MPICollectives:
         try:
             self._poll(request, operation)
         except BaseException as error:
-            if self._duplicate is not None:
-                self._duplicate.is_usable = False
+            self._give_up()
             if isinstance(error, MPI.Exception):
                 raise self._failure(error) from error
             raise

@@ -9,6 +9,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from host_cupy import HostCupy
@@ -41,6 +42,7 @@ def as_host(x: Any) -> Any:
 
 def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
+    dtypes.append(np.dtype(ml_dtypes.bfloat16))
     gradscale.testing.check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
@@ -69,11 +71,11 @@ def test_half_gradients_become_float32_masters(cupy: Any, cupy_backend: Any) -> 
 
 
 def test_the_same_memory_is_planned_once(cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy import arrays
+    from gradscale_cupy import tables
 
     planned: list[int] = []
-    prepare = arrays.prepare
-    monkeypatch.setattr(arrays, "prepare", lambda *args: planned.append(1) or prepare(*args))
+    prepare = tables.prepare
+    monkeypatch.setattr(tables, "prepare", lambda *args: planned.append(1) or prepare(*args))
     grads = [cupy.ones(3, dtype=np.float32) for _ in range(4)]
     for _ in range(3):
         cupy_backend.unscale(grads, state_of(cupy), out=grads)
@@ -82,7 +84,8 @@ def test_the_same_memory_is_planned_once(cupy: Any, cupy_backend: Any, monkeypat
     assert len(planned) == 2
     for size in range(100):
         cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
-    assert len(cupy_backend._plans) == arrays._MOST_PLANS
+    assert len(cupy_backend._tables._plans) == tables.MOST_PLANS
+    assert not cupy_backend._tables._leaving
 
 
 def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, cupy_backend: Any) -> None:
@@ -174,7 +177,7 @@ def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: An
     HostCupy.capturing = set()
     for size in range(100):
         cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state)
-    ((prepared, sources, targets),) = cupy_backend._captured.values()
+    ((prepared, sources, targets),) = cupy_backend._tables._captured.values()
     assert (sources, targets) == (grads, grads)
     assert prepared.tables
 
@@ -261,7 +264,7 @@ def test_a_copy_to_the_host_begins_without_a_wait_and_outlives_its_array(cupy: A
 def test_a_copy_to_the_host_is_refused_while_a_graph_is_captured(cupy: Any, cupy_backend: Any) -> None:
     x = cupy.array([3], dtype=np.int32)
     HostCupy.capturing = {0}
-    with pytest.raises(CallOrderError, match="the host reads nothing while a CUDA graph is captured"):
+    with pytest.raises(CallOrderError, match="a copy to the host cannot be part of a CUDA graph"):
         cupy_backend.start_read(x)
 
 

@@ -38,6 +38,12 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
+class NVRTCError(CUDARuntimeError):
+    """As CuPy's: its numbers mean other things."""
+
+    __module__ = "cupy_backends.cuda.libs.nvrtc"
+
+
 class CompileException(Exception):  # noqa: N818
     """As CuPy's."""
 
@@ -164,6 +170,11 @@ def test_what_makes_cuda_unusable_is_not_available_and_has_its_cause(error: Exce
             "CUDA failed while gradients were unscaled: cudaErrorIllegalAddress: an illegal access; any kernel before "
             "may have done it, and CUDA_LAUNCH_BLOCKING=1 shows which",
             id="kernel",
+        ),
+        pytest.param(
+            NVRTCError(3, "NVRTC_ERROR_INVALID_INPUT"),
+            "CUDA failed while gradients were unscaled: NVRTC_ERROR_INVALID_INPUT",
+            id="another library's number",
         ),
         pytest.param(
             CUDARuntimeError(906, "capture"), "CUDA failed while gradients were unscaled: capture", id="other"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from axes import require
 from cupy_devices import require_cupy, require_device_count, stall
 
 from gradscale import DynamicScale, GradScaler
@@ -34,6 +35,8 @@ def backend(cupy: Any) -> Any:  # noqa: ARG001
 
 def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
+    if int(cupy.__version__.partition(".")[0]) >= 14:
+        dtypes.append(np.dtype(require("ml_dtypes").bfloat16))
     check_backend(backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 

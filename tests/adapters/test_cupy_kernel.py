@@ -5,6 +5,7 @@ Nothing here runs on a device.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,3 +247,12 @@ def test_nvcc_compiles_the_kernels_without_a_warning(architecture: str, tmp_path
     names = [f"{kind}_{source}_{target}" for kind in ("unscale", "square") for source, target in PAIRS]
     names += ["add_squares", *(f"clip_{name}" for name in plans.KERNELS)]
     assert all(name.encode() in made.read_bytes() for name in names)
+
+
+def test_subnormal_numbers_are_kept_although_cupy_asks_nvcc_to_flush_them(tmp_path: Path) -> None:
+    made = tmp_path / "unscale.ptx"
+    command = [require_program("nvcc"), "-std=c++17", "-arch=sm_75", "-ftz=true", "-ptx", str(SOURCE), "-o", str(made)]
+    subprocess.run(command, check=True)
+    lines = made.read_text().splitlines()
+    assert any("mul.rn.f32" in line for line in lines)
+    assert [line for line in lines if re.search(r"\b(mul|cvt|add|sub|fma|div|rcp)\.[\w.]*ftz", line)] == []

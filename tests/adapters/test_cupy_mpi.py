@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from axes import require
 
-from gradscale import InvalidValueError, ShardedGradScaler
+from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, ShardedGradScaler
 from gradscale.registry import collectives_for
 
 pytestmark = pytest.mark.mpi
@@ -117,3 +117,54 @@ def test_a_scaler_over_mpi_does_not_wait_before_the_step(cupy: Any, comm: Any) -
         scaler.step(one)
         scaler.update()
     assert (one.steps, other.steps, scaler.get_scale()) == (1, 2, 2.0)
+
+
+def test_a_copy_that_ctrl_c_interrupts_keeps_its_place(cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_cupy.host import HostCopy
+
+    collectives = collectives_for(comm, 5.0)
+    sent = watched(collectives)
+    finish = collectives.start_max(array(cupy, 1))
+    later = collectives.start_max(array(cupy, 2))
+
+    def interrupted(_self: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCopy, "is_done", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish()
+    assert sent == []
+    assert later().get().tolist() == [2]
+    assert (sent, finish().get().tolist()) == ([[1], [2]], [1])
+
+
+def test_a_copy_that_fails_takes_the_group_with_it(cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_cupy.host import HostCopy
+
+    collectives = collectives_for(comm, 5.0)
+    sent = watched(collectives)
+    finish = collectives.start_max(array(cupy, 1))
+    later = collectives.start_max(array(cupy, 2))
+
+    def failed(_self: Any) -> bool:
+        raise BackendError("CUDA failed while the verdict was read")
+
+    monkeypatch.setattr(HostCopy, "is_done", failed)
+    with pytest.raises(BackendError, match="CUDA failed"):
+        finish()
+    for call in (finish, later, lambda: collectives.start_max(np.array([3], np.int32))):
+        with pytest.raises(BackendError, match="was given up on rank 0 of 1"):
+            call()
+    assert sent == []
+
+
+def test_a_device_that_never_comes_to_the_copy_is_a_timeout(
+    cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscale_cupy.host import HostCopy
+
+    monkeypatch.setattr(HostCopy, "is_done", lambda _self: False)
+    finish = collectives_for(comm, 0.1).start_max(array(cupy, 1))
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 of 1 waited 0\.1 s for its own device, before the"):
+        finish()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gradscale import InvalidValueError
-from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Layout, plan, require_disjoint
+from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Layout, layout_of, plan, require_disjoint
 
 pytestmark = pytest.mark.numpy
 
@@ -149,3 +150,14 @@ def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be
         require_disjoint([first, second], [second, first])
     with pytest.raises(InvalidValueError, match="gradient 0 and the array that it is written to share memory"):
         require_disjoint([first], [dense(4, first.address + 4)])
+
+
+@pytest.mark.parametrize(("address", "stride"), [(4098, 4), (4096, 6)], ids=["address", "stride"])
+def test_elements_that_do_not_lie_at_multiples_of_their_size_are_refused(address: int, stride: int) -> None:
+    array = SimpleNamespace(
+        data=SimpleNamespace(ptr=address), shape=(3,), strides=(stride,), dtype=np.dtype(np.float32)
+    )
+    with pytest.raises(InvalidValueError, match=r"must lie at multiples of their size, got float32 at address 0x"):
+        layout_of(array)
+    pairs = SimpleNamespace(data=SimpleNamespace(ptr=4100), shape=(3,), strides=(8,), dtype=np.dtype(np.complex64))
+    assert layout_of(pairs).strides == (1,)

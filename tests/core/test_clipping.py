@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from optimizers import Grouped, Tree
 
 import gradscale
-from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
+from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, clipping
 from gradscale.generic import GenericBackend
 from gradscale.testing import run_ranks
 
@@ -157,8 +157,7 @@ def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library) -> None
     assert scaler.unscale_(optimizer) is None
     arrays.assert_array(scaler.unscale_(optimizer, max_norm=1.0), 5.0)
     arrays.assert_array(optimizer.grads[0], np.array([3.0, 4.0], np.float32) * np.float32(1 / (5 + 1e-6)))
-    with pytest.raises(InvalidTypeError, match="max_norm= needs gradients, got none of Tree"):
-        scaler.unscale_(Tree([]), max_norm=1.0)
+    assert scaler.unscale_(Tree([]), max_norm=1.0) is None
 
 
 def test_there_is_no_norm_without_a_largest_one(strict: Library) -> None:
@@ -292,3 +291,14 @@ def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Libr
     assert arrays.item(gradscale.arithmetic.sum_of_squares([], like)) == 0.0
     tiny = gradscale.arithmetic.sum_of_squares([arrays.asarray([2.0**-500], "float64")], like)
     assert arrays.item(tiny) == 2.0**-1000
+
+
+@pytest.mark.parametrize("total", [0.0, 1e-30, 1.0, 1.7, 3e20, 3.4e38, 1e40, math.inf, math.nan])
+def test_a_norm_that_the_host_has_clips_alike_in_every_library(arrays: Library, total: float) -> None:
+    like, flag = arrays.asarray(1.0), arrays.asarray(0, "int32")
+    norm, factor, overflows = clipping._clip_factor_of(total, 1.5, like, flag)
+    wanted = np.float32(min(1.0, 1.5 / (total + 1e-6))) if total <= 3.4e38 else np.float32(1.0)
+    arrays.assert_array(factor, wanted)
+    arrays.assert_array(norm, np.float32(min(total, math.inf)) if total < 1e39 or math.isnan(total) else math.inf)
+    is_lost = 0.0 < wanted < 2.0**-126
+    arrays.assert_array(overflows, int(is_lost or not total <= 3.4e38), "int32")

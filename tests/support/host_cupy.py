@@ -19,6 +19,8 @@ import host_kernels
 import numpy as np
 import pytest
 
+from gradscale import registry
+
 __all__ = ["HostCupy", "installed"]
 
 _current = threading.local()
@@ -57,8 +59,8 @@ class Device:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Device) and other.id == self.id
 
-    def __hash__(self) -> int:
-        return hash(self.id)
+    # As CuPy's.
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"<CUDA Device {self.id}>"
@@ -85,12 +87,12 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
         def copy_from_host_async(address: int, size: int, stream: Any) -> None:
             assert stream.device_id == self.device.id
-            ctypes.memmove(self._x.ctypes.data, address, size)
+            # As late as it may be: before the next kernel, or when the host has waited.
+            _copies.setdefault(self.device.id, []).append((self._x.ctypes.data, address, size, self._x))
 
         def copy_to_host_async(address: int, size: int, stream: Any) -> None:
             assert stream.device_id == self.device.id
-            # As late as it may be: when the host has waited for the stream.
-            _copies.setdefault(self.device.id, []).append((address, self._x, size))
+            _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
 
         functions = {"copy_from_host_async": copy_from_host_async, "copy_to_host_async": copy_to_host_async}
         return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, **functions)
@@ -116,7 +118,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return _wrapped(self._x[_plain(key)], self.device)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        assert _devices(value) <= {self.device}
+        assert _devices(value) <= {self.device.id}
         self._x[_plain(key)] = _plain(value)
 
     def __len__(self) -> int:
@@ -135,8 +137,13 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
 
 log: list[tuple[Any, ...]] = []
-# Copies to the host that are on their way, by device.
-_copies: dict[int, list[tuple[int, Any, int]]] = {}
+# Copies between a device and the host that are on their way, by device: to, from, bytes, and the device's array.
+_copies: dict[int, list[tuple[int, int, int, Any]]] = {}
+
+
+def _finish_copies(device_id: int) -> None:
+    for target, source, size, _ in _copies.pop(device_id, []):
+        ctypes.memmove(target, source, size)
 
 
 def _plain(value: Any) -> Any:
@@ -147,9 +154,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _devices(value: Any) -> set[Device]:
+def _devices(value: Any) -> set[int]:
     if isinstance(value, Ndarray):
-        return {value.device}
+        return {value.device.id}
     return set().union(*map(_devices, value)) if isinstance(value, (tuple, list)) else set()
 
 
@@ -162,14 +169,14 @@ def _wrapped(value: Any, device: Device) -> Any:
 
 
 def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home: Device | None = None) -> Any:
-    used = _devices(tuple(args)) | _devices(tuple(options.values())) | ({home} if home else set())
+    used = _devices(tuple(args)) | _devices(tuple(options.values())) | ({home.id} if home else set())
     assert len(used) <= 1, f"{function} of arrays on {used}"
     given = options.get("out")
     with np.errstate(all="ignore"):
         made = function(*map(_plain, args), **{name: _plain(value) for name, value in options.items()})
     if given is not None:
         return given[0] if isinstance(given, tuple) else given
-    return _wrapped(made, used.pop() if used else Device())
+    return _wrapped(made, Device(used.pop()) if used else Device())
 
 
 class Stream:
@@ -193,8 +200,12 @@ class Stream:
 class Event:
     """A point in a stream."""
 
+    _all: ClassVar[list[Event]] = []
+
     def __init__(self, **_options: bool) -> None:
         self.device_id: int | None = None
+        self.ptr = len(self._all)
+        self._all.append(self)
 
     def record(self, stream: Stream | None = None) -> None:
         """Note the stream."""
@@ -204,8 +215,15 @@ class Event:
         """Make the host wait: a host read."""
         assert self.device_id is not None
         log.append(("read", self.device_id))
-        for address, x, size in _copies.pop(self.device_id, []):
-            ctypes.memmove(address, x.ctypes.data, size)
+        _finish_copies(self.device_id)
+
+    @classmethod
+    def query(cls, ptr: int) -> int:
+        """Return that an event is over, and what has to be done by then."""
+        device_id = cls._all[ptr].device_id
+        assert device_id is not None
+        _finish_copies(device_id)
+        return 0
 
 
 class RawModule:
@@ -226,6 +244,7 @@ class RawModule:
             assert len(args) == len(expected)
             assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
             assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
+            _finish_copies(_device_id())
             # Fewer blocks and threads than are asked for do the same, more slowly.
             kernel = getattr(host_kernels.library(), name)
             blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
@@ -260,7 +279,7 @@ class HostCupy(types.ModuleType):
         self.cuda.alloc_pinned_memory = bytearray
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
-        self.cuda.runtime = SimpleNamespace(getDeviceCount=lambda: 2)
+        self.cuda.runtime = SimpleNamespace(getDeviceCount=lambda: 2, eventQuery=Event.query)
         self.log = log
 
     def __getattr__(self, name: str) -> Any:
@@ -298,9 +317,11 @@ def installed() -> Iterator[HostCupy]:
             patch.delitem(sys.modules, name)
         for name, value in replaced.items():
             patch.setitem(sys.modules, name, value)
+        registry.refresh()
         try:
             yield module
         finally:
+            registry.refresh()
             for name in [name for name in sys.modules if _is_affected(name)]:
                 del sys.modules[name]
 

@@ -1,0 +1,88 @@
+"""Copies to the host that begin without a wait, and copies between devices."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gradscale.errors import CallOrderError
+from gradscale_cupy.availability import explained
+from gradscale_cupy.launch import empty_pinned, is_over
+
+__all__ = ["HostCopy", "moved", "refuse_capture"]
+
+Array = Any
+
+# Copies under way, also those that nobody asks for: their memory must not be handed out again before.
+_under_way: deque[HostCopy] = deque()
+
+
+class HostCopy:
+    """A 1-d int32 array on its way to pinned memory of the host.
+
+    Parameters
+    ----------
+    x : array
+        On any device, whose current stream copies it.
+
+    Raises
+    ------
+    CallOrderError
+        When that stream is capturing a CUDA graph, in which the host cannot wait.
+    """
+
+    def __init__(self, x: Array) -> None:
+        with x.device:
+            refuse_capture("a copy to the host")
+            stream = cupy.cuda.get_current_stream()
+            self._sent = cupy.ascontiguousarray(x)
+            self._received = empty_pinned(self._sent.size, np.int32)
+            self._sent.data.copy_to_host_async(self._received.ctypes.data, self._sent.nbytes, stream)
+            self._copied = cupy.cuda.Event(disable_timing=True)
+            self._copied.record(stream)
+        while _under_way and is_over(_under_way[0]._copied):
+            _under_way.popleft()
+        _under_way.append(self)
+
+    def is_done(self) -> bool:
+        """Tell whether the host has it; no wait."""
+        with explained("the verdict was read"):
+            return is_over(self._copied)
+
+    def __call__(self) -> list[int]:
+        """Return the values; waits for the device."""
+        with explained("the verdict was read"):
+            self._copied.synchronize()
+        values: list[int] = self._received.tolist()
+        return values
+
+
+def moved(x: Array, device: Any) -> Array:
+    """Return a copy of a 0-d array on another device; the streams wait for each other, and not the host."""
+    with x.device:
+        source_stream = cupy.cuda.get_current_stream()
+        written = cupy.cuda.Event(disable_timing=True)
+        written.record(source_stream)
+    with device:
+        stream = cupy.cuda.get_current_stream()
+        stream.wait_event(written)
+        made = cupy.array(x, copy=True)
+        copied = cupy.cuda.Event(disable_timing=True)
+        copied.record(stream)
+    with x.device:
+        # The memory of ``x`` goes back to its stream's pool, and must have been read by then.
+        source_stream.wait_event(copied)
+    return made
+
+
+def refuse_capture(what: str) -> None:
+    """Raise CallOrderError while the current stream is capturing a CUDA graph."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        msg = (
+            f"{what} cannot be part of a CUDA graph, since a replay runs no Python, got a stream that is capturing: "
+            f"capture gradscale.unscale(grads, state, out=grads) and policy.update, and step outside of the graph"
+        )
+        raise CallOrderError(msg)

@@ -1,0 +1,164 @@
+"""What could go wrong between the host, streams, devices and threads in the CuPy adapter, over the stand-in."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from host_cupy import HostCupy
+
+from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidValueError
+
+pytestmark = pytest.mark.numpy
+
+
+class Tree:
+    """An optimizer that has gradients and counts its steps."""
+
+    def __init__(self, grads: list[Any]) -> None:
+        self.grads = grads
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def state_of(cupy: Any, scale: float = 4.0) -> Any:
+    return DynamicScale(init_scale=scale).init(cupy.zeros((), dtype=np.float32))
+
+
+def test_devices_have_no_hash_as_cupys_have_none(cupy: Any) -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(cupy.cuda.Device(0))
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_what_is_refused_on_one_device_leaves_the_others_alone(cupy: Any, max_norm: float | None) -> None:
+    first = cupy.array([8.0], dtype=np.float32)
+    with cupy.cuda.Device(1):
+        second = cupy.ones(4, dtype=np.float32)
+    scaler, optimizer = GradScaler(init_scale=4.0), Tree([first, second, second[2:]])
+    scaler.scale(cupy.ones((), dtype=np.float32))
+    with pytest.raises(InvalidValueError, match="share memory"):
+        scaler.unscale_(optimizer, max_norm=max_norm)
+    assert (first.get().tolist(), second.get().tolist()) == ([8.0], [1.0] * 4)
+    optimizer.grads = [first, second]
+    scaler.unscale_(optimizer)
+    assert (first.get().tolist(), second.get().tolist()) == ([2.0], [0.25] * 4)
+
+
+def test_tables_are_dropped_when_the_device_has_read_their_pinned_memory(
+    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscale_cupy import tables
+
+    over = [False]
+    is_over = tables.is_over
+    monkeypatch.setattr(tables, "is_over", lambda event: over[0] and is_over(event))
+    state = state_of(cupy)
+    for size in range(1, 41):
+        cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state)
+    kept = cupy_backend._tables
+    assert (len(kept._plans), len(kept._leaving)) == (tables.MOST_PLANS, 8)
+    assert all(table.pinned for prepared in kept._leaving for table in prepared.tables)
+    over[0] = True
+    cupy_backend.unscale([cupy.ones(50, dtype=np.float32)], state)
+    assert (len(kept._plans), len(kept._leaving)) == (tables.MOST_PLANS, 0)
+
+
+def test_a_copy_that_nobody_asks_for_is_kept_until_it_is_made(
+    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscale_cupy import host
+
+    over = [False]
+    is_over = host.is_over
+    monkeypatch.setattr(host, "is_over", lambda event: over[0] and is_over(event))
+    for _ in range(3):
+        cupy_backend.start_read(cupy.array([3], dtype=np.int32))
+    assert len(host._under_way) == 3
+    over[0] = True
+    assert cupy_backend.start_read(cupy.array([3], dtype=np.int32))() == [3]
+    assert len(host._under_way) == 1
+
+
+def test_streams_have_tables_of_their_own(cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
+    for stream in (0, 7, 0):
+        monkeypatch.setattr(cupy.cuda.Stream, "ptr", stream)
+        cupy_backend.unscale(grads, state, out=grads)
+    assert len(cupy_backend._tables._plans) == 2
+    # What one stream has run before, another one may not capture.
+    HostCupy.capturing = {0}
+    monkeypatch.setattr(cupy.cuda.Stream, "ptr", 9)
+    with pytest.raises(CallOrderError, match="once on the same stream"):
+        cupy_backend.unscale(grads, state, out=grads)
+
+
+def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any) -> None:
+    state = state_of(cupy, 1.0)
+    sets = [[cupy.ones(k + 1, dtype=np.float32) for k in range(n, n + 3)] for n in range(40)]
+    failures: list[BaseException] = []
+
+    def run(begin: int) -> None:
+        try:
+            for n in range(100):
+                cupy_backend.unscale(sets[(begin + n) % len(sets)], state)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(5 * k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> None:
+    grads = [cupy.ones(3, dtype=np.float32)]
+    cupy_backend.unscale(grads, state_of(cupy), out=grads)
+    for made in (copy.deepcopy(cupy_backend), pickle.loads(pickle.dumps(cupy_backend))):
+        made.unscale(grads, state_of(cupy), out=grads)
+    assert grads[0].get().tolist() == [0.25**3] * 3
+
+
+def test_a_graph_captures_only_the_kernels_that_have_run_before(cupy: Any, cupy_backend: Any) -> None:
+    grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
+    cupy_backend.unscale(grads, state, out=grads)
+    HostCupy.capturing = {0}
+    cupy_backend.unscale(grads, state, out=grads)
+    for call in (
+        lambda: cupy_backend.unscale_with_squares(grads, state, out=grads),
+        lambda: cupy_backend.multiply_in_place(grads, state.scale),
+    ):
+        with pytest.raises(CallOrderError, match="and clipped if the graph does"):
+            call()
+
+
+def test_a_scaler_is_not_captured_and_says_what_can_be(cupy: Any) -> None:
+    scaler, optimizer = GradScaler(init_scale=4.0), Tree([cupy.ones(3, dtype=np.float32)])
+    scaler.scale(cupy.ones((), dtype=np.float32))
+    HostCupy.capturing = {0}
+    with pytest.raises(CallOrderError, match=r"^scale\(\) cannot be part of a CUDA graph.*gradscale\.unscale\(grads"):
+        scaler.scale(cupy.ones((), dtype=np.float32))
+    with pytest.raises(CallOrderError, match=r"^unscale_\(\) cannot be part of a CUDA graph"):
+        scaler.unscale_(optimizer)
+    HostCupy.capturing = set()
+    scaler.unscale_(optimizer)
+    assert optimizer.grads[0].get().tolist() == [0.25] * 3
+
+
+def test_the_scale_goes_to_other_devices_in_the_order_of_the_streams(cupy: Any) -> None:
+    scaler = GradScaler(init_scale=4.0)
+    outputs = [cupy.ones((), dtype=np.float32)]
+    with cupy.cuda.Device(1):
+        outputs.append(cupy.ones((), dtype=np.float32))
+    cupy.log.clear()
+    scaled = scaler.scale(outputs)
+    assert [(x.device.id, float(x.get())) for x in scaled] == [(0, 4.0), (1, 4.0)]
+    assert [entry for entry in cupy.log if entry[0] == "wait"] == [("wait", 1, 0), ("wait", 0, 1)]
