@@ -10,6 +10,7 @@ import pytest
 from axes import require
 from cupy_devices import require_cupy, require_device_count, stall
 
+import gradscale
 from gradscale import DynamicScale, GradScaler
 from gradscale.testing import check_backend
 
@@ -131,6 +132,35 @@ def test_a_captured_graph_divides_and_judges_what_the_arrays_hold_then(cupy: Any
             stream.synchronize()
             assert int(nonfinite) == bad
             assert all(float(grad[0]) == value / 4 for grad in grads)
+
+
+def test_a_captured_graph_adapts_the_scale(cupy: Any) -> None:
+    policy = DynamicScale(init_scale=4.0, growth_interval=2)
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+
+    def iterate() -> None:
+        _, nonfinite = gradscale.unscale(grads, state, out=grads)
+        for old, new in zip(state, policy.update(state, nonfinite), strict=True):
+            old[...] = new
+
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        grads = [cupy.ones(1000, dtype=np.float32)]
+        state = policy.init(grads[0])
+        iterate()
+        stream.synchronize()
+        stream.begin_capture()
+        iterate()
+        graph = stream.end_capture()
+        scales = []
+        for value in (1.0, np.inf, 1.0, 1.0):
+            before = float(state.scale)
+            grads[0][...] = value
+            graph.launch(stream)
+            stream.synchronize()
+            assert float(grads[0][-1]) == value / before
+            scales.append(float(state.scale))
+    # One clean step was made before.
+    assert scales == [8.0, 4.0, 4.0, 8.0]
 
 
 def test_devices_judge_for_each_other(cupy: Any, backend: Any) -> None:
