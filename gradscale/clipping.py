@@ -206,4 +206,4 @@ def _clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> t
     wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0
     overflows = not math.isfinite(rounded) or 0.0 < wanted < validation.SMALLEST_NORMAL
     factor = validation.round_to_float32(min(wanted, 1.0))
-    return xp.full_like(like, rounded), xp.full_like(like, factor), xp.full_like(flag, int(overflows))
+    return xp.full_like(like, rounded), xp.full_like(like, factor), xp.full_like(flag, 1 if overflows else 0)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -27,6 +28,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Before JAX looks at its devices, which it does once: several on a machine that has one.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+# What JAX compiles for one process serves the others, the ranks and examples among them: half of its tests' time.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="gradscale-jax-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 _DISTRIBUTIONS = (
     "gradscale",
