@@ -150,8 +150,6 @@ class MPICollectives:
             if reduction.sent is None:
                 self._require_usable()
                 self._send_until(reduction)
-            if reduction.sent is None:
-                self._require_usable()
             assert reduction.sent is not None
             request, receive = reduction.sent
             self._wait(request, "the agreement on a step")

@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: JAX, or the reason why it is not there; and a stand-in for CuPy."""
+"""What the tests of the adapters share: JAX or the reason why it is not there, NumPy's kernels, a stand-in for CuPy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from axes import require
 from host_cupy import installed
 from jax_devices import require_jax
 
@@ -28,6 +29,16 @@ def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
     import gradscale_jax
 
     return gradscale_jax
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def backend(request: pytest.FixtureRequest) -> Any:
+    """Return NumPy's adapter with each of its kernels."""
+    from gradscale_numpy import NumpyBackend
+
+    if request.param == "numba":
+        require("fast")
+    return NumpyBackend(fast=request.param == "numba")
 
 
 @pytest.fixture

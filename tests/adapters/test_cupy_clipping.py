@@ -11,21 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from host_cupy import HostCupy
+from optimizers import Tree
 
 from gradscale import CallOrderError, DynamicScale, GradScaler
 
 pytestmark = pytest.mark.numpy
-
-
-class Tree:
-    """An optimizer that has gradients and counts its steps."""
-
-    def __init__(self, grads: list[Any]) -> None:
-        self.grads = grads
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
 
 
 def launches(cupy: Any) -> list[str]:

@@ -10,21 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from host_cupy import HostCupy
+from optimizers import Tree
 
 from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidValueError
 
 pytestmark = pytest.mark.numpy
-
-
-class Tree:
-    """An optimizer that has gradients and counts its steps."""
-
-    def __init__(self, grads: list[Any]) -> None:
-        self.grads = grads
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
 
 
 def state_of(cupy: Any, scale: float = 4.0) -> Any:
