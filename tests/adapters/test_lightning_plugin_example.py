@@ -13,22 +13,12 @@ from typing import Any
 
 import pytest
 from axes import require
+from programs import CHANGED
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "lightning_plugin.py"
 VERIFIED = "verified: weights, optimizer and scaler state of the resumed run are bit-identical to those of one run"
 # A machine with a GPU says on stderr that the example leaves it unused.
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-
-# Runs the program named third after a line of it has been replaced; the three are in the arguments.
-CHANGED = """
-import sys
-from pathlib import Path
-old, new, program = sys.argv[1:4]
-source = Path(program).read_text()
-assert source.count(old) == 1
-del sys.argv[:3]
-exec(compile(source.replace(old, new), program, "exec"))
-"""
 
 pytestmark = pytest.mark.torch
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from axes import require
+from programs import CHANGED
 from worlds import mpi_command, mpi_environment
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_digits.py"
@@ -30,17 +31,6 @@ import runpy, sys
 sys.modules[sys.argv.pop(1)] = None
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-# Runs the program named second after a line of it has been replaced; the three are in the arguments.
-CHANGED = """
-import sys
-from pathlib import Path
-old, new, program = sys.argv[1:4]
-source = Path(program).read_text()
-assert source.count(old) == 1
-del sys.argv[:3]
-exec(compile(source.replace(old, new), program, "exec"))
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from axes import require
+from programs import interrupted
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_fsdp.py"
 STEPS = 20
@@ -210,30 +210,9 @@ def test_ranks_that_differ_are_not_verified(tmp_path: Path, method: str, spoil: 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["single", "torchrun-2"])
 def test_an_interrupted_run_ends_promptly(tmp_path: Path, size: int) -> None:
-    process = subprocess.Popen(
-        command(size, PROGRAM, "--steps", 100000),
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # So that the signal goes, as from a terminal, to the launcher and its ranks, and not to this process.
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        seen = ""
-        while not re.search(r"\| [1-9]\d*/100000", seen):
-            seen += (character := process.stdout.read(1))
-            assert character, seen
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    status, errors = interrupted(command(size, PROGRAM, "--steps", 100000), ENVIRONMENT, tmp_path)
     # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
-    assert process.returncode == (130 if size == 1 else 1)
+    assert status == (130 if size == 1 else 1)
     assert errors.count("interrupted\n") == 1, errors
     assert "KeyboardInterrupt" not in errors
     assert list(tmp_path.iterdir()) == []

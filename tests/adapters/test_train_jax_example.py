@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from axes import require
+from programs import interrupted
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_jax.py"
 STEPS = 20
@@ -207,28 +207,8 @@ def test_bad_options_are_refused(tmp_path: Path, arguments: list[str], message: 
 
 
 def test_an_interrupted_run_ends_promptly(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "--steps", "100000"],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        seen = ""
-        while not re.search(r"\| [1-9]\d*/100000", seen):
-            seen += (character := process.stdout.read(1))
-            assert character, seen
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 130
+    status, errors = interrupted([sys.executable, str(PROGRAM), "--steps", "100000"], ENVIRONMENT, tmp_path)
+    assert status == 130
     assert errors.count("interrupted\n") == 1, errors
     assert "KeyboardInterrupt" not in errors
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import host_kernels
 import pytest
 from axes import require, require_program
+from programs import CHANGED, interrupted
 from worlds import mpi_command, mpi_environment
 
 ROOT = Path(__file__).parents[2]
@@ -60,17 +60,6 @@ def write(runs, options, ranks):
 train_digits.write_plot = write
 with train_digits.Ranks() as world:
     sys.exit(importlib.import_module(name).main(world))
-"""
-
-# Runs the example after a line of it has been replaced; both are in the arguments.
-CHANGED = """
-import sys
-from pathlib import Path
-old, new, program = sys.argv[1:4]
-source = Path(program).read_text()
-assert source.count(old) == 1
-del sys.argv[:3]
-exec(compile(source.replace(old, new), program, "exec"))
 """
 
 
@@ -284,28 +273,8 @@ def test_help_needs_no_cupy(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_ends_promptly(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "--steps", "100000"],
-        env=environment(tmp_path),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        seen = ""
-        while not re.search(r"\| [1-9]\d*/100000", seen):
-            seen += (character := process.stdout.read(1))
-            assert character, seen
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 130
+    status, errors = interrupted([sys.executable, str(PROGRAM), "--steps", "100000"], environment(tmp_path), tmp_path)
+    assert status == 130
     assert errors.count("interrupted\n") == 1, errors
     assert "KeyboardInterrupt" not in errors
     assert list(tmp_path.iterdir()) == []
