@@ -1,4 +1,4 @@
-"""The axis ``arrays`` of every test, and what a run under mpiexec needs."""
+"""The axis ``arrays`` of every test, the tiers, and what a run under mpiexec needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ import pytest
 from axes import VARIABLE, required
 from hypothesis import HealthCheck, settings
 from libraries import ROWS, Library, opened
+from tiers import TIERS, choose, examples, is_in
 from worlds import mpi_ranks
-
-# Shared machines stall; and the fixtures here hold nothing that one example could spoil for the next.
-settings.register_profile("gradscale", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-settings.load_profile("gradscale")
 
 # A shell's background jobs ignore Ctrl-C, and so would the programs that are to be interrupted by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -52,6 +49,7 @@ _DISTRIBUTIONS = (
     "hypothesis",
 )
 _FORWARDING = 1.0  # seconds
+_LARGEST_WORKERS = 4
 _LAUNCHED_BY_MPI = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 
 
@@ -76,13 +74,37 @@ def strict() -> Iterator[Library]:
         yield library
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses the tier."""
+    parser.addoption("--tier", choices=TIERS, default=TIERS[0], help="which tests are run (default: %(default)s)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the tier to the modules of tests, which are imported after this."""
+    choose(config.getoption("--tier"))
+    # Shared machines stall; and the fixtures here hold nothing that one example could spoil for the next.
+    settings.register_profile(
+        "gradscale",
+        max_examples=examples(100),
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    settings.load_profile("gradscale")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return over how many processes ``-n auto`` spreads the tests: those that run ranks keep all cores busy."""
+    return 0 if _is_rank() else min(len(os.sched_getaffinity(0)), _LARGEST_WORKERS)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out rows that would repeat another one, or take minutes.
+    """Leave out what a later tier runs, and rows that would repeat another one or take minutes.
 
     The row ``jax-jit`` is for modules that say ``TRACED = True``; elsewhere it is the row ``jax``. The row ``dask``,
     where each operation is planned, is not for those that say ``LONG = True``.
     """
-    left_out = {item for item in items if _is_left_out(_row(item), item)}
+    tier = config.getoption("--tier")
+    left_out = {item for item in items if _is_left_out(_row(item), item) or not is_in(tier, item)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -106,17 +128,22 @@ def _is_left_out(row: str | None, item: pytest.Item) -> bool:
     )
 
 
+def _is_rank() -> bool:
+    """Tell whether a launcher of MPI has started this process."""
+    return any(name in os.environ for name in _LAUNCHED_BY_MPI)
+
+
 def _world() -> Any:
     """Return MPI.COMM_WORLD if this process is one of several, else None; mpi4py is not imported for the question."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None and any(name in os.environ for name in _LAUNCHED_BY_MPI):
+    if mpi is None and _is_rank():
         mpi = importlib.import_module("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         return None
     return mpi.COMM_WORLD
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header(config: pytest.Config) -> list[str]:
     """Print what the tests run with."""
     versions = []
     for name in _DISTRIBUTIONS:
@@ -124,7 +151,11 @@ def pytest_report_header() -> list[str]:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{name} missing")
-    lines = ["libraries: " + ", ".join(versions), f"{VARIABLE}: {', '.join(sorted(required())) or 'nothing'}"]
+    lines = [
+        f"tier: {config.getoption('--tier')}, of {', '.join(TIERS)}",
+        "libraries: " + ", ".join(versions),
+        f"{VARIABLE}: {', '.join(sorted(required())) or 'nothing'}",
+    ]
     world = _world()
     if world is not None:
         lines.append(f"MPI: rank {world.rank} of {world.size}")

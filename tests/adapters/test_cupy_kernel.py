@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from gradscale_cupy import plan as plans
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.tier("ranks")]
 
 TYPES: dict[str, Any] = {
     "float16": np.float16,

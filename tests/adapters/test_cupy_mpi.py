@@ -11,7 +11,7 @@ from axes import require
 from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, ShardedGradScaler
 from gradscale.registry import collectives_for
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from gradscale.generic import GenericBackend
 from gradscale.protocols import GroupBackend
 from gradscale.testing import check_collectives, run_ranks
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.tier("ranks")]
 
 SIZES = pytest.mark.parametrize("size", [2, 3], ids=["ranks-2", "ranks-3"])
 PATIENCE = 20.0

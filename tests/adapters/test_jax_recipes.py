@@ -18,7 +18,7 @@ RECIPES = [
     pytest.param("equinox_train.py", ("equinox", "optax"), id="equinox"),
 ]
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("all")]
 
 
 def launch(folder: Path, program: Path, libraries: tuple[str, ...], *arguments: object) -> str:

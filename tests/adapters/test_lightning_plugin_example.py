@@ -20,7 +20,7 @@ VERIFIED = "verified: weights, optimizer and scaler state of the resumed run are
 # A machine with a GPU says on stderr that the example leaves it unused.
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
 
 
 @pytest.fixture(autouse=True)

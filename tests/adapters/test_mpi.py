@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from axes import require
+from tiers import later
 from worlds import Failure, MPIWorld, mpi_command, mpi_environment
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def _mpi_is_there() -> None:
     require("mpi")
 
 
-@pytest.fixture(params=[2, 3], ids=["mpi-2", "mpi-3"])
+@pytest.fixture(params=[2, *later("all", 3)], ids=["mpi-2", "mpi-3"])
 def world(request: pytest.FixtureRequest) -> MPIWorld:
     return MPIWorld(request.param)
 

@@ -32,6 +32,7 @@ from exactness import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples, later
 
 from gradscale_numpy import kernels
 
@@ -78,7 +79,7 @@ def check(module: ModuleType, source: Array, out: Array, inverse: float) -> None
         assert_same(source, before)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (LARGE, 1), (LARGE // 4, 4), (3, LARGE)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (LARGE, 1), *later("ranks", (1, 1), (LARGE // 4, 4), (3, LARGE))], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("source_type", "out_type"), PAIRS, ids=PAIR_IDS)
 @pytest.mark.usefixtures("small_blocks")
@@ -115,6 +116,7 @@ def test_shapes(
         assert_same(out, oracle(each, out_type, 1 / 3)[0])
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize(
     ("source_type", "out_type"),
@@ -153,6 +155,7 @@ def test_complex_parts(module: ModuleType, bad: float, layout: Callable[[Array],
         assert not isfinite(last.imag if imaginary else last.real)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("size", [0, 1, 10, 2**13, 2**18 - 1, 2**18, 2**18 + 1, 2**19 + 2**13 + 3], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
 def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int) -> None:
@@ -167,6 +170,7 @@ def test_real_block_sizes(module: ModuleType, dtype: np.dtype[Any], size: int) -
             check(module, array, array, 1 / 3)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("inverse", INVERSES, ids=str)
 @pytest.mark.parametrize(("dtype", "other"), [(HALF, BFLOAT), (BFLOAT, HALF)], ids=lambda dtype: dtype.name)
 def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[Any], inverse: float) -> None:
@@ -292,6 +296,7 @@ def test_lengths_differ(module: ModuleType) -> None:
         module.unscale_all([np.ones(2)], [], np.float32(1))
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Array], Array]) -> None:
@@ -307,6 +312,7 @@ def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Arra
     assert peak < 1 << 20
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize(
     ("source_type", "out_type"),
     [
@@ -316,7 +322,7 @@ def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Arra
     ],
 )
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], data: st.DataObject) -> None:
     """Arrays of any bits with any factor give the oracle's answer, each alone and all at once."""

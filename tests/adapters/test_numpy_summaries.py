@@ -11,6 +11,7 @@ from axes import require
 from exactness import LAYOUTS, bit_patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradscale import diagnosis
 from gradscale.generic import GenericBackend
@@ -49,7 +50,7 @@ def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np
         assert summaries(backend, array) == [diagnosis.Summary(6, 1, 1, 2, 1, 1.5)]
         return
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(bit_patterns(dtype.newbyteorder("="), (0, 1, 12, 24)), st.sampled_from(LAYOUTS))
     def check(drawn: Any, layout: Any) -> None:
         swapped = drawn if dtype.isnative else drawn.astype(dtype)

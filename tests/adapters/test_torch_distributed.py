@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from axes import require
+from tiers import later
 from worlds import GlooWorld
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def _torch_is_there() -> None:
     require("torch")
 
 
-@pytest.fixture(params=[2, 3], ids=["gloo-2", "gloo-3"])
+@pytest.fixture(params=[2, *later("all", 3)], ids=["gloo-2", "gloo-3"])
 def world(request: pytest.FixtureRequest) -> GlooWorld:
     return GlooWorld(request.param)
 

@@ -28,7 +28,7 @@ from hosts import (
     same_as_torch,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
 STEPPED = [not skipped for skipped in SKIPS]
 BOTH = ["torch", "gradscale"]

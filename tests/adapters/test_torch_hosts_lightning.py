@@ -29,6 +29,7 @@ from hosts import (
 )
 
 pytestmark = [
+    pytest.mark.tier("ranks"),
     pytest.mark.torch,
     # Lightning 2.6 itself uses what torch 2.13 has deprecated.
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),

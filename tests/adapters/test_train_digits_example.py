@@ -11,6 +11,8 @@ from axes import require
 from programs import CHANGED
 from worlds import mpi_command, mpi_environment
 
+pytestmark = pytest.mark.tier("all")
+
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_digits.py"
 RUNS = ("fp32", "fp16, no scaling", "fp16 with gradscale")
 STEPS = 60
@@ -21,7 +23,8 @@ SIZES = [
 ]
 TARGETS = [
     pytest.param(1, 0, id="single"),
-    *(pytest.param(2, rank, id=f"mpi-2-rank-{rank}", marks=pytest.mark.mpi) for rank in range(2)),
+    pytest.param(2, 0, id="mpi-2-rank-0", marks=[pytest.mark.mpi, pytest.mark.tier("quick")]),
+    pytest.param(2, 1, id="mpi-2-rank-1", marks=pytest.mark.mpi),
     *(pytest.param(3, rank, id=f"mpi-3-rank-{rank}", marks=pytest.mark.mpi) for rank in range(3)),
 ]
 

@@ -18,7 +18,7 @@ STEPS = 20
 # The devices are the host's processors, whatever accelerators there are.
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("all")]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -74,15 +74,26 @@ ROADS["deepcopy"] = copy.deepcopy
 ROADS["copy"] = copy.copy
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy: Any, road: str) -> None:
+def assert_goes_on_exactly(arrays: Library, policy: Any, roads: Callable[[int], Iterable[str]]) -> None:
+    """Cut a run at each iteration, and go on by some roads to the end of it."""
     straight = run(arrays, GradScaler(policy=policy), SEQUENCE)
     first = GradScaler(policy=policy)
     for cut in range(len(SEQUENCE)):
-        second = ROADS[road](first)
-        assert second.state_dict() == first.state_dict()
-        assert run(arrays, second, SEQUENCE[cut:]) == straight[cut:]
+        for road in roads(cut):
+            second = ROADS[road](first)
+            assert second.state_dict() == first.state_dict(), road
+            assert run(arrays, second, SEQUENCE[cut:]) == straight[cut:], road
         assert run(arrays, first, SEQUENCE[cut : cut + 1]) == straight[cut : cut + 1]
+
+
+def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy: Any) -> None:
+    # Each road from every fifth iteration.
+    assert_goes_on_exactly(arrays, policy, lambda cut: [list(ROADS)[cut % len(ROADS)]])
+
+
+@pytest.mark.tier("all")
+def test_a_run_goes_on_exactly_from_any_iteration_by_any_road(arrays: Library, policy: Any) -> None:
+    assert_goes_on_exactly(arrays, policy, lambda _: ROADS)
 
 
 @pytest.mark.parametrize("road", ["state_dict", "json"])

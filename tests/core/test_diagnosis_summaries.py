@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import Library
+from tiers import examples
 
 from gradscale import diagnosis, registry
 from gradscale.diagnosis import Summary
@@ -101,7 +102,7 @@ def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str) 
         return
     backend = registry.backend_for(arrays.asarray(1.0))
 
-    @settings(max_examples=6 if arrays.is_slow else 60)
+    @settings(max_examples=6 if arrays.is_slow else examples(60))
     @given(patterns(name))
     def check(drawn: Any) -> None:
         assert summarize(backend, into(arrays, drawn)) == [oracle(drawn)]
@@ -115,7 +116,7 @@ def test_the_pure_form_counts_the_same(arrays: Library, name: str) -> None:
         assert name in ("float16", "bfloat16")
         return
 
-    @settings(max_examples=6 if arrays.is_slow else 40)
+    @settings(max_examples=6 if arrays.is_slow else examples(40))
     @given(patterns(name))
     def check(drawn: Any) -> None:
         if arrays.flushes_subnormals:

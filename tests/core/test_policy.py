@@ -16,7 +16,7 @@ from runs import follow, scales, start
 from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
 
 # Pure functions, and many calls of them; see conftest.py.
-TRACED = LONG = True
+PURE = TRACED = LONG = True
 
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)

@@ -18,7 +18,7 @@ import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError
 
 # The pure functions; see conftest.py.
-TRACED = True
+PURE = TRACED = True
 
 
 class Outputs(NamedTuple):

@@ -12,7 +12,7 @@ import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
 
 # The pure functions; see conftest.py.
-TRACED = True
+PURE = TRACED = True
 
 
 @pytest.mark.parametrize("pred", [True, False])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
 from gradscale.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
@@ -49,7 +50,7 @@ def test_every_preset_is_simulated_bit_for_bit_over_a_long_random_run(name: str)
     assert unrolled(presets.named(name), overflows) == stepped(presets.named(name), overflows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     overflows=st.lists(st.booleans(), min_size=1, max_size=60),
     growth=st.sampled_from([2.0, 1.1, 3.7]),

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from optimizers import Tree
+from tiers import examples
 
 from gradscale import CallOrderError, GradScaler
 
@@ -138,4 +139,4 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestProtocol.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)

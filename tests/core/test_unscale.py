@@ -17,7 +17,7 @@ import gradscale
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, arithmetic
 
 # The pure functions; see conftest.py.
-TRACED = True
+PURE = TRACED = True
 
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)

@@ -8,9 +8,9 @@ WORLDS = [
     pytest.param(ThreadWorld(2), id="threads-2"),
     pytest.param(ThreadWorld(3), id="threads-3"),
     pytest.param(MPIWorld(2), id="mpi-2", marks=pytest.mark.mpi),
-    pytest.param(MPIWorld(3), id="mpi-3", marks=pytest.mark.mpi),
+    pytest.param(MPIWorld(3), id="mpi-3", marks=[pytest.mark.mpi, pytest.mark.tier("all")]),
     pytest.param(GlooWorld(2), id="gloo-2", marks=pytest.mark.torch),
-    pytest.param(GlooWorld(3), id="gloo-3", marks=pytest.mark.torch),
+    pytest.param(GlooWorld(3), id="gloo-3", marks=[pytest.mark.torch, pytest.mark.tier("all")]),
 ]
 
 

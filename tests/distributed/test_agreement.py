@@ -22,6 +22,7 @@ def test_assert_all_equal_fails_for_a_rank_that_differs_or_raised() -> None:
             assert_all_equal(wrong)
 
 
+@pytest.mark.tier("quick")
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
 def test_overflow_on_each_rank_in_turn_skips_all_ranks(world: World, explicit: bool) -> None:
     values = (float("inf"), float("-inf"), float("nan"))

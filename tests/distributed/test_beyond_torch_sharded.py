@@ -9,10 +9,11 @@ import pytest
 import worlds
 from axes import require
 from batches import Batch, Case, survivors
+from tiers import later
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-SIZES = [2, 3]
+SIZES = [2, *later("all", 3)]
 LIBRARIES = ("torch", "gradscale")
 FUSED = ["SGD", "Adam", "AdamW", "Adagrad"]
 DRIFTS = {

@@ -15,6 +15,8 @@ import pytest
 from axes import require
 from worlds import find_mpiexec, mpi_command, mpi_environment
 
+pytestmark = pytest.mark.tier("all")
+
 mpi = pytest.mark.mpi
 torch = pytest.mark.torch
 

@@ -15,6 +15,7 @@ EXPECTED = {
 OWN = {"scale": ("32768.0", "65536.0"), "tracker": ("3", "0"), "policy": ("7", "5"), "call": ("1", "2")}
 
 
+@pytest.mark.tier("quick")
 @pytest.mark.parametrize("what", list(EXPECTED))
 def test_a_rank_that_has_drifted_is_an_error_on_every_rank(world: World, what: str) -> None:
     cases = [(drifting_rank, what, {"timeout": 20.0}) for drifting_rank in range(world.size)]
@@ -34,7 +35,7 @@ def test_a_rank_that_has_drifted_is_an_error_on_every_rank(world: World, what: s
             assert result["seconds"] < 10
 
 
-@pytest.mark.parametrize("how", ["raises", "is late"])
+@pytest.mark.parametrize("how", ["raises", pytest.param("is late", marks=pytest.mark.tier("quick"))])
 def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, how: str) -> None:
     for absent_rank in range(world.size):
         results = world.run(scenarios.absence, absent_rank, how, {"timeout": 1.0, "late": 3.0})

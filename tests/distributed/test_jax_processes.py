@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from axes import require
+from tiers import later
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 RUNNER = Path(__file__).parents[1] / "support" / "jax_runner.py"
 LIMIT = 120  # seconds
@@ -45,7 +46,7 @@ def run_processes(size: int) -> list[dict[str, Any]]:
     return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *later("all", 3)])
 def test_processes_skip_together_and_find_one_that_has_drifted(size: int) -> None:
     require("jax")
     results = run_processes(size)

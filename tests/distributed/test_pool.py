@@ -15,7 +15,7 @@ from axes import require
 from pool import Pool, World
 from worlds import MPI_RUNNER, Failure, MPIWorld, mpi_command, mpi_environment
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
 
 LIMIT = 60.0  # seconds
 

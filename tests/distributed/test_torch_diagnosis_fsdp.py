@@ -9,10 +9,11 @@ import pytest
 from axes import require
 from batches import Batch, Case
 from fsdp_setups import Setup
+from tiers import later
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-SIZES = [2, 3]
+SIZES = [2, *later("all", 3)]
 SCALE = 1024.0
 # How the model is spread, the optimizer, and the numbers of ranks.
 RUNS = {

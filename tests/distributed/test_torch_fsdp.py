@@ -11,10 +11,11 @@ import pytest
 from axes import require
 from batches import Batch, Case
 from fsdp_setups import DDP, OFFLOADED_FSDP1, SHARDED, Setup
+from tiers import later
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-SIZES = [2, 3]
+SIZES = [2, *later("all", 3)]
 LIBRARIES = ("torch", "gradscale")
 FSDP2 = [setup for setup in SHARDED if setup.method == "FSDP2"]
 # Largest difference between FSDP and DDP, which add the ranks' gradients in another order; weights are about 0.3.

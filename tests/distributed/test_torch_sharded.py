@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from axes import require
 from batches import Batch, Case
+from tiers import later
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-SIZES = [2, 3]
+SIZES = [2, *later("all", 3)]
 LIBRARIES = ("torch", "gradscale")
 SPARSE = [
     (dtype, kind) for dtype in ("float32", "float16") for kind in ("finite", "inf", "nan", "sum of 2", "sum of 3")

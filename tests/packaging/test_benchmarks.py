@@ -13,6 +13,8 @@ from axes import require
 from gradscale_bench.cases import Outcome, run_cases
 from gradscale_bench.measure import Row
 
+pytestmark = pytest.mark.tier("all")
+
 LIMIT = 120
 
 

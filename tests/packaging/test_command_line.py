@@ -17,6 +17,8 @@ from axes import require
 
 import gradscale
 
+pytestmark = pytest.mark.tier("all")
+
 LIMIT = 120
 COMMANDS = ("doctor", "check", "simulate", "bench")
 # Nothing of these may be imported for a page of help.

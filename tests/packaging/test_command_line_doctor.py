@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from axes import require
 
+pytestmark = pytest.mark.tier("all")
+
 LIMIT = 120
 
 # Modules of third-party adapters, and the reasons why they are broken.

@@ -21,7 +21,7 @@ from gradscale_bench import cupy_unscaling
 from gradscale_bench.cases import Outcome, case_names, report, run_cases
 from gradscale_bench.measure import Row
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.tier("ranks")]
 
 CASES = ["cupy-copy", "cupy-masters", "cupy-torch", "cupy-peak", "cupy-waits"]
 

@@ -20,7 +20,7 @@ from host_cupy import installed
 
 from gradscale_cli import probe
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.tier("all")]
 
 LIMIT = 120
 RUNTIME = """

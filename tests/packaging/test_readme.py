@@ -10,6 +10,8 @@ import pytest
 from axes import require, require_program
 from worlds import mpi_command, mpi_environment
 
+pytestmark = pytest.mark.tier("all")
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=re.DOTALL)

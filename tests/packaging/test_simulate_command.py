@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from axes import require
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.tier("all")]
 
 
 def run(*arguments: str) -> tuple[int, str]:

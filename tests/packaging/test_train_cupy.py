@@ -21,6 +21,8 @@ from axes import require, require_program
 from programs import CHANGED, interrupted
 from worlds import mpi_command, mpi_environment
 
+pytestmark = pytest.mark.tier("all")
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES, SUPPORT = ROOT / "examples", ROOT / "tests" / "support"
 PROGRAM = EXAMPLES / "train_cupy.py"

@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from axes import require
 from torch_runs import assert_same
 
 pytestmark = pytest.mark.torch
 
 VARIANTS = ["single", "foreach", "fused"]
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture(scope="module")
-def ours() -> Any:
-    """Return our GradScaler."""
-    require("torch")
-    from gradscale_torch import GradScaler
-
-    return GradScaler
-
-
-@pytest.fixture(scope="module")
-def theirs(torch: Any) -> Any:
-    """Return torch's."""
-    return torch.amp.GradScaler
-
-
-@pytest.fixture
-def group(torch: Any) -> Iterator[None]:
-    """Make torch's default group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def optimizer_of(torch: Any, name: str, variant: str, parameters: list[Any], **options: Any) -> Any:

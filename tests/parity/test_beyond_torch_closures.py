@@ -8,35 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from axes import require
 from torch_runs import assert_same
 
 from gradscale import ClosureOverflowError, DynamicScale
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture(scope="module")
-def ours() -> Any:
-    """Return our GradScaler."""
-    require("torch")
-    from gradscale_torch import GradScaler
-
-    return GradScaler
-
-
-@pytest.fixture(scope="module")
-def theirs(torch: Any) -> Any:
-    """Return torch's."""
-    return torch.amp.GradScaler
 
 
 def pass_closure(scaler: Any, optimizer: Any, closure: Callable[[], Any], keyword: bool) -> Any:

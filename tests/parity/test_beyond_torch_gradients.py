@@ -7,35 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from axes import require
 from torch_runs import assert_same
 
 from gradscale import GradscaleError, InvalidTypeError
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture(scope="module")
-def ours() -> Any:
-    """Return our GradScaler."""
-    require("torch")
-    from gradscale_torch import GradScaler
-
-    return GradScaler
-
-
-@pytest.fixture(scope="module")
-def theirs(torch: Any) -> Any:
-    """Return torch's."""
-    return torch.amp.GradScaler
 
 
 def started(torch: Any, make: Any, scale: float = 4.0, **options: Any) -> Any:

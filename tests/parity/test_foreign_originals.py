@@ -19,6 +19,7 @@ from axes import require
 from foreign_rules import RULES, Megatron, ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradscale.foreign import ForeignState, load_foreign_state
 
@@ -65,7 +66,7 @@ class Torch:
 
 
 @pytest.mark.torch
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(steps=STEPS, cut=CUTS, interval=INTERVALS, scale=SCALES)
 def test_a_run_that_torch_began_goes_on_as_in_torch(steps: str, cut: float, interval: int, scale: float) -> None:
     before, after = split(steps, cut)
@@ -87,7 +88,7 @@ def run_jmp(original: Any, steps: str) -> tuple[Any, list[float]]:
 
 @pytest.mark.jax
 @pytest.mark.parametrize("road", [lambda state: state, vars], ids=["object", "mapping"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(steps=STEPS, cut=CUTS, interval=INTERVALS, scale=SCALES, factor=st.sampled_from([2, 4]))
 def test_a_run_that_jmp_began_goes_on_as_in_jmp(
     road: Callable[[Any], Any], steps: str, cut: float, interval: int, scale: float, factor: int
@@ -113,7 +114,7 @@ def run_flax(original: Any, steps: str) -> tuple[Any, list[float]]:
 
 @pytest.mark.jax
 @pytest.mark.parametrize("road", ["object", "state dict", "msgpack"])
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(steps=STEPS, cut=CUTS, interval=INTERVALS, scale=SCALES)
 def test_a_run_that_flax_began_goes_on_as_in_flax(
     road: str, steps: str, cut: float, interval: int, scale: float
@@ -178,6 +179,7 @@ class Keras:
 
 
 # Keras' variables predate NumPy 2's copy=.
+@pytest.mark.tier("ranks")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(
     ("seed", "road"), [(0, "variables"), (1, "numbered"), (2, "h5"), (3, "variables"), (4, "numbered"), (5, "h5")]

@@ -13,6 +13,7 @@ from axes import require
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax_devices import require_mesh
+from tiers import examples
 
 from gradscale import DynamicScale
 
@@ -128,7 +129,7 @@ POWERS = st.integers(-20, 40).map(lambda power: 2.0**power)
 ERRORS = st.lists(st.sampled_from([1.0, 1.0, 1.0, math.inf, math.nan]), min_size=1, max_size=20)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(errors=ERRORS, period=st.integers(1, 5), factor=st.sampled_from([2, 4, 8]), scales=st.tuples(POWERS, POWERS))
 def test_it_follows_jmp_step_by_step(
     jmp: Any, jnp: Any, errors: list[float], period: int, factor: int, scales: tuple[float, float]
@@ -148,7 +149,7 @@ def test_it_follows_jmp_step_by_step(
     assert_same_runs((our_step(policy, linear, at), first(policy)), (jmp_step(linear, at), theirs), errors)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     errors=ERRORS,
     interval=st.integers(1, 5),

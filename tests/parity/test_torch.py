@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
 from hypothesis import example, given
 from hypothesis import strategies as st
 from libraries import Library, opened
@@ -31,12 +30,6 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
     """Return the libraries that have all of torch's dtypes: NumPy with its adapter, torch with the pure core."""
     with opened(request.param) as library:
         yield library
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    return require("torch")
 
 
 def torch_update(torch: Any, scale: float, tracker: int, found: float, policy: Any) -> tuple[float, int]:

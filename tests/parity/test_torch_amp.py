@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from axes import require
 from hypothesis import example, given, settings
+from tiers import examples
 from torch_runs import KINDS, Iteration, Treatment, assert_same, assert_same_runs, iterations, private_states
 
 from gradscale import CallOrderError
@@ -27,14 +28,6 @@ SCALES = {
     "powers-of-two": {"init_scale": 2.0**12, "growth_interval": 2},
     "others": {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.7, "growth_interval": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +49,7 @@ def group(torch: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(plan=iterations(6))
 @example(plan=[OVERFLOW, Iteration((UNSCALED, Treatment())), OVERFLOW, Iteration(restart="pickle"), Iteration()])
 @example(plan=[Iteration((UNSCALED, Treatment(step=False)), bad=(5, math.nan), penalty=True), Iteration()])
@@ -67,7 +60,7 @@ def test_a_run_is_torchs(torch: Any, ours: Any, kinds: tuple[str, str], scales: 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("kinds", [("Adam-foreach", "SGD-sparse"), ("SGD-fused", "Adam-fused")], ids="-".join)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(plan=iterations(6))
 def test_a_sharded_run_of_one_rank_is_torchs(ours: Any, kinds: tuple[str, str], plan: list[Iteration]) -> None:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

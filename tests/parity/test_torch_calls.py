@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axes import require
 from torch_runs import assert_same
 
 from gradscale import GradscaleError, InvalidValueError
@@ -22,14 +21,6 @@ pytestmark = pytest.mark.torch
 
 CLASSES = ["GradScaler", "ShardedGradScaler"]
 WARNING = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
 
 
 @pytest.fixture(scope="module")

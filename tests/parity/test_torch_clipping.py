@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from axes import require
 from torch_runs import assert_same
 
 from gradscale import CallOrderError, GradscaleError, InvalidValueError
@@ -21,29 +20,6 @@ TOLERANCE = 1e-5
 SHAPES = [(3,), (), (5, 7), (0,), (130, 130), (20000,)]
 # Of each kind, below and above the norm of the gradients, which is about 192.
 NORMS = [0.5, 100.0, 150.0, 1e4, 0.0, math.inf]
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture(scope="module")
-def ours() -> Any:
-    """Return our GradScaler."""
-    require("torch")
-    from gradscale_torch import GradScaler
-
-    return GradScaler
-
-
-@pytest.fixture(scope="module")
-def theirs(torch: Any) -> Any:
-    """Return torch's."""
-    return torch.amp.GradScaler
 
 
 def model(torch: Any, dtypes: Sequence[str], scale: float, factor: float = 1.0) -> tuple[list[Any], Any]:

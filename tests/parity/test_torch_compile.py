@@ -12,6 +12,7 @@ from axes import require
 from torch_runs import assert_same
 
 pytestmark = [
+    pytest.mark.tier("all"),
     pytest.mark.torch,
     # The compiler looks at the gradient of a loss that it has been given.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -21,14 +22,6 @@ pytestmark = [
 
 OPTIMIZERS = ["SGD-foreach", "SGD-fused", "Adam-foreach", "Adam-fused"]
 INPUTS = [1.0, math.inf, 2.0, 3.0, 4.0]
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,9 @@ import copy
 import io
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from axes import require
 from torch_runs import assert_same
 
 from gradscale import CallOrderError, DynamicScale, GradscaleError, StateDictError, StaticScale
@@ -19,37 +17,6 @@ pytestmark = pytest.mark.torch
 
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 SETTINGS = {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 4}
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture(scope="module")
-def ours() -> Any:
-    """Return our GradScaler."""
-    require("torch")
-    from gradscale_torch import GradScaler
-
-    return GradScaler
-
-
-@pytest.fixture(scope="module")
-def theirs(torch: Any) -> Any:
-    """Return torch's."""
-    return torch.amp.GradScaler
-
-
-@pytest.fixture
-def group(torch: Any) -> Iterator[None]:
-    """Make torch's default group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def trained(torch: Any, scaler: Any, gradients: list[float]) -> list[Any]:

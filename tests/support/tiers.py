@@ -1,0 +1,71 @@
+"""Tiers: which tests a run takes, of those that each change needs at once up to those of a night.
+
+``quick`` is what plain ``pytest`` runs, ``--tier ranks`` adds to it, and ``--tier all`` leaves out nothing. The first
+tier that runs a test is, in this order:
+
+- what ``pytest.mark.tier(name)`` on the test or on its parameters says, the latest where there are several;
+- what it says on the class or the module;
+- ``ranks`` for a world of real processes, else ``quick``.
+
+A row of ``arrays`` comes later still in a module that does not say ``PURE = True``: its tests are of the shell, which
+runs the same Python on every library.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from worlds import ProcessWorld
+
+__all__ = ["TIERS", "choose", "examples", "is_in", "later"]
+
+TIERS = ("quick", "ranks", "all")
+_VARIABLE = "GRADSCALE_TEST_TIER"
+_ROWS_OF_THE_SHELL = ("numpy", "strict")
+
+
+def choose(tier: str) -> None:
+    """Say which tier this run is of, before the modules of tests are imported."""
+    os.environ[_VARIABLE] = tier
+
+
+def examples(number: int) -> int:
+    """Return how many random examples a test tries: all of them in the last tier, and a fifth before."""
+    return number if os.environ.get(_VARIABLE) == TIERS[-1] else max(3, number // 5)
+
+
+def later(tier: str, *values: Any) -> list[Any]:
+    """Return parameters that begin with a tier."""
+    return [pytest.param(value, marks=pytest.mark.tier(tier)) for value in values]
+
+
+def is_in(tier: str, item: pytest.Item) -> bool:
+    """Return whether a run of a tier takes a test."""
+    return _position(_tier_of(item)) <= _position(tier)
+
+
+def _tier_of(item: pytest.Item) -> str:
+    own = [mark.args[0] for mark in item.own_markers if mark.name == "tier"]
+    outer = item.get_closest_marker("tier")
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if own:
+        said = max(own, key=_position)
+    elif outer is not None:
+        said = outer.args[0]
+    else:
+        said = "ranks" if isinstance(parameters.get("world"), ProcessWorld) else "quick"
+    is_late = (
+        "arrays" in item.fixturenames  # type: ignore[attr-defined]
+        and parameters.get("arrays", "numpy") not in _ROWS_OF_THE_SHELL
+        and not getattr(item.module, "PURE", False)  # type: ignore[attr-defined]
+    )
+    return max(said, "ranks" if is_late else "quick", key=_position)
+
+
+def _position(tier: str) -> int:
+    if tier not in TIERS:
+        msg = f"there is no tier {tier!r}; known are {', '.join(TIERS)}"
+        raise pytest.UsageError(msg)
+    return TIERS.index(tier)
