@@ -88,11 +88,12 @@ class Reach:
         file = next((file for file in self._data.measured_files() if file.endswith(f"/{mutant.path}")), mutant.path)
         by_line = self._contexts(file)
         contexts = {context for line in mutant.lines for context in by_line.get(line, ())} - {""}
-        tests = set(map(_test, contexts))
+        reached = set(map(_test, contexts))
+        tests = set(reached)
         if all(map(_is_of_child, contexts)):
-            tests |= self._beside(mutant, {_file(test) for test in tests})
+            tests |= self._beside(mutant, set(map(_file, reached)))
         functions: dict[str, list[str]] = collections.defaultdict(list)
-        for test in sorted(tests - self._failing, key=lambda test: (self.seconds([test]), test)):
+        for test in sorted(tests - self._failing, key=lambda test: (test not in reached, self.seconds([test]), test)):
             functions[test.partition("[")[0]].append(test)
         return [test for turn in itertools.zip_longest(*functions.values()) for test in turn if test is not None]
 
