@@ -30,14 +30,17 @@ def bits(x: Any) -> Any:
     return np.asarray(x).tobytes()
 
 
-def test_the_adapter_gives_the_pure_cores_bits(backend: Any, jnp: Any) -> None:
-    gradscale.testing.check_backend(backend, jnp.zeros(()), dtypes=[jnp.dtype(name) for name in NAMES])
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_adapter_gives_the_pure_cores_bits(backend: Any, jnp: Any, name: str) -> None:
+    gradscale.testing.check_backend(backend, jnp.zeros(()), dtypes=[jnp.dtype(name)])
 
 
-def test_the_adapter_gives_the_pure_cores_bits_in_float64(jax: Any, backend: Any) -> None:
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("name", ["float64", "complex128"])
+def test_the_adapter_gives_the_pure_cores_bits_in_float64(jax: Any, backend: Any, name: str) -> None:
     with jax.enable_x64(True):
-        dtypes = [jax.numpy.dtype(name) for name in ("float64", "complex128")]
-        gradscale.testing.check_backend(backend, jax.numpy.zeros(()), dtypes=dtypes)
+        gradscale.testing.check_backend(backend, jax.numpy.zeros(()), dtypes=[jax.numpy.dtype(name)])
 
 
 def test_arrays_and_traced_values_are_served_by_the_adapter(jax: Any, backend: Any) -> None:
@@ -135,6 +138,7 @@ def test_unscale_is_compiled_once_for_each_set_of_shapes(jnp: Any) -> None:
 LARGE = [2.0**125, 2.0**126, 2.0**127, 1e38, 3.3e38, 9e37]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("scale", [2.0**-126, 1e-37, 3.0, 2.0**16, *LARGE])
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("how", ["eager", "jit", "closed-over"])
@@ -159,6 +163,7 @@ def test_no_scale_makes_gradients_vanish(jax: Any, jnp: Any, scale: float, count
                 assert np.asarray(got).real.tolist() == expected.tolist()
 
 
+@pytest.mark.tier("ranks")
 def test_a_scaler_keeps_no_arrays_of_iterations_that_are_over(jax: Any, jnp: Any) -> None:
     class Optimizer:
         grads: Any = None

@@ -51,6 +51,7 @@ def fields(state: Any) -> list[float]:
     return [float(field) for field in state]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_eager_jit_and_scan_follow_the_policy_to_the_bit(jax: Any, gradscale_jax: Any, policy: Any) -> None:
     jnp = jax.numpy

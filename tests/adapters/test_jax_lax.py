@@ -86,6 +86,7 @@ def test_an_axis_that_is_not_mapped_is_refused(jax: Any, gradscale_jax: Any) -> 
         )
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_an_overflow_on_each_rank_in_turn_is_agreed(

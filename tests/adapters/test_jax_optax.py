@@ -116,6 +116,7 @@ def run_inner(make: Any) -> Run:
     return run_clean_steps(plain_step(make()), make(), "eager", STEPS, BAD)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("make", INNER)
 def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(make: Any, how: str) -> None:
@@ -221,6 +222,7 @@ def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation(how
     assert drive(scaled_step(own), params, own.init(params), grads, how).updates["weight"].dtype == np.float16
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("make", INNER)
 def test_the_state_of_a_step_has_the_types_of_the_first_one_and_is_compiled_for_once(make: Any) -> None:
     import jax

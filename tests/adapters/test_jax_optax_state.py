@@ -153,6 +153,7 @@ def test_a_replicated_state_stays_so_in_the_eyes_of_shard_map() -> None:
     assert int(state.skipped) == 1
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("where", ["uncommitted", "device", "replicated", "sharded"])
 def test_the_state_is_made_beside_the_parameters_and_compiled_for_at_most_twice(where: str) -> None:
     import jax
@@ -263,6 +264,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(way: Any, tmp_path: Path) -> None:
     if way is through_flax_bytes:
@@ -351,6 +353,7 @@ def run_python(*lines: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.tier("ranks")
 def test_optax_is_imported_when_it_is_asked_for() -> None:
     printed = run_python(
         "import sys, gradscale_jax",
@@ -361,6 +364,7 @@ def test_optax_is_imported_when_it_is_asked_for() -> None:
     assert printed.splitlines() == ["False", "True gradscale_jax.optax"]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("name", ["scaled", "scale_state", "verdict_of", "ScaledOptimizerState"])
 def test_without_optax_the_error_names_the_extra(name: str) -> None:
     printed = run_python(

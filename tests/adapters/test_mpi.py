@@ -65,17 +65,20 @@ def test_what_cannot_be_a_group_is_refused(world: MPIWorld) -> None:
         assert "Group" in group
 
 
-def test_a_rank_that_constructs_no_scaler_is_a_timeout(world: MPIWorld) -> None:
-    for rank, result in enumerate(world.run(scenario("missing_construction"), 1)):
+def test_a_rank_that_constructs_no_scaler_is_a_timeout(world: MPIWorld, tmp_path: Path) -> None:
+    for rank, result in enumerate(world.run(scenario("missing_construction"), 1, str(tmp_path))):
         if rank == 1:
             continue
         assert isinstance(result, Failure)
         assert f"rank {rank} of {world.size} waited 1 s for the construction of a ShardedGradScaler" in result.message
 
 
-def test_after_a_timeout_another_communicator_is_needed_and_meets_no_old_messages(world: MPIWorld) -> None:
+def test_after_a_timeout_another_communicator_is_needed_and_meets_no_old_messages(
+    world: MPIWorld, tmp_path: Path
+) -> None:
     for late_rank in (0, world.size - 1):
-        results = world.run(scenario("after_a_timeout"), late_rank)
+        (folder := tmp_path / str(late_rank)).mkdir()
+        results = world.run(scenario("after_a_timeout"), late_rank, str(folder))
         assert results == [
             {"failures": world.size - 1, "refused": rank != late_rank, "skipped": True, "scale": 32768.0}
             for rank in range(world.size)
@@ -145,7 +148,7 @@ def run_program(
         env=mpi_environment(),
         capture_output=True,
         text=True,
-        timeout=45,
+        timeout=90,
         check=False,
     )
     return completed, time.monotonic() - begin
@@ -155,13 +158,13 @@ def test_a_program_with_a_rank_that_raises_ends_with_its_error(tmp_path: Path) -
     completed, seconds = run_program(tmp_path, "raises", 1000.0, "-m", "mpi4py")
     assert completed.returncode != 0
     assert "ValueError: rank 1 fails" in completed.stderr
-    assert seconds < 20
+    assert seconds < 60
 
 
 def test_a_program_with_a_rank_that_is_killed_ends(tmp_path: Path) -> None:
     completed, seconds = run_program(tmp_path, "is killed", 1000.0)
     assert completed.returncode != 0
-    assert seconds < 20
+    assert seconds < 60
 
 
 def test_a_program_with_a_rank_that_hangs_ends_with_the_timeout(tmp_path: Path) -> None:
@@ -170,7 +173,7 @@ def test_a_program_with_a_rank_that_hangs_ends_with_the_timeout(tmp_path: Path) 
     assert (
         "CollectiveTimeoutError: rank 0 of 2 waited 1 s for the agreement on a step in iteration 1" in completed.stderr
     )
-    assert seconds < 20
+    assert seconds < 60
 
 
 def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_gradients_are_read_twice_only_where_the_quotient_may_overflow(
     assert calls == [2] * passes
 
 
+@pytest.mark.tier("all")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_the_functional_core_compiles_without_a_break(torch: Any) -> None:
     policy = DynamicScale(growth_interval=2)

@@ -125,9 +125,10 @@ def test_without_a_world_everything_says_what_to_do_first() -> None:
         TorchCollectives("world", 5.0)  # type: ignore[arg-type]
 
 
-def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(world: GlooWorld) -> None:
+def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(world: GlooWorld, tmp_path: Path) -> None:
     for late_rank in (0, world.size - 1):
-        for rank, result in enumerate(world.run(scenario("after_a_timeout"), late_rank)):
+        (folder := tmp_path / str(late_rank)).mkdir()
+        for rank, result in enumerate(world.run(scenario("after_a_timeout"), late_rank, str(folder))):
             assert result["failures"] == world.size - 1
             assert result["skips"] == (True, 32768.0)
             assert len(result["refused"]) == (0 if rank == late_rank else 4)
@@ -136,14 +137,17 @@ def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(world
                 assert "new_group()" in said
 
 
-def test_the_second_of_two_reductions_is_not_waited_for_when_the_first_was_given_up(world: GlooWorld) -> None:
-    for said in world.run(scenario("two_under_way_time_out"))[1:]:
+def test_the_second_of_two_reductions_is_not_waited_for_when_the_first_was_given_up(
+    world: GlooWorld, tmp_path: Path
+) -> None:
+    for said in world.run(scenario("two_under_way_time_out"), str(tmp_path))[1:]:
         assert said == ["CollectiveTimeoutError", "BackendError", "BackendError", "BackendError"]
 
 
-def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again() -> None:
+def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_may_try_again(tmp_path: Path) -> None:
     for late_rank in (0, 1):
-        results = GlooWorld(3).run(scenario("late_member_of_a_mesh"), late_rank)
+        (folder := tmp_path / str(late_rank)).mkdir()
+        results = GlooWorld(3).run(scenario("late_member_of_a_mesh"), late_rank, str(folder))
         assert results[late_rank] == [(True, 32768.0)]
         failure, then = results[1 - late_rank]
         assert failure.kind == "CollectiveTimeoutError"
@@ -182,8 +186,8 @@ def test_messages_never_meet_the_users_own(world: GlooWorld) -> None:
     assert world.run(scenario("overlapped"), 50) == [50.0 * world.size] * world.size
 
 
-def test_waiting_by_asking_gives_the_result_or_the_timeout(world: GlooWorld) -> None:
-    for rank, said in enumerate(world.run(scenario("polled"))[1:], start=1):
+def test_waiting_by_asking_gives_the_result_or_the_timeout(world: GlooWorld, tmp_path: Path) -> None:
+    for rank, said in enumerate(world.run(scenario("polled"), str(tmp_path))[1:], start=1):
         assert len(said) == 1
         assert f"rank {rank} of {world.size} waited 1 s for the agreement on a step" in said[0]
 
@@ -287,7 +291,7 @@ def run_program(
         if interrupt:
             time.sleep(0.5)
             first.send_signal(signal.SIGINT)
-        printed, errors = first.communicate(timeout=30)
+        printed, errors = first.communicate(timeout=90)
         seconds = time.monotonic() - begin
     finally:
         for process in (first, *others):
@@ -303,7 +307,7 @@ def test_a_program_with_a_rank_that_dies_ends_with_torchs_error(tmp_path: Path, 
     assert completed.returncode != 0
     assert "BackendError: torch.distributed failed on rank 0 of 2 while the ranks agreed on a step" in completed.stderr
     assert "gloo" in completed.stderr
-    assert seconds < 20
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("how", ["hangs", "constructs alone"])
@@ -312,7 +316,7 @@ def test_a_program_with_a_rank_that_hangs_ends_with_the_timeout(tmp_path: Path, 
     assert completed.returncode != 0
     operation = "the construction of a ShardedGradScaler" if how == "constructs alone" else "the agreement on a step"
     assert f"CollectiveTimeoutError: rank 0 of 2 waited 1 s for {operation}" in completed.stderr
-    assert 0.9 < seconds < 20
+    assert 0.9 < seconds < 60
 
 
 @pytest.mark.parametrize("how", ["hangs", "constructs alone"])
@@ -321,11 +325,11 @@ def test_ctrl_c_ends_the_wait_and_the_program(tmp_path: Path, how: str, timeout:
     completed, seconds = run_program(tmp_path, how, timeout, interrupt=True)
     assert completed.returncode != 0
     assert "KeyboardInterrupt" in completed.stderr
-    assert seconds < 15
+    assert seconds < 60
 
 
 def test_a_program_that_fails_between_unscale_and_step_ends(tmp_path: Path) -> None:
     completed, seconds = run_program(tmp_path, "leaves one under way", 1000.0)
     assert completed.returncode != 0
     assert "ValueError: rank 0 fails" in completed.stderr
-    assert seconds < 15
+    assert seconds < 60

@@ -230,6 +230,7 @@ class MultipliesTwice(Clips):
         super().multiply_in_place(arrays, factor)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize(
     "kind",
     [SquaresWhatIsScaled, SquaresInSingle, MissesAnArray, ForgetsToUnscale, MultipliesTwice],

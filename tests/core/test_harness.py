@@ -105,6 +105,7 @@ def test_an_unknown_name_in_the_variable_is_an_error(monkeypatch: pytest.MonkeyP
         axes.required()
 
 
+@pytest.mark.tier("ranks")
 def test_the_session_does_not_import_mpi4py(tmp_path: Path) -> None:
     tmp_path.joinpath("test_it.py").write_text(
         "def test_it():\n    import sys\n    assert 'mpi4py' not in sys.modules\n"
@@ -125,6 +126,7 @@ def test_a_failing_rank_ends_the_others_and_prints_its_failure(tmp_path: Path) -
     assert time.monotonic() - begin < 50.0
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.mpi
 def test_ranks_that_raise_or_hang_fail_their_own_tests_with_the_reason(tmp_path: Path) -> None:
     axes.require("mpi")

@@ -43,6 +43,7 @@ def unrolled(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
     return states
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_is_simulated_bit_for_bit_over_a_long_random_run(name: str) -> None:
     rng = np.random.default_rng(3)

@@ -222,6 +222,7 @@ def test_the_rules_are_the_originals(name: str) -> None:
         assert theirs(copy.copy(RULES[name]), steps) == recorded(name, sequence), sequence
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.numpy
 @pytest.mark.parametrize("name", RULES)
 def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str) -> None:

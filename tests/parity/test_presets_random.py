@@ -195,6 +195,7 @@ json.dump(results, sys.stdout)
 """
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.jax
 @pytest.mark.usefixtures("jax_arrays")
 def test_keras() -> None:

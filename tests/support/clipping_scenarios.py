@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+from events import tell, wait_for
 from scenarios import SGD, rank_and_size
 from worlds import Failure
 
@@ -49,9 +50,9 @@ def own_norm(group: Any) -> tuple[float, list[float]]:
     return float(np.asarray(norm)), optimizer.grads[0].tolist()
 
 
-def late_for_the_norm(group: Any, absent_rank: int, settings: dict[str, float]) -> dict[str, Any]:
+def late_for_the_norm(group: Any, absent_rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Let one rank never ask for the norm."""
-    rank, _ = rank_and_size(group)
+    rank, size = rank_and_size(group)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"], init_scale=8.0)
     optimizer = SGD(None)
     scaler.scale(np.float32(1.0))
@@ -60,11 +61,13 @@ def late_for_the_norm(group: Any, absent_rank: int, settings: dict[str, float]) 
     failures = []
     if rank == absent_rank:
         # The others give up before this rank ends.
-        time.sleep(2.5)
+        wait_for(settings["folder"], "gave up", size - 1)
         return {"failures": failures, "seconds": 0.0}
     for _ in range(2):
         try:
             scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
         except gradscale.GradscaleError as error:
             failures.append(Failure.of(error))
-    return {"failures": failures, "seconds": time.monotonic() - begin}
+    seconds = time.monotonic() - begin
+    tell(settings["folder"], "gave up", rank)
+    return {"failures": failures, "seconds": seconds}

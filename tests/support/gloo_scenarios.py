@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from events import tell, wait_for
 from scenarios import SGD, gradients, iterate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worlds import Failure
@@ -122,17 +123,18 @@ def worlds_end(group: Any, folder: str) -> dict[str, Any]:
     return said
 
 
-def after_a_timeout(group: Any, late_rank: int) -> dict[str, Any]:
+def after_a_timeout(group: Any, late_rank: int, folder: str) -> dict[str, Any]:
     """Time out, wait for the late rank by other means, and go on over a new group."""
     others_way = dist.new_group()
     scaler = gradscale.ShardedGradScaler(group=group, timeout=0.5)
     earlier = TorchCollectives(group, 0.5)
     refused = []
     if group.rank() == late_rank:
-        time.sleep(2.0)
+        wait_for(folder, "gave up", group.size() - 1)
     try:
         iterate(scaler, SGD(None), gradients("numpy"))
     except gradscale.CollectiveTimeoutError:
+        tell(folder, "gave up", group.rank())
         refused = [refusal(group), refusal(None), refusal(init_device_mesh_of(group))]
         try:
             earlier.start_max(vector(1))
@@ -149,25 +151,24 @@ def init_device_mesh_of(group: Any) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
 
 
-def two_under_way_time_out(group: Any) -> list[str]:
+def two_under_way_time_out(group: Any, folder: str) -> list[str]:
     """Wait in vain for the first of two reductions, then ask for the second."""
     if group.rank() == 0:
-        time.sleep(2.5)
+        wait_for(folder, "gave up", group.size() - 1)
         return []
     collectives = TorchCollectives(group, 0.5)
     pending = [collectives.start_max(vector(1)), collectives.start_max(vector(2))]
     said = []
-    begin = time.monotonic()
     for finish in (*pending, *pending):
         try:
             finish()
         except gradscale.GradscaleError as error:
             said.append(type(error).__name__)
-    assert time.monotonic() - begin < 1.5
+    tell(folder, "gave up", group.rank())
     return said
 
 
-def late_member_of_a_mesh(_: Any, late_rank: int) -> list[Any]:
+def late_member_of_a_mesh(_: Any, late_rank: int, folder: str) -> list[Any]:
     """Construct over part of a mesh, on one rank too late, and once more in time."""
     size = dist.get_world_size() - 1
     mesh = DeviceMesh("cpu", [list(range(size))], mesh_dim_names=("a", "b"))
@@ -175,12 +176,13 @@ def late_member_of_a_mesh(_: Any, late_rank: int) -> list[Any]:
         return []
     said: list[Any] = []
     if dist.get_rank() == late_rank:
-        time.sleep(2.0)
+        wait_for(folder, "gave up", size - 1)
     else:
         try:
             gradscale.ShardedGradScaler(group=mesh, timeout=0.5)
         except gradscale.CollectiveTimeoutError as error:
             said.append(Failure.of(error))
+        tell(folder, "gave up", dist.get_rank())
     return [*said, skips(mesh, late_rank)]
 
 
@@ -292,7 +294,7 @@ def overlapped(group: Any, rounds: int) -> float:
     return total.item()
 
 
-def polled(group: Any) -> list[str]:
+def polled(group: Any, folder: str) -> list[str]:
     """Wait as on accelerators, by asking again and again; first for ranks that come, then for one that does not."""
     collectives = TorchCollectives(group, 1.0)
     collectives._carriers = {"cpu": "ucc"}
@@ -302,12 +304,14 @@ def polled(group: Any) -> list[str]:
     assert pending._work.is_completed()
     assert pending().tolist() == [group.size() - 1]
     if group.rank() == 0:
-        time.sleep(2.5)
+        wait_for(folder, "gave up", group.size() - 1)
         return []
     try:
         collectives.start_max(vector(1)).wait()
     except gradscale.CollectiveTimeoutError as error:
         return [str(error)]
+    finally:
+        tell(folder, "gave up", group.rank())
     return ["came"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from events import tell, wait_for
 from scenarios import gradients, loss, rank_and_size
 from worlds import Failure, alone
 
@@ -59,22 +60,25 @@ def differing(group: Any, drifting_rank: int, what: str) -> dict[str, Any]:
 
 
 @alone
-def lateness(group: Any, absent_rank: int, settings: dict[str, float]) -> dict[str, Any]:
+def lateness(group: Any, absent_rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Let one rank come too late."""
-    rank, _ = rank_and_size(group)
+    rank, size = rank_and_size(group)
     policy = gradscale.DynamicScale()
     agree = gradscale.GroupAgreement(group, policy, timeout=settings["timeout"])
     state = policy.init(loss("numpy"))
     _, nonfinite = gradscale.unscale(gradients("numpy"), state)
     agree(nonfinite, state)
     if rank == absent_rank:
-        time.sleep(3.0)
+        wait_for(settings["folder"], "gave up", size - 1)
     begin = time.monotonic()
+    failure = None
     try:
         agree(nonfinite, state)
     except gradscale.GradscaleError as error:
-        return {"failure": Failure.of(error), "seconds": time.monotonic() - begin}
-    return {"failure": None, "seconds": time.monotonic() - begin}
+        failure = Failure.of(error)
+    seconds = time.monotonic() - begin
+    tell(settings["folder"], "gave up", rank)
+    return {"failure": failure, "seconds": seconds}
 
 
 def exhaustion(group: Any, bad_rank: int) -> list[str]:

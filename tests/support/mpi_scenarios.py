@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from events import tell, wait_for
 from mpi4py import MPI
 from scenarios import SGD, gradients, iterate
 from worlds import Failure, alone
@@ -119,29 +119,32 @@ def bad_groups(comm: MPI.Intracomm) -> list[str]:
 
 
 @alone
-def missing_construction(comm: MPI.Intracomm, absent_rank: int) -> Failure | None:
+def missing_construction(comm: MPI.Intracomm, absent_rank: int, folder: str) -> Failure | None:
     """Leave out the constructor on one rank."""
     if comm.rank == absent_rank:
-        time.sleep(3.0)
+        wait_for(folder, "gave up", comm.size - 1)
         return None
+    failure = None
     try:
         gradscale.ShardedGradScaler(group=comm, timeout=1.0)
     except gradscale.CollectiveTimeoutError as error:
-        return Failure.of(error)
-    return None
+        failure = Failure.of(error)
+    tell(folder, "gave up", comm.rank)
+    return failure
 
 
 @alone
-def after_a_timeout(comm: MPI.Intracomm, late_rank: int) -> dict[str, Any]:
+def after_a_timeout(comm: MPI.Intracomm, late_rank: int, folder: str) -> dict[str, Any]:
     """Time out, wait for the late rank by other means, and go on with new scalers over the same communicator."""
     scaler = gradscale.ShardedGradScaler(group=comm, timeout=0.5)
     failures = 0
     if comm.rank == late_rank:
-        time.sleep(2.0)
+        wait_for(folder, "gave up", comm.size - 1)
     try:
         iterate(scaler, SGD(None), gradients("numpy"))
     except gradscale.CollectiveTimeoutError:
         failures = 1
+        tell(folder, "gave up", comm.rank)
     refused = ""
     if failures:
         try:

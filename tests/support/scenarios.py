@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
+from events import tell, wait_for
 from worlds import Failure, alone
 
 import gradscale
@@ -145,7 +146,6 @@ def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -
     scaler.load_state_dict(saved)
     optimizer = SGD(gradients("numpy"))
     failure = None
-    begin = time.monotonic()
     try:
         if what == "call" and rank == drifting_rank:
             # This rank steps an optimizer that the others do not have.
@@ -157,13 +157,13 @@ def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -
         scaler.step(optimizer)
     except gradscale.ScaleDesyncError as error:
         failure = Failure.of(error)
-    return {"failure": failure, "steps": optimizer.steps, "seconds": time.monotonic() - begin}
+    return {"failure": failure, "steps": optimizer.steps}
 
 
 @alone
 def absence(group: Any, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Let one rank raise before the step of iteration 2, or come too late."""
-    rank, _ = rank_and_size(group)
+    rank, size = rank_and_size(group)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"])
     optimizer = SGD(None)
     iterate(scaler, optimizer, gradients("numpy"))
@@ -171,14 +171,16 @@ def absence(group: Any, absent_rank: int, how: str, settings: dict[str, Any]) ->
         if how == "raises":
             msg = "this rank fails before its step"
             raise ValueError(msg)
-        time.sleep(settings["late"])
+        wait_for(settings["folder"], "gave up", size - 1)
     begin = time.monotonic()
     failure = None
     try:
         iterate(scaler, optimizer, gradients("numpy"))
     except gradscale.CollectiveTimeoutError as error:
         failure = Failure.of(error)
-    return {"failure": failure, "seconds": time.monotonic() - begin, "steps": optimizer.steps}
+    seconds = time.monotonic() - begin
+    tell(settings["folder"], "gave up", rank)
+    return {"failure": failure, "seconds": seconds, "steps": optimizer.steps}
 
 
 def two_optimizers(group: Any, bad_rank: int, order: str) -> dict[str, Any]:
