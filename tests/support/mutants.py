@@ -161,7 +161,9 @@ class Tree:
     ) -> int:
         """Run pytest; its exit status, or -1 when it takes longer than the limit in seconds."""
         self._temporary.mkdir()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *arguments]
+        # Each call says for itself over how many processes it spreads.
+        settings = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        command = [sys.executable, "-m", "pytest", "-q", *settings, *arguments]
         with self._lock:
             if self._is_stopped:
                 raise concurrent.futures.CancelledError
