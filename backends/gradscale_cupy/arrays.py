@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 
 from gradscale import ScaleState
-from gradscale.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
+from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
 from gradscale_cupy import launch
 from gradscale_cupy.availability import explained
 from gradscale_cupy.host import HostCopy, moved, refuse_capture

@@ -13,6 +13,7 @@ import cupy
 from array_api_compat import array_namespace
 
 from gradscale import registry
+from gradscale.core.protocols import Array
 from gradscale.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -20,8 +21,7 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
-from gradscale.polling import poll
-from gradscale.protocols import Array
+from gradscale.groups import poll
 from gradscale_cupy.availability import nccl_module, require_nccl
 from gradscale_cupy.launch import is_over
 

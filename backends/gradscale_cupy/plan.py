@@ -14,7 +14,7 @@ import numpy as np
 from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
-from gradscale import memory
+from gradscale.core import aliasing
 from gradscale.errors import InvalidValueError
 
 __all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Launch", "Layout", "layout_of", "plan", "require_disjoint"]
@@ -213,16 +213,16 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
     read = [None if source == target else source for source, target in zip(sources, targets, strict=True)]
     layouts = [*targets, *read]
     spans = [(_span(one), number) for number, one in enumerate(layouts) if one is not None and _has_elements(one)]
-    memory.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
+    aliasing.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
 
 
 def _has_elements(layout: Layout) -> bool:
     return math.prod(layout.shape) > 0
 
 
-def _span(layout: Layout) -> memory.Span:
+def _span(layout: Layout) -> aliasing.Span:
     strides = tuple(stride * layout.itemsize for stride in layout.strides)
-    return memory.span(layout.address, layout.shape, strides, layout.itemsize)
+    return aliasing.span(layout.address, layout.shape, strides, layout.itemsize)
 
 
 def _overlaps_itself(layout: Layout) -> bool:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradscale import ScaleState
-from gradscale.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
+from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
 from gradscale.errors import InvalidTypeError
 from gradscale_jax.summaries import summarize_leaves
 
@@ -80,7 +80,7 @@ class JaxBackend:
         return jnp.stack([lax.bitcast_convert_type(state.scale, jnp.int32), *state[1:]])
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
-        """Return what :func:`gradscale.diagnosis.summarize_arrays` does, from the bits: XLA takes subnormals for 0.
+        """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits: XLA's subnormals are 0.
 
         Parameters
         ----------

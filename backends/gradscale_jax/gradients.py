@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscale import ScaleState, validation
-from gradscale.arithmetic import Kind, kind_of
+from gradscale import ScaleState
+from gradscale.core import validation
+from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.protocols import Policy
 from gradscale_jax import trees
 from gradscale_jax.lax import agree
 from gradscale_jax.verdict import Verdict

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradscale import ScaleState, validation
-from gradscale.arithmetic import check_real_dtype
+from gradscale import ScaleState
+from gradscale.core import validation
+from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.protocols import Policy
+from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.protocols import Policy
-from gradscale.validation import LARGEST_INT32
 from gradscale_jax import trees
 from gradscale_jax.lax import agree
 from gradscale_jax.verdict import Verdict

@@ -13,9 +13,9 @@ from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale import ScaleState
-from gradscale.arithmetic import check_real_dtype
+from gradscale.core.aliasing import Span, require_disjoint, span
+from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
-from gradscale.memory import Span, require_disjoint, span
 
 __all__ = ["NumpyBackend"]
 
@@ -91,7 +91,7 @@ class NumpyBackend:
         return np.array([np.asarray(state.scale).view(np.int32), *state[1:]], dtype=np.int32)
 
     def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
-        """Return what :func:`gradscale.diagnosis.summarize_arrays` does, from the bits of the arrays.
+        """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits of the arrays.
 
         Parameters
         ----------

@@ -14,9 +14,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from gradscale import registry
+from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
-from gradscale.polling import poll
-from gradscale.protocols import Array
+from gradscale.groups import poll
 
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from gradscale import ScaleState, arithmetic
+from gradscale import ScaleState
+from gradscale.core import arithmetic
+from gradscale.core.protocols import Collectives
 from gradscale.errors import InvalidTypeError
-from gradscale.protocols import Collectives
 from gradscale_torch import diagnosis
 from gradscale_torch.gradients import Gathered, group_tensors, kernel_view
 from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
@@ -57,7 +58,7 @@ class TorchBackend:
         return torch.stack([state.scale.view(torch.int32), *state[1:]])
 
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
-        """Return what :func:`gradscale.diagnosis.summarize_arrays` does; of tensors of the host from their bits.
+        """Return what :func:`gradscale.core.summaries.summarize_arrays` does; of tensors of the host from their bits.
 
         Parameters
         ----------

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
+from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidValueError
-from gradscale.polling import poll
-from gradscale.protocols import Array
+from gradscale.groups import poll
 from gradscale_torch import compact, groups
 
 __all__ = ["Pending", "TorchCollectives"]

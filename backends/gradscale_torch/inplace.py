@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import gradscale
-from gradscale.iteration import Progress
-from gradscale.protocols import Array, Policy
-from gradscale.state import ScaleState
+from gradscale.core.protocols import Array, Policy, ScaleState
+from gradscale.scaler.iteration import Progress
 from gradscale_torch import kernels
 
 __all__ = ["InPlaceState", "copy_into"]

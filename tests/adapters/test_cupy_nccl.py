@@ -20,9 +20,9 @@ from fake_nccl import Event, World
 
 import gradscale
 from gradscale import BackendError, BackendNotAvailableError, CollectiveTimeoutError
+from gradscale.core.backend import GenericBackend
+from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.generic import GenericBackend
-from gradscale.protocols import GroupBackend
 from gradscale.testing import check_collectives, run_ranks
 
 pytestmark = pytest.mark.numpy

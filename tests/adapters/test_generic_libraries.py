@@ -14,8 +14,9 @@ from libraries import Library, opened
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, arithmetic, registry
-from gradscale.generic import GenericBackend
+from gradscale import DynamicScale, GradScaler, registry
+from gradscale.core import arithmetic
+from gradscale.core.backend import GenericBackend
 
 
 class Computations:

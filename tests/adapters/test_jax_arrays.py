@@ -12,7 +12,8 @@ from jax_devices import COUNT as DEVICES
 from jax_devices import require_jax, require_mesh
 
 import gradscale
-from gradscale import DynamicScale, InvalidTypeError, arithmetic, registry
+from gradscale import DynamicScale, InvalidTypeError, registry
+from gradscale.core import arithmetic
 
 pytestmark = pytest.mark.jax
 

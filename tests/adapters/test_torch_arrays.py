@@ -184,7 +184,7 @@ def test_masters_get_what_the_pure_core_computes(torch: Any, given: str, wanted:
     masters = [torch.zeros(4, dtype=getattr(torch, wanted))]
     state = state_of(torch, 3.0)
     before = grads[0].clone()
-    (expected,), count = gradscale.arithmetic.unscale_arrays(grads, state, out=masters)
+    (expected,), count = gradscale.core.arithmetic.unscale_arrays(grads, state, out=masters)
     got, nonfinite = gradscale.unscale(grads, state, out=masters)
     assert got[0] is masters[0]
     assert torch.equal(masters[0], expected)

@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 from libraries import Library, opened
 
 import gradscale
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import GenericBackend
 from gradscale.testing import check_backend
 
 # See conftest.py.
@@ -120,7 +120,7 @@ class Summarizes(Core):
     """Has an adapter's optional member, a right one."""
 
     def summarize(self, arrays: Sequence[Any]) -> Any:
-        return gradscale.diagnosis.summarize_arrays(arrays)
+        return gradscale.core.summaries.summarize_arrays(arrays)
 
 
 class TakesSubnormalsForZero(Summarizes):
@@ -194,15 +194,15 @@ class Clips(Core):
 
     def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
         arrays, count = self.unscale(grads, state, **options)
-        return arrays, count, gradscale.arithmetic.sum_of_squares(arrays, state.scale)
+        return arrays, count, gradscale.core.arithmetic.sum_of_squares(arrays, state.scale)
 
     def multiply_in_place(self, arrays: Any, factor: Any) -> None:
-        arrays[:] = gradscale.arithmetic.multiply_arrays(arrays, factor)
+        arrays[:] = gradscale.core.arithmetic.multiply_arrays(arrays, factor)
 
 
 class SquaresWhatIsScaled(Clips):
     def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
-        squares = gradscale.arithmetic.sum_of_squares(grads, state.scale)
+        squares = gradscale.core.arithmetic.sum_of_squares(grads, state.scale)
         return *self.unscale(grads, state, **options), squares
 
 
@@ -215,7 +215,7 @@ class SquaresInSingle(Clips):
 class MissesAnArray(Clips):
     def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
         arrays, count, _ = super().unscale_with_squares(grads, state, **options)
-        return arrays, count, gradscale.arithmetic.sum_of_squares(arrays[:-1], state.scale)
+        return arrays, count, gradscale.core.arithmetic.sum_of_squares(arrays[:-1], state.scale)
 
 
 class ForgetsToUnscale(Clips):
@@ -265,7 +265,7 @@ def test_an_adapter_that_loses_the_sign_of_zero_fails() -> None:
     with opened("numpy") as library:
         state = gradscale.DynamicScale().init(np.zeros(()))
         with pytest.raises(AssertionError, match="must become"):
-            gradscale.conformance._check_unscale(
+            gradscale.testing.conformance._check_unscale(
                 LosesTheSignOfZero(library), state, [np.array([-0.0], np.float32)], None, "new arrays", 65536.0
             )
 

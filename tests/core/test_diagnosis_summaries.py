@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import Library
 
-from gradscale import diagnosis, registry
-from gradscale.diagnosis import Summary
-from gradscale.generic import GenericBackend
+from gradscale import registry
+from gradscale.core import summaries
+from gradscale.core.backend import GenericBackend
+from gradscale.core.summaries import Summary
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
@@ -74,7 +75,7 @@ def patterns(name: str) -> st.SearchStrategy[Any]:
 
 
 def summarize(backend: Any, *arrays: Any) -> list[Summary]:
-    return diagnosis.read_summaries(backend, arrays)[0]
+    return summaries.read_summaries(backend, arrays)[0]
 
 
 def into(arrays: Library, given: Any) -> Any:
@@ -148,7 +149,7 @@ def test_several_arrays_are_read_at_once_and_in_order(arrays: Library) -> None:
     given = [arrays.asarray([1.0, math.inf]), arrays.asarray([[0.0]], "float64"), arrays.asarray([])]
     backend: Any = Counting(registry.backend_for(given[0]))
     more = [arrays.asarray([7, -1], "int32"), arrays.asarray([5], "int32")]
-    found, values = diagnosis.read_summaries(backend, given, more)
+    found, values = summaries.read_summaries(backend, given, more)
     assert found == [Summary(2, 1, 0, 0, 0, 1.0), Summary(1, 0, 0, 1, 0, 0.0), Summary(0, 0, 0, 0, 0, 0.0)]
     assert values == [[7, -1], [5]]
     assert backend.reads == 1
@@ -161,29 +162,29 @@ def test_magnitudes_beyond_float32_survive(arrays: Library) -> None:
 
 
 def test_counts_beyond_one_word_do_not_wrap(monkeypatch: pytest.MonkeyPatch, arrays: Library) -> None:
-    monkeypatch.setattr(diagnosis, "_COUNT_BITS", 3)
+    monkeypatch.setattr(summaries, "_COUNT_BITS", 3)
     x = arrays.asarray([0.0] * 70 + [math.nan] * 9 + [math.inf] * 8)
     assert summarize(GenericBackend(), x) == [Summary(87, 8, 9, 70, 0, 0.0)]
 
 
-@pytest.mark.parametrize("kind", [name for name in diagnosis._SMALLEST_NORMAL if hasattr(ml_dtypes, name)])
+@pytest.mark.parametrize("kind", [name for name in summaries._SMALLEST_NORMAL if hasattr(ml_dtypes, name)])
 def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind: str) -> None:
     import array_api_compat.numpy as xp
 
     dtype = np.dtype(getattr(ml_dtypes, kind))
-    assert diagnosis.smallest_normal(dtype, np.float32, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
+    assert summaries.smallest_normal(dtype, np.float32, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
 def test_a_words_row_says_what_was_counted() -> None:
     for largest in (0.0, 1.0, 65504.0, 2.0**-1074, 1.7976931348623157e308):
-        row = diagnosis.words(2**30 + 1, 2**31, 3, 2**40, largest)
-        assert diagnosis.summary_of(2**41, row) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, largest)
+        row = summaries.words(2**30 + 1, 2**31, 3, 2**40, largest)
+        assert summaries.summary_of(2**41, row) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, largest)
         assert all(-(2**31) <= word < 2**31 for word in row)
 
 
 def test_a_loss_is_judged_without_a_read(arrays: Library) -> None:
     bad, good = arrays.asarray(math.nan), arrays.asarray([1.0], "float64")
-    counted = diagnosis.count_nonfinite({"a": [bad, good, None, 3], "b": bad})
+    counted = summaries.count_nonfinite({"a": [bad, good, None, 3], "b": bad})
     arrays.assert_array(counted, 2, "int32")
-    arrays.assert_array(diagnosis.count_nonfinite(good), 0, "int32")
-    assert diagnosis.count_nonfinite([arrays.asarray([1], "int32"), None]) is None
+    arrays.assert_array(summaries.count_nonfinite(good), 0, "int32")
+    assert summaries.count_nonfinite([arrays.asarray([1], "int32"), None]) is None

@@ -10,7 +10,7 @@ from libraries import Library, opened
 from optimizers import Grouped, Parameter, Tree, scaled
 
 from gradscale import GradScaler, InvalidTypeError, InvalidValueError
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import GenericBackend
 
 
 @pytest.mark.parametrize("nothing", [[], None, {}, [None], [[], {"w": None}]], ids=repr)

@@ -13,8 +13,9 @@ from optimizers import Tree
 from runs import start
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, arithmetic
-from gradscale.generic import GenericBackend
+from gradscale import DynamicScale, GradScaler
+from gradscale.core import arithmetic
+from gradscale.core.backend import GenericBackend
 
 READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__buffer__")
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gradscale.polling import poll
+from gradscale.groups import poll
 
 
 @pytest.mark.parametrize("questions", [1, 2, 50])

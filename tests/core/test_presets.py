@@ -15,7 +15,7 @@ from optimizers import Tree, iterate
 from runs import follow, scales, start
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, presets
-from gradscale.rules import DelayedScale, GradualScale, WideningScale
+from gradscale.policies.rules import DelayedScale, GradualScale, WideningScale
 
 LONG = True
 

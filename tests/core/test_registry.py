@@ -16,7 +16,7 @@ from libraries import Library
 
 import gradscale
 from gradscale import BackendError, BackendNotAvailableError, InvalidTypeError, registry
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import GenericBackend
 
 Install = Callable[..., None]
 

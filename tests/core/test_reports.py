@@ -20,7 +20,7 @@ from gradscale import (
     StepReport,
     UpdateReport,
 )
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import GenericBackend
 
 RUN = [1.0, math.inf, 2.0, math.nan, 3.0]
 

@@ -13,7 +13,7 @@ from libraries import Library, opened
 from optimizers import Grouped, Recording, Tree, iterate, scaled
 
 from gradscale import DynamicScale, GradScaler, StaticScale, StepReport, registry
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import GenericBackend
 
 BAD = [math.inf, -math.inf, math.nan]
 

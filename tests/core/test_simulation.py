@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
-from gradscale.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
-from gradscale.unrolling import unroll
+from gradscale.policies.plain import unroll
+from gradscale.policies.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
 

@@ -20,7 +20,7 @@ from foreign_rules import RULES, Megatron, ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradscale.foreign import ForeignState, load_foreign_state
+from gradscale.interop.foreign import ForeignState, load_foreign_state
 
 # Before Keras is imported; its default is TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "numpy")

@@ -10,7 +10,7 @@ from worlds import Failure, alone
 
 import gradscale
 from gradscale import registry
-from gradscale.arithmetic import fingerprint
+from gradscale.core.arithmetic import fingerprint
 
 
 def _on_host(state: gradscale.ScaleState) -> list[int]:

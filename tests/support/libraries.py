@@ -18,7 +18,7 @@ from jax_tracing import trace_pure_functions
 from numpy.typing import NDArray
 
 from gradscale import registry
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import GenericBackend
 
 __all__ = ["ROWS", "Library", "opened"]
 
