@@ -31,7 +31,7 @@ class InPlaceState(gradscale.ShardedGradScaler):
             # A new tuple of the same tensors: what is kept of the old one is out of date.
             return ScaleState(*state)
         self._is_regular = True
-        return copy_into(state, self._policy.update(state, found))
+        return copy_into(state, self._policy.update(state, nonfinite=found))
 
     def _has_fused_update(self) -> bool:
         policy = self._policy

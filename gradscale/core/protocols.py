@@ -162,8 +162,11 @@ class Policy(Protocol):
         """Return the first state, in the library and on the device of ``like``."""
         ...
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
-        """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step)."""
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step).
+
+        Always called with ``nonfinite=``, since other libraries take the opposite flag in its place.
+        """
         ...
 
     def backoff(self, state: ScaleState) -> ScaleState:

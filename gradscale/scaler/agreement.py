@@ -31,7 +31,7 @@ class GroupAgreement:
         grads, nonfinite = gradscale.unscale(grads, state)
         nonfinite = agree(nonfinite, state)                  # the same on every rank
         params = gradscale.select(nonfinite == 0, new_params, params)
-        state = policy.update(state, nonfinite)
+        state = policy.update(state, nonfinite=nonfinite)
 
     Parameters
     ----------

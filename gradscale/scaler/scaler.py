@@ -297,7 +297,7 @@ class GradScaler(Clipping):
         state = self._current(None)
         maximum = array_namespace(state.scale).maximum
         nonfinite = [progress.agreed[0] for progress in judged if progress.agreed is not None]
-        return self._policy.update(state, functools.reduce(maximum, nonfinite))
+        return self._policy.update(state, nonfinite=functools.reduce(maximum, nonfinite))
 
     def _like_nothing(self) -> Array | None:
         """Return an array for a process that has none; None where it need not take part."""

@@ -60,7 +60,7 @@ def test_dask_computes_nothing_in_the_functions_of_the_core(
     state = policy.init(loss)
     gradscale.scale([loss, *grads], state)
     unscaled, nonfinite = gradscale.unscale(grads, state)
-    new = policy.update(state, nonfinite)
+    new = policy.update(state, nonfinite=nonfinite)
     chosen = gradscale.select(nonfinite == 0, unscaled, grads)
     policy.exhausted(new)
     fingerprint = arithmetic.fingerprint(new)
@@ -138,7 +138,7 @@ def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
     unscaled, nonfinite = gradscale.unscale(grads, state)
     np.testing.assert_array_equal(unscaled[0].unwrap_numpy(), np.array([1.0, 0.25], np.float32), strict=True)
     np.testing.assert_array_equal(unscaled[2].unwrap_numpy(), np.array([0.5], np.float16), strict=True)
-    new = policy.update(state, nonfinite)
+    new = policy.update(state, nonfinite=nonfinite)
     expected = [int(np.float32(4.0).view(np.int32)), 0, 0, 0]
     assert GenericBackend().read(arithmetic.fingerprint(new)) == expected
     chosen = gradscale.select(nonfinite == array(0, np.int32), unscaled, grads)

@@ -57,7 +57,7 @@ def whole_step(policy: Any, like: Any, grads: Any, dtype: Any) -> tuple[Any, ...
     unscaled, nonfinite = gradscale.unscale(grads, state)
     masters, _ = gradscale.unscale(grads, state, dtype=dtype)
     chosen = gradscale.select(nonfinite == 0, unscaled, grads)
-    new = policy.update(state, nonfinite)
+    new = policy.update(state, nonfinite=nonfinite)
     return loss, masters, chosen, new, policy.backoff(new), policy.exhausted(new), arithmetic.fingerprint(new)
 
 
