@@ -14,6 +14,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from gradscale import registry
+from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
 from gradscale.groups import poll
@@ -22,6 +23,8 @@ __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
 # The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
+# DLPack's number of the host.
+_HOST = 1
 # Seconds between two looks at a device that is still busy.
 _LONGEST_PAUSE = 2e-4
 
@@ -49,7 +52,7 @@ class _Duplicate:
 class _Reduction:
     """An all-reduce of what the host does not have yet: its copy and, once it is sent, its request and result."""
 
-    copy: Any
+    copy: HostRead
     sent: tuple[Any, NDArray[Any]] | None = None
 
 
@@ -128,12 +131,12 @@ class MPICollectives:
         if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
-        start_read = None if is_host else getattr(registry.backend_for(x), "start_read", None)
-        if start_read is not None:
-            return self._start_from_device(x, start_read(x))
+        send = np.ascontiguousarray(x) if is_host else _shared_with_host(x)
+        if send is None:
+            return self._start_from_device(x, registry.backend_for(x).start_read(x))
         if self._unsent:
             self._send_until(None)
-        request, receive = self._send(np.ascontiguousarray(x) if is_host else _to_host(x))
+        request, receive = self._send(send)
 
         def finish() -> Array:
             self._wait(request, "the agreement on a step")
@@ -141,10 +144,12 @@ class MPICollectives:
 
         return finish
 
-    def _start_from_device(self, x: Array, copy: Any) -> Callable[[], Array]:
+    def _start_from_device(self, x: Array, copy: HostRead) -> Callable[[], Array]:
         """Put an array that is on its way to the host in the queue; it is sent when the host has to wait for it."""
         reduction = _Reduction(copy)
         self._unsent.append(reduction)
+        if isinstance(copy, DoneRead):
+            self._send_until(None)
 
         def finish() -> Array:
             if reduction.sent is None:
@@ -227,13 +232,14 @@ class MPICollectives:
         return BackendError(text)
 
 
-def _to_host(x: Array) -> NDArray[Any]:
-    """Return an array of another library as a NumPy array."""
+def _shared_with_host(x: Array) -> NDArray[Any] | None:
+    """Return an array of another library as NumPy's where its memory is the host's; else None."""
+    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _HOST:
+        return None
     try:
         return np.ascontiguousarray(np.from_dlpack(x))
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
-        # Those of a device do not become NumPy's by themselves.
-        return np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
+        return None
 
 
 def _like(values: NDArray[Any], x: Array) -> Array:

@@ -18,7 +18,8 @@ from array_api_compat import array_namespace
 import gradscale
 from gradscale.cli.components import find
 from gradscale.core import registry
-from gradscale.core.protocols import Backend, GroupBackend
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import GroupBackend
 from gradscale.errors import BackendError
 
 __all__ = ["main"]

@@ -9,10 +9,11 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from gradscale.core import ops, validation
-from gradscale.core.arithmetic import float32_bits, multiply_arrays, no_scalar
-from gradscale.core.clipping import Clip, checked_norm, clip_factor, clip_factor_of, unscale_with_squares
+from gradscale.core.arithmetic import no_scalar
+from gradscale.core.backend import Backend
+from gradscale.core.clipping import Clip, checked_norm, clip_factor, clip_factor_of
 from gradscale.core.gradients import collect_gradients
-from gradscale.core.protocols import Array, Backend, Collectives
+from gradscale.core.protocols import Array, Collectives
 from gradscale.errors import InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.scaler.diagnosing import Diagnosing
@@ -85,17 +86,13 @@ class Clipping(Diagnosing):
             total = self._norm_over_ranks(backend, norm, clip.group)
             norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)
         nonfinite = no_scalar(array_namespace(nonfinite), nonfinite + overflows)
-        multiply = getattr(backend, "multiply_in_place", None)
-        if multiply is None:
-            return multiply_arrays(arrays, factor), nonfinite, norm
-        multiply(arrays, factor)
-        return arrays, nonfinite, norm
+        return backend.multiply_in_place(arrays, factor), nonfinite, norm
 
     def _norm_over_ranks(self, backend: Backend, norm: Array, group: Collectives) -> float:
         """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
         xp = array_namespace(norm)
         is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
-        bits = float32_bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
+        bits = backend.bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
         infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
         sent = no_scalar(xp, xp.where(is_normal, bits, infinite))
         slots = [_LOWEST_INT32] * group.size
@@ -113,7 +110,7 @@ class Clipping(Diagnosing):
         state = DynamicScale(init_scale=1.0).init(like)
         backend = self._backend_for(state.scale)
         chosen = ops.floating_leaves(found, state, what=f"gradient of {type(optimizer).__name__}")
-        unscaled, nonfinite, squares = unscale_with_squares(backend, chosen, state, dtype=None, out=chosen)
+        unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, out=chosen)
         clipped, _, norm = self._clip(backend, unscaled, nonfinite, squares, clip)
         if clipped is not chosen:
             assign({id(old): new for old, new in zip(chosen, clipped, strict=True)})

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from gradscale.core import validation
-from gradscale.core.protocols import Backend, Policy
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Policy
 from gradscale.core.vector import Packer, Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.reports.steps import StepReport, UpdateReport

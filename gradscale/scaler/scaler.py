@@ -9,9 +9,10 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from gradscale.core import ops, tree, vector
-from gradscale.core.clipping import Clip, NormOver, unscale_with_squares
+from gradscale.core.backend import Backend
+from gradscale.core.clipping import Clip, NormOver
 from gradscale.core.gradients import collect_gradients
-from gradscale.core.protocols import Array, Backend, Policy, ScaleState
+from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.vector import Verdict
 from gradscale.errors import (
     BackendError,
@@ -347,7 +348,7 @@ class GradScaler(Clipping):
                 unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, out=out)
             else:
                 wanted = {"dtype": master_dtype, "out": out}
-                unscaled, nonfinite, squares = unscale_with_squares(backend, chosen, state, **wanted)
+                unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, **wanted)
         except (InvalidTypeError, InvalidValueError):
             progress.stage = Stage.READY
             raise

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale.core import registry, validation
-from gradscale.core.protocols import Array, Backend, Collectives, Policy
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.errors import (
     BackendError,
     CallOrderError,

@@ -11,7 +11,8 @@ from array_api_compat import array_namespace, device
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, has_float64, kind_of
-from gradscale.core.protocols import Array, Backend, Policy, ScaleState
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.vector import Packer
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
@@ -50,7 +51,10 @@ class StatefulScale:
         if isinstance(backend, str):
             registry.array_backend(backend)
         elif backend is not None and not isinstance(backend, Backend):
-            msg = f"backend must be a registered name ({', '.join(registry.names())}) or a Backend, got {backend!r}"
+            msg = (
+                f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
+                f"derives from gradscale.Backend, got {backend!r}"
+            )
             raise InvalidTypeError(msg)
         self._enabled = validation.boolean("enabled", enabled)
         self._policy: Policy = DynamicScale(**given) if policy is None else policy
@@ -180,9 +184,7 @@ class StatefulScale:
 
     def _refuse_tracing(self, like: Array, what: str) -> None:
         """Raise where a compiler would take the scale of this moment for a constant."""
-        refuse = getattr(self._backend_for(like), "refuse_tracing", None)
-        if refuse is not None:
-            refuse(what)
+        self._backend_for(like).refuse_tracing(what)
 
     def _settle(self, progress: Progress, agreed: Sequence[int]) -> None:
         """Put what the host has read in the place of what a lazy library only plans.
