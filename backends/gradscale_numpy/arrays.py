@@ -13,7 +13,7 @@ from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale import Backend, ScaleState
-from gradscale.core.aliasing import Span, require_disjoint, span
+from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
 
@@ -226,30 +226,13 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
             f"assign a copy (grad.copy()), or take new arrays from gradscale.unscale(grads, state)"
         )
         raise InvalidValueError(msg)
-    if _overlaps_itself(array):
+    if overlaps_itself(array.shape, array.strides, array.itemsize):
         msg = (
             f"gradient {index}, shape {array.shape}, strides {array.strides}, overlaps itself and cannot be unscaled "
             f"in place: assign a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
     return array.view(np.ndarray)
-
-
-def _overlaps_itself(grad: NumpyArray) -> bool:
-    """Tell whether elements share memory, as broadcasting and strides made by hand have it."""
-    axes = sorted((abs(stride), length) for stride, length in zip(grad.strides, grad.shape, strict=True) if length != 1)
-    span = grad.itemsize
-    for stride, length in axes:
-        if stride < span:
-            break
-        span += stride * (length - 1)
-    else:
-        return False
-    # Axes that interleave need not meet: look at every element.
-    offsets = np.zeros((), np.intp)
-    for stride, length in axes:
-        offsets = np.add.outer(offsets, stride * np.arange(length))
-    return bool(np.any(np.diff(np.sort(offsets, axis=None)) < grad.itemsize))
 
 
 def _stored_dtype(grad: NumpyArray, dtype: Any) -> Any:

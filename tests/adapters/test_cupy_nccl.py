@@ -223,7 +223,7 @@ def test_ctrl_c_ends_the_wait_and_aborts(fake: SimpleNamespace, connects: bool) 
 
 def test_ctrl_c_before_the_wait_aborts_as_well(fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     collectives, comm = alone(fake, World(2, connects=True), math.inf)
-    monkeypatch.setattr(collectives, "_wait", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(collectives, "_poll", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         collectives.start_max(vector(fake, [1]))
     assert comm.aborts == 1
