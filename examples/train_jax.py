@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import gradscale_jax
 from gradscale import DynamicScale, ScaleState, StaticScale
-from gradscale.protocols import Policy
+from gradscale.core.protocols import Policy
 
 # Where the small gradients come from: the loss is a mean over 512 images and 16 outputs, and the derivative of each
 # sigmoid, at most 1/4, multiplies the gradient on its way back through five layers. In the first layers it falls below

@@ -3,7 +3,11 @@
 import importlib
 import typing
 
-from gradscale import registry, testing, tree
+from gradscale import testing
+from gradscale.core import registry, tree
+from gradscale.core.backend import Backend
+from gradscale.core.ops import scale, select, unscale
+from gradscale.core.protocols import Collectives, GroupBackend, Optimizer, Policy, ScaleState
 from gradscale.errors import (
     BackendError,
     BackendNotAvailableError,
@@ -18,19 +22,17 @@ from gradscale.errors import (
     ScaleUnderflowError,
     StateDictError,
 )
-from gradscale.group_agreement import GroupAgreement
-from gradscale.ops import scale, select, unscale
-from gradscale.overflow import OverflowReport, ParameterReport
-from gradscale.policy import DynamicScale, StaticScale
-from gradscale.protocols import Backend, Collectives, GroupBackend, Optimizer, Policy
-from gradscale.report import StepReport, UpdateReport
-from gradscale.scaler import GradScaler
-from gradscale.sharded import ShardedGradScaler
-from gradscale.state import ScaleState
+from gradscale.policies.dynamic import DynamicScale, StaticScale
+from gradscale.reports.overflow import OverflowReport, ParameterReport
+from gradscale.reports.steps import StepReport, UpdateReport
+from gradscale.scaler.agreement import GroupAgreement
+from gradscale.scaler.scaler import GradScaler
+from gradscale.scaler.sharded import ShardedGradScaler
 
 if typing.TYPE_CHECKING:
-    from gradscale import callbacks, plot, presets
-    from gradscale.foreign import ForeignState, load_foreign_state
+    from gradscale.interop.foreign import ForeignState, load_foreign_state
+    from gradscale.policies import presets
+    from gradscale.reports import callbacks, plot
 
 __all__ = [
     "Backend",
@@ -77,9 +79,11 @@ __version__ = "0.1.0"
 
 # What a training loop may do without is loaded when it is asked for, and would double the time of the import.
 _LATER = {
-    "ForeignState": "gradscale.foreign",
-    "load_foreign_state": "gradscale.foreign",
-    **{name: f"gradscale.{name}" for name in ("callbacks", "plot", "presets")},
+    "ForeignState": "gradscale.interop.foreign",
+    "load_foreign_state": "gradscale.interop.foreign",
+    "callbacks": "gradscale.reports.callbacks",
+    "plot": "gradscale.reports.plot",
+    "presets": "gradscale.policies.presets",
 }
 
 
@@ -88,7 +92,7 @@ def __getattr__(name: str) -> typing.Any:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     module = importlib.import_module(_LATER[name])
-    found = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    found = module if module.__name__.endswith(f".{name}") else getattr(module, name)
     globals()[name] = found
     return found
 

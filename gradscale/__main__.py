@@ -1,4 +1,4 @@
-"""``python -m gradscale`` and the command ``gradscale``: check the installation, simulate, measure."""
+"""``python -m gradscale`` and the command ``gradscale``: check the installation or a group of ranks, simulate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBRARIES = ("typer", "rich", "click")
 def main() -> None:
     """Run the command line; exit with 3 and the pip command when what it is made with is not installed."""
     try:
-        from gradscale_cli.app import run
+        from gradscale.cli.app import run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _LIBRARIES:
             raise

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
-from gradscale import memory
+from gradscale.core import aliasing
 from gradscale.errors import InvalidValueError
 
 __all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Launch", "Layout", "layout_of", "plan", "require_disjoint"]
@@ -204,7 +204,7 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
         With the first two of them; part would be divided twice.
     """
     for index, layout in enumerate(targets):
-        if _has_elements(layout) and _overlaps_itself(layout):
+        if aliasing.overlaps_itself(layout.shape, layout.strides):
             msg = (
                 f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
                 f"cannot be unscaled in place: assign a copy (grad.copy())"
@@ -213,34 +213,16 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
     read = [None if source == target else source for source, target in zip(sources, targets, strict=True)]
     layouts = [*targets, *read]
     spans = [(_span(one), number) for number, one in enumerate(layouts) if one is not None and _has_elements(one)]
-    memory.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
+    aliasing.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
 
 
 def _has_elements(layout: Layout) -> bool:
     return math.prod(layout.shape) > 0
 
 
-def _span(layout: Layout) -> memory.Span:
+def _span(layout: Layout) -> aliasing.Span:
     strides = tuple(stride * layout.itemsize for stride in layout.strides)
-    return memory.span(layout.address, layout.shape, strides, layout.itemsize)
-
-
-def _overlaps_itself(layout: Layout) -> bool:
-    """Tell whether elements share memory, as broadcasting and strides made by hand have it."""
-    pairs = zip(layout.strides, layout.shape, strict=True)
-    axes = sorted((abs(stride), length) for stride, length in pairs if length > 1)
-    span = 1
-    for stride, length in axes:
-        if stride < span:
-            break
-        span += stride * (length - 1)
-    else:
-        return False
-    # Axes that interleave need not meet: look at every element.
-    offsets = np.zeros((), np.intp)
-    for stride, length in axes:
-        offsets = np.add.outer(offsets, stride * np.arange(length))
-    return bool(np.any(np.diff(np.sort(offsets, axis=None)) == 0))
+    return aliasing.span(layout.address, layout.shape, strides, layout.itemsize)
 
 
 def _share_memory(a: Layout | None, b: Layout | None) -> bool:

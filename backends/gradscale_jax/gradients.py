@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscale import ScaleState, validation
-from gradscale.arithmetic import Kind, kind_of
+from gradscale import ScaleState
+from gradscale.core import validation
+from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.protocols import Policy
 from gradscale_jax import trees
 from gradscale_jax.lax import agree
 from gradscale_jax.verdict import Verdict
@@ -107,7 +108,7 @@ def value_and_grad(
         limited = _limit(state, loss)
         unscaled, nonfinite = trees.unscale(grads, limited, dtype=dtype)
         verdict = agree(nonfinite, limited, policy, axis_name)
-        updated = _limit(policy.update(limited, verdict.nonfinite), loss)
+        updated = _limit(policy.update(limited, nonfinite=verdict.nonfinite), loss)
         return Scaled(value, unscaled, verdict, trees.select(verdict.desynced, state, updated))
 
     return scaled_value_and_grad

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradscale import ScaleState, registry, validation
-from gradscale.agreement import LENGTH, Packer
+from gradscale import ScaleState, registry
+from gradscale.core import validation
+from gradscale.core.protocols import Policy
+from gradscale.core.vector import LENGTH, Packer
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
-from gradscale.protocols import Policy
 from gradscale_jax import trees
 from gradscale_jax.verdict import Verdict
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradscale.arithmetic import Kind, kind_of
-from gradscale.diagnosis import smallest_normal
+from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.summaries import smallest_normal
 
 __all__ = ["summarize_leaves"]
 
@@ -20,7 +20,7 @@ _HALF_BITS = 26
 
 
 def summarize_leaves(arrays: Sequence[Any]) -> list[Any]:
-    """Return the words of :func:`gradscale.diagnosis.summarize_arrays` for each array, 1-d int32."""
+    """Return the words of :func:`gradscale.core.summaries.summarize_arrays` for each array, 1-d int32."""
     return [_summarize_one(x) for x in arrays]
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscale.agreement import describe_differences
+from gradscale.core.protocols import Policy
+from gradscale.core.vector import describe_differences
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
-from gradscale.protocols import Policy
 
 __all__ = ["Verdict"]
 

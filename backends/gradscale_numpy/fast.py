@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels, summaries
+from gradscale_numpy import kernels, summaries
 
 __all__ = ["count_words", "unscale_all"]
 

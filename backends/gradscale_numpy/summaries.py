@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscale.diagnosis import summarize_arrays, summary_of, words
+from gradscale.core.summaries import summarize_arrays, summary_of, words
 
 __all__ = ["Count", "Layout", "count_words", "summarize_all"]
 
@@ -56,7 +56,7 @@ CountWords: TypeAlias = Callable[[Array, Layout], Count]
 
 
 def summarize_all(arrays: Sequence[Array], count: CountWords | None = None) -> list[int]:
-    """Return the words of :func:`gradscale.diagnosis.summarize_arrays`.
+    """Return the words of :func:`gradscale.core.summaries.summarize_arrays`.
 
     Parameters
     ----------

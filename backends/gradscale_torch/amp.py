@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidValueError
-from gradscale.protocols import Collectives, Policy
-from gradscale.reporting import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
-from gradscale.sharded import DEFAULT_TIMEOUT
+from gradscale.scaler.reporting import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.scaler.sharded import DEFAULT_TIMEOUT
 from gradscale_torch.scaler import TorchScaler
 
 __all__ = ["GradScaler", "ShardedGradScaler"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradscale.diagnosis import summarize_arrays, words
+from gradscale.core.summaries import summarize_arrays, words
 from gradscale_torch.gradients import kernel_view, local_tensor
 
 __all__ = ["summarize", "values_of"]
@@ -46,7 +46,7 @@ def values_of(gradient: Tensor) -> Tensor | None:
 
 
 def summarize(tensors: Sequence[Tensor]) -> Tensor:
-    """Return what :func:`gradscale.diagnosis.summarize_arrays` does: 1-d int32 on the device of the first.
+    """Return what :func:`gradscale.core.summaries.summarize_arrays` does: 1-d int32 on the device of the first.
 
     Parameters
     ----------

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradscale.agreement import Verdict
-from gradscale.closure import find_closure
-from gradscale.identity import IdentityMap
-from gradscale.iteration import Progress, Stage
+from gradscale.core.vector import Verdict
+from gradscale.scaler.closure import find_closure
+from gradscale.scaler.identity import IdentityMap
+from gradscale.scaler.iteration import Progress, Stage
 from gradscale_torch.compiling import untraced, untraced_but_for_calls, warn_caller
 from gradscale_torch.kernels import combined
 from gradscale_torch.momentum import mend_momentum, without_momentum
@@ -19,7 +19,7 @@ from gradscale_torch.reporting import LateReports
 from gradscale_torch.verdicts import LocalVerdict, finish_alone
 
 if TYPE_CHECKING:
-    from gradscale.state import ScaleState
+    from gradscale.core.protocols import ScaleState
 
 __all__ = ["FusedSteps"]
 

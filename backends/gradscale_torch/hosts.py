@@ -9,10 +9,10 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.errors import InvalidValueError
-from gradscale.iteration import Progress, Stage
+from gradscale.scaler.iteration import Progress, Stage
 
 if TYPE_CHECKING:
-    from gradscale.state import ScaleState
+    from gradscale.core.protocols import ScaleState
 
 __all__ = ["HostSurface"]
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import gradscale
-from gradscale.iteration import Progress
-from gradscale.protocols import Array, Policy
-from gradscale.state import ScaleState
+from gradscale.core.protocols import Array, Policy, ScaleState
+from gradscale.scaler.iteration import Progress
 from gradscale_torch import kernels
 
 __all__ = ["InPlaceState", "copy_into"]
@@ -32,7 +31,7 @@ class InPlaceState(gradscale.ShardedGradScaler):
             # A new tuple of the same tensors: what is kept of the old one is out of date.
             return ScaleState(*state)
         self._is_regular = True
-        return copy_into(state, self._policy.update(state, found))
+        return copy_into(state, self._policy.update(state, nonfinite=found))
 
     def _has_fused_update(self) -> bool:
         policy = self._policy

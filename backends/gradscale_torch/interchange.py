@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 import gradscale
-from gradscale.protocols import Collectives, Policy
+from gradscale.core.protocols import Collectives, Policy
 from gradscale_torch.inplace import copy_into
 
 __all__ = ["Interchange"]

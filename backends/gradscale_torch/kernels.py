@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from gradscale import DynamicScale, ScaleState, arithmetic
+from gradscale import DynamicScale, ScaleState
+from gradscale.core import arithmetic
+from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
-from gradscale.protocols import Policy
 from gradscale_torch.gradients import Groups
 
 __all__ = ["combined", "has_fused_update", "inverse_of", "judge", "unscale_in_place", "update_in_place"]

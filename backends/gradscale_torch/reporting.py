@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 import gradscale
-from gradscale import agreement
-from gradscale.agreement import Verdict
+from gradscale.core import vector
+from gradscale.core.gradients import located_gradients
+from gradscale.core.protocols import Collectives
+from gradscale.core.vector import Verdict
 from gradscale.errors import ScaleDesyncError
-from gradscale.gradients import located_gradients
-from gradscale.identity import IdentityMap
-from gradscale.iteration import Progress, Stage
-from gradscale.overflow import OverflowReport
-from gradscale.protocols import Collectives
-from gradscale.report import StepReport
-from gradscale.reporting import step_report
+from gradscale.reports.overflow import OverflowReport
+from gradscale.reports.steps import StepReport
+from gradscale.scaler.identity import IdentityMap
+from gradscale.scaler.iteration import Progress, Stage
+from gradscale.scaler.reporting import step_report
 from gradscale_torch.diagnosis import values_of
 from gradscale_torch.gradients import Parameters, local_tensor
 from gradscale_torch.verdicts import LocalVerdict, is_capturing, start_reading
@@ -146,8 +146,8 @@ class LateReports(gradscale.ShardedGradScaler):
             found, scale = values
             return Verdict(int(found), int(found), False, scale)
         whole = [int(value) for value in values]
-        agreed, sent = whole[: agreement.LENGTH], whole[agreement.LENGTH :]
-        return agreement.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(unread.progress))
+        agreed, sent = whole[: vector.LENGTH], whole[vector.LENGTH :]
+        return vector.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(unread.progress))
 
     def _rank(self) -> int:
         # Also where every rank decides alone, as under DDP.

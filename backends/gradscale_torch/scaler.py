@@ -9,14 +9,13 @@ import torch
 
 import gradscale
 from gradscale import registry
-from gradscale.agreement import Verdict, read_verdict
-from gradscale.clipping import checked_norm
+from gradscale.core.clipping import checked_norm
+from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.validation import SMALLEST_NORMAL
+from gradscale.core.vector import Verdict, read_verdict
 from gradscale.errors import InvalidValueError
-from gradscale.identity import IdentityMap
-from gradscale.iteration import Iteration, Progress, Stage
-from gradscale.protocols import Array, Collectives, Policy
-from gradscale.state import ScaleState
-from gradscale.validation import SMALLEST_NORMAL
+from gradscale.scaler.identity import IdentityMap
+from gradscale.scaler.iteration import Iteration, Progress, Stage
 from gradscale_torch import clipping, kernels
 from gradscale_torch.compiling import untraced
 from gradscale_torch.fused import FusedSteps

@@ -9,7 +9,7 @@ import pytest
 from axes import require
 
 from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, ShardedGradScaler
-from gradscale.registry import collectives_for
+from gradscale.core.registry import collectives_for
 
 pytestmark = [pytest.mark.mpi, pytest.mark.tier("ranks")]
 

@@ -16,7 +16,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 import gradscale
-from gradscale import DynamicScale, InvalidValueError, ScaleState, arithmetic
+from gradscale import DynamicScale, InvalidValueError, ScaleState
+from gradscale.core import arithmetic
 from gradscale_numpy import NumpyBackend
 from gradscale_numpy import backend as registered
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradscale import diagnosis
-from gradscale.generic import GenericBackend
+from gradscale.core.backend import Backend
+from gradscale.core.summaries import Summary
 from gradscale_numpy import NumpyBackend
 
 pytestmark = [
@@ -35,7 +35,7 @@ def backend(request: pytest.FixtureRequest) -> NumpyBackend:
 
 
 def summaries(backend: Any, *arrays: Any) -> Any:
-    return diagnosis.read_summaries(backend, arrays)[0]
+    return backend.read_summaries(arrays)[0]
 
 
 def native(array: Any) -> Any:
@@ -46,8 +46,8 @@ def native(array: Any) -> Any:
 def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
     if dtype.name == "longdouble" or (dtype.itemsize > 8 and dtype.kind == "f"):
         array = np.array([0, -0.0, np.inf, np.nan, 1.5, np.finfo(dtype).smallest_subnormal], dtype)
-        assert summaries(backend, array) == summaries(GenericBackend(), array)
-        assert summaries(backend, array) == [diagnosis.Summary(6, 1, 1, 2, 1, 1.5)]
+        assert summaries(backend, array) == summaries(Backend(), array)
+        assert summaries(backend, array) == [Summary(6, 1, 1, 2, 1, 1.5)]
         return
 
     @settings(max_examples=examples(40))
@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_the_pure_form(backend: NumpyBackend, dtype: np
     def check(drawn: Any, layout: Any) -> None:
         swapped = drawn if dtype.isnative else drawn.astype(dtype)
         array = layout(swapped.reshape(2, -1)) if drawn.size > 1 else swapped
-        assert summaries(backend, array) == summaries(GenericBackend(), native(array))
+        assert summaries(backend, array) == summaries(Backend(), native(array))
 
     check()
 
@@ -64,7 +64,7 @@ def test_arrays_of_several_blocks_are_counted_whole(backend: NumpyBackend) -> No
     for dtype in (np.float16, np.float32, np.complex64):
         x = np.ones((3, 50_000), dtype)
         x[0, 0], x[1, 5], x[2, -1], x[2, :9] = np.nan, np.inf, -7, 0
-        expected = [diagnosis.Summary(150_000, 1, 1, 9, 0, 7.0)]
+        expected = [Summary(150_000, 1, 1, 9, 0, 7.0)]
         for given_array in (x, x.T, x[:, ::-1], np.asfortranarray(x)):
             assert summaries(backend, given_array) == expected
 
@@ -72,7 +72,7 @@ def test_arrays_of_several_blocks_are_counted_whole(backend: NumpyBackend) -> No
 def test_whole_blocks_of_nan_and_scalars(backend: NumpyBackend) -> None:
     bad = np.full(100_000, np.nan, np.float32)
     assert summaries(backend, bad, np.float32(2), np.zeros((2, 0))) == [
-        diagnosis.Summary(100_000, 0, 100_000, 0, 0, 0.0),
-        diagnosis.Summary(1, 0, 0, 0, 0, 2.0),
-        diagnosis.Summary(0, 0, 0, 0, 0, 0.0),
+        Summary(100_000, 0, 100_000, 0, 0, 0.0),
+        Summary(1, 0, 0, 0, 0, 2.0),
+        Summary(0, 0, 0, 0, 0, 0.0),
     ]

@@ -156,7 +156,7 @@ def test_the_functional_core_compiles_without_a_break(torch: Any) -> None:
 
     def step(grads: Any, state: Any) -> Any:
         grads, nonfinite = gradscale.unscale(grads, state)
-        return grads, policy.update(state, nonfinite)
+        return grads, policy.update(state, nonfinite=nonfinite)
 
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     for bad in (1.0, float("inf"), float("nan")):
@@ -185,7 +185,7 @@ def test_masters_get_what_the_pure_core_computes(torch: Any, given: str, wanted:
     masters = [torch.zeros(4, dtype=getattr(torch, wanted))]
     state = state_of(torch, 3.0)
     before = grads[0].clone()
-    (expected,), count = gradscale.arithmetic.unscale_arrays(grads, state, out=masters)
+    (expected,), count = gradscale.core.arithmetic.unscale_arrays(grads, state, out=masters)
     got, nonfinite = gradscale.unscale(grads, state, out=masters)
     assert got[0] is masters[0]
     assert torch.equal(masters[0], expected)

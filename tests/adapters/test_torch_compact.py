@@ -81,7 +81,7 @@ def test_the_extreme_hashes_fit_into_what_is_sent(monkeypatch: pytest.MonkeyPatc
 def test_a_verdict_that_the_host_knows_is_packed_into_the_same_numbers(scale: float, exhausted: bool) -> None:
     torch = require("torch")
     from gradscale import DynamicScale, ScaleState, registry
-    from gradscale.agreement import Packer
+    from gradscale.core.vector import Packer
 
     class Policy(DynamicScale):
         def exhausted(self, state: ScaleState) -> Any:
@@ -108,7 +108,7 @@ def test_a_verdict_that_the_host_knows_is_packed_into_the_same_numbers(scale: fl
 def test_a_policy_that_is_changed_in_place_is_told_apart_at_the_next_state(kind: str) -> None:
     torch = require("torch")
     from gradscale import DynamicScale, registry
-    from gradscale.agreement import Packer, identify
+    from gradscale.core.vector import Packer, identify
 
     class Settings:
         def exhausted(self, _: Any) -> None:

@@ -16,9 +16,9 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
-from gradscale.callbacks import CSV, JSONLines, LogUpdates, TensorBoard, every_rank, read_log
 from gradscale.errors import LogWriteError
-from gradscale.report import StepReport, UpdateReport
+from gradscale.reports.callbacks import CSV, JSONLines, LogUpdates, TensorBoard, every_rank, read_log
+from gradscale.reports.steps import StepReport, UpdateReport
 
 
 def update(iteration: int, scale: float = 8.0, *, skipped: bool = False, rank: int = 0) -> UpdateReport:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradscale.identity import IdentityMap
+from gradscale.scaler.identity import IdentityMap
 
 
 class Thing:

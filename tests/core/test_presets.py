@@ -16,7 +16,7 @@ from runs import follow, scales, start
 from tiers import examples, later
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, presets
-from gradscale.rules import DelayedScale, GradualScale, WideningScale
+from gradscale.policies.rules import DelayedScale, GradualScale, WideningScale
 
 LONG = True
 

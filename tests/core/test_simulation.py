@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
-from gradscale.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
-from gradscale.unrolling import unroll
+from gradscale.policies.plain import unroll
+from gradscale.policies.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
 
@@ -26,7 +26,7 @@ def stepped(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
         exhausted = policy.exhausted(state)
         if overflow and exhausted is not None and bool(exhausted):
             break
-        state = policy.update(state, np.asarray(int(overflow), dtype=np.int32))
+        state = policy.update(state, nonfinite=np.asarray(int(overflow), dtype=np.int32))
         states.append(tuple(field.item() for field in state))
     return states
 
@@ -128,7 +128,7 @@ class _Branching:
     init_scale = 1.0
     init = DynamicScale().init
 
-    def update(self, state: Any, nonfinite: Any) -> Any:
+    def update(self, state: Any, *, nonfinite: Any) -> Any:
         return state if nonfinite else StaticScale().backoff(state)
 
     def exhausted(self, _: Any) -> None:

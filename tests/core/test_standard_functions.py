@@ -1,4 +1,4 @@
-"""What the core asks of an array library: exactly what gradscale.arithmetic lists, seen on array-api-strict."""
+"""What the core asks of an array library: exactly what gradscale.core.arithmetic lists, seen on array-api-strict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from libraries import Library
 from optimizers import Tree
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, arithmetic, clipping, diagnosis, presets
+from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, presets
+from gradscale.core import arithmetic, clipping, summaries
 from gradscale.testing import run_ranks
 
 # What the core may use of an array: every operator and attribute of the standard's array object.
@@ -113,8 +114,8 @@ def functional_step(library: Library, policy: Any) -> None:
         gradscale.unscale(grads, state, out=grads)
         chosen = gradscale.select(nonfinite == library.asarray(0, "int32"), unscaled, grads)
         assert len(chosen) == len(grads)
-        state = policy.backoff(policy.update(state, nonfinite))
-        policy.update(state, nonfinite != library.asarray(0, "int32"))
+        state = policy.backoff(policy.update(state, nonfinite=nonfinite))
+        policy.update(state, nonfinite=nonfinite != library.asarray(0, "int32"))
         policy.exhausted(state)
     library.state(state)
 
@@ -129,7 +130,7 @@ def several_devices(library: Library) -> None:
     unscaled, nonfinite = gradscale.unscale(gradients, state)
     assert nonfinite.shape == ()
     gradscale.select(library.asarray(True, "bool", device=away), unscaled, gradients)
-    policy.update(state, library.asarray(0, "int32", device=away))
+    policy.update(state, nonfinite=library.asarray(0, "int32", device=away))
 
 
 def train(library: Library, scaler: GradScaler) -> None:
@@ -195,7 +196,7 @@ def test_a_diagnosis_asks_for_the_listed_functions_beside_and_no_others(strict: 
     diagnose(strict, GradScaler(diagnose="on_overflow"))
     run_ranks(2, lambda collectives: diagnose(strict, ShardedGradScaler(group=collectives, diagnose="on_overflow")))
     listed = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
-    assert recorded.functions - listed == set(diagnosis.STANDARD_FUNCTIONS)
+    assert recorded.functions - listed == set(summaries.STANDARD_FUNCTIONS)
     assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
 
 

@@ -14,7 +14,8 @@ from libraries import Library
 from runs import start
 
 import gradscale
-from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, arithmetic
+from gradscale import DynamicScale, InvalidTypeError, InvalidValueError
+from gradscale.core import arithmetic
 
 # The pure functions; see conftest.py.
 PURE = TRACED = True

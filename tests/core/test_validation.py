@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale, validation
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale
+from gradscale.core import validation
 
 NAN, INF = math.nan, math.inf
 

@@ -1,4 +1,4 @@
-"""``python -m gradscale_bench``: what its runner promises; the numbers themselves are not tested."""
+"""``python -m benchmarks``: what its runner promises; the numbers themselves are not tested."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from axes import require
 
-from gradscale_bench.cases import Outcome, run_cases
-from gradscale_bench.measure import Row
+from benchmarks.cases import Outcome, run_cases
+from benchmarks.measure import Row
 
 pytestmark = pytest.mark.tier("all")
 
 LIMIT = 120
+ON_PATH = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gradscale_bench", *arguments],
+        [sys.executable, "-m", "benchmarks", *arguments],
+        env=os.environ | ON_PATH | environment,
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -31,12 +35,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_libraries_get_one_thread_and_the_setting_comes_before_their_import() -> None:
     require("numpy")
     program = (
-        "import sys\nimport gradscale_bench.cases, gradscale_bench.__main__, os\n"
+        "import sys\nimport benchmarks.cases, benchmarks.__main__, os\n"
         "assert 'numpy' not in sys.modules\n"
-        "gradscale_bench.__main__.main(['--list'])\n"
+        "benchmarks.__main__.main(['--list'])\n"
         "print(os.environ['OMP_NUM_THREADS'], os.environ['OPENBLAS_NUM_THREADS'])\n"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "7", "OPENBLAS_NUM_THREADS": "7"}
+    environment = os.environ | ON_PATH | {"OMP_NUM_THREADS": "7", "OPENBLAS_NUM_THREADS": "7"}
     completed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -57,7 +61,7 @@ def test_the_case_that_starts_ranks_of_its_own_runs() -> None:
 
 def test_a_case_that_raises_is_a_failure_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     require("numpy")
-    import gradscale_bench.unscaling
+    import benchmarks.unscaling
 
     def broken(_quick: bool) -> list[Row]:
         msg = "out of order"
@@ -69,7 +73,7 @@ def test_a_case_that_raises_is_a_failure_and_the_others_go_on(monkeypatch: pytes
 
     good = Row("a case", 1.0, 2.0, "s", 0.4)
     cases = {"mine-broken": broken, "mine-absent": absent, "mine-good": lambda _quick: [good]}
-    monkeypatch.setattr(gradscale_bench.unscaling, "CASES", cases)
+    monkeypatch.setattr(benchmarks.unscaling, "CASES", cases)
     outcomes = list(run_cases("mine-", quick=True))
     reason = "No module named 'torch'; install it with: python -m pip install 'gradscale[torch]'"
     assert outcomes == [
@@ -79,3 +83,42 @@ def test_a_case_that_raises_is_a_failure_and_the_others_go_on(monkeypatch: pytes
     ]
     # 0.5 is above the target, 0.4.
     assert [outcome.met for outcome in outcomes] == [False, False, False]
+
+
+def test_the_cases_are_listed() -> None:
+    require("numpy")
+    assert {"large", "small", "agreement"} <= set(bench("--list").stdout.splitlines())
+
+
+def test_a_case_is_measured_printed_as_a_table_and_written_as_json(tmp_path: Path) -> None:
+    require("numpy")
+    file = tmp_path / "numbers.json"
+    completed = bench("--quick", "--only", "memory", "--json", str(file))
+    assert completed.returncode == 0, completed.stderr
+    assert "peak extra memory" in completed.stdout
+    written: dict[str, Any] = json.loads(file.read_text())
+    assert written["rows"]
+    assert written["not_run"] == {}
+    assert all(row["unit"] == "MiB" and row["ours"] > 0 for row in written["rows"])
+
+
+def test_what_cannot_be_run_is_listed_with_the_pip_command(tmp_path: Path) -> None:
+    require("numpy")
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    hidden = {"PYTHONPATH": os.pathsep.join([str(tmp_path), ON_PATH["PYTHONPATH"]])}
+    completed = bench("--quick", "--only", "torch-unscale", **hidden)
+    assert completed.returncode == 0, completed.stderr
+    assert "not run: torch-unscale, because No module named 'torch'" in completed.stdout
+    assert "python -m pip install 'gradscale[torch]'" in completed.stdout
+    assert bench("--quick", "--only", "torch-unscale", "--check", **hidden).returncode == 1
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    require("numpy")
+    completed = bench("--only", "nothing of this name", "--json", str(tmp_path / "numbers.json"))
+    assert completed.returncode == 2
+    assert not list(tmp_path.iterdir())
+    assert "no case has 'nothing of this name' in its name" in completed.stderr
+    completed = bench("--json", "no/such/folder/numbers.json")
+    assert completed.returncode == 2
+    assert "cannot write" in completed.stderr

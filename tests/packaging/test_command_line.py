@@ -1,16 +1,14 @@
-"""The command line itself: help, versions, light start, Ctrl-C, what it says without its libraries, and ``bench``."""
+"""The command line itself: help, versions, light start, Ctrl-C, what it says without its libraries."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from axes import require
@@ -20,7 +18,7 @@ import gradscale
 pytestmark = pytest.mark.tier("all")
 
 LIMIT = 120
-COMMANDS = ("doctor", "check", "simulate", "bench")
+COMMANDS = ("doctor", "check", "simulate")
 # Nothing of these may be imported for a page of help.
 HEAVY = {"numpy", "torch", "jax", "jaxlib", "mpi4py", "numba", "matplotlib", "scipy"}
 
@@ -81,7 +79,7 @@ def test_the_script_and_the_module_are_the_same_program() -> None:
 def test_help_imports_no_framework() -> None:
     require("cli")
     program = (
-        "import sys\nfrom gradscale_cli.app import run\n"
+        "import sys\nfrom gradscale.cli.app import run\n"
         "try:\n    run(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
     )
@@ -111,7 +109,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
 def test_an_error_of_gradscale_is_one_line_on_stderr() -> None:
     require("cli")
     program = (
-        "from gradscale_cli import app\nimport gradscale\n"
+        "from gradscale.cli import app\nimport gradscale\n"
         "@app.app.command()\ndef fail():\n    raise gradscale.InvalidValueError('two\\nlines')\n"
         "app.run(['fail'])\n"
     )
@@ -145,43 +143,3 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "gradscale: interrupted"
     assert "Traceback" not in errors
-
-
-def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    require("cli")
-    return run("bench", *arguments, **environment)
-
-
-def test_bench_lists_its_cases() -> None:
-    names = benchmark("--list").stdout.splitlines()
-    assert {"large", "small", "agreement"} <= set(names)
-
-
-def test_bench_measures_prints_a_table_and_writes_json(tmp_path: Path) -> None:
-    file = tmp_path / "numbers.json"
-    completed = benchmark("--quick", "--only", "memory", "--json", str(file))
-    assert completed.returncode == 0, completed.stderr
-    assert "peak extra memory" in completed.stdout
-    written: dict[str, Any] = json.loads(file.read_text())
-    assert written["rows"]
-    assert written["not_run"] == {}
-    assert all(row["unit"] == "MiB" and row["ours"] > 0 for row in written["rows"])
-
-
-def test_bench_lists_what_cannot_be_run_with_the_pip_command(tmp_path: Path) -> None:
-    hidden = block(tmp_path, "torch")
-    completed = benchmark("--quick", "--only", "torch-unscale", **hidden)
-    assert completed.returncode == 0, completed.stderr
-    assert "not run: torch-unscale, because No module named 'torch'" in completed.stdout
-    assert "python -m pip install 'gradscale[torch]'" in completed.stdout
-    assert benchmark("--quick", "--only", "torch-unscale", "--check", **hidden).returncode == 1
-
-
-def test_bench_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    completed = benchmark("--only", "nothing of this name", "--json", str(tmp_path / "numbers.json"))
-    assert completed.returncode == 2
-    assert not list(tmp_path.iterdir())
-    assert "no case has 'nothing of this name' in its name" in completed.stderr
-    completed = benchmark("--json", "no/such/folder/numbers.json")
-    assert completed.returncode == 2
-    assert "cannot write" in completed.stderr

@@ -17,9 +17,9 @@ import pytest
 from host_cupy import installed
 from host_events import HostStream, with_events
 
-from gradscale_bench import cupy_unscaling
-from gradscale_bench.cases import Outcome, case_names, report, run_cases
-from gradscale_bench.measure import Row
+from benchmarks import cupy_unscaling
+from benchmarks.cases import Outcome, case_names, report, run_cases
+from benchmarks.measure import Row
 
 pytestmark = [pytest.mark.numpy, pytest.mark.tier("ranks")]
 

@@ -18,7 +18,7 @@ import pytest
 from axes import require
 from host_cupy import installed
 
-from gradscale_cli import probe
+from gradscale.cli import probe
 
 pytestmark = [pytest.mark.numpy, pytest.mark.tier("all")]
 

@@ -1,6 +1,7 @@
-"""The house's rules, read from the source: who imports whom, host reads, and the size of files."""
+"""The house's rules, read from the source: who imports whom, in which order, and where arrays become numbers."""
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,23 +12,43 @@ import gradscale
 
 CORE = Path(gradscale.__file__).parent
 
+# From the bottom up; a room imports itself and those of the lines above it.
+ROOMS = (
+    {"errors"},
+    {"groups"},
+    {"core"},
+    {"policies"},
+    {"reports"},
+    {"scaler"},
+    {"interop", "testing"},
+    {"cli"},
+)
+# What makes the package of the rooms.
+ROOFS = {"gradscale", "gradscale.__main__"}
+
 
 def sources(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.py"))
+    return sorted(folder.rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(tree: ast.AST) -> Iterator[str]:
     """Yield the top-level modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    yield from (name.partition(".")[0] for name, _ in targets(tree))
+
+
+def targets(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each import of a file, anywhere in it: the module, and the names taken out of it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.partition(".")[0]
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not read"
+            yield node.module or "", tuple(alias.name for alias in node.names)
 
 
-def imported_at_once(path: Path) -> Iterator[str]:
+def imported_at_once(tree: ast.AST) -> Iterator[str]:
     """Yield the modules that importing a file imports: none of those inside functions, and none for types alone."""
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
         for child in ast.iter_child_nodes(node):
@@ -35,35 +56,142 @@ def imported_at_once(path: Path) -> Iterator[str]:
                 yield from (alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module:
                 yield child.module
-            elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
                 pending += child.orelse
             elif not isinstance(child, (ast.FunctionDef, ast.Lambda)):
                 pending.append(child)
 
 
-# Beside the core and the adapters: the command line, which may import all of them.
-TOOLS = {"gradscale_cli", "gradscale_bench"}
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-def packages() -> list[Path]:
-    # Beside the core in site-packages, or in folders of a clone.
-    folders = [CORE.parent, CORE.parent / "backends", CORE.parent / "tools"]
-    return sorted(path for folder in folders for path in folder.glob("gradscale_*") if (path / "__init__.py").exists())
+def house() -> dict[str, ast.Module]:
+    """Return the modules of gradscale, parsed, by their dotted names."""
+    found = {}
+    for path in sources(CORE):
+        parts = path.relative_to(CORE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = parsed(path)
+    return found
+
+
+def edges(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Return which modules of these each of them imports, anywhere and for whatever; itself not."""
+    found: dict[str, set[str]] = {}
+    for importer, tree in modules.items():
+        found[importer] = set()
+        for module, names in targets(tree):
+            for name in names:
+                whole = f"{module}.{name}"
+                found[importer].add(whole if whole in modules else module)
+            if not names:
+                found[importer].add(module)
+        found[importer] = {one for one in found[importer] if one in modules and one != importer}
+    return found
+
+
+def level(module: str) -> int:
+    """Return the line of ROOMS that a module stands in."""
+    room = module.split(".")[1]
+    (found,) = (index for index, rooms in enumerate(ROOMS) if room in rooms)
+    return found
+
+
+def upward(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the imports that run against the order of the rooms, or across a line of it."""
+    wrong = []
+    for importer, imports in edges(modules).items():
+        for one in imports if importer not in ROOFS else ():
+            if one in ROOFS:
+                # The command line uses the library as its users do.
+                is_wrong = not importer.startswith("gradscale.cli")
+            else:
+                is_beside = level(one) == level(importer) and one.split(".")[1] != importer.split(".")[1]
+                is_wrong = is_beside or level(one) > level(importer)
+            wrong += [f"{importer} -> {one}"] if is_wrong else []
+    return sorted(wrong)
+
+
+def circle(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the modules of one circle of imports; none is an empty list. The public face is not a part of any."""
+    graph = {one: {other for other in imports if other not in ROOFS} for one, imports in edges(modules).items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def modules_of(**texts: str) -> dict[str, ast.Module]:
+    """Return modules named with underscores for dots, as ``house`` does."""
+    return {name.replace("__", "."): ast.parse(text) for name, text in texts.items()}
+
+
+def test_every_module_stands_in_a_room() -> None:
+    for module in set(house()) - ROOFS:
+        level(module)
+
+
+def test_no_room_imports_one_above_it() -> None:
+    assert upward(house()) == []
+
+
+def test_imports_run_in_no_circle() -> None:
+    assert circle(house()) == []
+
+
+def test_the_check_of_the_order_sees_an_import_that_runs_up_or_across() -> None:
+    found = modules_of(
+        gradscale="from gradscale import core",
+        gradscale__errors="def f():\n    from gradscale.core import tree",
+        gradscale__core="",
+        gradscale__core__tree="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import gradscale.scaler.scaler",
+        gradscale__scaler__scaler="from gradscale.core import tree\nfrom gradscale.core.tree import flatten",
+        gradscale__testing__ranks="from gradscale.interop.foreign import load_foreign_state\nimport gradscale",
+        gradscale__interop__foreign="from gradscale.scaler import scaler",
+        gradscale__cli__app="import gradscale\nfrom gradscale import core",
+    )
+    assert upward(found) == [
+        "gradscale.core.tree -> gradscale.scaler.scaler",
+        "gradscale.errors -> gradscale.core.tree",
+        "gradscale.testing.ranks -> gradscale",
+        "gradscale.testing.ranks -> gradscale.interop.foreign",
+    ]
+
+
+def test_the_check_of_circles_sees_one() -> None:
+    found = modules_of(
+        gradscale__core__a="from gradscale.core import b",
+        gradscale__core__b="def f():\n    from gradscale.core.c import x",
+        gradscale__core__c="import gradscale.core.a",
+    )
+    assert set(circle(found)) == {"gradscale.core.a", "gradscale.core.b", "gradscale.core.c"}
+    del found["gradscale.core.c"]
+    assert circle(found) == []
 
 
 def adapters() -> list[Path]:
-    return [path for path in packages() if path.name not in TOOLS]
+    # Beside the core in site-packages, or in a folder of a clone.
+    folders = [CORE.parent, CORE.parent / "backends"]
+    return sorted(path for folder in folders for path in folder.glob("gradscale_*") if (path / "__init__.py").exists())
 
 
-# What a file may import besides, inside of its functions.
-ALLOWED = {"__main__.py": {"gradscale_cli"}, "plot.py": {"matplotlib"}}
+# What a room or a file may import besides, inside of its functions; the command line at once, too.
+ALLOWED = {
+    "cli": {"typer", "rich", "numpy", "mpi4py", "torch", "jax", "cupy", "gradscale_numpy", "gradscale_cupy"},
+    "plot.py": {"matplotlib"},
+}
 
 
-@pytest.mark.parametrize("path", sources(CORE), ids=lambda path: path.name)
-def test_the_core_imports_the_standard_library_and_array_api_compat_alone(path: Path) -> None:
+@pytest.mark.parametrize("path", sources(CORE), ids=lambda path: str(path.relative_to(CORE)))
+def test_gradscale_imports_the_standard_library_and_array_api_compat_alone(path: Path) -> None:
     core = {*sys.stdlib_module_names, "array_api_compat", "gradscale"}
-    assert set(imported(path)) <= core | ALLOWED.get(path.name, set())
-    assert {name.partition(".")[0] for name in imported_at_once(path)} <= core
+    tree = parsed(path)
+    is_command_line = path.parent.name == "cli"
+    assert set(imported(tree)) <= core | ALLOWED.get("cli" if is_command_line else path.name, set())
+    at_once = {name.partition(".")[0] for name in imported_at_once(tree)}
+    assert at_once <= core | ({"typer", "rich"} if is_command_line else set())
 
 
 def test_adapters_do_not_import_each_other() -> None:
@@ -71,41 +199,43 @@ def test_adapters_do_not_import_each_other() -> None:
     assert found, "no adapter found beside the core"
     for folder in found:
         for path in sources(folder):
-            others = {name for name in imported(path) if name.startswith("gradscale_")}
+            others = {name for name in imported(parsed(path)) if name.startswith("gradscale_")}
             assert others <= {folder.name}, path
 
 
-def test_the_reading_of_imports_sees_one_inside_a_function(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text("def f():\n    import numpy.linalg\n    from torch.cuda import amp\n")
-    assert list(imported(path)) == ["numpy", "torch"]
-    assert list(imported_at_once(path)) == []
-    path.write_text("import a.b\nif TYPE_CHECKING:\n    import c\nclass D:\n    from e.f import g\n")
-    assert sorted(imported_at_once(path)) == ["a.b", "e.f"]
-
-
-def test_nothing_imports_the_tools_but_the_launcher_and_themselves() -> None:
-    assert {path.name for path in packages()} >= TOOLS
-    for folder in [CORE, *adapters()]:
+def test_nothing_imports_the_command_line_but_the_launcher_and_itself() -> None:
+    users = {
+        importer
+        for importer, imports in edges(house()).items()
+        if any(one.split(".")[1:2] == ["cli"] for one in imports)
+    }
+    assert all(user == "gradscale.__main__" or user.startswith("gradscale.cli") for user in users)
+    for folder in adapters():
         for path in sources(folder):
-            assert not set(imported(path)) & TOOLS or path == CORE / "__main__.py", path
+            assert not any(module.startswith("gradscale.cli") for module, _ in targets(parsed(path))), path
 
 
-@pytest.mark.parametrize(
-    "path", [*sources(CORE), *(p for f in packages() for p in sources(f))], ids=lambda path: path.name
-)
-def test_a_file_says_what_it_holds_and_has_at_most_400_lines(path: Path) -> None:
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), path
-    assert len(text.splitlines()) <= 400
+def test_the_reading_of_imports_sees_one_inside_a_function() -> None:
+    tree = ast.parse("def f():\n    import numpy.linalg\n    from torch.cuda import amp\n")
+    assert list(imported(tree)) == ["numpy", "torch"]
+    assert list(imported_at_once(tree)) == []
+    tree = ast.parse("import a.b\nif TYPE_CHECKING:\n    import c\nclass D:\n    from e.f import g\n")
+    assert sorted(imported_at_once(tree)) == ["a.b", "e.f"]
 
 
-def test_only_the_generic_adapter_and_host_side_checks_convert_to_python_numbers() -> None:
-    # generic.py reads for libraries without an adapter; validation.py converts what users pass on the host.
-    allowed = {"generic.py", "validation.py", "conformance.py"}
-    for path in sources(CORE):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and path.name != "generic.py":
+def test_a_file_says_what_it_holds() -> None:
+    for path in (path for folder in [CORE, *adapters()] for path in sources(folder)):
+        assert ast.get_docstring(parsed(path)), path
+
+
+def test_only_the_pure_backend_and_host_side_checks_convert_to_python_numbers() -> None:
+    # backend.py reads for libraries without an adapter; validation.py converts what users pass on the host.
+    allowed = {"backend.py", "validation.py", "conformance.py"}
+    paths = [path for path in sources(CORE) if path.parent.name != "cli"]
+    assert {path.name for path in paths} >= allowed
+    for path in paths:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute) and path.name != "backend.py":
                 assert node.attr not in {"item", "tolist"}, f"{path}:{node.lineno}"
             called = node.func if isinstance(node, ast.Call) else None
             if path.name not in allowed and isinstance(called, ast.Name) and called.id in {"int", "float", "bool"}:
@@ -113,4 +243,4 @@ def test_only_the_generic_adapter_and_host_side_checks_convert_to_python_numbers
 
 
 # Conversions of values that are on the host already: settings, and what the adapter's read gave.
-HOST_VALUES = {"stateful.py": {"float", "int"}, "agreement.py": {"bool"}}
+HOST_VALUES = {"stateful.py": {"float", "int"}, "vector.py": {"bool"}}

@@ -10,9 +10,9 @@ import pytest
 from axes import require
 
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, InvalidValueError, plot
-from gradscale.callbacks import JSONLines
-from gradscale.report import UpdateReport
-from gradscale.simulation import simulate
+from gradscale.policies.simulation import simulate
+from gradscale.reports.callbacks import JSONLines
+from gradscale.reports.steps import UpdateReport
 
 REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
 

@@ -29,13 +29,8 @@ FRAMEWORKS = {
     "matplotlib",
     "rich",
     "typer",
-    "gradscale_cli",
-    "gradscale_bench",
 }
-NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"} | {
-    "gradscale_cli",
-    "gradscale_bench",
-}
+NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"}
 PACKAGES = (
     "gradscale",
     "gradscale_numpy",
@@ -84,10 +79,16 @@ def test_public_names_are_listed_once_sorted_and_there() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_lists_names_that_it_has(package: str) -> None:
     folder = Path(importlib.import_module(package).__file__ or "").parent
-    for path in sorted(folder.glob("*.py")):
-        if (package, path.stem) in {("gradscale_numpy", "mpi"), ("gradscale_numpy", "fast")}:
+    for path in sorted(folder.rglob("*.py")):
+        names = [package, *path.relative_to(folder).with_suffix("").parts]
+        if names[-1] == "__init__":
+            names.pop()
+        # These import what may not be installed.
+        if names[:2] in (["gradscale_numpy", "mpi"], ["gradscale_numpy", "fast"], ["gradscale", "cli"]):
             continue
-        module = importlib.import_module(package if path.stem == "__init__" else f"{package}.{path.stem}")
+        module = importlib.import_module(".".join(names))
+        if not path.read_text().count("\n") > 1:
+            continue  # a room's own file, which is its docstring
         for name in module.__all__:
             assert hasattr(module, name), f"{module.__name__}.{name}"
 

@@ -20,7 +20,7 @@ def run(*arguments: str) -> tuple[int, str]:
     typer = require("cli")
     from typer.testing import CliRunner
 
-    from gradscale_cli.simulate import simulate
+    from gradscale.cli.simulate import simulate
 
     app = typer.Typer()
     app.command()(simulate)

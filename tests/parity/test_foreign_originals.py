@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradscale.foreign import ForeignState, load_foreign_state
+from gradscale.interop.foreign import ForeignState, load_foreign_state
 
 # Before Keras is imported; its default is TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "numpy")

@@ -20,7 +20,7 @@ from libraries import Library, opened
 from optimizers import Tree, iterate
 
 from gradscale import DynamicScale, GradScaler, ScaleUnderflowError, presets
-from gradscale.validation import SMALLEST_NORMAL
+from gradscale.core.validation import SMALLEST_NORMAL
 
 # Pure functions, and many calls of them; see conftest.py.
 TRACED = LONG = True

@@ -13,7 +13,7 @@ from libraries import opened
 from optimizers import Tree, iterate
 
 from gradscale import GradScaler, ScaleUnderflowError
-from gradscale.foreign import ForeignState, load_foreign_state
+from gradscale.interop.foreign import ForeignState, load_foreign_state
 
 __all__ = ["RULES", "ApexAmp", "ApexWindow", "DeepSpeed", "Fairseq", "Megatron", "ours"]
 

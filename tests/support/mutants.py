@@ -131,7 +131,7 @@ class Tree:
         self.root, self._temporary = folder / "tree", folder / "t"
         left_out = (".git", ".venv*", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", ".coverage*")
         shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*left_out))
-        paths = [*map(str, (self.root, self.root / "backends", self.root / "tools")), os.environ.get("PYTHONPATH", "")]
+        paths = [*map(str, (self.root, self.root / "backends")), os.environ.get("PYTHONPATH", "")]
         self._environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONHASHSEED": "0",

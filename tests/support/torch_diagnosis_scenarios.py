@@ -20,7 +20,7 @@ from worlds import Failure
 
 import gradscale
 from gradscale import StepReport
-from gradscale.callbacks import every_rank
+from gradscale.reports.callbacks import every_rank
 from gradscale_torch.fused import FusedSteps
 
 LEARNING_RATE = 0.25

@@ -1,0 +1,1 @@
+"""The command line: ``gradscale doctor``, ``check`` and ``simulate``."""

@@ -1,0 +1,91 @@
+"""The command line: one typer application with the commands doctor, check and simulate."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+import gradscale
+from gradscale.cli.check import check
+from gradscale.cli.doctor import doctor
+from gradscale.cli.output import error_line
+from gradscale.cli.simulate import simulate
+from gradscale.errors import GradscaleError
+
+__all__ = ["run"]
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="gradscale",
+    help="Dynamic gradient scaling: check the installation or a group of ranks, simulate policies.",
+    epilog="Examples: gradscale doctor · mpiexec -n 4 python -m gradscale check --group mpi · gradscale simulate CCOC",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _help(command: Callable[..., Any]) -> str:
+    """Return a command's docstring with a line for each paragraph, which the terminal breaks."""
+    return "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"gradscale {gradscale.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that come before a command."""
+
+
+app.command(
+    help=_help(doctor),
+    epilog="Examples: gradscale doctor · gradscale doctor numpy mpi · gradscale doctor --require numpy,mpi",
+)(doctor)
+app.command(
+    help=_help(check),
+    epilog="Examples: mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale "
+    "check --group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1",
+)(check)
+app.command(
+    help=_help(simulate),
+    epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate --synthetic --steps 1e6",
+)(simulate)
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Parameters
+    ----------
+    arguments : list of str, optional
+        In place of those of the process.
+    """
+    try:
+        app(args=arguments, prog_name="gradscale")
+    except GradscaleError as error:
+        error_line(" ".join(str(error).split()))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        error_line("interrupted")
+        sys.exit(_INTERRUPTED)
+    except SystemExit as ending:
+        # typer's answer to Ctrl-C is this exit code alone.
+        if ending.code == _INTERRUPTED:
+            error_line("interrupted")
+        raise

@@ -1,0 +1,334 @@
+"""Arithmetic on arrays, without trees: unscale, the reciprocal and the fingerprint, as every adapter must have them.
+
+Written against the Python array API standard alone. Everything casts explicitly, because libraries promote half
+precision differently, and nothing reads from the device, so that it runs under a tracing compiler. What the whole core
+needs of a library is listed below, in ``STANDARD_FUNCTIONS`` (with ``device=`` for those that make arrays),
+``STANDARD_DTYPES`` and ``STANDARD_MEMBERS``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, device, is_jax_namespace, is_numpy_namespace, to_device
+
+from gradscale.core.protocols import Array, ScaleState
+from gradscale.errors import InvalidValueError
+
+__all__ = [
+    "STANDARD_DTYPES",
+    "STANDARD_FUNCTIONS",
+    "STANDARD_MEMBERS",
+    "Kind",
+    "PerDevice",
+    "dtype_kind",
+    "fingerprint",
+    "float32_bits",
+    "has_float64",
+    "inverse_factors",
+    "kind_of",
+    "multiply",
+    "multiply_arrays",
+    "no_scalar",
+    "reciprocal",
+    "sum_of_squares",
+    "unscale_arrays",
+]
+
+STANDARD_FUNCTIONS = (
+    "__array_namespace_info__",
+    "all",
+    "asarray",
+    "astype",
+    "concat",
+    "finfo",
+    "full",
+    "full_like",
+    "isdtype",
+    "isfinite",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "maximum",
+    "minimum",
+    "real",
+    "reshape",
+    "stack",
+    "where",
+    "zeros",
+    "zeros_like",
+)
+# float64 only on devices whose __array_namespace_info__ has it.
+STANDARD_DTYPES = ("float32", "float64", "int32")
+# Of an array; to_device only where arrays are on several, and the conversion to int only for the host read.
+STANDARD_MEMBERS = (
+    *("dtype", "shape", "device", "to_device"),
+    *("__add__", "__sub__", "__mul__", "__truediv__", "__neg__", "__lt__", "__le__", "__eq__", "__ge__", "__ne__"),
+    *("__getitem__", "__int__"),
+)
+
+# The exponents of a float32 are halved away in this order, upwards and downwards.
+_EXPONENT_STEPS = (64, 32, 16, 8, 4, 2, 1)
+_NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
+
+
+class Kind(enum.Enum):
+    """How a dtype is computed with."""
+
+    NARROW = "narrow"  # real, narrower than float32: widened to float32 and cast back
+    WIDE = "wide"  # float32 and wider, and complex: computed in itself
+    COMPLEX = "complex"
+    EXACT = "exact"  # integers and booleans: passed through
+    UNKNOWN = "unknown"  # text, objects, records: no gradients
+
+
+@functools.lru_cache(maxsize=1024)
+def dtype_kind(dtype: Any, xp: Any) -> Kind:
+    """Classify a dtype of a namespace."""
+    if any(name in str(dtype) for name in _NARROW_NAMES):
+        # Under NumPy these belong to ml_dtypes, and isdtype and finfo refuse them.
+        return Kind.NARROW
+    if "float0" in str(dtype):
+        # JAX's gradient of an integer: a NumPy record without content.
+        return Kind.EXACT
+    try:
+        if xp.isdtype(dtype, "complex floating"):
+            return Kind.COMPLEX
+        if xp.isdtype(dtype, ("integral", "bool")):
+            return Kind.EXACT
+        if not xp.isdtype(dtype, "real floating"):
+            return Kind.UNKNOWN
+    except TypeError:
+        return Kind.UNKNOWN
+    return Kind.NARROW if xp.finfo(dtype).bits < 32 else Kind.WIDE
+
+
+def kind_of(x: Array) -> Kind:
+    """Return how an array is computed with."""
+    return dtype_kind(x.dtype, array_namespace(x))
+
+
+def unscale_arrays(
+    grads: Sequence[Array], state: ScaleState, *, dtype: Any = None, out: Sequence[Array] | None = None
+) -> tuple[list[Array], Array]:
+    """Divide floating arrays by the scale and count the non-finite ones: the pure form that every adapter must equal.
+
+    Parameters
+    ----------
+    grads : sequence of arrays
+        Floating or complex arrays of the state's library.
+    state : ScaleState
+        Gives the scale; unchanged.
+    dtype : dtype, optional
+        Wanted dtype of the real ones. Default: each one's own.
+    out : sequence of arrays, optional
+        Instead of ``dtype``: one array for each gradient, whose dtype is wanted. Never written to.
+
+    Returns
+    -------
+    arrays : list of arrays
+        New arrays, on the devices of the given ones.
+    nonfinite : array
+        0-d int32 on the state's device.
+    """
+    state_xp = array_namespace(state.scale)
+    check_real_dtype(state.scale, dtype)
+    home = device(state.scale)
+    first, second = map(PerDevice, inverse_factors(state.scale))
+    nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
+    unscaled = []
+    wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
+    for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
+        xp = array_namespace(x)
+        kind = kind_of(x)
+        wide = xp.astype(x, xp.float32) if kind is Kind.NARROW else x
+        wide = multiply(xp, multiply(xp, wide, first.on(x)), second.on(x))
+        stored_dtype = x.dtype if wanted_dtype is None or (kind is Kind.COMPLEX and out is None) else wanted_dtype
+        stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
+        unscaled.append(stored)
+        # Widening is exact, and isfinite is not there for every narrow type.
+        judged = xp.astype(stored, xp.float32) if kind_of(stored) is Kind.NARROW else stored
+        bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(judged))), xp.int32)
+        nonfinite = nonfinite + (bad if device(x) == home else to_device(bad, home))
+    return unscaled, no_scalar(state_xp, nonfinite)
+
+
+def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
+    """Return the sum of the squares of all elements; of complex ones, of both parts.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        Floating or complex, of the library of ``like``, on any devices.
+    like : array
+        On the device where the sum is wanted.
+
+    Returns
+    -------
+    array
+        0-d float64, or float32 where a device has no float64: that overflows for norms above 1.8e19. No host read.
+    """
+    xp, home = array_namespace(like), device(like)
+    total = xp.zeros((), dtype=_widest(xp, home), device=home)
+    for x in arrays:
+        parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
+        for part in parts:
+            wide = xp.astype(part, _widest(xp, device(x)))
+            square = no_scalar(xp, xp.sum(wide * wide))
+            square = square if device(x) == home else to_device(square, home)
+            total = no_scalar(xp, total + xp.astype(square, total.dtype))
+    return total
+
+
+def _widest(xp: Any, where: Any) -> Any:
+    return xp.float64 if has_float64(xp, where) else xp.float32
+
+
+def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
+    """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays. No host read."""
+    there = PerDevice(factor)
+    made = []
+    for x in arrays:
+        xp = array_namespace(x)
+        wide = xp.astype(x, xp.float32) if kind_of(x) is Kind.NARROW else x
+        product = multiply(xp, wide, there.on(x))
+        made.append(product if product.dtype == x.dtype else xp.astype(product, x.dtype))
+    return made
+
+
+def check_real_dtype(like: Array, dtype: Any) -> None:
+    """Refuse a wanted dtype that is not real floating.
+
+    Raises
+    ------
+    InvalidValueError
+        When it is not; ``None`` is fine.
+    """
+    if dtype is None:
+        return
+    try:
+        accepted = dtype_kind(dtype, array_namespace(like)) in (Kind.NARROW, Kind.WIDE)
+    except (AttributeError, TypeError, ValueError):
+        accepted = False
+    if not accepted:
+        msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {dtype!r}"
+        raise InvalidValueError(msg)
+
+
+def inverse_factors(scale: Array) -> tuple[Array, Array]:
+    """Return two 0-d float32 arrays; multiplying by the first and then the second is dividing by the scale.
+
+    They are 1 and the reciprocal. Above 2**126 the reciprocal is subnormal, which compilers such as XLA take for 0, and
+    with it every gradient: where that happens they are a quarter and the reciprocal of a quarter of the scale.
+    """
+    xp = array_namespace(scale)
+    one, quarter = xp.full_like(scale, 1.0), xp.full_like(scale, 0.25)
+    whole = reciprocal(scale)
+    is_lost = whole == xp.zeros_like(whole)
+    reduced = xp.where(is_lost, scale * quarter, one)
+    second = xp.where(is_lost, reciprocal(no_scalar(xp, reduced)), whole)
+    return no_scalar(xp, xp.where(is_lost, quarter, one)), no_scalar(xp, second)
+
+
+def reciprocal(x: Array) -> Array:
+    """Return 1/x of a 0-d float32 array as float32, rounded once; exact for powers of two.
+
+    Computed in float64 where the device has it, because some compilers divide float32 inexactly.
+    """
+    xp = array_namespace(x)
+    if not has_float64(xp, device(x)):
+        return no_scalar(xp, xp.full_like(x, 1.0) / x)
+    wide = xp.astype(x, xp.float64)
+    return no_scalar(xp, xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
+
+
+def has_float64(xp: Any, where: Any) -> bool:
+    """Tell whether a device computes in float64."""
+    # JAX has it switched on and off while it runs; CuPy's devices have no hash.
+    if is_jax_namespace(xp) or type(where).__hash__ is None:
+        return _find_float64.__wrapped__(xp, where)
+    return _find_float64(xp, where)
+
+
+@functools.lru_cache(maxsize=64)
+def _find_float64(xp: Any, where: Any) -> bool:
+    return "float64" in xp.__array_namespace_info__().dtypes(device=where, kind="real floating")
+
+
+def fingerprint(state: ScaleState) -> Array:
+    """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker.
+
+    The standard has no bit cast, so the bits are taken apart by exact arithmetic. Equal fingerprints mean equal states.
+    """
+    xp = array_namespace(state.scale)
+    fields = [float32_bits(state.scale), *state[1:]]
+    return xp.stack([no_scalar(xp, field) for field in fields])
+
+
+def float32_bits(x: Array) -> Array:
+    """Return the bits of a 0-d float32 that is normal and above zero, as int32."""
+    xp = array_namespace(x)
+    exponent = xp.zeros((), dtype=xp.int32, device=device(x))
+    for step in _EXPONENT_STEPS:
+        large = x >= xp.full_like(x, 2.0**step)
+        x = xp.where(large, x * xp.full_like(x, 2.0**-step), x)
+        exponent = exponent + xp.where(large, xp.full_like(exponent, step), xp.zeros_like(exponent))
+    for step in _EXPONENT_STEPS:
+        small = x < xp.full_like(x, 2.0 ** (1 - step))
+        x = xp.where(small, x * xp.full_like(x, 2.0**step), x)
+        exponent = exponent - xp.where(small, xp.full_like(exponent, step), xp.zeros_like(exponent))
+    mantissa = xp.astype((x - xp.full_like(x, 1.0)) * xp.full_like(x, 2.0**23), xp.int32)
+    return no_scalar(xp, (exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + mantissa)
+
+
+def multiply(xp: Any, x: Array, factor: Array) -> Array:
+    """Multiply by a 0-d float32 in the dtype of ``x``, which is float32, wider or complex."""
+    if x.dtype != factor.dtype:
+        factor = xp.astype(factor, xp.real(x).dtype if kind_of(x) is Kind.COMPLEX else x.dtype)
+    return no_scalar(xp, x * factor)
+
+
+def no_scalar(xp: Any, x: Array) -> Array:
+    """Return an array where NumPy's operators give a scalar; torch's asarray would take others out of their graph."""
+    return xp.asarray(x) if is_numpy_namespace(xp) else x
+
+
+class PerDevice:
+    """Copies of one 0-d array on the devices where it is needed, each made once.
+
+    Parameters
+    ----------
+    x : array
+        0-d.
+    placement : callable
+        Returns where a 0-d array must be to be combined with an array; None for anywhere.
+    move : callable, optional
+        Returns a copy of ``x`` beside an array, where the library's own ``to_device`` is not in the order of streams.
+    """
+
+    def __init__(
+        self,
+        x: Array,
+        placement: Callable[[Array], Any] = device,
+        move: Callable[[Array, Array], Array] | None = None,
+    ) -> None:
+        self._x = x
+        self._placement = placement
+        self._move = move
+        # Pairs, since CuPy's devices can be compared and have no hash.
+        self._copies = [(placement(x), x)]
+
+    def on(self, like: Array) -> Array:
+        """Return the copy on the device of ``like``."""
+        where = self._placement(like)
+        if where is None:
+            return self._x
+        for known, copy in self._copies:
+            if known == where:
+                return copy
+        made = to_device(self._x, where) if self._move is None else self._move(self._x, like)
+        self._copies.append((where, made))
+        return made

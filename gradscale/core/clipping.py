@@ -1,0 +1,96 @@
+"""Clipping by the global norm: the norm of what a rank or a group holds, and what it is multiplied by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from array_api_compat import array_namespace
+
+from gradscale.core import validation
+from gradscale.core.arithmetic import no_scalar
+from gradscale.core.protocols import Array, Collectives
+
+__all__ = [
+    "STANDARD_FUNCTIONS",
+    "Clip",
+    "NormOver",
+    "checked_norm",
+    "clip_factor",
+    "clip_factor_of",
+]
+
+STANDARD_FUNCTIONS = ("imag", "sqrt", "sum")
+"""What clipping needs of a library beside the rest of the core."""
+
+NormOver: TypeAlias = Literal["rank", "group"]
+
+# torch's clip_grad_norm_ adds it to the norm.
+_EPSILON = 1e-6
+
+
+class Clip(NamedTuple):
+    """What gradients are clipped to.
+
+    Attributes
+    ----------
+    max_norm : float
+        The largest 2-norm of all of them together.
+    group : Collectives or None
+        Whose ranks hold parts of the gradients; None where this rank's are all there are.
+    """
+
+    max_norm: float
+    group: Collectives | None
+
+
+def checked_norm(max_norm: Any) -> float:
+    """Return a largest norm as a float: a number that is not negative, infinity included."""
+    if isinstance(max_norm, float) and max_norm == math.inf:
+        return max_norm
+    return validation.number("max_norm", max_norm, at_least=0.0)
+
+
+def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
+    """Return the norm, what arrays of this norm are multiplied by, and whether that is an overflow. No host read.
+
+    Parameters
+    ----------
+    squares : array
+        0-d float64 or float32: the sum of squares.
+    max_norm : float
+        At least 0.
+
+    Returns
+    -------
+    norm : array
+        0-d float32.
+    factor : array
+        0-d float32, at most 1: ``max_norm / (norm + 1e-6)``, as torch's ``clip_grad_norm_`` has it; 1 for a norm that
+        is not finite.
+    overflows : array
+        0-d int32: 1 where the norm is not finite in float32, or the factor is so small that it loses bits.
+    """
+    xp = array_namespace(squares)
+    wide = no_scalar(xp, xp.sqrt(squares))
+    one = xp.full_like(wide, 1.0)
+    wanted = xp.full_like(wide, max_norm) / (wide + xp.full_like(wide, _EPSILON))
+    norm = no_scalar(xp, xp.astype(wide, xp.float32))
+    is_clipped = xp.logical_and(wanted < one, xp.isfinite(norm))
+    factor = no_scalar(xp, xp.astype(xp.where(is_clipped, wanted, one), xp.float32))
+    is_lost = xp.logical_and(xp.zeros_like(wanted) < wanted, wanted < xp.full_like(wanted, validation.SMALLEST_NORMAL))
+    overflows = xp.logical_or(xp.logical_not(xp.isfinite(norm)), is_lost)
+    return norm, factor, no_scalar(xp, xp.astype(overflows, xp.int32))
+
+
+def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:
+    """Do what ``clip_factor`` does for a norm that the host has, in Python's floats.
+
+    Ranks may compute in several libraries and precisions, and have to clip alike.
+    """
+    xp = array_namespace(like)
+    rounded = validation.round_to_float32(norm)
+    wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0
+    overflows = not math.isfinite(rounded) or 0.0 < wanted < validation.SMALLEST_NORMAL
+    factor = validation.round_to_float32(min(wanted, 1.0))
+    return xp.full_like(like, rounded), xp.full_like(like, factor), xp.full_like(flag, 1 if overflows else 0)

@@ -1,0 +1,211 @@
+"""Where an optimizer's gradients are, how they are called, and how unscaled ones go back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from array_api_compat import is_array_api_obj
+
+from gradscale.core import tree
+from gradscale.core.protocols import Array
+from gradscale.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["Located", "collect_gradients", "located_gradients", "name_gradients"]
+
+Assign = Callable[[dict[int, Array]], None]
+
+
+class Located(NamedTuple):
+    """A gradient and where it is.
+
+    Attributes
+    ----------
+    name : str
+        What the optimizer calls it (``param_names``, which torch keeps), else the expression that reaches it.
+    parameter : object
+        What has the gradient; None in a ``grads`` tree.
+    gradient : object
+        None where there is none.
+    """
+
+    name: str
+    parameter: Any
+    gradient: Any
+
+
+def collect_gradients(optimizer: Any) -> tuple[list[Any], Assign]:
+    """Return an optimizer's gradients and a function that assigns their replacements.
+
+    Parameters
+    ----------
+    optimizer : object
+        With ``param_groups`` (dicts whose ``"params"`` have ``.grad``) or ``grads`` (nested containers of arrays).
+
+    Returns
+    -------
+    gradients : list
+        Every gradient that is there, each parameter once, however often it is listed.
+    assign : callable
+        Takes the new arrays by the ``id`` of the old ones. Arrays that were overwritten in place are not assigned.
+
+    Raises
+    ------
+    InvalidTypeError
+        When the optimizer has neither, or a parameter has no ``grad``.
+    """
+    if hasattr(optimizer, "param_groups"):
+        return _from_param_groups(optimizer)
+    if hasattr(optimizer, "grads"):
+        return _from_grads(optimizer)
+    raise _neither(optimizer)
+
+
+def located_gradients(optimizer: Any) -> list[Located]:
+    """Return an optimizer's gradients with their names, each parameter once, also where there is no gradient.
+
+    Parameters
+    ----------
+    optimizer : object
+        As for :func:`collect_gradients`.
+
+    Returns
+    -------
+    list of Located
+        In the order of the parameters, or of the leaves of the tree.
+
+    Raises
+    ------
+    InvalidTypeError
+        As :func:`collect_gradients`.
+    """
+    if hasattr(optimizer, "grads") and not hasattr(optimizer, "param_groups"):
+        return [Located(path, None, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
+    if not hasattr(optimizer, "param_groups"):
+        raise _neither(optimizer)
+    parameters: dict[int, tuple[str, Any]] = {}
+    for index, (group, listed) in enumerate(_parameter_lists(optimizer)):
+        paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
+        known = group.get("param_names") if hasattr(group, "get") else None
+        names = paths if known is None or len(known) != len(listed) else known
+        for name, parameter in zip(names, listed, strict=True):
+            parameters.setdefault(id(parameter), (str(name), parameter))
+    gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
+    return [Located(*found, gradient) for found, gradient in zip(parameters.values(), gradients, strict=True)]
+
+
+def name_gradients(located: Sequence[Located], names: Any) -> list[Located]:
+    """Return an optimizer's gradients under the names that a user gives.
+
+    Parameters
+    ----------
+    located : sequence of Located
+        Under their own names.
+    names : iterable or mapping, or None
+        Pairs of name and parameter (torch's ``named_parameters()``) or a mapping from one to the other: every parameter
+        of the optimizer must be there, and those of other optimizers may be. Or strings: one for each parameter or leaf
+        of the tree, in order. None keeps the names.
+
+    Raises
+    ------
+    InvalidValueError
+        For names that do not match the parameters; it says which.
+    """
+    if names is None:
+        return list(located)
+    usage = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
+    if isinstance(names, (str, bytes, set, frozenset)) or not hasattr(names, "__iter__"):
+        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {names!r}; {usage}"
+        raise InvalidValueError(msg)
+    listed = list(names.items() if isinstance(names, Mapping) else names)
+    if all(isinstance(name, str) for name in listed):
+        if len(listed) != len(located):
+            msg = f"names must be one for each of the optimizer's {len(located)} parameters, got {len(listed)}; {usage}"
+            raise InvalidValueError(msg)
+        return [one._replace(name=name) for one, name in zip(located, listed, strict=True)]
+    by_parameter: dict[int, str] = {}
+    # Of strings with something else among them, that is at fault.
+    for item in sorted(listed, key=lambda item: isinstance(item, str)):
+        if (
+            not isinstance(item, tuple)
+            or len(item) != 2
+            or not isinstance(item[0], str)
+            or not hasattr(item[1], "grad")
+        ):
+            msg = f"names must be pairs of a string and a parameter with .grad, got {item!r} among them; {usage}"
+            raise InvalidValueError(msg)
+        by_parameter[id(item[1])] = item[0]
+    unnamed = [one.name for one in located if one.parameter is None or id(one.parameter) not in by_parameter]
+    if unnamed:
+        rest = f" and {len(unnamed) - 3} more" * (len(unnamed) > 3)
+        msg = (
+            f"names must hold each of the optimizer's {len(located)} parameters, got {len(listed)} names, and none for "
+            f"{', '.join(unnamed[:3])}{rest}; {usage}"
+        )
+        raise InvalidValueError(msg)
+    return [one._replace(name=by_parameter[id(one.parameter)]) for one in located]
+
+
+def _neither(optimizer: Any) -> InvalidTypeError:
+    msg = (
+        f"an optimizer must have param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested "
+        f"containers, to be read and assigned), got {optimizer!r} of type {type(optimizer).__name__}, which has neither"
+    )
+    return InvalidTypeError(msg)
+
+
+def _parameter_lists(optimizer: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each group of ``param_groups`` and its parameters."""
+    for index, group in enumerate(optimizer.param_groups):
+        try:
+            listed = group["params"]
+        except (TypeError, KeyError, IndexError):
+            msg = f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {group!r}"
+            raise InvalidTypeError(msg) from None
+        yield group, [listed] if hasattr(listed, "grad") else list(listed)
+
+
+def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
+    try:
+        # Each gradient is read once: a parameter may give a new object at each access.
+        return [parameter.grad for parameter in parameters]
+    except AttributeError:
+        bad = next(parameter for parameter in parameters if not hasattr(parameter, "grad"))
+        msg = f"a parameter of {type(optimizer).__name__} must have .grad, got {bad!r}"
+        raise InvalidTypeError(msg) from None
+
+
+def _from_param_groups(optimizer: Any) -> tuple[list[Any], Assign]:
+    parameters: dict[int, Any] = {}
+    for _, listed in _parameter_lists(optimizer):
+        parameters |= {id(parameter): parameter for parameter in listed}
+    gradients = _gradients_of(optimizer, parameters.values())
+
+    def assign(replacements: dict[int, Array]) -> None:
+        for parameter, old in zip(parameters.values(), gradients, strict=True):
+            new = replacements.get(id(old), old)
+            if new is not old:
+                parameter.grad = new
+
+    return [gradient for gradient in gradients if gradient is not None], assign
+
+
+def _require_tree(optimizer: Any) -> Any:
+    """Return the ``grads`` of an optimizer, having checked that they can be walked."""
+    gradients = optimizer.grads
+    is_array = is_array_api_obj(gradients)
+    # An iterator would be empty for the optimizer after the scaler has walked it.
+    if not is_array and (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)):
+        msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {gradients!r}"
+        raise InvalidTypeError(msg)
+    return gradients
+
+
+def _from_grads(optimizer: Any) -> tuple[list[Any], Assign]:
+    leaves, rebuild = tree.flatten(_require_tree(optimizer))
+
+    def assign(replacements: dict[int, Array]) -> None:
+        if any(new is not leaf for leaf in leaves if (new := replacements.get(id(leaf), leaf)) is not leaf):
+            optimizer.grads = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
+
+    return leaves, assign

@@ -1,0 +1,266 @@
+"""Arithmetic on trees of arrays: scale, unscale and select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core import registry, tree
+from gradscale.core.arithmetic import Kind, PerDevice, dtype_kind, kind_of, multiply, no_scalar
+from gradscale.core.protocols import Array, ScaleState
+from gradscale.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
+
+
+def scale(outputs: Any, state: ScaleState) -> Any:
+    """Multiply outputs (a loss, or nested containers of arrays) by the scale.
+
+    Parameters
+    ----------
+    outputs : array or nested containers of arrays
+        Any shapes and floating dtypes, on any devices of one library. Integer arrays, Python integers and ``None``
+        pass through untouched.
+    state : ScaleState
+        Gives the scale; unchanged.
+
+    Returns
+    -------
+    same as outputs
+        New arrays of the same dtypes, except that a 0-d array of half precision comes back as float32: float16 cannot
+        hold a loss times 65536. Nothing is modified; no host read, no collective.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a leaf that is no array, or arrays of two libraries.
+    """
+    _require_state(state)
+    leaves, rebuild = tree.flatten(outputs)
+    chosen = floating_leaves(leaves, state, what="output", rebuild=rebuild)
+    factors = _per_device(state.scale)
+    scaled = {}
+    for x in chosen:
+        xp = array_namespace(x)
+        factor = factors.on(x)
+        if kind_of(x) is not Kind.NARROW:
+            scaled[id(x)] = multiply(xp, x, factor)
+            continue
+        wide = multiply(xp, xp.astype(x, xp.float32), factor)
+        scaled[id(x)] = wide if x.ndim == 0 else xp.astype(wide, x.dtype)
+    return rebuild(scaled.get(id(leaf), leaf) for leaf in leaves)
+
+
+def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None) -> tuple[Any, Array]:
+    """Divide gradients by the scale, and count the leaves that are not finite afterwards.
+
+    Use the state that ``scale`` used: a policy's update comes after (systems that update first halve the gradients
+    on every growth step).
+
+    Parameters
+    ----------
+    grads : array or nested containers of arrays
+        Floating or complex, any shapes, one library. Computed in float32 (float64 in itself); integer arrays, Python
+        integers and ``None`` pass through untouched and are not counted.
+    state : ScaleState
+        Gives the scale; unchanged.
+    dtype : dtype, optional
+        Wanted dtype of real floating leaves, such as float32 master gradients out of float16 ones. Default: each
+        leaf's own.
+    out : same as grads, optional
+        Arrays to write to, of equal shapes and any floating dtypes, such as float32 masters that are there already, or
+        the gradients themselves. A library whose arrays cannot be written (JAX) gives new ones of these dtypes.
+
+    Returns
+    -------
+    grads : same as grads
+        ``out`` where it is given and can be written, else new arrays; no others are modified.
+    nonfinite : array
+        0-d int32 on the state's device: how many leaves hold an inf or NaN, judged on the unscaled values in the dtype
+        in which they are returned, which is what the optimizer will see. No host read, no collective.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a leaf that is no array, or arrays of two libraries.
+    InvalidValueError
+        For ``dtype`` together with ``out``, or an ``out`` of another structure or shape.
+    """
+    _require_state(state)
+    leaves, rebuild = tree.flatten(grads)
+    chosen = floating_leaves(leaves, state, what="gradient", rebuild=rebuild)
+    backend = registry.backend_for(state.scale)
+    outs = None if out is None else _matching_outs(rebuild(leaves), out, chosen, state)
+    if outs is not None and dtype is not None:
+        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={dtype!r}"
+        raise InvalidValueError(msg)
+    unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
+    by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
+    return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves), nonfinite
+
+
+def _require_state(state: Any) -> None:
+    if not hasattr(state, "scale"):
+        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {state!r}"
+        raise InvalidTypeError(msg)
+
+
+def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
+    """Return the array to write to for each chosen gradient."""
+    pairs: dict[int, Any] = {}
+    tree.map_leaves(lambda grad, target: pairs.setdefault(id(grad), target), grads, out)
+    outs = [pairs[id(grad)] for grad in chosen]
+    require_arrays(outs, what="out")
+    for grad, target in zip(chosen, outs, strict=True):
+        if target is None or isinstance(target, int) or target.shape != grad.shape:
+            msg = f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {target!r}"
+            raise InvalidValueError(msg)
+        if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
+            msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
+            raise InvalidValueError(msg)
+    if len(floating_leaves(outs, state, what="out")) != len(outs):
+        msg = "out must hold a floating array for each gradient, each once"
+        raise InvalidValueError(msg)
+    return outs
+
+
+def select(pred: Array, on_true: Any, on_false: Any) -> Any:
+    """Choose between two trees by a 0-d bool, leaf by leaf, without a host read.
+
+    Parameters
+    ----------
+    pred : array
+        0-d bool, such as ``nonfinite == 0``; on any device of the library.
+    on_true, on_false : nested containers of arrays
+        Of one structure, with equal dtypes and shapes leaf by leaf. Leaves that are no arrays must be equal.
+
+    Returns
+    -------
+    same as on_true
+        New arrays; nothing is modified.
+
+    Raises
+    ------
+    InvalidTypeError
+        When ``pred`` is no 0-d bool, or two leaves differ in dtype (casting one would be a promotion by accident).
+    InvalidValueError
+        When the trees differ in structure, shapes, or in a leaf that is no array.
+    """
+    if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
+        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"
+        raise InvalidTypeError(msg)
+    chosen = _per_device(pred)
+
+    def choose(a: Any, b: Any) -> Any:
+        if not is_array_api_obj(a) or not is_array_api_obj(b):
+            if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
+                return a
+            msg = f"leaves that are no arrays must be equal in both trees, got {a!r} and {b!r}"
+            raise InvalidValueError(msg)
+        if a.dtype != b.dtype:
+            msg = f"both trees must have one dtype leaf by leaf, got {a.dtype} and {b.dtype}; cast one of them"
+            raise InvalidTypeError(msg)
+        if a.shape != b.shape:
+            msg = f"both trees must have one shape leaf by leaf, got {a.shape} and {b.shape}"
+            raise InvalidValueError(msg)
+        xp = array_namespace(a, b)
+        return no_scalar(xp, xp.where(chosen.on(a), a, b))
+
+    return tree.map_leaves(choose, on_true, on_false)
+
+
+def _per_device(x: Array) -> PerDevice:
+    backend = registry.backend_for(x)
+    return PerDevice(x, backend.placement, backend.move)
+
+
+def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> None:
+    """Check that every leaf is an array, ``None`` or a Python integer.
+
+    Raises
+    ------
+    InvalidTypeError
+        Naming the leaf and its place.
+    """
+    accepted: set[type] = {type(None), int, bool}
+    for index, leaf in enumerate(leaves):
+        if type(leaf) in accepted:
+            continue
+        if not is_array_api_obj(leaf):
+            msg = (
+                f"{what}{_path(leaves, index, rebuild)} must be an array of a library that follows the array API "
+                f"standard (or None), got {leaf!r} of type {type(leaf).__name__}"
+            )
+            raise InvalidTypeError(msg)
+        accepted.add(type(leaf))
+
+
+def first_floating(leaves: Sequence[Any]) -> Array | None:
+    """Return the first array that is not of integers, beside which a scale belongs; None without one."""
+    return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.EXACT), None)
+
+
+def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebuild: Any = None) -> Sequence[Array]:
+    """Return the floating arrays among leaves, each object once.
+
+    Parameters
+    ----------
+    leaves : sequence
+        Arrays, ``None`` and Python integers.
+    state : ScaleState
+        Its library is the one that all floating arrays must belong to.
+    what : str
+        The name of a leaf in error messages, such as "gradient".
+    rebuild : callable, optional
+        Builds the tree from leaves, to name the place of a bad one.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a leaf that is no array, or of another library than the state.
+    """
+    home = array_namespace(state.scale)
+    if _all_floating(leaves, home):
+        # Thousands of gradients of one type are told by their few dtypes.
+        return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
+    require_arrays(leaves, what=what, rebuild=rebuild)
+    chosen = {}
+    for index, leaf in enumerate(leaves):
+        if not hasattr(leaf, "dtype"):
+            continue
+        kind = kind_of(leaf)
+        if kind is Kind.UNKNOWN:
+            msg = (
+                f"{what}{_path(leaves, index, rebuild)} must have a floating, complex, integer or bool dtype, got "
+                f"{leaf.dtype!r}"
+            )
+            raise InvalidTypeError(msg)
+        # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
+        xp = array_namespace(leaf)
+        if xp is not home and kind is not Kind.EXACT:
+            msg = (
+                f"{what}{_path(leaves, index, rebuild)} must be an array of the library that the scale is in, "
+                f"{home.__name__}, got one of {xp.__name__}; use one scaler for each library"
+            )
+            raise InvalidTypeError(msg)
+        if kind is not Kind.EXACT:
+            chosen[id(leaf)] = leaf
+    return list(chosen.values())
+
+
+def _all_floating(leaves: Sequence[Any], home: Any) -> bool:
+    """Tell, without a look at each of them, whether leaves are floating arrays of one type and library."""
+    if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
+        return False
+    dtypes = {leaf.dtype for leaf in leaves}
+    return all(dtype_kind(dtype, home) in (Kind.NARROW, Kind.WIDE, Kind.COMPLEX) for dtype in dtypes)
+
+
+def _path(leaves: Sequence[Any], index: int, rebuild: Any) -> str:
+    """Return where a leaf stands in its tree, as the expression that reaches it."""
+    if rebuild is None:
+        return f" {index}"
+    path = tree.leaves_with_paths(rebuild(leaves))[index][0]
+    return f" at {path}" if path else ""

@@ -1,0 +1,121 @@
+"""What plugs in, and what goes between: Array, ScaleState, Policy, Collectives, GroupBackend, Optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+__all__ = ["Array", "Collectives", "GroupBackend", "Optimizer", "Policy", "ScaleState"]
+
+Array: TypeAlias = Any
+"""An array of any library that follows the Python array API standard."""
+
+
+class ScaleState(NamedTuple):
+    """Scale and trackers; a pytree as it stands, every field a 0-d array of one library on one device.
+
+    A fresh state has trackers of zero whatever the policy, so that a state of any policy, or of a
+    system that keeps only a scale, can be continued by another.
+
+    Attributes
+    ----------
+    scale : array
+        The factor that the loss is multiplied by; 0-d float32, finite and above zero.
+    growth_tracker : array
+        Clean steps counted towards the next growth; 0-d int32, not negative.
+    overflow_tracker : array
+        Overflows counted towards the next backoff (hysteresis, or the numerator of a ratio tolerance); 0-d int32.
+    rescale_tracker : array
+        Steps since the scale last changed (the denominator of a ratio tolerance); 0-d int32, and zero for
+        policies without a tolerance.
+    """
+
+    scale: Array
+    growth_tracker: Array
+    overflow_tracker: Array
+    rescale_tracker: Array
+
+
+class Collectives(Protocol):
+    """A group of processes that can agree on a few integers."""
+
+    rank: int
+    """Position of this process in the group, from 0."""
+    size: int
+    """Number of processes in the group."""
+
+    def start_max(self, x: Array, /) -> Callable[[], Array]:
+        """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
+
+        Every rank starts the same collectives in the same order. ``x`` is left alone; the result is a new array of
+        the same library and device, also when it is called again. The call raises
+        :class:`~gradscale.CollectiveTimeoutError` when a rank does not come in time, and
+        :class:`~gradscale.BackendError` for failures of the group's library.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupBackend(Protocol):
+    """What the adapter of a communication library supplies; registered like a :class:`~gradscale.Backend`.
+
+    One object may be both, for a library that brings arrays and process groups.
+    """
+
+    name: str
+    """The entry point's name."""
+
+    def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
+        """Wrap a communicator; ``timeout`` in seconds. May be collective over the group (duplicating it is)."""
+        ...
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """Anything with ``step()`` and gradients.
+
+    The gradients are found in one of two places:
+
+    - ``param_groups``: a list of dicts whose ``"params"`` have ``.grad`` (torch's convention); ``None`` is skipped;
+    - ``grads``: nested containers of arrays, which can be read and assigned.
+
+    An optional attribute ``master_dtype`` asks for the unscaled gradients in that dtype (float32 masters out of
+    float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their own
+    dtype, where the library can. A disabled scaler leaves them as they are.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the parameters from the gradients."""
+        ...
+
+
+class Policy(Protocol):
+    """The rule that adapts the scale: pure functions of a state; no host read."""
+
+    @property
+    def init_scale(self) -> float:
+        """The first scale."""
+        ...
+
+    def init(self, like: Array) -> ScaleState:
+        """Return the first state, in the library and on the device of ``like``."""
+        ...
+
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step).
+
+        Always called with ``nonfinite=``, since other libraries take the opposite flag in its place.
+        """
+        ...
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state with the scale lowered once, whatever is tolerated (a closure is tried again)."""
+        ...
+
+    def clamp(self, scale: float) -> float:
+        """Return a scale moved into the range that the policy allows (a checkpoint's, or one set by hand)."""
+        ...
+
+    def exhausted(self, state: ScaleState) -> Array | None:
+        """Return a 0-d bool: would one more overflow have to be raised; None where the policy never raises."""
+        ...

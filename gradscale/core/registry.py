@@ -1,0 +1,181 @@
+"""Which adapter serves an object: entry-point group ``gradscale.backends``, by name, loaded lazily.
+
+- An entry point's name is the top-level module of the types it serves: ``numpy`` for arrays, ``mpi4py`` for
+  communicators. It is looked up along the type's MRO, so nothing is imported to decide.
+- Only the adapter that is asked for is loaded: an unrelated broken one does no harm.
+- Two entry points of one name are an error, since two ranks could otherwise run two adapters.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Collectives, GroupBackend
+from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["all_collectives_for", "array_backend", "backend_for", "collectives_for", "get", "names", "refresh"]
+
+GROUP = "gradscale.backends"
+
+# What to install for a library whose adapter comes with gradscale.
+_EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]", "torch": "gradscale[torch]"}
+_EXTRAS |= dict.fromkeys(("jax", "jaxlib"), "gradscale[jax]")
+_EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "gradscale[cupy]")
+
+# The pure functions serve a library without an adapter.
+_PURE = Backend()
+_backends: dict[type, Backend] = {}
+
+
+@cache
+def _entry_points() -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points by name, in a total order."""
+    # Imported here because it is most of the time that `import gradscale` would take.
+    from importlib.metadata import entry_points
+
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
+        found.setdefault(entry.name, {})[entry.value] = entry
+    return {name: tuple(by_value.values()) for name, by_value in found.items()}
+
+
+def names() -> list[str]:
+    """Return the names of all registered adapters, sorted; none is imported."""
+    return sorted(_entry_points())
+
+
+def refresh() -> None:
+    """Forget what was found and loaded, after an adapter was installed in a running process."""
+    _entry_points.cache_clear()
+    get.cache_clear()
+    array_backend.cache_clear()
+    _registered_name.cache_clear()
+    _backends.clear()
+
+
+@cache
+def get(name: str) -> Any:
+    """Return the adapter of one name, imported at the first call.
+
+    Raises
+    ------
+    BackendNotAvailableError
+        When none is registered, or it cannot be imported; with the pip command, and the import's failure as the cause.
+    BackendError
+        When two are registered under the name (both are named), or the adapter fails otherwise.
+    """
+    candidates = _entry_points().get(name, ())
+    if not candidates:
+        known = _EXTRAS.get(name)
+        hint = f"install it with: python -m pip install '{known}'" if known else "install the package that provides it"
+        msg = f"no gradscale adapter is registered for {name!r}; {hint}. Registered: {', '.join(names()) or 'none'}"
+        raise BackendNotAvailableError(msg)
+    if len(candidates) > 1:
+        both = " and ".join(f"{entry.value} (from {_distribution(entry)})" for entry in candidates)
+        msg = f"{len(candidates)} gradscale adapters are registered for {name!r}: {both}; uninstall all but one"
+        raise BackendError(msg)
+    entry = candidates[0]
+    try:
+        return entry.load()
+    except ImportError as error:
+        known = _EXTRAS.get(name)
+        hint = f"; install what it needs with: python -m pip install '{known}'" if known else ""
+        msg = f"the gradscale adapter for {name!r}, {entry.value}, cannot be imported: {error}{hint}"
+        raise BackendNotAvailableError(msg) from error
+    except Exception as error:
+        msg = f"the gradscale adapter for {name!r}, {entry.value}, failed while it was loaded: {error!r}"
+        raise BackendError(msg) from error
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+@cache
+def _registered_name(kind: type) -> str | None:
+    """Return the first top-level module along a type's MRO that has an adapter."""
+    for base in kind.__mro__:
+        name = base.__module__.partition(".")[0]
+        if name in _entry_points():
+            return name
+    return None
+
+
+def backend_for(x: Any) -> Backend:
+    """Return the adapter for an array; the pure core itself where its library has none."""
+    kind: Any = type(x)
+    # A plain dictionary: compilers that trace Python look into functions behind a cache.
+    if kind not in _backends:
+        name = _registered_name(kind)
+        _backends[kind] = _PURE if name is None else array_backend(name)
+    return _backends[kind]
+
+
+@cache
+def array_backend(name: str) -> Backend:
+    """Return the adapter of one name, checked to be one for arrays.
+
+    Raises
+    ------
+    InvalidTypeError
+        When it does not derive from :class:`gradscale.Backend`.
+    """
+    backend = get(name)
+    if isinstance(backend, Backend):
+        return backend
+    msg = (
+        f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
+        f"{backend!r} of type {type(backend).__name__}"
+    )
+    raise InvalidTypeError(msg)
+
+
+def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
+    """Return the collectives of a group, or of each one of a list of groups, as ``collectives_for`` does.
+
+    Raises
+    ------
+    InvalidTypeError
+        For an empty list, and when no adapter serves an object.
+    """
+    groups = list(group) if isinstance(group, (list, tuple)) else [group]
+    if not groups:
+        msg = f"group must name at least one group, got {group!r}"
+        raise InvalidTypeError(msg)
+    return [collectives_for(one, timeout) for one in groups]
+
+
+def collectives_for(group: Any, timeout: float) -> Collectives:
+    """Return the collectives of a group: the object itself if it has them, else as the library's adapter wraps it.
+
+    Parameters
+    ----------
+    group : object
+        A communicator of a library with an adapter, or an object with ``rank``, ``size`` and ``start_max``.
+    timeout : float
+        Seconds until a collective that some rank does not come to is given up.
+
+    Raises
+    ------
+    InvalidTypeError
+        When no adapter serves the object.
+    """
+    # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
+    if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
+        collectives: Collectives = group
+        return collectives
+    kind: Any = type(group)
+    name = _registered_name(kind)
+    backend = get(name) if name is not None else None
+    if isinstance(backend, GroupBackend):
+        return backend.collectives(group, timeout=timeout)
+    msg = (
+        f"group must be a communicator of a library with an adapter (registered: {', '.join(names()) or 'none'}), an "
+        f"object with rank, size and start_max, or a list of these, got {group!r} of type {type(group).__name__}"
+    )
+    raise InvalidTypeError(msg)

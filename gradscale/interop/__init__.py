@@ -1,0 +1,1 @@
+"""Saved states of other systems."""

@@ -1,0 +1,540 @@
+"""Saved scaler states of other systems, translated: load_foreign_state."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gradscale.core import validation
+from gradscale.core.protocols import Policy
+from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
+from gradscale.policies import presets
+from gradscale.policies.dynamic import StaticScale
+from gradscale.scaler import checkpoint
+
+__all__ = ["ForeignState", "load_foreign_state"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """The keys under which a system saves what; without a preset it is a static scale."""
+
+    system: str
+    preset: str = ""
+    scale: str
+    required: tuple[str, ...]
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the keys, by the preset's names
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    growth: str | None = None  # clean steps, or last_overflow_iter, from which they are counted
+    remaining: str | None = None  # overflows that are still tolerated
+    least_remaining: int = 1
+    lost: tuple[str, ...] = ()  # trackers that the system has and does not save
+    also: tuple[str, ...] = ()
+    note: str = ""
+    is_distinct: bool = True  # recognised by its keys
+
+    @property
+    def vocabulary(self) -> frozenset[str]:
+        """Every key that it may have."""
+        return frozenset((*self.required, *self.settings.values(), *self.also))
+
+
+_FACTORS = {"growth_factor": "growth_factor", "backoff_factor": "backoff_factor", "growth_interval": "growth_interval"}
+_TORCH = ("scale", *_FACTORS, "_growth_tracker")
+# One factor that the scale is multiplied by and divided by.
+_SYMMETRIC = ("scale_factor", "factor")
+_WINDOW = {"growth_factor": "scale_factor", "backoff_factor": "scale_factor", "growth_interval": "scale_window"}
+_WINDOWED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_LAYOUTS = (
+    _Layout(
+        system="torch", preset="torch", scale="scale", required=_TORCH, settings=_FACTORS, growth="_growth_tracker"
+    ),
+    _Layout(
+        system="nemo",
+        preset="apex_hysteresis",
+        scale="scale",
+        required=(*_TORCH, "_hysteresis_tracker"),
+        settings=_FACTORS,
+        growth="_growth_tracker",
+        remaining="_hysteresis_tracker",
+        least_remaining=-validation.LARGEST_INT32,
+    ),
+    _Layout(
+        system="megatron",
+        preset="megatron",
+        scale="scale",
+        required=("scale", "growth_tracker", "hysteresis_tracker"),
+        growth="growth_tracker",
+        remaining="hysteresis_tracker",
+        # It goes on counting down where every overflow backs off.
+        least_remaining=-validation.LARGEST_INT32,
+    ),
+    _Layout(
+        system="deepspeed",
+        preset="deepspeed",
+        scale="cur_scale",
+        required=("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
+        settings=_WINDOW
+        | {"hysteresis": "delayed_shift", "min_scale": "min_scale"}
+        | {"consecutive_hysteresis": "consecutive_hysteresis", "raise_at_min": "raise_error_at_min_scale"},
+        growth="last_overflow_iter",
+        remaining="cur_hysteresis",
+        also=("dynamic",),
+    ),
+    _Layout(
+        system="deepspeed",
+        preset="deepspeed_stage0",
+        scale="cur_scale",
+        required=("dynamic_loss_scale", *_WINDOWED),
+        settings=_WINDOW,
+        growth="last_overflow_iter",
+        note="DeepSpeed's without ZeRO; apex's FP16_Optimizer saves the same keys: format='apex'",
+    ),
+    _Layout(system="deepspeed", scale="cur_scale", required=("dynamic_loss_scale", "cur_scale", "cur_iter")),
+    _Layout(system="deepspeed", scale="cur_scale", required=("dynamic", "cur_scale")),
+    _Layout(
+        system="apex",
+        preset="apex",
+        scale="loss_scale",
+        required=("loss_scale", "unskipped"),
+        growth="unskipped",
+        note="amp's dynamic scaler; a static one saves the same keys: gradscale.StaticScale",
+    ),
+    _Layout(
+        system="apex",
+        preset="apex",
+        scale="cur_scale",
+        required=_WINDOWED,
+        settings=_WINDOW,
+        fixed={"min_scale": 1.0, "max_scale": None},
+        growth="last_overflow_iter",
+    ),
+    _Layout(
+        system="fairseq",
+        preset="fairseq",
+        scale="loss_scale",
+        required=("loss_scale",),
+        lost=("growth_tracker", "overflow_tracker", "rescale_tracker"),
+    ),
+    _Layout(
+        system="keras",
+        preset="keras",
+        scale="dynamic_scale",
+        required=("dynamic_scale", "step_counter"),
+        settings={"growth_interval": "dynamic_growth_steps"},
+        growth="step_counter",
+    ),
+    _Layout(
+        system="flax",
+        preset="flax",
+        scale="scale",
+        required=("scale", "fin_steps"),
+        settings=_FACTORS | {"min_scale": "minimum_scale"},
+        growth="fin_steps",
+    ),
+    _Layout(
+        system="jmp",
+        preset="jmp",
+        scale="loss_scale",
+        required=("loss_scale", "counter"),
+        settings={"growth_factor": "factor", "backoff_factor": "factor", "growth_interval": "period"}
+        | {"min_scale": "min_loss_scale"},
+        growth="counter",
+    ),
+    # Told by the class of its object: as a mapping it could be fairseq's.
+    _Layout(system="jmp", scale="loss_scale", required=("loss_scale",), is_distinct=False),
+)
+_SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
+# apex's amp numbers the scalers of its losses.
+_OF_SEVERAL = re.compile(r"loss_scaler(\d+)")
+# Behind the iteration and the learning rate that every optimizer of Keras has.
+_KERAS_POSITIONS = {"step_counter": "2", "dynamic_scale": "3"}
+_KNOWN_KEYS = frozenset(key for layout in _LAYOUTS for key in layout.vocabulary)
+_DEEPEST = 5
+_SHOWN = 12
+
+
+def _layout_of(system: str, *, is_static: bool = False) -> _Layout:
+    """Return the layout of a system's object, of whichever class."""
+    return next(x for x in reversed(_LAYOUTS) if x.system == system and (not x.preset) == is_static)
+
+
+def _nearest(name: Any, names: Iterable[str]) -> str:
+    """Return a question for the nearest of some names, or an empty string."""
+    close = difflib.get_close_matches(f"{name}".lower(), sorted(names), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _listed(fields: Mapping[Any, Any]) -> str:
+    """Return the keys of a mapping as text, the first of many."""
+    names = sorted(map(str, fields))
+    return f"the keys {names[:_SHOWN]}{' ...' if len(names) > _SHOWN else ''}"
+
+
+def _is_numbered(fields: Mapping[Any, Any]) -> bool:
+    """Tell whether these are the variables that Keras' LossScaleOptimizer saves under numbers."""
+    names = list(fields)
+    is_counted = len(names) > 0 and all(isinstance(name, str) and name.isdecimal() for name in names)
+    return is_counted and all(getattr(fields.get(at), "shape", None) == () for at in _KERAS_POSITIONS.values())
+
+
+def _recognise(fields: Mapping[Any, Any], system: str | None) -> _Layout:
+    """Return the layout that a mapping is of, or raise saying what it looks like."""
+    if not fields:
+        msg = (
+            "the state is empty, as a disabled scaler of torch and Megatron's constant one save it, and says no scale; "
+            "construct GradScaler(enabled=False), or GradScaler(policy=StaticScale(...)) with Megatron's --loss-scale"
+        )
+        raise StateDictError(msg)
+    if {"version", "_overflow_tracker"} <= fields.keys():
+        msg = f"the state is gradscale's own, got {_listed(fields)}; pass it to GradScaler.load_state_dict"
+        raise StateDictError(msg)
+    found = _matches(fields, system)
+    if len(found) == 1:
+        return found[0]
+    nested = sorted(_nested(fields, system, "state", 1), key=lambda found: -found[0])
+    if nested:
+        paths = [path for likeness, path in nested if likeness == nested[0][0]]
+        msg = f"the state holds a scaler's state inside, got {_listed(fields)}; pass {' or '.join(paths[:_SHOWN])}"
+        raise StateDictError(msg)
+    near = max(_candidates(system), key=lambda layout: _likeness(layout, fields))
+    missing = [key for key in near.required if key not in fields]
+    # One shared key, such as scale, tells nothing.
+    if missing and (system or _likeness(near, fields)[0] > 1):
+        close = "".join(_nearest(key, missing) for key in fields.keys() - _KNOWN_KEYS)
+        msg = f"the {near.system} state is cut short: keys {missing} are missing, got {_listed(fields)}{close}"
+        raise StateDictError(msg)
+    formats = "; ".join(f"{layout.system}: {', '.join(layout.required)}" for layout in _candidates(system))
+    close = next(filter(None, (_nearest(key, _KNOWN_KEYS) for key in fields.keys() - _KNOWN_KEYS)), "")
+    several = "several formats" if found else "no known format"
+    msg = (
+        f"the state is of {several}, got {_listed(fields)}{close}; the formats have these keys, and one can be named "
+        f"with format=: {formats}"
+    )
+    raise StateDictError(msg)
+
+
+def _candidates(system: str | None) -> list[_Layout]:
+    return [layout for layout in _LAYOUTS if layout.is_distinct and system in (None, layout.system)]
+
+
+def _matches(fields: Mapping[Any, Any], system: str | None) -> list[_Layout]:
+    """Return the layouts whose keys are all there; where the format is not named, with no key of another."""
+    keys = fields.keys()
+    whole = [layout for layout in _candidates(system) if keys >= set(layout.required)]
+    if system is None:
+        return [layout for layout in whole if keys & _KNOWN_KEYS <= layout.vocabulary]
+    return sorted(whole, key=lambda layout: len(layout.required))[-1:]
+
+
+def _likeness(layout: _Layout, fields: Mapping[Any, Any]) -> tuple[int, int, int]:
+    required = len(fields.keys() & set(layout.required))
+    return len(fields.keys() & layout.vocabulary), required, required - len(layout.required)
+
+
+def _nested(holder: Any, system: str | None, where: str, depth: int) -> Iterator[tuple[int, str]]:
+    """Yield how much what lies deeper looks like a scaler's state, and the expression for it."""
+    for key, value in holder.items() if isinstance(holder, Mapping) else enumerate(holder):
+        inside = f"{where}[{key!r}]"
+        found = _matches(value, system) if isinstance(value, Mapping) else []
+        if len(found) == 1:
+            yield len(found[0].required), inside
+        elif isinstance(value, Mapping) and _is_apart(value):
+            yield len(_KERAS_POSITIONS), inside
+        elif isinstance(value, (Mapping, list, tuple)):
+            if depth < _DEEPEST:
+                yield from _nested(value, system, inside, depth + 1)
+        elif hasattr(value, "cur_scale"):
+            yield 1, f"vars({inside})"
+
+
+def _is_apart(fields: Mapping[Any, Any]) -> bool:
+    """Tell whether these are keys that are looked up before all others."""
+    return _is_numbered(fields) or any(_OF_SEVERAL.fullmatch(f"{name}") for name in fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignState:
+    """What a saved state of another system says, in gradscale's terms; ``print`` it to see what was assumed.
+
+    Attributes
+    ----------
+    format : str
+        The system that it is of.
+    policy : Policy
+        That system's rule, its ``init_scale`` being the saved scale; a StaticScale for a scale that never changes.
+    state_dict : dict
+        For ``GradScaler.load_state_dict``; holds the policy, too.
+    missing : tuple of str
+        The settings and trackers that the saved state does not say.
+    assumed : mapping of str to object
+        The value taken for each of these that the caller did not give.
+    """
+
+    format: str
+    policy: Policy
+    state_dict: dict[str, Any]
+    missing: tuple[str, ...]
+    assumed: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        trackers = ", ".join(f"{key[1:]} {self.state_dict[key]}" for key in self.state_dict if key.endswith("_tracker"))
+        lines = [f"{self.format} state: scale {self.state_dict['scale']!r}, {trackers}", f"policy: {self.policy}"]
+        if self.assumed:
+            lines.append("not in the saved state, and assumed:")
+            lines += [f"    {name} = {value}" for name, value in self.assumed.items()]
+        given = [name for name in self.missing if name not in self.assumed]
+        if given:
+            lines.append(f"not in the saved state, and given by the caller: {', '.join(given)}")
+        if not self.missing:
+            lines.append("the saved state says everything; nothing was assumed")
+        return "\n".join(lines)
+
+
+_LARGEST_COUNT = 2**63 - 1
+
+
+def load_foreign_state(
+    state: Any,
+    format: str | None = None,  # noqa: A002
+    *,
+    loss_id: int | None = None,
+    **settings: Any,
+) -> ForeignState:
+    """Translate the saved scaler state of another system, so that the run goes on with the scales it would have had.
+
+    Nothing is unpickled, and no class is imported: ``state`` is what the system's own loader gave. Continued with
+    ``scaler.load_state_dict(load_foreign_state(state).state_dict)`` the scale is the original's after every step, as
+    long as the factors are powers of two (some originals hold others in float64). Where an interval was made shorter
+    than the run of clean steps, torch grows only after the next overflow, and gradscale on the next clean step.
+
+    Parameters
+    ----------
+    state : mapping, or a flax DynamicScale, or a jmp LossScale
+        Of torch (``state_dict()``; NeMo's, too), Megatron (``state_dict()``), DeepSpeed (the optimizer's without ZeRO,
+        or ``vars()`` of its loss scaler), apex (``amp.state_dict()``, FP16_Optimizer's, or ``vars()`` of its loss
+        scaler), fairseq (the optimizer's), Keras (LossScaleOptimizer's variables by name, or by number as saved), flax
+        (``to_state_dict``), or jmp (``vars()``). Values are Python numbers or arrays of one element, which are read
+        from their device. Not modified.
+    format : str, optional
+        ``"torch"``, ``"nemo"``, ``"megatron"``, ``"deepspeed"``, ``"apex"``, ``"fairseq"``, ``"keras"``, ``"flax"`` or
+        ``"jmp"``. Default: recognised by the keys.
+    loss_id : int, optional
+        Which of apex's loss scalers; needed when there are several: one gradscale scaler goes on for each.
+    **settings
+        Settings that the state does not say, by the names of the system's function in ``gradscale.presets``, such as
+        ``growth_interval=500``. Default: that function's.
+
+    Raises
+    ------
+    StateDictError
+        For a state that is empty, cut short, corrupted, nested in something else, or of no known format.
+    InvalidValueError
+        For an unknown format or setting, with the nearest, and for a setting that the state does say.
+    InvalidTypeError
+        For a path, bytes or another object, with how to load it.
+    """
+    if format is not None and format not in _SYSTEMS:
+        msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {format!r}{_nearest(format, _SYSTEMS)}"
+        raise InvalidValueError(msg)
+    fields, layout = _fields(state)
+    if layout is None:
+        chosen = _chosen(fields, loss_id)
+        # One of several is apex's, however little is left of it.
+        layout = _recognise(chosen, format or ("apex" if _several(fields) else None))
+        fields = chosen
+    elif format not in (None, layout.system):
+        msg = f"the state is {layout.system}'s, got format={format!r}; leave it out"
+        raise InvalidValueError(msg)
+    return _translate(fields, layout, settings)
+
+
+def _fields(state: Any) -> tuple[Mapping[Any, Any], _Layout | None]:
+    """Return the state as a mapping, and its layout where an object's class tells it."""
+    if isinstance(state, Mapping):
+        return state, None
+    kind = type(state)
+    library = kind.__module__.partition(".")[0]
+    if library == "flax" and kind.__name__ == "DynamicScale":
+        names = ("growth_factor", "backoff_factor", "growth_interval", "fin_steps", "scale", "minimum_scale")
+        return {name: getattr(state, name) for name in names}, _layout_of("flax")
+    if library == "jmp" and kind.__name__ == "DynamicLossScale":
+        return vars(state), _layout_of("jmp")
+    if library == "jmp" and kind.__name__ in ("StaticLossScale", "NoOpLossScale"):
+        return {"loss_scale": state.loss_scale}, _layout_of("jmp", is_static=True)
+    if isinstance(state, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(state, "read"):
+        msg = (
+            f"state must be what was loaded from a file, got {state!r}; load it without running what it may hold: "
+            f"torch.load(path, weights_only=True), flax.serialization.msgpack_restore(data), "
+            f"numpy.load(path, allow_pickle=False), or h5py.File(path), and pass the part that is the scaler's"
+        )
+    else:
+        msg = (
+            f"state must be a mapping, or a DynamicScale of flax or a loss scale of jmp, got {state!r} of type "
+            f"{kind.__name__}; pass its state_dict(), or vars() of it"
+        )
+    raise InvalidTypeError(msg)
+
+
+def _chosen(fields: Mapping[Any, Any], loss_id: int | None) -> Mapping[Any, Any]:
+    """Return one of apex's loss scalers where there are some, and Keras' numbered variables by their names."""
+    scalers = _several(fields)
+    if scalers:
+        choice = next(iter(scalers)) if loss_id is None and len(scalers) == 1 else f"{loss_id}"
+        if choice not in scalers or not isinstance(scalers[choice], Mapping):
+            msg = (
+                f"the apex state holds {len(scalers)} loss scalers, {', '.join(f'loss_scaler{i}' for i in scalers)}, "
+                f"got loss_id={loss_id!r}; load each into a scaler of its own, with loss_id= its number"
+            )
+            raise StateDictError(msg)
+        inner: Mapping[Any, Any] = scalers[choice]
+        return inner
+    if loss_id is not None:
+        msg = (
+            f"loss_id= chooses among apex's 'loss_scaler0', 'loss_scaler1', ..., got {loss_id!r} and {_listed(fields)}"
+        )
+        raise InvalidValueError(msg)
+    if _is_numbered(fields):
+        return {name: fields[at] for name, at in _KERAS_POSITIONS.items()}
+    return fields
+
+
+def _several(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return apex's loss scalers by their numbers."""
+    names = [key for key in fields if isinstance(key, str)]
+    return {match[1]: fields[name] for name in names if (match := _OF_SEVERAL.fullmatch(name))}
+
+
+def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, Any]) -> ForeignState:
+    """Return what a state of this layout says, with the caller's settings for what it does not say."""
+    defaults: dict[str, Any] = {}
+    if layout.preset:
+        parameters = inspect.signature(getattr(presets, layout.preset)).parameters
+        defaults = {name: each.default for name, each in parameters.items() if name != "init_scale"}
+    said = [name for name, key in layout.settings.items() if _says(fields, key)]
+    missing = [name for name in defaults if name not in (*said, *layout.fixed)]
+    for name, value in settings.items():
+        if name not in missing:
+            wanted = f"the settings that can be given are {', '.join(missing)}" if missing else "leave it out"
+            reason = f"says {name} itself" if name in said else f"has no setting {name!r}"
+            msg = f"this {layout.system} state {reason}, got {name}={value!r}; {wanted}{_nearest(name, missing)}"
+            raise InvalidValueError(msg)
+    try:
+        return _translate_dynamic(fields, layout, defaults, settings) if defaults else _translate_static(fields, layout)
+    except StateDictError:
+        raise
+    except (InvalidTypeError, InvalidValueError) as error:
+        msg = f"the {layout.system} state cannot be read: {error}"
+        raise StateDictError(msg) from error
+
+
+def _translate_dynamic(
+    fields: Mapping[Any, Any], layout: _Layout, defaults: dict[str, Any], settings: dict[str, Any]
+) -> ForeignState:
+    preset = getattr(presets, layout.preset)
+    said = {name: _setting(name, key, fields[key]) for name, key in layout.settings.items() if _says(fields, key)}
+    missing = [name for name in defaults if name not in {**said, **layout.fixed}]
+    chosen: dict[str, Any] = {**layout.fixed, **said, **settings}
+    remaining = None
+    if layout.remaining is not None:
+        value = _scalar(fields[layout.remaining])
+        remaining = validation.integer(layout.remaining, value, layout.least_remaining, validation.LARGEST_INT32)
+        # More are still tolerated than there are by default: there must have been as many.
+        chosen.setdefault("hysteresis", max(remaining, defaults["hysteresis"]))
+    scale = validation.scale(layout.scale, _scalar(fields[layout.scale]))
+    try:
+        policy = preset(init_scale=scale, **{name: value for name, value in chosen.items() if name in defaults})
+    except InvalidValueError as error:
+        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
+        msg = f"{layout.scale} {scale!r} does not go with the settings: {error}{remedy}"
+        raise InvalidValueError(msg) from error
+    # What the system's own settings do not reach, and its state says all the same.
+    policy = dataclasses.replace(policy, **{name: value for name, value in chosen.items() if name not in defaults})
+    snapshot = {"scale": scale, "growth_tracker": _clean_steps(fields, layout, policy, "growth_interval" in said)}
+    snapshot["overflow_tracker"] = 0 if remaining is None else _counted(remaining, layout, policy)
+    assumed = {name: chosen.get(name, defaults[name]) for name in missing if name not in settings}
+    assumed |= dict.fromkeys(layout.lost, 0)
+    assumed |= {"system": layout.note} if layout.note else {}
+    missing += [name for name in assumed if name not in missing]
+    return ForeignState(
+        format=layout.system,
+        policy=policy,
+        state_dict=checkpoint.build(policy, snapshot, 1),
+        missing=tuple(missing),
+        assumed=MappingProxyType(assumed),
+    )
+
+
+def _translate_static(fields: Mapping[Any, Any], layout: _Layout) -> ForeignState:
+    flags = [key for key in ("dynamic", "dynamic_loss_scale") if key in layout.required]
+    if any(validation.boolean(key, _scalar(fields[key])) for key in flags):
+        dynamic = [other for other in _LAYOUTS if other.system == layout.system and other.preset]
+        wanted = next((other for other in dynamic if flags[0] in other.required), dynamic[0])
+        absent = [key for key in wanted.required if key not in fields]
+        msg = f"the {layout.system} state is cut short: keys {absent} are missing, got {_listed(fields)}"
+        raise StateDictError(msg)
+    policy = StaticScale(validation.scale(layout.scale, _scalar(fields[layout.scale])))
+    saved = checkpoint.build(policy, {"scale": policy.init_scale}, 1)
+    return ForeignState(layout.system, policy, saved, (), MappingProxyType({}))
+
+
+def _says(fields: Mapping[Any, Any], key: str) -> bool:
+    # flax has None for no minimum.
+    return fields.get(key) is not None
+
+
+def _scalar(value: Any) -> Any:
+    """Return the element of an array of one, in an array library or a file; what else it is, is checked later."""
+    shape = getattr(value, "shape", None)
+    return value if shape is None or any(length != 1 for length in shape) else value[(0,) * len(shape)]
+
+
+def _setting(name: str, key: str, value: Any) -> Any:
+    """Return a saved setting as a plain number of the policy's, or raise naming its key."""
+    value = _scalar(value)
+    if name in ("growth_interval", "hysteresis"):
+        return validation.integer(key, value, 1, validation.LARGEST_INT32)
+    if name in ("consecutive_hysteresis", "raise_at_min"):
+        return validation.boolean(key, value)
+    if name == "min_scale":
+        return validation.scale(key, value)
+    if name == "backoff_factor" and key not in _SYMMETRIC:
+        return validation.number(key, value, above=0.0, below=1.0)
+    factor = validation.number(key, value, above=1.0, at_most=validation.LARGEST_FLOAT32)
+    return 1.0 / factor if name == "backoff_factor" else factor
+
+
+def _clean_steps(fields: Mapping[Any, Any], layout: _Layout, policy: Any, is_interval_said: bool) -> int:
+    """Return the growth tracker."""
+    if layout.growth is None:
+        return 0
+    interval: int = policy.growth_interval
+    is_late = policy.growth_after != "interval"
+    if layout.growth == "last_overflow_iter":
+        done = validation.integer("cur_iter", _scalar(fields["cur_iter"]), 0, _LARGEST_COUNT)
+        last = validation.integer("last_overflow_iter", _scalar(fields["last_overflow_iter"]), -1, done - 1)
+        run = done - last - 1
+        # DeepSpeed's first growth of a run comes after one step more, with which the next interval begins.
+        return (run - 1) % interval + 1 if is_late and run else run % interval
+    count = validation.integer(layout.growth, _scalar(fields[layout.growth]), 0, validation.LARGEST_INT32)
+    if not is_interval_said and count >= interval + is_late:
+        msg = (
+            f"{layout.growth} must be below the interval after which the scale grows, got {count!r} and {interval!r}, "
+            f"which the state does not say; give growth_interval="
+        )
+        raise InvalidValueError(msg)
+    return count
+
+
+def _counted(remaining: int, layout: _Layout, policy: Any) -> int:
+    """Return the overflow tracker, which counts up, from the overflows that are left."""
+    if remaining > policy.hysteresis:
+        msg = f"{layout.remaining} must be at most the hysteresis, got {remaining!r} and {policy.hysteresis!r}"
+        raise InvalidValueError(msg)
+    return 0 if policy.hysteresis == 1 else policy.hysteresis - max(remaining, 0)

@@ -1,0 +1,1 @@
+"""The rules that adapt the scale, as arrays and as plain numbers."""

@@ -1,0 +1,399 @@
+"""The rule that adapts the scale, as pure functions of a state: DynamicScale and StaticScale.
+
+One :class:`DynamicScale` covers the known systems by orthogonal fields: when growth happens, what an overflow must
+reach before the scale backs off, what happens at the minimum and at the maximum. All arithmetic is on 0-d arrays of
+the array API standard, without a host read, and runs under a tracing compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, ParamSpec
+
+from array_api_compat import array_namespace, device, is_array_api_obj, to_device
+
+from gradscale.core import registry, validation
+from gradscale.core.arithmetic import has_float64, no_scalar
+from gradscale.core.protocols import Array, ScaleState
+from gradscale.errors import InvalidTypeError, InvalidValueError
+
+__all__ = [
+    "AtMin",
+    "BoundedScale",
+    "DynamicScale",
+    "StaticScale",
+    "is_reached",
+    "new_state",
+    "next_count",
+    "overflow_flag",
+    "times",
+    "verdict_by_name",
+]
+
+AtMin = Literal["clamp", "hold", "raise"]
+GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]
+Refill = Literal["clean_step", "growth", "backoff"]
+
+_GROWTH_AFTER: tuple[GrowthAfter, ...] = ("interval", "first_interval_plus_one", "interval_plus_one")
+_REFILL: tuple[Refill, ...] = ("clean_step", "growth", "backoff")
+
+
+_Parameters = ParamSpec("_Parameters")
+
+
+def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Parameters, ScaleState]:
+    """Let a policy's ``update`` refuse a verdict without its name, and say why.
+
+    A flag of the opposite sense would train on silently: it grows the scale at each overflow.
+
+    Parameters
+    ----------
+    update : callable
+        ``update(self, state, *, nonfinite)``.
+
+    Returns
+    -------
+    callable
+        The same; raises InvalidTypeError unless it is called as ``update(state, nonfinite=...)``.
+    """
+
+    @functools.wraps(update)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
+        if len(args) > 2 or "nonfinite" not in kwargs:
+            given = f"{args[2]!r} without a name" if len(args) > 2 else "none"
+            msg = (
+                f"update takes its verdict by name, got {given}; call update(state, nonfinite=...) with the number of "
+                f"gradients that are not finite, 0 for a clean step (jmp's adjust takes the opposite: whether all are)"
+            )
+            raise InvalidTypeError(msg)
+        return update(*args, **kwargs)
+
+    return checked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BoundedScale:
+    """What every rule with factors and bounds shares: its first state, its bounds, and one change of the scale.
+
+    The scale is never inf, NaN or 0: growth that float32 cannot hold is not made, and backoff stops at ``min_scale``.
+    No policy by itself: :class:`DynamicScale` and the classes of :mod:`gradscale.policies.rules` add ``update``.
+
+    Parameters
+    ----------
+    init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, at_min
+        As in :class:`DynamicScale`.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For an argument out of range or of a wrong type, with its name and value.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = validation.SMALLEST_NORMAL
+    max_scale: float | None = None
+    at_min: AtMin = "clamp"
+
+    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold")
+    # A larger factor would overflow in the product that is discarded where growth is not made.
+    _LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "init_scale": validation.scale("init_scale", self.init_scale),
+            "growth_factor": validation.number(
+                "growth_factor", self.growth_factor, above=1.0, at_most=self._LARGEST_GROWTH
+            ),
+            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self._largest_interval),
+            "min_scale": validation.scale("min_scale", self.min_scale),
+            "at_min": validation.choice("at_min", self.at_min, self._AT_MIN),
+            **self._check(),
+        }
+        if self.max_scale is not None:
+            checked["max_scale"] = validation.scale("max_scale", self.max_scale)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not self.min_scale <= self.init_scale <= self._largest:
+            msg = (
+                f"init_scale must lie within min_scale and max_scale, got init_scale={self.init_scale!r}, "
+                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
+            )
+            raise InvalidValueError(msg)
+
+    def _check(self) -> dict[str, Any]:
+        """Return the checked values of the fields that a rule adds."""
+        return {}
+
+    @property
+    def _largest_interval(self) -> int:
+        return validation.LARGEST_INT32
+
+    @property
+    def _largest(self) -> float:
+        return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
+
+    def init(self, like: Array) -> ScaleState:
+        """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
+        return _first_state(self.init_scale, like)
+
+    def clamp(self, scale: float) -> float:
+        """Return a scale moved into ``[min_scale, max_scale]``."""
+        return min(max(scale, self.min_scale), self._largest)
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state with the scale backed off once, whatever is tolerated, and trackers of 0."""
+        xp = array_namespace(state.scale)
+        zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
+        return new_state(xp, self._lowered(xp, state.scale), *zeros)
+
+    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+        """Return None: it never raises."""
+        return None
+
+    def _lowered(self, xp: Any, scale: Array) -> Array:
+        lowered = times(xp, scale, self.backoff_factor)
+        floor = xp.full_like(scale, self.min_scale)
+        if self.at_min == "hold":
+            return xp.where(lowered < floor, scale, lowered)
+        return xp.maximum(lowered, floor)
+
+    def _raised(self, xp: Any, scale: Array) -> Array:
+        # Chosen before the product, so that no library has an overflow to warn of.
+        fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
+        product = times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
+        if self.max_scale is None:
+            return xp.where(fits, product, scale)
+        largest = xp.full_like(scale, self.max_scale)
+        return xp.where(fits, xp.minimum(product, largest), largest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicScale(BoundedScale):
+    """Back the scale off on an overflow, and let it grow after a run of clean steps.
+
+    The defaults are torch.amp's rule. The scale is never inf, NaN or 0: growth that float32 cannot hold is not made,
+    and backoff stops at ``min_scale``. It stays a power of two when its factors and bounds are.
+
+    Parameters
+    ----------
+    init_scale : float, default 65536.0
+        The first scale, within ``min_scale`` and ``max_scale``.
+    growth_factor : float, default 2.0
+        Multiplies the scale at growth; above 1.
+    backoff_factor : float, default 0.5
+        Multiplies the scale at backoff; between 0 and 1, exclusive.
+    growth_interval : int, default 2000
+        N, the run of clean steps that growth needs.
+    growth_after : {"interval", "first_interval_plus_one", "interval_plus_one"}, default "interval"
+        On which clean step of a run growth happens: the N-th; the N+1-th of a run that begins at the start or after an
+        overflow and N later for each further growth (DeepSpeed); the N+1-th always (flax).
+    hysteresis : int, default 1
+        Which overflow since the last refill is the first to back off; the ones before it are tolerated, but still
+        skip their step and restart the run.
+    hysteresis_refill : tuple of {"clean_step", "growth", "backoff"}, default ("clean_step",)
+        What makes the tolerated overflows available again: a clean step, so that only consecutive overflows count
+        (apex, NeMo); a growth (Megatron, ColossalAI, DeepSpeed); a backoff (Paddle: a clean step or a backoff).
+    tolerance : float, optional
+        Instead of hysteresis: back off only when the overflows since the last change of the scale are at least this
+        fraction of the steps since then (fairseq). Between 0 and 1.
+    min_scale : float, default 2**-126
+        The scale is never below; the default is the smallest normal float32.
+    max_scale : float, optional
+        The scale is never above. Default: none but float32's range, where growth stops at the last finite value.
+    at_min : {"clamp", "hold", "raise"}, default "clamp"
+        What a backoff that would pass below ``min_scale`` does: go to ``min_scale``; leave the scale (metaseq); go to
+        ``min_scale``, and when an overflow has to back off from there, have the scaler raise ScaleUnderflowError
+        (DeepSpeed, fairseq). A pure function cannot raise on a value: functional loops read :meth:`exhausted`.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For an argument out of range or of a wrong type, with its name and value.
+    """
+
+    growth_after: GrowthAfter = "interval"
+    hysteresis: int = 1
+    hysteresis_refill: tuple[Refill, ...] = ("clean_step",)
+    tolerance: float | None = None
+
+    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
+
+    @property
+    def _largest_interval(self) -> int:
+        # The tracker counts one step more where growth comes one step later.
+        return validation.LARGEST_INT32 - (self.growth_after != "interval")
+
+    def _check(self) -> dict[str, Any]:
+        checked: dict[str, Any] = {
+            "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
+            "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
+            "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
+        }
+        if self.tolerance is not None:
+            checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
+            if self.hysteresis != 1:
+                msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
+                raise InvalidValueError(msg)
+        return checked
+
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step: backed off, grown, or with its trackers advanced.
+
+        Parameters
+        ----------
+        state : ScaleState
+            The state that the step's gradients were scaled and unscaled with; unchanged.
+        nonfinite : array
+            0-d and of any numeric or bool dtype; anything but zero is an overflow. On any device of the library.
+
+        Returns
+        -------
+        ScaleState
+            New arrays. No host read, no collective.
+        """
+        xp = array_namespace(state.scale)
+        overflow = overflow_flag(nonfinite, state.scale)
+        clean = xp.logical_not(overflow)
+
+        threshold = self.growth_interval + (self.growth_after != "interval")
+        run = next_count(xp, state.growth_tracker, threshold)
+        grow = xp.logical_and(clean, run >= xp.full_like(run, threshold))
+        restart = xp.full_like(run, 1 if self.growth_after == "first_interval_plus_one" else 0)
+        zero = xp.zeros_like(run)
+        growth_tracker = xp.where(overflow, zero, xp.where(grow, restart, run))
+
+        backoff = xp.logical_and(overflow, self._backoff_due(xp, state))
+        overflow_tracker, rescale_tracker = self._next_trackers(xp, state, overflow, grow, backoff)
+        scale = xp.where(
+            backoff, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
+        )
+        return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
+
+    def exhausted(self, state: ScaleState) -> Array | None:
+        """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
+
+        None where the policy never raises. No host read.
+        """
+        if self.at_min != "raise":
+            return None
+        xp = array_namespace(state.scale)
+        at_min = state.scale <= xp.full_like(state.scale, self.min_scale)
+        return no_scalar(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
+
+    def _backoff_due(self, xp: Any, state: ScaleState) -> Array:
+        """Return a 0-d bool: would an overflow now be one too many."""
+        if self.tolerance is not None:
+            return is_reached(xp, self.tolerance, state.overflow_tracker, state.rescale_tracker)
+        overflows = next_count(xp, state.overflow_tracker, self.hysteresis)
+        return overflows >= xp.full_like(overflows, self.hysteresis)
+
+    def _next_trackers(
+        self, xp: Any, state: ScaleState, overflow: Array, grow: Array, backoff: Array
+    ) -> tuple[Array, Array]:
+        """Return the overflow and rescale trackers after a step."""
+        if self.tolerance is not None:
+            overflows = next_count(xp, state.overflow_tracker, validation.LARGEST_INT32)
+            steps = next_count(xp, state.rescale_tracker, validation.LARGEST_INT32)
+            zero = xp.zeros_like(steps)
+            counted = xp.where(overflow, overflows, state.overflow_tracker)
+            return xp.where(backoff, zero, counted), xp.where(xp.logical_or(backoff, grow), zero, steps)
+        if self.hysteresis == 1:
+            return state.overflow_tracker, state.rescale_tracker
+        overflows = next_count(xp, state.overflow_tracker, self.hysteresis)
+        counted = xp.where(overflow, overflows, state.overflow_tracker)
+        events = {"clean_step": xp.logical_not(overflow), "growth": grow, "backoff": backoff}
+        for name in self.hysteresis_refill:
+            counted = xp.where(events[name], xp.zeros_like(counted), counted)
+        return counted, state.rescale_tracker
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticScale:
+    """Keep one scale for good; steps with non-finite gradients are still skipped.
+
+    Parameters
+    ----------
+    init_scale : float, default 65536.0
+        The scale; finite, and a normal float32 above zero.
+    """
+
+    init_scale: float = 2.0**16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "init_scale", validation.scale("init_scale", self.init_scale))
+
+    def init(self, like: Array) -> ScaleState:
+        """Return the state, in the library and on the device of ``like``."""
+        return _first_state(self.init_scale, like)
+
+    def clamp(self, scale: float) -> float:
+        """Return a scale as it is: any valid one may be set by hand."""
+        return scale
+
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:  # noqa: ARG002
+        """Return the state as it is."""
+        return state
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state as it is."""
+        return state
+
+    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+        """Return None: it never raises."""
+        return None
+
+
+def _first_state(scale: float, like: Array) -> ScaleState:
+    if not is_array_api_obj(like):
+        msg = f"like must be an array, whose library and device the state is made on, got {like!r}"
+        raise InvalidTypeError(msg)
+    xp = array_namespace(like)
+    where = registry.backend_for(like).placement(like)
+    trackers = [xp.zeros((), dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
+    return ScaleState(xp.full((), scale, dtype=xp.float32, device=where), *trackers)
+
+
+def new_state(xp: Any, *fields: Array) -> ScaleState:
+    """Return a state of fields that may be scalars."""
+    # NumPy's operators return scalars for 0-d arrays.
+    return ScaleState(*(no_scalar(xp, field) for field in fields))
+
+
+def overflow_flag(nonfinite: Array, like: Array) -> Array:
+    """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
+    if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
+        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {nonfinite!r}"
+        raise InvalidTypeError(msg)
+    xp = array_namespace(nonfinite)
+    flag = nonfinite if xp.isdtype(nonfinite.dtype, "bool") else nonfinite != xp.zeros_like(nonfinite)
+    placement = registry.backend_for(like).placement
+    where = placement(like)
+    return flag if where is None or placement(flag) == where else to_device(flag, where)
+
+
+def next_count(xp: Any, tracker: Array, limit: int) -> Array:
+    """Return a tracker plus one, which stays at ``limit`` so that no counter wraps."""
+    return xp.minimum(tracker, xp.full_like(tracker, limit - 1)) + xp.full_like(tracker, 1)
+
+
+def is_reached(xp: Any, tolerance: float, overflow_tracker: Array, rescale_tracker: Array) -> Array:
+    """Return a 0-d bool: would one more overflow make them this fraction of the steps since the last change."""
+    overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
+    steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
+    return no_scalar(xp, overflows / steps >= xp.full_like(steps, tolerance))
+
+
+def times(xp: Any, scale: Array, factor: float) -> Array:
+    """Return ``scale * factor`` rounded once to float32, as float32(float64(scale) * factor)."""
+    if validation.is_power_of_two(factor) or not has_float64(xp, device(scale)):
+        return scale * xp.full_like(scale, factor)
+    wide = xp.astype(scale, xp.float64)
+    return xp.astype(wide * xp.full_like(wide, factor), xp.float32)

@@ -1,0 +1,399 @@
+"""Policies that behave like each known system's loss scaler, step by step: torch(), megatron(), deepspeed(), ...
+
+Each takes, by keyword, what its system has, under the names and with the meaning of :class:`gradscale.DynamicScale`,
+with that system's defaults, and returns a policy for ``GradScaler(policy=...)`` or for pure functions. A wrong argument
+raises InvalidValueError or InvalidTypeError naming it. What is said to be not reproduced is a fault of the original.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from gradscale.core import validation
+from gradscale.core.protocols import Policy
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import AtMin, DynamicScale
+from gradscale.policies.rules import DelayedScale, GradualScale, WideningScale
+
+__all__ = [
+    *("apex", "apex_hysteresis", "chainer", "colossalai", "deepspeed", "deepspeed_stage0", "fairseq", "flax"),
+    *("guided_diffusion", "jmp", "keras", "megatron", "metaseq", "mindspore", "mpx", "mxnet", "named", "names"),
+    *("paddle", "paddle_static", "torch"),
+]
+
+
+def _dynamic(given: dict[str, Any], **rule: Any) -> Policy:
+    """Return the DynamicScale of a preset's arguments, under their names, and of what makes its rule."""
+    return DynamicScale(**(given | rule))
+
+
+def _both(growth_factor: float) -> dict[str, float]:
+    """Return the factors of a system that has one for both, in the float32 that it computes in."""
+    factor = _single("growth_factor", growth_factor, above=1.0)
+    return {"growth_factor": factor, "backoff_factor": 1.0 / factor}
+
+
+def _single(name: str, factor: float, **limits: float) -> float:
+    return validation.round_to_float32(validation.number(name, factor, at_most=validation.LARGEST_FLOAT32, **limits))
+
+
+def torch(
+    *, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000
+) -> Policy:
+    """Return the rule of torch.amp.GradScaler (torch 2.13, ``torch._amp_update_scale_``).
+
+    The scale doubles after 2000 clean steps in a row and halves on each overflow.
+
+    Not reproduced: a scale that reaches 0 after many overflows, and one that inf keeps.
+    """
+    return _dynamic(locals())
+
+
+def apex(
+    *,
+    init_scale: float = 2.0**16,
+    growth_interval: int = 2000,
+    min_scale: float = validation.SMALLEST_NORMAL,
+    max_scale: float | None = 2.0**24,
+) -> Policy:
+    """Return the rule of apex.amp (``apex/amp/scaler.py``), fp16_utils and contrib's FP16_Optimizer.
+
+    The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on each overflow, down to
+    ``min_scale`` where there is one. fp16_utils and contrib have a minimum of 1 and no maximum.
+
+    Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
+    """
+    return _dynamic(locals())
+
+
+def apex_hysteresis(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> Policy:
+    """Return the rule of apex's kernel ``update_scale_hysteresis`` (``csrc``), which NeMo's GradScaler has, too.
+
+    Torch's rule, but only the ``hysteresis``-th of consecutive overflows and each after it back off. NeMo's defaults.
+
+    Not reproduced: the scale may reach 0; NeMo loses the count of overflows in a checkpoint by a misspelt key.
+    """
+    return _dynamic(locals(), hysteresis_refill=("clean_step",))
+
+
+def megatron(
+    *,
+    init_scale: float = 2.0**32,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1.0,
+) -> Policy:
+    """Return the rule of Megatron-core's DynamicGradScaler (``megatron/core/optimizer/grad_scaler.py``).
+
+    Growth after 1000 clean steps in a row; the ``hysteresis``-th overflow since the last growth, and each after it,
+    backs off, down to ``min_scale``. Overflows need not be consecutive, whatever Megatron's documentation says.
+
+    Not reproduced: growth to inf, which nothing there stops.
+    """
+    return _dynamic(locals(), hysteresis_refill=("growth",))
+
+
+def deepspeed(
+    *,
+    init_scale: float = 2.0**16,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1.0,
+    consecutive_hysteresis: bool = False,
+    raise_at_min: bool = True,
+) -> Policy:
+    """Return the rule of DeepSpeed's DynamicLossScaler, which ZeRO uses (``deepspeed/runtime/fp16/loss_scaler.py``).
+
+    The scale doubles after 1001 clean steps, and then after each 1000; overflows are tolerated as Megatron does it, or
+    with ``consecutive_hysteresis`` as apex's kernel does. The defaults are those of the ``fp16`` section of its JSON.
+    With ``raise_at_min`` the scaler raises ScaleUnderflowError where DeepSpeed raises a bare Exception.
+
+    Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
+    """
+    consecutive = validation.boolean("consecutive_hysteresis", consecutive_hysteresis)
+    return DynamicScale(
+        init_scale=init_scale,
+        growth_interval=growth_interval,
+        growth_after="first_interval_plus_one",
+        hysteresis=hysteresis,
+        hysteresis_refill=("clean_step",) if consecutive else ("growth",),
+        min_scale=min_scale,
+        at_min="raise" if validation.boolean("raise_at_min", raise_at_min) else "clamp",
+    )
+
+
+def deepspeed_stage0(*, init_scale: float = 2.0**16, growth_interval: int = 1000, min_scale: float = 1.0) -> Policy:
+    """Return the rule of DeepSpeed without ZeRO (``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``).
+
+    Growth as in :func:`deepspeed`; each overflow halves the scale, down to ``min_scale``, and none raises. With no
+    setting in its JSON the fused optimizer starts at 2**32.
+
+    Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
+    """
+    return _dynamic(locals(), growth_after="first_interval_plus_one")
+
+
+def fairseq(
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    growth_interval: int = 2000,
+    tolerance: float = 0.0,
+    min_scale: float = 1e-4,
+    threshold: float | None = None,
+) -> Policy:
+    """Return the rule of fairseq's DynamicLossScaler (``fairseq/optim/dynamic_loss_scaler.py``).
+
+    Growth after 2000 clean steps in a row; an overflow backs off when the overflows are at least ``tolerance`` of the
+    steps since the scale last changed. A scale that would come down to ``min_scale`` raises ScaleUnderflowError
+    instead, FloatingPointError in fairseq; a ``threshold`` above it is where the scale stays. The defaults are those of
+    the class; its command line starts at 128, with an interval that depends on the number of workers.
+
+    Not reproduced: a checkpoint that holds the scale alone; growth to inf.
+    """
+    factors = _both(growth_factor)
+    smallest = validation.number("min_scale", min_scale, at_least=0.0)
+    at_min: AtMin = "raise"
+    if threshold is not None and validation.scale("threshold", threshold) > smallest:
+        smallest, at_min = threshold, "clamp"
+    else:
+        smallest = validation.last_above(
+            smallest, validation.scale("init_scale", init_scale), factors["backoff_factor"]
+        )
+    return _dynamic(
+        factors,
+        init_scale=init_scale,
+        growth_interval=growth_interval,
+        tolerance=tolerance,
+        min_scale=smallest,
+        at_min=at_min,
+    )
+
+
+def metaseq(
+    *,
+    init_scale: float = 4.0,
+    growth_interval: int = 256,
+    tolerance: float = 0.0,
+    min_scale: float = 2.0**-5,
+    threshold: float | None = None,
+) -> Policy:
+    """Return the rule of metaseq's DynamicLossScaler (``metaseq/optim/dynamic_loss_scaler.py``).
+
+    Fairseq's, but growth also doubles the growth interval and backoff halves it, and a backoff that would pass below
+    ``min_scale`` leaves the scale and raises nothing. No setting of DynamicScale: the interval changes.
+
+    Not reproduced: a checkpoint that holds the scale alone; growth to inf.
+    """
+    smallest = validation.scale("min_scale", min_scale)
+    at_min: AtMin = "hold"
+    if threshold is not None and validation.scale("threshold", threshold) >= smallest:
+        smallest, at_min = threshold, "clamp"
+    return WideningScale(
+        init_scale=init_scale, growth_interval=growth_interval, tolerance=tolerance, min_scale=smallest, at_min=at_min
+    )
+
+
+def colossalai(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = validation.SMALLEST_NORMAL,
+    max_scale: float | None = None,
+) -> Policy:
+    """Return the rule of ColossalAI's DynamicGradScaler (``colossalai/amp/naive_amp/grad_scaler``).
+
+    Megatron's, with a maximum; a ``hysteresis`` of 0 is one of 1. The defaults are those of the class.
+
+    Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
+    """
+    return _dynamic(
+        locals(),
+        hysteresis=max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1),
+        hysteresis_refill=("growth",),
+    )
+
+
+def paddle(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> Policy:
+    """Return the rule of paddle.amp.GradScaler (Paddle 3.3, ``python/paddle/amp/grad_scaler.py``).
+
+    Growth after 2000 clean steps in a row; the ``hysteresis``-th of consecutive overflows backs off, and the count
+    begins anew after each backoff. It is ``decr_every_n_nan_or_inf`` there.
+
+    Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
+    """
+    return _dynamic(locals(), hysteresis_refill=("clean_step", "backoff"))
+
+
+def paddle_static(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> Policy:
+    """Return the rule of Paddle's kernel ``update_loss_scaling`` (Paddle 3.3, ``paddle.static.amp``).
+
+    As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
+    ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
+    """
+    return _dynamic(locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
+
+
+def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth_interval: int = 2000) -> Policy:
+    """Return the rule of MindSpore's DynamicLossScaleManager (MindSpore 2.10).
+
+    Growth after 2000 clean steps in a row; each overflow backs off, down to 1.
+
+    Not reproduced: RuntimeError after 1000 consecutive overflows, at which the scale has long been 1; growth to inf.
+    """
+    return _dynamic(locals(), **_both(growth_factor), min_scale=1.0)
+
+
+def mxnet(*, init_scale: float = 2.0**16, growth_interval: int = 2000, max_scale: float | None = 2.0**24) -> Policy:
+    """Return the rule of MXNet's LossScaler (``python/mxnet/contrib/amp/loss_scaler.py``).
+
+    It takes no arguments there. The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on
+    each overflow, both one step late. It is no setting of DynamicScale, because a change that is due is one thing more
+    to remember.
+
+    Not reproduced: a scale that reaches 0.
+    """
+    return DelayedScale(init_scale=init_scale, growth_interval=growth_interval, max_scale=max_scale)
+
+
+def chainer(
+    *, init_scale: float = 1.0, growth_interval: int = 1000, min_scale: float = 1.0, max_scale: float = 65504.0
+) -> Policy:
+    """Return the rule of Chainer's ``Optimizer.loss_scaling()`` (``chainer/optimizer.py``).
+
+    From 1 the scale doubles on every clean step until the first overflow, and from then on in 1000 of them, by
+    2**(1/1000) each; an overflow halves it. It is no setting of DynamicScale, because each step multiplies.
+
+    Not reproduced: rounding errors that add up over the steps; a scale that no checkpoint holds.
+    """
+    return GradualScale(**locals(), fast_start=True)
+
+
+def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000) -> Policy:
+    """Return the rule of guided-diffusion's MixedPrecisionTrainer (``guided_diffusion/fp16_util.py``).
+
+    The logarithm to base 2 starts at 20, rises by 1/1000 on each clean step and falls by 1 on an overflow. It is no
+    setting of DynamicScale, because each step multiplies.
+
+    Not reproduced: rounding errors that add up in the logarithm; a scale that reaches 0; no checkpoint of it.
+    """
+    return GradualScale(init_scale=init_scale, growth_interval=growth_interval)
+
+
+def jmp(
+    *, init_scale: float = 2.0**15, growth_factor: float = 2.0, growth_interval: int = 2000, min_scale: float = 1.0
+) -> Policy:
+    """Return the rule of jmp.DynamicLossScale (jmp 0.0.4), which has no default scale; 2**15 is its documentation's.
+
+    Growth after 2000 clean steps in a row; each overflow divides by ``growth_factor``, down to ``min_scale``.
+
+    Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
+    """
+    return _dynamic(locals(), **_both(growth_factor))
+
+
+def flax(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = validation.SMALLEST_NORMAL,
+) -> Policy:
+    """Return the rule of flax.training.dynamic_scale.DynamicScale (flax 0.12).
+
+    Growth on the 2001st clean step of each run, up to float32's largest number; each overflow backs off, down to
+    ``min_scale``.
+
+    Not reproduced: a scaled half-precision loss that is inf at the first scale of 65536; here it becomes float32.
+    """
+    growth_factor = _single("growth_factor", growth_factor)
+    backoff_factor = _single("backoff_factor", backoff_factor)
+    return _dynamic(locals(), growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
+
+
+def mpx(
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    growth_interval: int = 2000,
+    min_scale: float = 1.0,
+    max_scale: float = 65504.0,
+) -> Policy:
+    """Return the rule of mpx.DynamicLossScaling: jmp's, with a maximum of 65504.
+
+    It has no default scale; 2**15 is its documentation's. The maximum is no power of two, and so is no scale after it.
+
+    Not reproduced: loss and gradients divided by the scale after the update, halved on each growth step.
+    """
+    return _dynamic(locals(), **_both(growth_factor))
+
+
+def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Policy:
+    """Return the rule of keras.optimizers.LossScaleOptimizer (Keras 3.15).
+
+    The scale doubles after 2000 clean steps in a row and halves on each overflow.
+
+    Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
+    """
+    return _dynamic(locals())
+
+
+_PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}
+
+
+def names() -> list[str]:
+    """Return the names of all presets, sorted."""
+    return sorted(_PRESETS)
+
+
+def named(name: str, /, **settings: Any) -> Policy:
+    """Return the preset of a name, with settings in place of its defaults.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For an unknown name, naming the nearest one; for a setting that the preset does not have, or out of range.
+    """
+    if not isinstance(name, str):
+        msg = f"the name of a preset must be a str, got {name!r} of type {type(name).__name__}"
+        raise InvalidTypeError(msg)
+    if name not in _PRESETS:
+        nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
+        msg = f"no preset has this name, got {name!r}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
+        raise InvalidValueError(msg)
+    known = list(inspect.signature(_PRESETS[name]).parameters)
+    unknown = [setting for setting in settings if setting not in known]
+    if unknown:
+        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {settings!r}; it has {', '.join(known)}"
+        raise InvalidValueError(msg)
+    policy: Policy = _PRESETS[name](**settings)
+    return policy

@@ -1,0 +1,262 @@
+"""Rules of known systems that no setting of DynamicScale expresses; each is a policy, and says why it is one.
+
+Users make them by :mod:`gradscale.presets`. Like DynamicScale they are pure functions of a state, without a host read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from array_api_compat import array_namespace, device
+
+from gradscale.core import validation
+from gradscale.core.arithmetic import has_float64
+from gradscale.core.protocols import Array, ScaleState
+from gradscale.policies.dynamic import (
+    AtMin,
+    BoundedScale,
+    is_reached,
+    new_state,
+    next_count,
+    overflow_flag,
+    times,
+    verdict_by_name,
+)
+
+__all__ = ["DelayedScale", "GradualScale", "WideningScale"]
+
+# A radix of the packed tracker of WideningScale, and the largest interval that it reaches.
+_LEVELS = 32
+_LARGEST_INTERVAL = 2**30
+_LEVEL_STEPS = (16, 8, 4, 2, 1)
+# The ratio that GradualScale remembers, in units that are finer than float32's by 2**5.
+_RATIO_UNIT = 2.0**-30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScale(BoundedScale):
+    """Change the scale one step after the step that asks for it (MXNet).
+
+    A class of its own, because the change that is due is one more thing to remember: the growth tracker stays at the
+    interval for a growth that is due, and the overflow tracker is 1 for a backoff.
+    """
+
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step: the last step's change made, and this one's noted.
+
+        Parameters and result are those of :meth:`gradscale.DynamicScale.update`.
+        """
+        xp = array_namespace(state.scale)
+        overflow = overflow_flag(nonfinite, state.scale)
+        zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
+        lower = state.overflow_tracker != zero
+        grow = state.growth_tracker >= xp.full_like(zero, self.growth_interval)
+        scale = xp.where(
+            lower, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
+        )
+        run = xp.where(grow, one, next_count(xp, state.growth_tracker, self.growth_interval))
+        return new_state(xp, scale, xp.where(overflow, zero, run), xp.where(overflow, one, zero), zero)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideningScale(BoundedScale):
+    """Let each growth double the growth interval, and each backoff halve it (metaseq).
+
+    A class of its own, because the interval changes: it is kept, as the halvings of ``growth_interval`` and the
+    doublings since, beside the tolerated overflows in the overflow tracker (1024 overflows + 32 halvings + doublings).
+    The growth tracker counts the clean steps since the last overflow, and growth comes when they reach the interval.
+
+    Parameters
+    ----------
+    growth_interval : int, default 2000
+        The first interval; it is never below 1.
+    tolerance : float, default 0.0
+        As in :class:`gradscale.DynamicScale`.
+    at_min : {"clamp", "hold"}, default "clamp"
+        What a backoff that would pass below ``min_scale`` does to the scale; the interval is halved all the same.
+    """
+
+    tolerance: float = 0.0
+
+    def _check(self) -> dict[str, Any]:
+        return {"tolerance": validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)}
+
+    @property
+    def _largest_interval(self) -> int:
+        return _LARGEST_INTERVAL
+
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
+        xp = array_namespace(state.scale)
+        return self._step(xp, state, overflow_flag(nonfinite, state.scale), self.tolerance)
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state with the scale and the interval lowered once, whatever is tolerated."""
+        xp = array_namespace(state.scale)
+        return self._step(xp, state, overflow_flag(xp.full_like(state.growth_tracker, 1), state.scale), 0.0)
+
+    def _step(self, xp: Any, state: ScaleState, overflow: Array, tolerance: float) -> ScaleState:
+        overflows, levels = _split(xp, state.overflow_tracker, _LEVELS * _LEVELS)
+        halvings, doublings = _split(xp, levels, _LEVELS)
+        interval = self._interval(xp, halvings, doublings)
+        zero, one = xp.zeros_like(interval), xp.full_like(interval, 1)
+
+        run = next_count(xp, state.growth_tracker, validation.LARGEST_INT32)
+        grow = xp.logical_and(xp.logical_not(overflow), run >= interval)
+        lower = xp.logical_and(overflow, is_reached(xp, tolerance, overflows, state.rescale_tracker))
+        scale = xp.where(
+            lower, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
+        )
+
+        # An interval that has been doubled is halved by taking a doubling back, which loses no remainder.
+        widens = xp.logical_and(grow, interval <= xp.full_like(interval, _LARGEST_INTERVAL // 2))
+        narrows = xp.logical_and(lower, doublings == zero)
+        deepest = xp.full_like(halvings, self.growth_interval.bit_length() - 1)
+        halvings = xp.where(narrows, xp.minimum(halvings + one, deepest), halvings)
+        doublings = xp.where(widens, doublings + one, xp.where(lower, xp.maximum(doublings - one, zero), doublings))
+        counted = next_count(xp, overflows, validation.LARGEST_INT32 // _LEVELS**2)
+        overflows = xp.where(lower, zero, xp.where(overflow, counted, overflows))
+        radix = xp.full_like(zero, _LEVELS)
+
+        steps = next_count(xp, state.rescale_tracker, validation.LARGEST_INT32)
+        # A tracker of another policy may be beyond the interval.
+        run = xp.where(overflow, zero, xp.where(grow, interval, run))
+        return new_state(
+            xp,
+            scale,
+            run,
+            (overflows * radix + halvings) * radix + doublings,
+            xp.where(xp.logical_or(lower, grow), zero, steps),
+        )
+
+    def _interval(self, xp: Any, halvings: Array, doublings: Array) -> Array:
+        """Return the interval after so many halvings and then doublings; at most 2**30."""
+        interval = xp.full_like(halvings, 1)
+        for level in range(self.growth_interval.bit_length()):
+            shifted = xp.full_like(halvings, self.growth_interval >> level)
+            interval = xp.where(halvings == xp.full_like(halvings, level), shifted, interval)
+        for step in _LEVEL_STEPS:
+            wide = doublings >= xp.full_like(doublings, step)
+            largest = xp.full_like(interval, _LARGEST_INTERVAL >> step)
+            interval = xp.where(wide, xp.minimum(interval, largest) * xp.full_like(interval, 1 << step), interval)
+            doublings = xp.where(wide, doublings - xp.full_like(doublings, step), doublings)
+        return interval
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradualScale(BoundedScale):
+    """Grow a little on every clean step: Chainer's rule, and guided-diffusion's.
+
+    In ``growth_interval`` clean steps, N, the scale grows by ``growth_factor``; an overflow backs off.
+
+    A class of its own, because its scale is no product of the factors: m clean steps above a base it is
+    ``base * growth_factor**(m/N)``, computed anew from the base on each step, so that no error adds up and each scale
+    is the nearest float32. The growth tracker is m. The base is a float32, too, and is remembered by its ratio to the
+    scale in the rescale tracker, where 0 stands for a base that is the scale. The overflow tracker is 1 from the first
+    overflow on.
+
+    Where the device has no float64, as JAX has none by default, each step may add an error of some 2**-23.
+
+    Parameters
+    ----------
+    growth_factor : float, default 2.0
+        Above 1, and at most 2.
+    growth_interval : int, default 2000
+        N; at most 2**20, beyond which float32 cannot tell one step from the next.
+    fast_start : bool, default False
+        Whether until the first overflow every clean step multiplies by the whole ``growth_factor`` (Chainer).
+    """
+
+    fast_start: bool = False
+
+    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp",)
+    _LARGEST_GROWTH: ClassVar[float] = 2.0
+
+    def _check(self) -> dict[str, Any]:
+        return {"fast_start": validation.boolean("fast_start", self.fast_start)}
+
+    @property
+    def _largest_interval(self) -> int:
+        return 2**20
+
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
+        xp = array_namespace(state.scale)
+        return self._step(xp, state, overflow_flag(nonfinite, state.scale))
+
+    def backoff(self, state: ScaleState) -> ScaleState:
+        """Return the state after an overflow, each of which backs off."""
+        xp = array_namespace(state.scale)
+        return self._step(xp, state, overflow_flag(xp.full_like(state.growth_tracker, 1), state.scale))
+
+    def _step(self, xp: Any, state: ScaleState, overflow: Array) -> ScaleState:
+        zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
+        real = xp.float64 if has_float64(xp, device(state.scale)) else xp.float32
+        base, phase = self._recall(xp, state, real)
+
+        fast = xp.logical_and(state.overflow_tracker == zero, xp.full_like(overflow, self.fast_start))
+        clean = xp.logical_not(overflow)
+        advanced = xp.where(xp.logical_and(clean, xp.logical_not(fast)), phase + one, phase)
+        full = advanced >= xp.full_like(zero, self.growth_interval)
+        phase = xp.where(full, zero, advanced)
+        largest, one_real = xp.full_like(base, self._largest), xp.full_like(base, 1.0)
+        grows = xp.logical_or(full, xp.logical_and(clean, fast))
+        fits = base <= xp.full_like(base, validation.largest_with_finite_product(self.growth_factor))
+        grown = xp.where(fits, times(xp, xp.where(fits, base, one_real), self.growth_factor), largest)
+        base = xp.where(overflow, times(xp, base, self.backoff_factor), xp.where(grows, grown, base))
+
+        power = self._power(xp, phase, real)
+        wide_base, wide_one = xp.astype(base, real), xp.full_like(power, 1.0)
+        # Compared before the product, which float32 might not hold.
+        above = wide_base >= xp.full_like(power, self._largest) / power
+        exact = xp.where(above, wide_one, wide_base) * power
+        below = xp.logical_and(xp.logical_not(above), exact <= xp.full_like(power, self.min_scale))
+        bounded = xp.logical_or(above, below)
+        bound = xp.where(above, largest, xp.full_like(base, self.min_scale))
+        scale = xp.where(bounded, bound, xp.astype(exact, xp.float32))
+        phase = xp.where(bounded, zero, phase)
+
+        # Beyond a bound the base is above the scale, and forgotten.
+        ratio = xp.minimum(wide_base / xp.astype(scale, real), wide_one) / xp.full_like(power, _RATIO_UNIT)
+        ratio = xp.astype(ratio + xp.full_like(power, 0.5), xp.int32)
+        seen = xp.where(overflow, one, state.overflow_tracker)
+        return new_state(xp, scale, phase, seen, xp.where(phase == zero, zero, ratio))
+
+    def _recall(self, xp: Any, state: ScaleState, real: Any) -> tuple[Array, Array]:
+        """Return the base, as float32, and the phase."""
+        wide = xp.astype(state.scale, real)
+        ratio = xp.astype(state.rescale_tracker, real) * xp.full_like(wide, _RATIO_UNIT)
+        base = xp.astype(wide * xp.minimum(ratio, xp.full_like(ratio, 1.0)), xp.float32)
+        # What a state of another policy, or a fresh one, has in these trackers is no phase.
+        known = xp.logical_and(
+            state.scale * xp.full_like(base, 0.49) < base,
+            state.growth_tracker < xp.full_like(state.growth_tracker, self.growth_interval),
+        )
+        return xp.where(known, base, state.scale), xp.where(
+            known, state.growth_tracker, xp.zeros_like(state.growth_tracker)
+        )
+
+    def _power(self, xp: Any, phase: Array, real: Any) -> Array:
+        """Return ``growth_factor**(phase/growth_interval)``, from the powers of the phase's binary digits."""
+        power = xp.astype(xp.full_like(phase, 1), real)
+        for digit in reversed(range((self.growth_interval - 1).bit_length())):
+            has = phase >= xp.full_like(phase, 1 << digit)
+            factor = self.growth_factor ** ((1 << digit) / self.growth_interval)
+            power = xp.where(has, power * xp.full_like(power, factor), power)
+            phase = xp.where(has, phase - xp.full_like(phase, 1 << digit), phase)
+        return power
+
+
+def _split(xp: Any, x: Array, divisor: int) -> tuple[Array, Array]:
+    """Return quotient and remainder of an int32 that is not negative by a power of two."""
+    # float32 may round up to the next multiple, never down beyond one.
+    real = xp.astype(x, xp.float32)
+    quotient = xp.astype(real * xp.full_like(real, 1.0 / divisor), xp.int32)
+    rest = x - quotient * xp.full_like(x, divisor)
+    high = rest < xp.zeros_like(x)
+    one = xp.full_like(x, 1)
+    return xp.where(high, quotient - one, quotient), xp.where(high, rest + xp.full_like(x, divisor), rest)

@@ -1,0 +1,1 @@
+"""What happened in each step: reports, diagnoses, logs and pictures."""

@@ -1,0 +1,212 @@
+"""Callbacks for GradScaler's on_skip and on_update: LogUpdates, TensorBoard, JSONLines, CSV, and every_rank.
+
+::
+
+    scaler = gradscale.GradScaler(on_update=[callbacks.LogUpdates(), callbacks.JSONLines("scale.jsonl")])
+
+A scaler calls them on rank 0 alone, but for those with a true attribute ``every_rank``.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from gradscale.core import validation
+from gradscale.errors import InvalidTypeError
+from gradscale.reports.logs import CSV, JSONLines, read_log
+from gradscale.reports.overflow import OverflowReport
+from gradscale.reports.steps import StepReport, UpdateReport
+
+__all__ = ["CSV", "JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
+
+_NAMED_PARAMETERS = 3
+
+
+def every_rank(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a callback that is called on every rank, and not on rank 0 alone.
+
+    Raises
+    ------
+    InvalidTypeError
+        For what cannot be called.
+    """
+    if not callable(callback):
+        msg = f"callback must be a callable that takes a report, got {callback!r}"
+        raise InvalidTypeError(msg)
+
+    def call(report: Any) -> Any:
+        return callback(report)
+
+    # A callable object may have no name.
+    functools.update_wrapper(call, callback)
+    call.every_rank = True  # type: ignore[attr-defined]
+    return call
+
+
+class LogUpdates:
+    """Log a line for each skipped step, and one when the scale has changed; nothing else.
+
+    As ``on_update`` it does both, as ``on_skip`` the first, and as both it tells of each step once.
+
+    Parameters
+    ----------
+    logger : logging.Logger, optional
+        Default: the one named "gradscale".
+    level : int, default logging.INFO
+        Of changes of the scale, and of summaries.
+    skip_level : int, default logging.WARNING
+        Of skipped steps.
+    summary_every : int, default 0
+        How many updates pass between two summaries; 0 for none.
+    every_rank : bool, default False
+        Log on every rank, and not on rank 0 alone.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger | None = None,
+        level: int = logging.INFO,
+        *,
+        skip_level: int = logging.WARNING,
+        summary_every: int = 0,
+        every_rank: bool = False,
+    ) -> None:
+        if logger is not None and not isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
+            msg = f"logger must be a logging.Logger, such as logging.getLogger(__name__), got {logger!r}"
+            raise InvalidTypeError(msg)
+        self.every_rank = validation.boolean("every_rank", every_rank)
+        self._logger = logging.getLogger("gradscale") if logger is None else logger
+        self._level = validation.integer("level", level, 0, validation.LARGEST_INT32)
+        self._skip_level = validation.integer("skip_level", skip_level, 0, validation.LARGEST_INT32)
+        self._summary_every = validation.integer("summary_every", summary_every, 0, validation.LARGEST_INT32)
+        self._scale: float | None = None
+        self._told: list[StepReport] = []
+        self._updates = self._skipped = 0
+
+    def __call__(self, report: UpdateReport | StepReport) -> None:
+        """Log what is to be told of a report."""
+        if isinstance(report, StepReport):
+            self._tell_skip(report)
+            self._told.append(report)
+            return
+        if self._scale is not None and report.scale != self._scale:
+            change = "grew" if report.scale > self._scale else "backed off"
+            self._log(self._level, f"iteration {report.iteration}: scale {change}, {self._scale:g} -> {report.scale:g}")
+        self._scale = report.scale
+        skipped = [step for step in report.steps if step.skipped]
+        for step in skipped:
+            if not any(step is told for told in self._told):
+                self._tell_skip(step)
+        if report.skipped and not skipped:
+            # Unscaled, and left out by the loop itself.
+            self._log(self._skip_level, f"iteration {report.iteration}: overflow at scale {report.scale:g}")
+        self._told.clear()
+        self._summarize(report)
+
+    def _tell_skip(self, step: StepReport) -> None:
+        if not step.skipped:
+            return
+        count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
+        details = "" if step.overflow is None else _worst(step.overflow)
+        self._log(
+            self._skip_level, f"iteration {step.iteration}: step skipped at scale {step.scale:g}, {count}{details}"
+        )
+
+    def _summarize(self, report: UpdateReport) -> None:
+        self._updates += 1
+        self._skipped += report.skipped
+        if self._summary_every and self._updates == self._summary_every:
+            share = 100.0 * self._skipped / self._updates
+            self._log(
+                self._level,
+                f"iteration {report.iteration}: {self._skipped} of the last {self._updates} steps skipped "
+                f"({share:.3g} %), scale {report.scale:g}",
+            )
+            self._updates = self._skipped = 0
+
+    def _log(self, level: int, message: str) -> None:
+        self._logger.log(level, "%s", message)
+
+
+def _worst(overflow: OverflowReport) -> str:
+    """Return the worst parameters, once each, and the cause, as the end of a line."""
+    names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite))
+    more = len(names) - _NAMED_PARAMETERS
+    listed = ", ".join(names[:_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
+    cause = {"model": "; the model is at fault, not the scale"}.get(overflow.cause, "")
+    return (f": {listed}" if names else "") + cause
+
+
+class TensorBoard:
+    """Write scalars for each update to a TensorBoard writer.
+
+    ``scale``, ``log2_scale``, ``skipped`` (1 or 0), ``nonfinite`` (gradients with inf or NaN) and ``skip_rate`` (over
+    the last ``window`` updates), by the scaler's iteration. For ``on_update``.
+
+    Parameters
+    ----------
+    writer : object with add_scalar(tag, value, step)
+        torch.utils.tensorboard.SummaryWriter, tensorboardX.SummaryWriter, ...; to be closed by the caller.
+    prefix : str, default "gradscale/"
+        Before each tag.
+    every : int, default 1
+        Of how many updates one is written; one that was skipped always is.
+    window : int, default 1000
+        Updates that the rate is taken over.
+    every_rank : bool, default False
+        Write on every rank, and not on rank 0 alone; each needs a writer with its own folder.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a writer without ``add_scalar``.
+    """
+
+    def __init__(
+        self,
+        writer: Any,
+        prefix: str = "gradscale/",
+        *,
+        every: int = 1,
+        window: int = 1000,
+        every_rank: bool = False,
+    ) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            msg = (
+                f"writer must have add_scalar(tag, value, step), as torch.utils.tensorboard.SummaryWriter() has, "
+                f"got {writer!r}"
+            )
+            raise InvalidTypeError(msg)
+        self.every_rank = validation.boolean("every_rank", every_rank)
+        self._writer = writer
+        self._prefix = prefix
+        self._every = validation.integer("every", every, 1, validation.LARGEST_INT32)
+        window = validation.integer("window", window, 1, validation.LARGEST_INT32)
+        self._recent: collections.deque[bool] = collections.deque(maxlen=window)
+        self._skipped_recently = 0
+
+    def __call__(self, report: UpdateReport) -> None:
+        """Write an update's scalars."""
+        if not isinstance(report, UpdateReport):
+            msg = f"TensorBoard must be given as on_update=, got a {type(report).__name__}"
+            raise InvalidTypeError(msg)
+        if len(self._recent) == self._recent.maxlen:
+            self._skipped_recently -= self._recent[0]
+        self._recent.append(report.skipped)
+        self._skipped_recently += report.skipped
+        if not report.skipped and report.iteration % self._every:
+            return
+        scalars = {
+            "scale": report.scale,
+            "log2_scale": math.log2(report.scale),
+            "skipped": 1 if report.skipped else 0,
+            "nonfinite": max((step.nonfinite for step in report.steps), default=0),
+            "skip_rate": self._skipped_recently / len(self._recent),
+        }
+        for name, value in scalars.items():
+            self._writer.add_scalar(f"{self._prefix}{name}", value, report.iteration)

@@ -1,0 +1,322 @@
+"""OverflowReport: which parameters hold inf or NaN, on which rank, whether the scale or the model is at fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from gradscale.core import validation
+
+__all__ = ["Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause"]
+
+Cause = Literal["none", "scale", "model", "underflow"]
+
+# Shares above which gradients are said to underflow. A float16 has 10 binades of subnormals; where a tenth of what is
+# not zero lies there, a share of like size lies below and is lost. Zeros alone prove little: ReLUs and embeddings
+# make most of some gradients zero. Nearly all of all gradients, they do not.
+_SUBNORMAL_SHARE = 0.1
+_ZERO_SHARE = 0.99
+_LONGEST_NAME = 48
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterReport:
+    """One parameter's gradient on one rank.
+
+    Attributes
+    ----------
+    name : str
+        Of the parameter.
+    rank : tuple of int
+        Rank in each group that was gathered over; empty without one.
+    index : int
+        Position among the optimizer's parameters, from 0.
+    shape : tuple of int
+        Of the gradient on this rank; empty where it is missing.
+    dtype : str
+        Of the gradient, such as "float16"; empty where it is missing.
+    size : int
+        How many elements were looked at.
+    inf, nan, zeros, subnormals : int
+        How many of them are so. A complex element counts once: as NaN, else inf, else subnormal if one of its parts
+        is, and as zero if both are.
+    largest : float or None
+        Largest finite magnitude, of a real or imaginary part, divided by the scale if the gradient is still scaled;
+        None where nothing is finite.
+    missing : bool
+        Whether there is no gradient (``None``, or one without values).
+    """
+
+    name: str
+    rank: tuple[int, ...] = ()
+    index: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    size: int = 0
+    inf: int = 0
+    nan: int = 0
+    zeros: int = 0
+    subnormals: int = 0
+    largest: float | None = None
+    missing: bool = False
+
+    @property
+    def nonfinite(self) -> int:
+        """How many elements are inf or NaN."""
+        return self.inf + self.nan
+
+    @property
+    def zero_fraction(self) -> float:
+        """Fraction of elements that are zero; 0 of an empty gradient."""
+        return self.zeros / max(self.size, 1)
+
+    @property
+    def subnormal_fraction(self) -> float:
+        """Fraction of elements that are subnormal in the gradient's own dtype; 0 of an empty gradient."""
+        return self.subnormals / max(self.size, 1)
+
+    @property
+    def badness(self) -> tuple[Any, ...]:
+        """What reports are sorted by: inf and NaN first, then underflow, then what is nearest to overflow."""
+        return (
+            -self.nonfinite,
+            self.missing,
+            -self.subnormal_fraction,
+            -(self.largest or 0.0),
+            self.index,
+            self.rank,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain Python values that JSON can hold: every float is finite."""
+        return {
+            "name": self.name,
+            "rank": list(self.rank),
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "size": self.size,
+            "inf": self.inf,
+            "nan": self.nan,
+            "largest": self.largest,
+            "zero_fraction": self.zero_fraction,
+            "subnormal_fraction": self.subnormal_fraction,
+            "missing": self.missing,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank has found, as it is sent to the others.
+
+    Attributes
+    ----------
+    rank : tuple of int
+        In each group gathered over.
+    entries : tuple of ParameterReport
+        The worst ones, sorted.
+    omitted_nonfinite, omitted_finite : int
+        How many parameters are not among them.
+    scale : float
+        That the gradients are scaled with, or were divided by.
+    iteration : int
+        In which they were made.
+    is_scaled : bool
+        Whether they are still scaled.
+    loss_nonfinite : int or None
+        How many arrays of the unscaled loss are not finite; None where it is not known.
+    failure : str
+        Why this rank could not look at its gradients.
+    """
+
+    rank: tuple[int, ...]
+    entries: tuple[ParameterReport, ...] = ()
+    omitted_nonfinite: int = 0
+    omitted_finite: int = 0
+    scale: float = 1.0
+    iteration: int = 0
+    is_scaled: bool = False
+    loss_nonfinite: int | None = None
+    failure: str = ""
+
+    def worst(self, limit: int) -> RankReport:
+        """Return the same with at most so many entries."""
+        if len(self.entries) <= limit:
+            return self
+        omitted = self.entries[limit:]
+        nonfinite = sum(entry.nonfinite > 0 for entry in omitted)
+        return dataclasses.replace(
+            self,
+            entries=self.entries[:limit],
+            omitted_nonfinite=self.omitted_nonfinite + nonfinite,
+            omitted_finite=self.omitted_finite + len(omitted) - nonfinite,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OverflowReport:
+    """What an optimizer's gradients hold; ``print(report)`` shows a table, the worst first.
+
+    Attributes
+    ----------
+    entries : tuple of ParameterReport
+        One for each parameter and rank, the worst first.
+    scale : float
+        That the gradients are scaled with, or were divided by.
+    iteration : int
+        The scaler's iteration that they belong to.
+    cause : {"none", "scale", "model", "underflow"}
+        Nothing is wrong; the scale is too high; the model makes inf or NaN whatever the scale; nothing overflows, and
+        much is too small for the dtype.
+    explanation : str
+        A sentence that says so, and what to do.
+    omitted_nonfinite, omitted_finite : int
+        How many parameters of all ranks are not listed: of each rank of a large group only the worst are gathered.
+    loss_nonfinite : int or None
+        How many arrays of the unscaled loss, on any rank, are not finite; None where it is not known.
+    """
+
+    entries: tuple[ParameterReport, ...]
+    scale: float
+    iteration: int
+    cause: Cause
+    explanation: str
+    omitted_nonfinite: int = 0
+    omitted_finite: int = 0
+    loss_nonfinite: int | None = None
+
+    @classmethod
+    def of(cls, ranks: Iterable[RankReport], minimum: float) -> OverflowReport:
+        """Return the report on what ranks have found; ``minimum`` is the smallest scale that the policy allows."""
+        parts = sorted(ranks, key=lambda part: part.rank)
+        # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
+        first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
+        entries = tuple(sorted((entry for part in parts for entry in part.entries), key=lambda entry: entry.badness))
+        counts = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
+        omitted = sum(part.omitted_nonfinite for part in parts)
+        loss_nonfinite = sum(counts) if counts else None
+        is_scaled = any(part.is_scaled for part in parts)
+        cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, is_scaled=is_scaled)
+        omitted_finite = sum(part.omitted_finite for part in parts)
+        return cls(entries, first.scale, first.iteration, cause, explanation, omitted, omitted_finite, loss_nonfinite)
+
+    @property
+    def nonfinite(self) -> tuple[ParameterReport, ...]:
+        """The entries with inf or NaN, the worst first."""
+        return tuple(entry for entry in self.entries if entry.nonfinite)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, limit: int = 20) -> str:
+        """Return the report as plain text, at most ``limit`` rows of parameters.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidValueError
+            For a limit that is no whole number from 0 on.
+        """
+        shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
+        bad = len(self.nonfinite) + self.omitted_nonfinite
+        total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
+        lines = [
+            f"{bad} of {total} gradients with inf or NaN, iteration {self.iteration}, scale {self.scale:g}",
+            f"cause: {self.cause}. {self.explanation}",
+        ]
+        if shown:
+            lines += ["", *_aligned(_rows(shown))]
+        more_bad = bad - sum(entry.nonfinite > 0 for entry in shown)
+        more_finite = total - bad - sum(entry.nonfinite == 0 for entry in shown)
+        more = [f"{more_bad} more with inf or NaN"] * (more_bad > 0)
+        more += [f"{more_finite} more finite parameter{'s' * (more_finite != 1)}"] * (more_finite > 0)
+        return "\n".join([*lines, f"... and {' and '.join(more)}"] if more else lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain Python values that JSON can hold, for logs: every float is finite."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"entries": [entry.to_dict() for entry in self.entries]}
+
+
+def find_cause(
+    entries: Sequence[ParameterReport],
+    scale: float,
+    minimum: float,
+    loss_nonfinite: int | None,
+    *,
+    is_scaled: bool,
+) -> tuple[Cause, str]:
+    """Return what is wrong with gradients, and a sentence that says it and what to do.
+
+    Parameters
+    ----------
+    entries : sequence of ParameterReport
+        The worst first.
+    scale, minimum : float
+        The scale, and the smallest one that the policy allows.
+    loss_nonfinite : int or None
+        How many arrays of the unscaled loss are not finite; None where it is not known.
+    is_scaled : bool
+        Whether the gradients are still scaled.
+    """
+    look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
+    if loss_nonfinite:
+        return "model", f"The unscaled loss is not finite, whatever the scale: {look}."
+    worst = entries[0] if entries else None
+    if worst is not None and worst.nonfinite:
+        where = f"{worst.name}{f' on rank {_rank(worst)}' if worst.rank else ''}"
+        if scale <= 1.0:
+            return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {look}."
+        if scale <= minimum:
+            return "model", f"{where} overflows at the policy's minimum, {scale:g}, and no lower one is tried: {look}."
+        known = "" if loss_nonfinite is None else ", and the unscaled loss is finite"
+        return (
+            "scale",
+            f"{where} overflows at scale {scale:g}{known}: the step is to be skipped and the scale lowered, by "
+            f"hand if it is static. If it goes on at lower scales, the model is at fault.",
+        )
+    size = sum(entry.size for entry in entries)
+    zeros = sum(entry.zeros for entry in entries)
+    subnormals = sum(entry.subnormals for entry in entries)
+    is_subnormal = subnormals > 0 and subnormals >= _SUBNORMAL_SHARE * (size - zeros)
+    if is_subnormal or (size and zeros >= _ZERO_SHARE * size):
+        shares = f"{100 * zeros / size:.3g} % of all values are zero and {100 * subnormals / size:.3g} % subnormal"
+        if is_scaled or not is_subnormal:
+            return "underflow", f"{shares}: raise the scale (init_scale, or a shorter growth_interval)."
+        return "underflow", f"{shares} once they are unscaled: keep float32 gradients (master_dtype), or bfloat16."
+    return "none", "All gradients are finite."
+
+
+def _rank(entry: ParameterReport) -> str:
+    return "/".join(map(str, entry.rank))
+
+
+def _rows(entries: Sequence[ParameterReport]) -> list[list[str]]:
+    """Return the cells of a table, its header first."""
+    header = ["parameter", "rank", "shape", "dtype", "inf", "nan", "largest", "zeros", "subnormal"]
+    rows = [header, *(_cells(entry) for entry in entries)]
+    return rows if any(entry.rank for entry in entries) else [[row[0], *row[2:]] for row in rows]
+
+
+def _cells(entry: ParameterReport) -> list[str]:
+    # The end of a long name tells more than its beginning.
+    name = " ".join(entry.name.splitlines())
+    name = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
+    if entry.missing:
+        return [name, _rank(entry), "no gradient", *[""] * 6]
+    largest = "none" if entry.largest is None else f"{entry.largest:.3g}"
+    shares = [f"{100 * share:.1f} %" for share in (entry.zero_fraction, entry.subnormal_fraction)]
+    shape = "x".join(map(str, entry.shape)) or "0-d"
+    return [name, _rank(entry), shape, entry.dtype, str(entry.inf), str(entry.nan), largest, *shares]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines: words to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first_number = len(widths) - 5
+    return [
+        "  ".join(
+            cell.ljust(width) if index < first_number else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

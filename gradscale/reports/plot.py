@@ -1,0 +1,330 @@
+"""history, simulation: pictures of the scale, its skipped steps and the gradients' range; matplotlib draws them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from gradscale.core import validation
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError, LogWriteError
+from gradscale.policies.simulation import Simulation
+from gradscale.reports.logs import read_log, row_of
+from gradscale.reports.steps import StepReport, UpdateReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["history", "simulation"]
+
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+_SKIPPED = "#D55E00"
+_GREY = "#666666"
+
+_LARGEST_FLOAT16 = 65504.0
+_SMALLEST_FLOAT16 = 2.0**-24
+_SMALLEST_NORMAL_FLOAT16 = 2.0**-14
+# From which on a float does not hold each integer.
+_LARGEST_ITERATION = 2**53
+# More than a picture has columns of pixels.
+_COLUMNS = 2000
+_STRIP = 0.09
+
+
+class _Row(NamedTuple):
+    x: float
+    scale: float
+    skipped: bool
+    magnitude: float | None
+
+
+def history(
+    history: Iterable[StepReport | UpdateReport] | str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draw the scale of a run on a log2 axis, and mark the skipped steps.
+
+    Where magnitudes are known, from overflow reports or a log, a second panel shows the largest finite gradient times
+    the scale against fp16's range.
+
+    Parameters
+    ----------
+    history : iterable of StepReport or UpdateReport, str or os.PathLike
+        A scaler's ``history``, reports that were kept, or the path of a log of JSONLines or CSV.
+    path : str or os.PathLike, optional
+        A file to save to; its suffix gives the format.
+    ax : matplotlib.axes.Axes, optional
+        Draw the scale alone, in there.
+    title : str, optional
+        Default: how many steps were skipped.
+
+    Returns
+    -------
+    Figure
+        Not shown: no window is opened, and no backend chosen.
+
+    Raises
+    ------
+    BackendNotAvailableError
+        Without matplotlib; with the pip command.
+    InvalidValueError, InvalidTypeError
+        For an empty history, a malformed log, other objects, or a suffix of ``path`` that matplotlib does not know.
+    LogWriteError
+        When ``path`` cannot be written.
+    """
+    rows, x_label = _rows(history)
+    magnitudes = [row for row in rows if row.magnitude]
+    if ax is not None:
+        figure: Any = ax.figure
+        scale_ax = ax
+    else:
+        figure = _figure(10.0, 6.4 if magnitudes else 4.2)
+        heights = [3, 2] if magnitudes else [1]
+        axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        scale_ax = axes[0]
+        axes[-1].set_xlabel(x_label)
+        if magnitudes:
+            _draw_range(axes[1], magnitudes)
+    _draw_scale(scale_ax, [row.x for row in rows], [row.scale for row in rows], label="scale", color=_COLOURS[0])
+    skipped = [row for row in rows if row.skipped]
+    _mark_skipped(scale_ax, [row.x for row in skipped], [row.scale for row in skipped])
+    _style(scale_ax, [row.scale for row in rows])
+    share = 100.0 * len(skipped) / len(rows)
+    default = f"{len(skipped):,} of {len(rows):,} steps skipped ({share:.2g} %)"
+    scale_ax.set_title(default if title is None else title, loc="left", fontsize=11)
+    scale_ax.set_ylabel("scale")
+    if ax is not None:
+        scale_ax.set_xlabel(x_label)
+    _legend(scale_ax)
+    return _saved(figure, path)
+
+
+def simulation(
+    results: Simulation | Sequence[Simulation],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """Draw the scales of simulated runs, each in a panel of its own with the steps that it skipped; the axes are equal.
+
+    Parameters
+    ----------
+    results : Simulation or sequence of Simulation
+        What :func:`gradscale.policies.simulation.simulate` has returned.
+    path : str or os.PathLike, optional
+        A file to save to; its suffix gives the format.
+    title : str, optional
+        Above the picture. Default: none.
+
+    Returns
+    -------
+    Figure
+        Not shown, as :func:`history`'s; the same errors.
+    """
+    runs = list(results) if isinstance(results, Iterable) else [results]
+    if not runs or not all(isinstance(run, Simulation) for run in runs):
+        msg = (
+            f"results must be at least one Simulation, as gradscale.policies.simulation.simulate() returns, "
+            f"got {results!r}"
+        )
+        raise InvalidTypeError(msg)
+    figure = _figure(10.0, 3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
+    axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    low, high = min(min(run.scale) for run in runs), max(max(run.scale) for run in runs)
+    for index, (ax, run) in enumerate(zip(axes, runs, strict=True)):
+        steps = range(1, run.steps + 1)
+        _draw_scale(ax, steps, run.scale, color=_COLOURS[index % len(_COLOURS)], linewidth=1.4)
+        skipped = [step for step, is_skipped in zip(steps, run.skipped, strict=True) if is_skipped]
+        drawn = _thinned(skipped, run.steps)
+        # A strip below the data, in fractions of the height.
+        strip = ax.get_xaxis_transform()
+        ax.vlines(drawn, 0.0, _STRIP, transform=strip, color=_SKIPPED, linewidth=1.2 if len(drawn) < 200 else 0.6)
+        share = f"{len(skipped):,} of {run.steps:,} steps skipped ({100.0 * len(skipped) / run.steps:.2g} %)"
+        ax.set_title(f"{run.name}: {share}", loc="left", fontsize=10)
+        # The same axes for all, with room for the strip.
+        _style(ax, [low * (low / high / 4.0) ** (1.6 * _STRIP), high])
+        ax.set_ylabel("scale")
+        if run.raised_at is not None:
+            end = (run.raised_at, run.scale[-1])
+            ax.plot(*end, "X", color=_SKIPPED, markersize=10, markeredgecolor="white", zorder=4)
+            ax.annotate(f"raised in step {run.raised_at:,}", end, xytext=(9, 4), textcoords="offset points", fontsize=9)
+    axes[-1].set_xlabel("step")
+    mark = axes[0].vlines([], 0.0, 0.0, color=_SKIPPED, linewidth=1.6, label="step skipped")
+    axes[0].legend(handles=[mark], loc="lower right", bbox_to_anchor=(1.0, 0.98), frameon=False, fontsize=9)
+    if title is not None:
+        figure.suptitle(title)
+    return _saved(figure, path)
+
+
+def _rows(history: Any) -> tuple[list[_Row], str]:
+    """Return what is to be drawn, and what its x axis is called."""
+    if isinstance(history, (str, os.PathLike)):
+        found = read_log(history)
+        for row in found:
+            where = f"line {row['line']} of {os.fspath(history)!r}"
+            scale, magnitude = row.get("scale"), row.get("magnitude")
+            is_within = _is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32
+            if not is_within:
+                msg = f"{where} must have a scale above 0 that float32 can hold, got {scale!r:.60}"
+                raise InvalidValueError(msg)
+            if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
+                msg = f"{where} must have a magnitude that is a number from 0 on, or none, got {magnitude!r:.60}"
+                raise InvalidValueError(msg)
+    else:
+        reports = list(history) if isinstance(history, Iterable) else [history]
+        if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
+            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {reports[:3]!r}"
+            raise InvalidTypeError(msg)
+        found = [row_of(report) for report in reports]
+    if not found:
+        msg = "the history must hold at least one step, got an empty one"
+        raise InvalidValueError(msg)
+    iterations: list[Any] = [row.get("iteration") for row in found]
+    # A resumed run may have made some iterations twice.
+    numbers = [x for x in iterations if type(x) is int and abs(x) < _LARGEST_ITERATION]
+    is_in_order = len(numbers) == len(found) and all(x <= y for x, y in itertools.pairwise(numbers))
+    rows = [
+        _Row(
+            row["iteration"] if is_in_order else number,
+            row["scale"],
+            row.get("skipped") is True,
+            _drawable(row.get("magnitude")),
+        )
+        for number, row in enumerate(found, 1)
+    ]
+    return rows, "iteration" if is_in_order else "row of the log"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _drawable(magnitude: Any) -> float | None:
+    """Return a magnitude that float32 can hold; None for what is no finite number, or beyond any gradient."""
+    return magnitude if magnitude is not None and magnitude <= validation.LARGEST_FLOAT32 else None
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        msg = (
+            f"plots need matplotlib, which cannot be imported: {error}; "
+            f"install it with: python -m pip install 'gradscale[plot]'"
+        )
+        raise BackendNotAvailableError(msg) from error
+    # Not pyplot's, which keeps its figures and may open windows.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    if path is not None:
+        try:
+            figure.savefig(path, dpi=150)
+        except ValueError as error:
+            msg = f"the plot must be a kind of file that matplotlib writes, got {os.fspath(path)!r}: {error}"
+            raise InvalidValueError(msg) from error
+        except OSError as error:
+            msg = f"the plot cannot be written, got {os.fspath(path)!r}: {error.strerror or error}"
+            raise LogWriteError(msg) from error
+    return figure
+
+
+def _draw_scale(ax: Axes, x: Sequence[float], scales: Sequence[float], **how: Any) -> None:
+    ax.plot(*_step_line(x, scales), drawstyle="steps-post", **how)
+
+
+def _step_line(x: Sequence[float], scales: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the points where a step line turns; where they are more than pixels, what each column of them spans."""
+    turns = [0, *(i for i in range(1, len(scales)) if scales[i] != scales[i - 1]), len(scales) - 1]
+    if len(turns) > 2 * _COLUMNS:
+        width = -(-len(turns) // _COLUMNS)
+        columns = [turns[first : first + width] for first in range(0, len(turns), width)]
+        extremes = [
+            (column[0], min(column, key=scales.__getitem__), max(column, key=scales.__getitem__), column[-1])
+            for column in columns
+        ]
+        turns = sorted({i for column in extremes for i in column})
+    # The last step lasts as long as the others.
+    return [*(x[i] for i in turns), x[-1] + 1], [*(scales[i] for i in turns), scales[-1]]
+
+
+def _thinned(x: Sequence[float], span: float) -> list[float]:
+    """Return positions without those that would fall on the column of pixels of another."""
+    columns = {x_value * _COLUMNS // max(span, _COLUMNS): x_value for x_value in x}
+    return list(columns.values())
+
+
+def _mark_skipped(ax: Axes, x: Sequence[float], scales: Sequence[float]) -> None:
+    span = (x[-1] - x[0]) if x else 0.0
+    points = {(a * _COLUMNS // max(span, _COLUMNS), scale): (a, scale) for a, scale in zip(x, scales, strict=True)}
+    if points:
+        a, b = zip(*points.values(), strict=True)
+        size = 34 if len(points) < 100 else 14
+        ax.scatter(a, b, marker="x", s=size, color=_SKIPPED, linewidths=1.4, zorder=3, label="step skipped")
+
+
+def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
+    """Draw the largest finite gradients, as fp16 had to hold them."""
+    scaled = [(row.magnitude or 0.0) * row.scale for row in rows]
+    ax.axhspan(_SMALLEST_FLOAT16, _LARGEST_FLOAT16, color=_COLOURS[2], alpha=0.10, linewidth=0)
+    ax.scatter(
+        [row.x for row in rows],
+        scaled,
+        s=16 if len(rows) < 300 else 5,
+        color=_COLOURS[0],
+        label="largest finite gradient",
+    )
+    for value, text, below in (
+        (_LARGEST_FLOAT16, "65504, fp16's largest", False),
+        (_SMALLEST_NORMAL_FLOAT16, "2⁻¹⁴, below it fp16 loses bits", False),
+        (_SMALLEST_FLOAT16, "2⁻²⁴, fp16's smallest", True),
+    ):
+        ax.axhline(value, color=_GREY, linewidth=0.9, linestyle=(0, (4, 2)))
+        ax.annotate(
+            text,
+            (1.0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, -3 if below else 3),
+            textcoords="offset points",
+            ha="right",
+            va="top" if below else "bottom",
+            fontsize=8,
+            color=_GREY,
+        )
+    _style(ax, [*scaled, _LARGEST_FLOAT16 * 8.0, _SMALLEST_FLOAT16 / 8.0])
+    ax.set_ylabel("gradient × scale")
+    _legend(ax)
+
+
+def _style(ax: Axes, values: Sequence[float]) -> None:
+    """Set a log2 axis that holds values, a light grid, and whole numbers with separators below."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
+
+    ax.set_yscale("log", base=2)
+    low, high = min(values), max(values)
+    # A constant would have an axis without ticks.
+    ax.set_ylim(low / 2.0, high * 2.0)
+    ax.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
+    ax.minorticks_off()
+    ax.margins(x=0.01)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.grid(color="#E4E4E4", linewidth=0.8)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def _legend(ax: Axes) -> None:
+    """Put the legend above the axes, where no data is."""
+    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9, handlelength=3.0)

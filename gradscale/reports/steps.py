@@ -1,0 +1,69 @@
+"""StepReport, UpdateReport: what happened to one optimizer's step, and in one iteration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from gradscale.reports.overflow import OverflowReport
+
+__all__ = ["StepReport", "UpdateReport"]
+
+
+class StepReport(NamedTuple):
+    """What happened to one optimizer in one iteration, as plain Python values.
+
+    Attributes
+    ----------
+    skipped : bool
+        Whether the step was left out; an optimizer that skips by itself was called all the same.
+    scale : float
+        The scale that the gradients were divided by.
+    nonfinite : int
+        How many gradient arrays held an inf or NaN; over a group, the largest number on any rank. Kernels that judge
+        many arrays at once on a device report 1 for any number.
+    reason : {"stepped", "overflow", "disabled"}
+        Why: all gradients were finite; some were not; the scaler is disabled and checked nothing.
+    iteration : int
+        The scaler's iteration, from 1; ``update`` begins the next.
+    retries : int
+        How often a closure was evaluated again at a lower scale.
+    local_nonfinite : int
+        How many gradient arrays of this rank held an inf or NaN: whether it saw the overflow, or only heard of it.
+    overflow : OverflowReport or None
+        Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
+    """
+
+    skipped: bool
+    scale: float
+    nonfinite: int
+    reason: Literal["stepped", "overflow", "disabled"]
+    iteration: int
+    retries: int = 0
+    local_nonfinite: int = 0
+    overflow: OverflowReport | None = None
+
+
+class UpdateReport(NamedTuple):
+    """What happened in one iteration, as plain Python values; what ``on_update`` is called with.
+
+    Attributes
+    ----------
+    iteration : int
+        The scaler's iteration, from 1, which this update has ended.
+    scale : float
+        The scale that its gradients were divided by. What the update has made of it is in the next report: no read
+        from the device is made for this one.
+    skipped : bool
+        Whether any of the optimizers' steps was left out.
+    rank : int
+        This process's rank; 0 without a group.
+    steps : tuple of StepReport
+        One for each optimizer that was stepped, in order.
+    """
+
+    iteration: int
+    scale: float
+    skipped: bool
+    rank: int
+    steps: tuple[StepReport, ...]

@@ -1,0 +1,1 @@
+"""The stateful shell: GradScaler and ShardedGradScaler over the pure core."""

@@ -1,0 +1,142 @@
+"""State dicts: what a scaler saves, and the checks of what it loads; torch's five keys keep their names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gradscale.core import validation
+from gradscale.core.protocols import Policy
+from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
+from gradscale.policies import dynamic as policies
+from gradscale.policies import rules
+
+__all__ = ["Loaded", "build", "parse"]
+
+VERSION = 1
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        policies.DynamicScale,
+        policies.StaticScale,
+        rules.DelayedScale,
+        rules.GradualScale,
+        rules.WideningScale,
+    )
+}
+# Our names of the trackers, by the keys they are saved under; torch knows only the first.
+_TRACKERS = {
+    "_growth_tracker": "growth_tracker",
+    "_overflow_tracker": "overflow_tracker",
+    "_rescale_tracker": "rescale_tracker",
+}
+_FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+# What torch needs to keep a scale: it does not check that the growth factor is above 1.
+_STATIC_FACTORS = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1}
+
+
+class Loaded(NamedTuple):
+    """A checked state dict: the policy, the numbers by the names of ScaleState's fields, and the iteration."""
+
+    policy: Policy
+    snapshot: dict[str, Any]
+    iteration: int
+
+
+def build(policy: Policy, snapshot: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """Return the state dict of a policy and of the numbers of a state."""
+    saved: dict[str, Any] = {"scale": snapshot["scale"]}
+    saved |= {name: getattr(policy, name, _STATIC_FACTORS[name]) for name in _FACTORS}
+    saved |= {key: snapshot.get(name, 0) for key, name in _TRACKERS.items()}
+    saved |= {"version": VERSION, "iteration": iteration}
+    if type(policy) in _KINDS.values():
+        saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
+    return saved
+
+
+def parse(saved: Any, policy: Policy) -> Loaded:
+    """Check a state dict of this library or of torch's scalers, and return what it says.
+
+    Parameters
+    ----------
+    saved : mapping
+        Not modified. Unknown keys are ignored, as torch ignores ours.
+    policy : Policy
+        The scaler's own, kept for whatever the state dict says nothing of.
+
+    Raises
+    ------
+    StateDictError
+        Naming the key and the value.
+    """
+    if not isinstance(saved, Mapping):
+        msg = f"a state dict must be a mapping, got {saved!r} of type {type(saved).__name__}"
+        raise StateDictError(msg)
+    if not saved:
+        msg = (
+            "the state dict is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load "
+            "another"
+        )
+        raise StateDictError(msg)
+    try:
+        return _parse(saved, policy)
+    except (InvalidTypeError, InvalidValueError) as error:
+        msg = f"the state dict cannot be loaded: {error}; nothing was changed"
+        raise StateDictError(msg) from error
+
+
+def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
+    version = validation.integer("version", saved.get("version", VERSION), 1, validation.LARGEST_INT32)
+    if version > VERSION:
+        msg = f"version {version} is newer than {VERSION}, the newest that this gradscale reads; upgrade it"
+        raise InvalidValueError(msg)
+    missing = [key for key in ("scale", *_FACTORS, "_growth_tracker") if key not in saved]
+    if missing:
+        msg = (
+            f"keys {missing} are missing, got {sorted(map(str, saved))} (gradscale.load_foreign_state translates the "
+            f"states of other systems)"
+        )
+        raise InvalidValueError(msg)
+    loaded_policy = _parse_policy(saved, policy)
+    snapshot: dict[str, Any] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
+    for key, name in _TRACKERS.items():
+        snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
+    iteration = validation.integer("iteration", saved.get("iteration", 1), 1, 2**63 - 1)
+    return Loaded(loaded_policy, snapshot, iteration)
+
+
+def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
+    """Return the saved policy, or the scaler's own where none is saved, with the saved factors of torch's format."""
+    description = saved.get("policy")
+    if description is not None:
+        restored = _restore_policy(description)
+        if type(policy) not in _KINDS.values():
+            msg = (
+                f"it holds a {type(restored).__name__}, and this scaler's policy is {policy!r}; leave out the key "
+                f"'policy' to keep this one"
+            )
+            raise InvalidValueError(msg)
+        policy = restored
+    factors = {name: saved[name] for name in _FACTORS}
+    if isinstance(policy, policies.BoundedScale):
+        return dataclasses.replace(policy, **factors)
+    # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
+    if any(validation.number(name, value) != _STATIC_FACTORS[name] for name, value in factors.items()):
+        policies.DynamicScale(**factors)
+    return policy
+
+
+def _restore_policy(description: Any) -> Policy:
+    if not isinstance(description, Mapping) or description.get("kind") not in list(_KINDS):
+        msg = f"policy must be a mapping with a kind out of {sorted(_KINDS)}, got {description!r}"
+        raise InvalidValueError(msg)
+    settings = {name: value for name, value in description.items() if name != "kind"}
+    try:
+        restored: Policy = _KINDS[description["kind"]](**settings)
+    except (InvalidTypeError, InvalidValueError):
+        raise
+    except TypeError as error:
+        msg = f"policy has settings that this gradscale does not know: {error}"
+        raise InvalidValueError(msg) from error
+    return restored

@@ -1,0 +1,126 @@
+"""The agreement of two ranks on one optimizer, against one bare Allreduce of the same bytes.
+
+``rows`` launches this module under mpiexec; run by itself, it is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.measure import Row
+
+__all__ = ["CASES", "rows"]
+
+_CALLS = 200  # in each round
+
+
+def rows(quick: bool) -> list[Row]:
+    """Run two ranks and return what they measured."""
+    if importlib.util.find_spec("mpi4py") is None:
+        msg = "No module named 'mpi4py'"
+        raise ModuleNotFoundError(msg, name="mpi4py")
+    beside_python = Path(sys.executable).parent
+    mpiexec = shutil.which("mpiexec", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', '')}")
+    if mpiexec is None:
+        msg = "there is no mpiexec beside this Python nor on the PATH"
+        raise ModuleNotFoundError(msg, name="mpich")
+    command = [mpiexec, "-n", "2", sys.executable, "-m", __spec__.name, "--rounds", "11" if quick else "51"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if finished.returncode:
+        msg = f"{' '.join(command)} failed:\n{finished.stdout}{finished.stderr}"
+        raise RuntimeError(msg)
+    times = json.loads(finished.stdout)
+    added = {name: times[name] - times["alone"] for name in ("alone and Allreduce", "group")}
+    return [
+        Row("Collectives.start_max, 2 ranks / Allreduce", times["start_max"], times["Allreduce"], "s", 2.0),
+        Row(
+            "what a group of 2 ranks adds to an iteration / what Allreduce adds",
+            added["group"],
+            added["alone and Allreduce"],
+            "s",
+            2.0,
+        ),
+    ]
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """Return the median seconds of one call of each kind, as this rank sees them."""
+    import numpy as np
+    from mpi4py import MPI
+
+    import gradscale
+
+    comm = MPI.COMM_WORLD
+    x = np.arange(16, dtype=np.int32)
+    received = np.empty_like(x)
+    collectives = gradscale.registry.collectives_for(comm, timeout=60)
+    optimizer = SimpleNamespace(
+        param_groups=[{"params": [SimpleNamespace(grad=np.ones(10, np.float32))]}], step=lambda: None
+    )
+
+    def iteration(scaler: gradscale.GradScaler, between: Callable[[], object]) -> Callable[[], None]:
+        scaler.scale(np.ones((), np.float32))
+
+        def run() -> None:
+            scaler.unscale_(optimizer)
+            between()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return run
+
+    def allreduce() -> None:
+        comm.Allreduce(x, received, op=MPI.MAX)
+
+    def nothing() -> None:
+        pass
+
+    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
+    calls: dict[str, Callable[[], object]] = {
+        "Allreduce": allreduce,
+        "start_max": lambda: collectives.start_max(x)(),
+        # Within an iteration the ranks drift apart, and every collective waits for the last of them.
+        "alone": iteration(gradscale.GradScaler(**settings), nothing),
+        "alone and Allreduce": iteration(gradscale.GradScaler(**settings), allreduce),
+        "group": iteration(gradscale.ShardedGradScaler(group=comm, **settings), nothing),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            comm.Barrier()
+            begin = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            times[name].append((time.perf_counter() - begin) / _CALLS)
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def main() -> None:
+    """Measure as one rank, and print the numbers on the first."""
+    parser = argparse.ArgumentParser(description="One rank of the agreement benchmark, under mpiexec.")
+    parser.add_argument("--rounds", type=int, default=51)
+    rounds = parser.parse_args().rounds
+    from mpi4py import MPI
+
+    times = measure(rounds)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(times))
+
+
+CASES = {"agreement": rows}
+"""By name, what measures some rows of the table; called with whether to be quick."""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Unscaling CuPy gradients on a CUDA device: against a copy of the same bytes, and against torch's kernel.
+
+Times of the device are those between two events that are recorded while a kernel keeps the device busy: what is
+measured is on the stream before it begins, and the time that the host takes is not in it. That is in rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import gradscale
+from benchmarks.measure import Call, NotOnThisMachineError, Row, by_the_clock, interleaved
+from gradscale.errors import BackendNotAvailableError
+
+__all__ = ["CASES"]
+
+Array = Any
+
+
+class _Sizes(NamedTuple):
+    large: tuple[int, int]  # arrays, elements of each
+    small: tuple[int, int]
+    rounds: int
+
+
+# The large ones are 4 GiB of float32 in all, each a multiple of 64 bytes.
+_FULL = _Sizes((1000, 1_073_744), (3000, 1000), 51)
+_QUICK = _Sizes((1000, 1 << 16), (3000, 1000), 11)
+
+_STALL = """
+extern "C" __global__ void stall(long long nanoseconds) {
+    long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - begin < nanoseconds);
+}
+"""
+# Seconds.
+_SHORTEST_STALL, _LONGEST_STALL = 0.01, 2.0
+_WATCHED_ITERATIONS, _WATCHED_STALL = 5, 0.2
+
+
+def _cupy() -> Any:
+    """Return CuPy on a machine with a device that it can use."""
+    import cupy
+
+    from gradscale_cupy.availability import require_device
+
+    try:
+        require_device()
+    except BackendNotAvailableError as error:
+        raise NotOnThisMachineError(str(error)) from error
+    return cupy
+
+
+def _torch(cupy: Any) -> Any:
+    """Return torch with CUDA, whose work goes to the stream that CuPy's goes to."""
+    import torch
+
+    if not torch.cuda.is_available():
+        msg = "torch finds no CUDA device, and its kernel is the peer: install torch built for CUDA (pytorch.org)"
+        raise NotOnThisMachineError(msg)
+    ours, theirs = cupy.cuda.get_current_stream().ptr, torch.cuda.current_stream().cuda_stream
+    if ours != theirs:
+        msg = (
+            f"CuPy and torch must work on one stream, got {ours} and {theirs}: unset "
+            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+        )
+        raise RuntimeError(msg)
+    return torch
+
+
+class _Stall:
+    """Keeps the device busy."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._kernel = cupy.RawKernel(_STALL, "stall")
+
+    def __call__(self, seconds: float) -> Any:
+        """Put it on the stream, and return an event that is recorded behind it."""
+        self._kernel((1,), (1,), (self._cupy.int64(seconds * 1e9),))
+        event = self._cupy.cuda.Event()
+        event.record()
+        return event
+
+
+class _DeviceClock:
+    """Returns the seconds that a call takes the device; what is called may be called several times."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cuda = cupy.cuda
+        self._stall = _Stall(cupy)
+        self._seconds = _SHORTEST_STALL
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        while self._seconds < _LONGEST_STALL:
+            begin, end = self._stall(self._seconds), self._cuda.Event()
+            run()
+            end.record()
+            is_all_there = not begin.done
+            end.synchronize()
+            if is_all_there:
+                return float(self._cuda.get_elapsed_time(begin, end)) / 1e3
+            self._seconds *= 2
+        msg = f"the host waits for the device, or takes more than {_LONGEST_STALL:g} s for one call"
+        raise RuntimeError(msg)
+
+
+def _device_times(cupy: Any, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median seconds that each call takes the device."""
+    for run in runs.values():
+        # The first time, its kernels are loaded, which may wait for the device.
+        run()
+    return interleaved({name: Call(run) for name, run in runs.items()}, rounds, _DeviceClock(cupy))
+
+
+def _filled(cupy: Any, count: int, size: int, dtype: str = "float32") -> list[Array]:
+    return [cupy.ones(size, dtype=dtype) for _ in range(count)]
+
+
+def _unscale(cupy: Any, sources: Sequence[Array], targets: Sequence[Array]) -> Callable[[], object]:
+    """Return an unscale by 1, so that gradients are the same in each round."""
+    from gradscale_cupy.arrays import CupyBackend
+
+    state = gradscale.DynamicScale(init_scale=1.0).init(like=cupy.zeros((), dtype="float32"))
+    return partial(CupyBackend().unscale, sources, state, out=targets)
+
+
+def _copy(cupy: Any, size: int) -> Callable[[], object]:
+    """Return a copy of so many bytes from one place on the device to another: as many read as written."""
+    source, target = cupy.ones(size, dtype="uint8"), cupy.zeros(size, dtype="uint8")
+    return partial(_copy_async, cupy, target, source)
+
+
+def _copy_async(cupy: Any, target: Array, source: Array) -> None:
+    target.data.copy_from_device_async(source.data, source.nbytes, cupy.cuda.get_current_stream())
+
+
+def _unscale_torch(torch: Any, arrays: Sequence[Array]) -> Callable[[], object]:
+    """Return torch's unscale by 1 of the same memory."""
+    tensors = [torch.from_dlpack(x) for x in arrays]
+    found, inverse = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+    return partial(torch._amp_foreach_non_finite_check_and_unscale_, tensors, found, inverse)
+
+
+def _described(cupy: Any, count: int, size: int, dtype: str = "float32") -> str:
+    """Return what is unscaled, and by which device."""
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return f"{count} {dtype} arrays of {size} on {properties['name'].decode()}"
+
+
+def copies(quick: bool) -> list[Row]:
+    """Unscale gradients in place, against a copy: each reads and writes the same bytes once."""
+    cupy = _cupy()
+    sizes = _QUICK if quick else _FULL
+    grads = _filled(cupy, *sizes.large)
+    bytes_in_all = sum(x.nbytes for x in grads)
+    runs = {"ours": _unscale(cupy, grads, grads), "copy": _copy(cupy, bytes_in_all)}
+    times = _device_times(cupy, runs, sizes.rounds)
+    case = f"CuPy unscale, {_described(cupy, *sizes.large)}, device / a copy"
+    # At least 90 % of the bandwidth is at most 1 / 0.9 of the time.
+    return [Row(case, times["ours"], times["copy"], "s", 1 / 0.9)]
+
+
+def masters(quick: bool) -> list[Row]:
+    """Unscale float16 gradients into float32 masters, against a copy that moves as many bytes."""
+    cupy = _cupy()
+    sizes = _QUICK if quick else _FULL
+    count, size = sizes.large
+    halves, wide = _filled(cupy, count, size, "float16"), _filled(cupy, count, size)
+    moved = sum(x.nbytes for x in (*halves, *wide))
+    runs = {"ours": _unscale(cupy, halves, wide), "copy": _copy(cupy, moved // 2)}
+    times = _device_times(cupy, runs, sizes.rounds)
+    case = f"CuPy unscale, {_described(cupy, count, size, 'float16')} into float32, device / a copy of as many bytes"
+    return [Row(case, times["ours"], times["copy"], "s", 1 / 0.85)]
+
+
+def against_torch(quick: bool) -> list[Row]:
+    """Unscale many large and many small gradients in place, against torch's kernel on the same memory."""
+    cupy = _cupy()
+    torch = _torch(cupy)
+    sizes = _QUICK if quick else _FULL
+    rows = []
+    for shape, target in ((sizes.large, 1.0), (sizes.small, 0.7)):
+        grads = _filled(cupy, *shape)
+        runs = {"ours": _unscale(cupy, grads, grads), "torch": _unscale_torch(torch, grads)}
+        device = _device_times(cupy, runs, sizes.rounds)
+        # The device is through with it before the next one is timed.
+        wait = cupy.cuda.get_current_stream().synchronize
+        host = interleaved({name: Call(run, wait) for name, run in runs.items()}, sizes.rounds)
+        case = f"CuPy unscale, {_described(cupy, *shape)}, {{}} / torch's"
+        rows += [
+            Row(case.format("device"), device["ours"], device["torch"], "s", target),
+            Row(case.format("host"), host["ours"], host["torch"], "s", None),
+        ]
+    return rows
+
+
+def memory(quick: bool) -> list[Row]:
+    """Measure the most memory of the device that unscaling in place takes beside the gradients, tables included."""
+    cupy = _cupy()
+    sizes = _QUICK if quick else _FULL
+    grads = _filled(cupy, *sizes.large)
+    base: Any = cupy.cuda.MemoryHook
+
+    class Peak(base):  # type: ignore[misc]
+        name = "peak"
+        used = peak = 0
+
+        def malloc_postprocess(self, *, mem_size: int, **_: int) -> None:
+            self.used += mem_size
+            self.peak = max(self.peak, self.used)
+
+        def free_postprocess(self, *, mem_size: int, **_: int) -> None:
+            self.used -= mem_size
+
+    run, hook = _unscale(cupy, grads, grads), Peak()
+    with hook:
+        for _ in range(2):
+            run()
+    case = f"CuPy unscale, {_described(cupy, *sizes.large)}, peak extra memory / the arrays"
+    return [Row(case, hook.peak / 2**20, sum(x.nbytes for x in grads) / 2**20, "MiB", None)]
+
+
+def host_waits(quick: bool) -> list[Row]:
+    """Count the iterations in which the host waits for a busy device: between ``scale`` and ``step``, and within."""
+    from gradscale_cupy.arrays import CupyBackend
+
+    cupy = _cupy()
+    sizes = _QUICK if quick else _FULL
+    halves = (cupy.ones(7, dtype="float16") for _ in range(7))
+    grads = [*_filled(cupy, *sizes.small), *halves]
+    optimizer = SimpleNamespace(
+        param_groups=[{"params": [SimpleNamespace(grad=grad) for grad in grads]}], step=lambda: None
+    )
+    scaler = gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30, backend=CupyBackend())
+    loss = cupy.ones((), dtype="float32")
+
+    def start() -> None:
+        scaler.scale(loss)
+        scaler.unscale_(optimizer)
+
+    def finish() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    seconds = 0.0
+    for _ in range(3):
+        seconds = by_the_clock(start)
+        finish()
+    stall = _Stall(cupy)
+    between = within = 0
+    for _ in range(_WATCHED_ITERATIONS):
+        # Much longer than the host takes: if the device is through, the host has waited.
+        stalled = stall(max(_WATCHED_STALL, 20 * seconds))
+        start()
+        between += bool(stalled.done)
+        finish()
+        within += bool(stalled.done)
+    if within != _WATCHED_ITERATIONS:
+        msg = "step() reads the verdict, and yet the device was busy afterwards: waits are not seen"
+        raise RuntimeError(msg)
+    case = f"CuPy {_described(cupy, *sizes.small)}, host waits {{}} / iterations"
+    return [
+        Row(case.format("between scale and step"), between, _WATCHED_ITERATIONS, "", 0.0),
+        Row(case.format("within step"), within, _WATCHED_ITERATIONS, "", None),
+    ]
+
+
+CASES = {
+    "cupy-copy": copies,
+    "cupy-masters": masters,
+    "cupy-torch": against_torch,
+    "cupy-peak": memory,
+    "cupy-waits": host_waits,
+}
+"""By name, what measures some rows of the table; called with whether to be quick."""

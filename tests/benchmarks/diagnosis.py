@@ -1,0 +1,93 @@
+"""Diagnosing gradients: the time of scaler.diagnose, in reads of the gradients' memory.
+
+One read is the fastest pass that the library itself makes over them: the maximum of their bits as int32, which no
+library computes slower than a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import gradscale
+from benchmarks.measure import Call, Row, interleaved
+from gradscale_numpy import NumpyBackend
+
+__all__ = ["CASES"]
+
+_READS = 6.0
+_COUNT, _SIZE = 30, 1 << 20
+
+
+def _diagnosis(gradients: Sequence[Any], like: Any, backend: NumpyBackend | None = None) -> Call:
+    """Return a call of GradScaler.diagnose on a plain optimizer."""
+    parameters = [SimpleNamespace(grad=gradient) for gradient in gradients]
+    optimizer = SimpleNamespace(param_groups=[{"params": parameters}], step=lambda: None)
+    scaler = gradscale.GradScaler(backend=backend)
+    scaler.scale(like)
+    return Call(lambda: scaler.diagnose(optimizer))
+
+
+def _read_numpy(gradients: Sequence[Any]) -> object:
+    return [gradient.view(np.int32).max() for gradient in gradients]
+
+
+def _read_torch(gradients: Sequence[Any]) -> object:
+    import torch
+
+    return [gradient.view(torch.int32).amax() for gradient in gradients]
+
+
+def _kinds(quick: bool) -> dict[str, list[Any]]:
+    """Return gradients of normal numbers, with zeros among them, and with inf and NaN."""
+    rng = np.random.default_rng(0)
+    size = _SIZE >> 2 if quick else _SIZE
+    normal = [rng.standard_normal(size, np.float32) for _ in range(_COUNT)]
+    zeros = [gradient.copy() for gradient in normal]
+    overflown = [gradient.copy() for gradient in normal]
+    for half_zero, bad in zip(zeros, overflown, strict=True):
+        half_zero[rng.random(size) < 0.5] = 0
+        bad[::1000], bad[1::2000] = np.inf, np.nan
+    return {"normal": normal, "half of them 0": zeros, "some inf and NaN": overflown}
+
+
+def with_numpy(quick: bool) -> list[Row]:
+    """Diagnose NumPy gradients without numba, and with it where it is installed."""
+    backends = {"without numba": NumpyBackend(fast=False)}
+    if importlib.util.find_spec("numba") is not None:
+        backends["with numba"] = NumpyBackend(fast=True)
+    rows = []
+    for kind, gradients in _kinds(quick).items():
+        calls = {name: _diagnosis(gradients, np.float32(1), backend) for name, backend in backends.items()}
+        calls["read"] = Call(partial(_read_numpy, gradients))
+        times = interleaved(calls, 7 if quick else 21)
+        case = f"diagnose, {_COUNT} float32 arrays of {gradients[0].size >> 10} Ki, {kind}, {{}} / one read"
+        rows += [Row(case.format(name), times[name], times["read"], "s", _READS) for name in backends]
+    return rows
+
+
+def with_torch(quick: bool) -> list[Row]:
+    """Diagnose torch gradients of the host."""
+    import torch
+
+    torch.set_num_threads(1)
+    rows = []
+    for kind, arrays in _kinds(quick).items():
+        gradients = [torch.from_numpy(array) for array in arrays]
+        calls = {
+            "ours": _diagnosis(gradients, torch.ones(())),
+            "read": Call(partial(_read_torch, gradients)),
+        }
+        times = interleaved(calls, 7 if quick else 21)
+        case = f"diagnose, {_COUNT} float32 tensors of {gradients[0].numel() >> 10} Ki, {kind} / one read"
+        rows.append(Row(case, times["ours"], times["read"], "s", _READS))
+    return rows
+
+
+CASES = {"diagnosis": with_numpy, "diagnosis-torch": with_torch}
+"""By name, what measures some rows of the table; called with whether to be quick."""

@@ -1,0 +1,237 @@
+"""The replacements of torch's scalers against torch's own, on the CPU: unscale_, an iteration, clipping, a group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Call, Row, interleaved
+
+__all__ = ["CASES"]
+
+_SMALL = (300, 10)
+_LARGE = (30, 1 << 20)
+_RANKS = 2
+_WORKER_LIMIT = 300.0  # seconds
+
+
+def _optimizer(torch: Any, shapes: list[tuple[int, int]]) -> Any:
+    """Return an optimizer that does nothing, with so many gradients of so many elements."""
+
+    class Idle(torch.optim.SGD):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for count, size in shapes for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return Idle(parameters)
+
+
+def _scalers(torch: Any) -> dict[str, Any]:
+    import gradscale_torch
+
+    torch.set_num_threads(1)
+    # Gradients must not shrink from round to round.
+    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
+    scalers = {
+        "ours": gradscale_torch.GradScaler("cpu", **settings),
+        "torch": torch.amp.GradScaler("cpu", **settings),
+    }
+    for scaler in scalers.values():
+        scaler.scale(torch.ones(()))
+    return scalers
+
+
+def unscaling(quick: bool) -> list[Row]:
+    """Time ``unscale_`` alone."""
+    import torch
+
+    rows = []
+    for (count, size), rounds, target in ((_SMALL, 1001, 0.6), (_LARGE, 41, 1.02)):
+        calls = {}
+        for name, scaler in _scalers(torch).items():
+            optimizer = _optimizer(torch, [(count, size)])
+            calls[name] = Call(partial(scaler.unscale_, optimizer), scaler.update)
+        times = interleaved(calls, rounds // (5 if quick else 1))
+        case = f"torch unscale_, {count} float32 gradients of {_readable(size)} / torch's"
+        rows.append(Row(case, times["ours"], times["torch"], "s", target))
+    return rows
+
+
+def iteration(quick: bool) -> list[Row]:
+    """Time ``scale``, ``step`` with an optimizer that does nothing, and ``update``."""
+    import torch
+
+    loss = torch.ones(())
+    calls = {}
+    for name, scaler in _scalers(torch).items():
+        optimizer = _optimizer(torch, [_SMALL])
+
+        def iterate(scaler: Any = scaler, optimizer: Any = optimizer) -> None:
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update()
+
+        calls[name] = Call(iterate)
+    times = interleaved(calls, 201 if quick else 1001)
+    case = f"torch whole iteration, {_SMALL[0]} float32 gradients of {_SMALL[1]} / torch's"
+    return [Row(case, times["ours"], times["torch"], "s", 0.6)]
+
+
+def clipping(quick: bool) -> list[Row]:
+    """Time ``unscale_`` and clipping by the global norm, which always clips here."""
+    import torch
+
+    rows = []
+    for shapes, rounds in (([_SMALL], 501), ([_SMALL, _LARGE], 41)):
+        scalers = _scalers(torch)
+        mine, other = _optimizer(torch, shapes), _optimizer(torch, shapes)
+        parameters = other.param_groups[0]["params"]
+        # Gradients are put back off the clock, so that each round clips.
+        saved = [parameter.grad.clone() for parameter in parameters]
+
+        def unscale_and_clip(scaler: Any = scalers["torch"], optimizer: Any = other, of: Any = parameters) -> None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(of, 1.0)
+
+        def restore(optimizer: Any, scaler: Any, values: Any = saved) -> None:
+            torch._foreach_copy_([parameter.grad for parameter in optimizer.param_groups[0]["params"]], values)
+            scaler.update()
+
+        calls = {
+            "ours": Call(
+                partial(scalers["ours"].unscale_, mine, max_norm=1.0), partial(restore, mine, scalers["ours"])
+            ),
+            "torch": Call(unscale_and_clip, partial(restore, other, scalers["torch"])),
+        }
+        times = interleaved(calls, rounds // (5 if quick else 1))
+        what = " and ".join(f"{count} of {_readable(size)}" for count, size in shapes)
+        case = f"torch unscale_(max_norm=), {what} / unscale_, clip_grad_norm_"
+        rows.append(Row(case, times["ours"], times["torch"], "s", 0.6))
+    return rows
+
+
+def sharded(quick: bool) -> list[Row]:
+    """Time an iteration of ShardedGradScaler with 2 optimizers on 2 ranks over gloo; the slower rank counts."""
+    import torch  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", __spec__.name, folder, "51" if quick else "401"]
+        workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(_RANKS)]
+        statuses = [worker.wait(_WORKER_LIMIT) for worker in workers]
+        if any(statuses):
+            msg = f"the ranks ended with {statuses}"
+            raise RuntimeError(msg)
+        times = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(_RANKS)]
+    slowest = {name: max(taken[name] for taken in times) for name in times[0]}
+    case = f"torch ShardedGradScaler iteration, {_RANKS} ranks gloo, 2 optimizers / torch's"
+    return [Row(case, slowest["ours"], slowest["torch"], "s", 1.0)]
+
+
+def _time_rank(folder: Path, rounds: int, rank: int) -> None:
+    """Time both scalers in turn on one rank, and write the medians to a file."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    import gradscale_torch
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=_RANKS)
+    settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
+    scalers = {
+        "ours": gradscale_torch.ShardedGradScaler("cpu", **settings),
+        "torch": ShardedGradScaler("cpu", **settings),
+    }
+    loss = torch.ones(())
+    optimizers = [_optimizer(torch, [_SMALL]) for _ in range(2)]
+    times: dict[str, list[float]] = {name: [] for name in scalers}
+    for _ in range(rounds):
+        for name, scaler in scalers.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            scaler.scale(loss)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            times[name].append(time.perf_counter() - begin)
+    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(medians))
+    dist.destroy_process_group()
+
+
+def cuda(quick: bool) -> list[Row]:
+    """Time 1,000 tensors of 4 GiB in all on a CUDA device, against torch's kernel and the measured copy bandwidth."""
+    import torch
+
+    if not torch.cuda.is_available():
+        msg = "torch finds no CUDA device"
+        raise ModuleNotFoundError(msg, name="cuda")
+    import gradscale_torch
+
+    count, size = 1000, (1 << 16) if quick else (1 << 20)
+    parameters = [torch.nn.Parameter(torch.zeros(size, device="cuda")) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(size, device="cuda")
+    optimizer = torch.optim.SGD(parameters)
+    scaler = gradscale_torch.GradScaler("cuda", init_scale=1.0, growth_interval=1 << 30)
+    scaler.scale(torch.ones((), device="cuda"))
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
+    found, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    source = torch.ones(count * size, device="cuda")
+    target = torch.empty_like(source)
+
+    def timed(run: Any) -> float:
+        make: Any = torch.cuda.Event
+        begin, end = (make(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    runs = {
+        "ours": lambda: scaler.unscale_(optimizer),
+        "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse),
+        "copy": lambda: target.copy_(source),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(11 if quick else 51):
+        for name, run in runs.items():
+            times[name].append(timed(run))
+        scaler.update()
+    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    case = f"torch CUDA unscale_, {count} float32 gradients of {_readable(size)} / {{}}"
+    # Both read and write each byte once; at least 85 % of the bandwidth is at most 1 / 0.85 of the time.
+    return [
+        Row(case.format("torch's kernel"), medians["ours"], medians["torch"], "s", 1.0),
+        Row(case.format("a copy"), medians["ours"], medians["copy"], "s", 1 / 0.85),
+    ]
+
+
+def _readable(size: int) -> str:
+    return f"{size >> 20} Mi elements" if size >= 1 << 20 else f"{size} elements"
+
+
+CASES = {
+    "torch-unscale": unscaling,
+    "torch-iteration": iteration,
+    "torch-clip": clipping,
+    "torch-sharded": sharded,
+    "torch-cuda": cuda,
+}
+"""By name, what measures some rows of the table; called with whether to be quick."""
+
+if __name__ == "__main__":
+    _time_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,138 @@
+"""Unscaling NumPy gradients: time and memory, without numba and with it, against NumPy's and torch's own ways."""
+
+from __future__ import annotations
+
+import importlib.util
+import tracemalloc
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+import gradscale
+from benchmarks.measure import Call, Row, interleaved
+from gradscale_numpy import NumpyBackend
+
+__all__ = ["CASES"]
+
+Array = NDArray[Any]
+
+_MEMORY_LIMIT = 4.0  # MiB
+_FACTOR = np.float32(1)
+
+
+def _backends() -> dict[str, NumpyBackend]:
+    """Return the NumPy adapter without numba, and with it where it is installed."""
+    backends = {"without numba": NumpyBackend(fast=False)}
+    if importlib.util.find_spec("numba") is not None:
+        backends["with numba"] = NumpyBackend(fast=True)
+    return backends
+
+
+def _unscale_in_place(gradients: Sequence[Array], backend: NumpyBackend) -> Call:
+    """Return a call of GradScaler.unscale_ on a plain optimizer, and the end of that iteration."""
+    optimizer = SimpleNamespace(
+        param_groups=[{"params": [SimpleNamespace(grad=gradient) for gradient in gradients]}],
+        step=lambda: None,
+    )
+    scaler = gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30, backend=backend)
+    scaler.scale(np.ones((), np.float32))
+    return Call(lambda: scaler.unscale_(optimizer), scaler.update)
+
+
+def large_array(quick: bool) -> list[Row]:
+    """Unscale one large float32 array in place, against the bare multiplication."""
+    gradient = np.random.default_rng(0).standard_normal((128 if quick else 256) << 18, np.float32)
+    backends = _backends()
+    calls = {name: _unscale_in_place([gradient], backend) for name, backend in backends.items()}
+    calls["peer"] = Call(lambda: np.multiply(gradient, _FACTOR, out=gradient))
+    times = interleaved(calls, 11 if quick else 41)
+    targets = {"without numba": 1.6, "with numba": 1.1}
+    case = f"GradScaler.unscale_, one float32 array of {gradient.nbytes >> 20} MiB, {{}} / np.multiply"
+    return [Row(case.format(name), times[name], times["peer"], "s", targets[name]) for name in backends]
+
+
+def large_array_memory(quick: bool) -> list[Row]:
+    """Measure the most memory that unscaling one large array takes beside it."""
+    gradient = np.ones((128 if quick else 256) << 18, np.float32)
+    rows = []
+    for name, backend in _backends().items():
+        call = _unscale_in_place([gradient], backend)
+        interleaved({name: call}, 1)
+        tracemalloc.start()
+        call.run()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        case = f"peak extra memory of that, {name} / limit"
+        rows.append(Row(case, peak / 2**20, _MEMORY_LIMIT, "MiB", 1.0))
+    return rows
+
+
+def master_gradients(quick: bool) -> list[Row]:
+    """Unscale float16 gradients to float32, against astype, multiply and isfinite."""
+    size = (4 if quick else 16) << 20
+    gradient = np.random.default_rng(0).standard_normal(size, np.float32).astype(np.float16)
+    masters = np.empty(size, np.float32)
+    state = gradscale.DynamicScale(init_scale=1.0).init(like=masters)
+
+    def peer() -> object:
+        wide = gradient.astype(np.float32)
+        np.multiply(wide, _FACTOR, out=wide)
+        return np.isfinite(wide).all()
+
+    def into_new_arrays(backend: NumpyBackend) -> object:
+        # The function looks its adapter up; let it find this one.
+        with mock.patch.object(gradscale.registry, "backend_for", return_value=backend):
+            return gradscale.unscale([gradient], state, dtype=np.float32)
+
+    def into_masters(backend: NumpyBackend) -> object:
+        with mock.patch.object(gradscale.registry, "backend_for", return_value=backend):
+            return gradscale.unscale([gradient], state, out=[masters])
+
+    calls = {"peer": Call(peer)}
+    for name, backend in _backends().items():
+        calls[f"gradscale.unscale, new arrays, {name}"] = Call(partial(into_new_arrays, backend))
+        calls[f"gradscale.unscale, out=masters, {name}"] = Call(partial(into_masters, backend))
+    times = interleaved(calls, 11 if quick else 31)
+    case = f"{size >> 20} Mi float16 to float32, {{}} / astype, multiply, isfinite"
+    return [
+        Row(case.format(name), times[name], times["peer"], "s", 0.12 if "with numba" in name else 0.55)
+        for name in calls
+        if name != "peer"
+    ]
+
+
+def small_arrays(quick: bool) -> list[Row]:
+    """Unscale 300 tiny arrays in place, against torch's scaler on the same shapes."""
+    import torch
+
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    gradients = [rng.standard_normal(10, np.float32) for _ in range(300)]
+    parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = torch.from_numpy(gradient.copy())
+    optimizer = torch.optim.SGD(parameters)
+    peer = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1 << 30)
+    peer.scale(torch.ones(()))
+
+    backends = _backends()
+    calls = {name: _unscale_in_place(gradients, backend) for name, backend in backends.items()}
+    calls["peer"] = Call(lambda: peer.unscale_(optimizer), peer.update)
+    times = interleaved(calls, 201 if quick else 1001)
+    targets = {"without numba": 1.0, "with numba": 0.6}
+    case = "GradScaler.unscale_, 300 float32 arrays of 10 elements, {} / torch's"
+    return [Row(case.format(name), times[name], times["peer"], "s", targets[name]) for name in backends]
+
+
+CASES = {
+    "large": large_array,
+    "memory": large_array_memory,
+    "masters": master_gradients,
+    "small": small_arrays,
+}
+"""By name, what measures some rows of the table; called with whether to be quick."""
