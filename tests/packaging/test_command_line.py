@@ -95,7 +95,7 @@ def test_help_imports_no_framework() -> None:
 def test_without_its_libraries_it_says_what_to_install(library: str, tmp_path: Path) -> None:
     completed = run("doctor", **block(tmp_path, library))
     assert completed.returncode == 3
-    assert "python -m pip install 'gradscale[cli]'" in completed.stderr
+    assert "from a clone of gradscale: python -m pip install '.[cli]'" in completed.stderr
     assert "Traceback" not in completed.stderr
 
 
@@ -171,7 +171,7 @@ def test_bench_lists_what_cannot_be_run_with_the_pip_command(tmp_path: Path) -> 
     completed = benchmark("--quick", "--only", "torch-unscale", **hidden)
     assert completed.returncode == 0, completed.stderr
     assert "not run: torch-unscale, because No module named 'torch'" in completed.stdout
-    assert "python -m pip install 'gradscale[torch]'" in completed.stdout
+    assert "from a clone of gradscale: python -m pip install '.[torch]'" in completed.stdout
     assert benchmark("--quick", "--only", "torch-unscale", "--check", **hidden).returncode == 1
 
 

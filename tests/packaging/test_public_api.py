@@ -94,7 +94,7 @@ def test_every_module_lists_names_that_it_has(package: str) -> None:
 
 def test_errors_derive_from_the_root_and_from_a_built_in() -> None:
     names = [name for name in gradscale.__all__ if name.endswith("Error") and name != "GradscaleError"]
-    assert len(names) == 11
+    assert len(names) == 12
     for name in names:
         error = getattr(gradscale, name)
         assert issubclass(error, gradscale.GradscaleError)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from gradscale.errors import BackendNotAvailableError
+from gradscale.extras import needs
 from gradscale_cli.check_page import describe, notes, print_page
 from gradscale_cli.check_stages import FAULTS
 from gradscale_cli.check_supervisor import supervise
@@ -117,11 +116,7 @@ def _parse_fault(text: str) -> tuple[str, int]:
 
 
 def _require(group: Group) -> None:
-    """Raise BackendNotAvailableError unless what the group is made with is installed."""
+    """Raise MissingExtraError unless what the group is made with is installed."""
     module, extra = {Group.mpi: ("mpi4py", "mpi"), Group.torch: ("torch", "torch")}[group]
-    if importlib.util.find_spec(module) is None:
-        msg = (
-            f"check --group {group.value} needs {module}, which is not installed. "
-            f"Install it with: python -m pip install 'gradscale[{extra}]'"
-        )
-        raise BackendNotAvailableError(msg)
+    with needs(f"check --group {group.value}", extra, module):
+        pass
