@@ -6,7 +6,7 @@ gradscale needs nothing of equinox: ``eqx.partition`` parts the arrays, which ar
 leaves. The micro-batches are inside the loss, in a ``lax.scan`` that JAX differentiates: there is one verdict for all
 of them, and their float16 gradients are added up in float32, the dtype of the parameters.
 
-Needs: python -m pip install "gradscale[equinox,examples]".
+Needs, from a clone of gradscale: python -m pip install '.[equinox,examples]'.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from sklearn.datasets import load_digits
-from tqdm import trange
-
-import gradscale_jax
 from gradscale import DynamicScale
+from gradscale.extras import program_needs
+
+with program_needs("examples/equinox_train.py", "equinox,examples"):
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from sklearn.datasets import load_digits
+    from tqdm import trange
+
+    import gradscale_jax
 
 MICRO_BATCHES = 4
 BATCH_SIZE = 256

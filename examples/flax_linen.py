@@ -6,7 +6,7 @@ gradscale needs nothing of flax: ``value_and_grad`` where ``jax.value_and_grad``
 skipped step must leave alone: parameters, optimizer state, and the running statistics of batch normalisation. The
 scaler's state is a field of the TrainState, and flax.serialization saves it with the rest.
 
-Needs: python -m pip install "gradscale[flax,examples]".
+Needs, from a clone of gradscale: python -m pip install '.[flax,examples]'.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import argparse
 import sys
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import linen as nn
-from flax import serialization
-from flax.training import train_state
-from sklearn.datasets import load_digits
-from tqdm import trange
-
-import gradscale_jax
 from gradscale import DynamicScale, ScaleState
+from gradscale.extras import program_needs
+
+with program_needs("examples/flax_linen.py", "flax,examples"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import linen as nn
+    from flax import serialization
+    from flax.training import train_state
+    from sklearn.datasets import load_digits
+    from tqdm import trange
+
+    import gradscale_jax
 
 BATCH_SIZE = 256
 TEST_IMAGES = 360

@@ -5,7 +5,7 @@
 gradscale needs nothing of flax: ``nnx.split`` gives the parameters as a pytree, and what changes beside them (here the
 running statistics of batch normalisation) as another. Both are selected on the verdict.
 
-Needs: python -m pip install "gradscale[flax,examples]".
+Needs, from a clone of gradscale: python -m pip install '.[flax,examples]'.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-from flax import nnx
-from sklearn.datasets import load_digits
-from tqdm import trange
-
-import gradscale_jax
 from gradscale import DynamicScale, ScaleState
+from gradscale.extras import program_needs
+
+with program_needs("examples/flax_nnx.py", "flax,examples"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+    from sklearn.datasets import load_digits
+    from tqdm import trange
+
+    import gradscale_jax
 
 BATCH_SIZE = 256
 TEST_IMAGES = 360

@@ -6,7 +6,7 @@ Lightning takes the scaler as it takes torch's: ``MixedPrecision("16-mixed", "cp
 scales, unscales, clips, skips and saves the scaler's state in its checkpoints by itself. The example trains twice: once
 through, and once stopped halfway and resumed from the checkpoint, which must end in the very same bits.
 
-Needs: python -m pip install "gradscale[lightning,examples]".
+Needs, from a clone of gradscale: python -m pip install '.[lightning,examples]'.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from gradscale.extras import program_needs
 
-from gradscale_torch import GradScaler
+with program_needs("examples/lightning_plugin.py", "lightning,examples", "sklearn"):
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
+    from torch import Tensor, nn
+
+    from gradscale_torch import GradScaler
 
 DEVICE = "cpu"  # or "cuda"
 BATCH_SIZE = 128

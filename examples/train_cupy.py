@@ -12,8 +12,8 @@ With --group nccl the gradients, the weights and the ranks' agreement travel fro
 and tells them NCCL's id. With --group mpi all that travels is copied to the host first, so that any MPI will do, and
 ranks may share a GPU.
 
-Needs: python -m pip install "gradscale[cupy,examples]"; for NCCL also nvidia-nccl-cu12, or for CUDA 13
-nvidia-nccl-cu13; for more than one rank "gradscale[mpi]" where there is an MPI, else "gradscale[mpich]".
+Needs, from a clone of gradscale: python -m pip install '.[cupy,examples]'; for NCCL also nvidia-nccl-cu12, or for CUDA
+13 nvidia-nccl-cu13; for more than one rank '.[mpi]' where there is an MPI, else '.[mpich]'.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ import time
 import warnings
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
+from gradscale import BackendNotAvailableError, GradscaleError, GradScaler, ShardedGradScaler
+from gradscale.extras import needs, program_needs, remedy
+
+with program_needs("examples/train_cupy.py", "cupy,examples", "sklearn", "matplotlib"):
+    import numpy as np
+    from numpy.typing import NDArray
+    from tqdm import tqdm
+
 from train_digits import (
     BATCH_SIZE,
     GROWTH_INTERVAL,
@@ -48,19 +53,18 @@ from train_digits import (
     skip_line,
 )
 
-from gradscale import GradscaleError, GradScaler, ShardedGradScaler
-from gradscale_cupy.availability import explained, require_device, require_nccl
-
+# Of the ranks, one says it.
 why_no_cupy = ""
 try:
-    import cupy
-
-    with warnings.catch_warnings():
+    with needs("examples/train_cupy.py", "cupy,examples"), warnings.catch_warnings():
         # CuPy warns where it finds no NCCL, which matters to --group nccl alone.
         warnings.simplefilter("ignore")
+        import cupy
         from cupy.cuda import nccl
-except ImportError as error:
-    why_no_cupy = f'CuPy cannot be imported ({error}): python -m pip install "gradscale[cupy,examples]"'
+
+        from gradscale_cupy.availability import explained, require_device, require_nccl
+except BackendNotAvailableError as error:
+    why_no_cupy = str(error)
 
 # Of CuPy; those of NumPy are NDArray. The network and the optimizer of train_digits.py work on both: the methods and
 # operators are the same, and np.exp and np.sqrt of CuPy's arrays are computed by CuPy.
@@ -119,7 +123,7 @@ class MPIRanks(GPURanks):
     """Ranks that talk over MPI, through the host."""
 
     def connect(self) -> None:
-        self.refuse("" if self.comm else '--group mpi needs mpi4py: python -m pip install "gradscale[mpi]"')
+        self.refuse("" if self.comm else f"--group mpi needs mpi4py, which cannot be used here; {remedy('mpi')}")
         self.group = self.comm
 
     def reduce_scatter(self, vector: Array) -> Array:

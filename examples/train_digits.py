@@ -7,7 +7,7 @@ Three runs from the same weights on the same batches: float32; float16 without s
 rank takes its part of each batch, and owns one shard of the gradients, the float32 master weights and the optimizer
 state (as in ZeRO). Overflow in a shard is therefore seen by its owner alone, and all ranks must skip the step together.
 
-Needs: python -m pip install "gradscale[examples]", and for more than one rank "gradscale[mpich]".
+Needs, from a clone of gradscale: python -m pip install '.[examples]', and for more than one rank '.[mpich,examples]'.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from typing import Any
 # Ranks share the cores; threads of their own would only be in each other's way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
-
 from gradscale import GradScaler, ShardedGradScaler
+from gradscale.extras import program_needs, remedy
+
+with program_needs("examples/train_digits.py", "examples", "sklearn", "matplotlib"):
+    import numpy as np
+    from numpy.typing import NDArray
+    from tqdm import tqdm
 
 Array = NDArray[Any]
 
@@ -138,7 +140,10 @@ class Ranks:
             self.comm = MPI.COMM_WORLD
         except (ImportError, RuntimeError) as error:
             if launched > 1:
-                sys.exit(f"mpiexec started {launched} processes, and mpi4py cannot be used: {error}")
+                sys.exit(
+                    f"mpiexec started {launched} processes, and mpi4py cannot be used, got: {error}; {remedy('mpi')}, "
+                    f"or '.[mpich]' where there is no MPI"
+                )
         self.rank: int = self.comm.Get_rank() if self.comm else 0
         self.size: int = self.comm.Get_size() if self.comm else 1
         if self.size < launched:

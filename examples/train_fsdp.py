@@ -8,7 +8,7 @@ Three runs from the same weights on the same batches: float32 with DDP; float16 
 The text, 465 kB about the Python language, comes with Python. Runs on CPUs through gloo, or, where each rank has a
 GPU, through NCCL.
 
-Needs: python -m pip install "gradscale[torch,examples]".
+Needs, from a clone of gradscale: python -m pip install '.[torch,examples]'.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from typing import Any, NoReturn
 # Ranks share the cores; threads of their own would only be in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
+from gradscale.extras import program_needs
 
-from gradscale_torch import GradScaler, ShardedGradScaler
+with program_needs("examples/train_fsdp.py", "torch,examples", "matplotlib"):
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.tensor import DTensor
+    from torch.nn import functional
+    from torch.nn.parallel import DistributedDataParallel
+    from tqdm import tqdm
+
+    from gradscale_torch import GradScaler, ShardedGradScaler
 
 WIDTH, HEADS, LAYERS, CONTEXT = 32, 4, 2, 64
 WINDOWS = 16  # of CONTEXT characters each, in the batch of all ranks: 1024 characters

@@ -11,7 +11,7 @@ and all must come to the same skipped steps, scales and scaler state, to the bit
 
 Runs on the host's processors as several devices, or, where JAX finds accelerators, on those.
 
-Needs: python -m pip install "gradscale[jax,examples]".
+Needs, from a clone of gradscale: python -m pip install '.[jax,examples]'.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
-
-import gradscale_jax
 from gradscale import DynamicScale, ScaleState, StaticScale
 from gradscale.core.protocols import Policy
+from gradscale.extras import program_needs
+
+with program_needs("examples/train_jax.py", "jax,examples", "sklearn", "matplotlib"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from tqdm import tqdm
+
+    import gradscale_jax
 
 # Where the small gradients come from: the loss is a mean over 512 images and 16 outputs, and the derivative of each
 # sigmoid, at most 1/4, multiplies the gradient on its way back through five layers. In the first layers it falls below

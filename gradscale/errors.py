@@ -12,6 +12,7 @@
     ├── ScaleDesyncError (RuntimeError)         ranks that should hold one state hold different ones
     ├── CollectiveTimeoutError (TimeoutError)   a rank never came to a collective
     ├── BackendNotAvailableError (ImportError)  the adapter for a library is not installed, or cannot be imported
+    │   └── MissingExtraError (ModuleNotFoundError)     a library that an extra of gradscale brings is not installed
     ├── LogWriteError (OSError)                 a log of the scale cannot be written
     └── BackendError (RuntimeError)             an adapter or its library failed; the cause is attached
 
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidTypeError",
     "InvalidValueError",
     "LogWriteError",
+    "MissingExtraError",
     "ScaleDesyncError",
     "ScaleUnderflowError",
     "StateDictError",
@@ -68,6 +70,10 @@ class ScaleDesyncError(GradscaleError, RuntimeError):
 
 class BackendNotAvailableError(GradscaleError, ImportError):
     """No usable adapter serves the library that an object belongs to."""
+
+
+class MissingExtraError(BackendNotAvailableError, ModuleNotFoundError):
+    """A library that an extra of gradscale brings is not installed; ``name`` is the library's."""
 
 
 class LogWriteError(GradscaleError, OSError):

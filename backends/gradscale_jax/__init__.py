@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradscale.errors import BackendNotAvailableError
-from gradscale_jax.arrays import JaxBackend
-from gradscale_jax.gradients import Scaled, value_and_grad
-from gradscale_jax.lax import AxisCollectives, agree
-from gradscale_jax.trees import scale, select, unscale
-from gradscale_jax.verdict import Verdict
+from gradscale.extras import needs
+
+with needs("gradscale_jax", "jax"):
+    from gradscale_jax.arrays import JaxBackend
+    from gradscale_jax.gradients import Scaled, value_and_grad
+    from gradscale_jax.lax import AxisCollectives, agree
+    from gradscale_jax.trees import scale, select, unscale
+    from gradscale_jax.verdict import Verdict
 
 if TYPE_CHECKING:
     from gradscale_jax.optax import ScaledOptimizerState, scale_state, scaled, verdict_of
@@ -42,17 +44,12 @@ def __getattr__(name: str) -> Any:
 
     Raises
     ------
-    BackendNotAvailableError
+    MissingExtraError
         When optax is not installed.
     """
     if name not in _OF_OPTAX:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    try:
+    with needs(f"gradscale_jax.{name}", "optax"):
         from gradscale_jax import optax
-    except ModuleNotFoundError as error:
-        if error.name != "optax":
-            raise
-        msg = f"gradscale_jax.{name} needs optax; install it with: python -m pip install 'gradscale[optax]'"
-        raise BackendNotAvailableError(msg) from error
     return getattr(optax, name)

@@ -1,6 +1,9 @@
 """NumPy arrays and MPI communicators for gradscale."""
 
-from gradscale_numpy.arrays import NumpyBackend
+from gradscale.extras import needs
+
+with needs("gradscale_numpy", "numpy"):
+    from gradscale_numpy.arrays import NumpyBackend
 
 __all__ = ["NumpyBackend", "backend"]
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscale.extras import needs
 from gradscale_numpy import kernels, summaries
+
+with needs("gradscale_numpy.fast", "fast"):
+    import numba
 
 __all__ = ["count_words", "unscale_all"]
 

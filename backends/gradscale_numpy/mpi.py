@@ -10,14 +10,23 @@ from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError
+from gradscale.extras import needs, remedy
 from gradscale.groups import GroupWait
+
+with needs("gradscale_numpy.mpi", "mpi"):
+    try:
+        from mpi4py import MPI
+    except RuntimeError as error:
+        # mpi4py is installed, and finds no MPI library.
+        _said = str(error).partition("\n")[0]
+        _msg = f"gradscale_numpy.mpi needs an MPI library, got: {_said}; load the cluster's, or {remedy('mpich')}"
+        raise BackendNotAvailableError(_msg) from error
 
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 from enum import StrEnum
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from gradscale.cli.check_page import describe, notes, print_page
 from gradscale.cli.check_stages import FAULTS
 from gradscale.cli.check_supervisor import supervise
 from gradscale.cli.output import console, error_line, print_json
-from gradscale.errors import BackendNotAvailableError
+from gradscale.extras import needs
 
 __all__ = ["check"]
 
@@ -117,11 +116,7 @@ def _parse_fault(text: str) -> tuple[str, int]:
 
 
 def _require(group: Group) -> None:
-    """Raise BackendNotAvailableError unless what the group is made with is installed."""
+    """Raise MissingExtraError unless what the group is made with is installed."""
     module, extra = {Group.mpi: ("mpi4py", "mpi"), Group.torch: ("torch", "torch")}[group]
-    if importlib.util.find_spec(module) is None:
-        msg = (
-            f"check --group {group.value} needs {module}, which is not installed. "
-            f"Install it with: python -m pip install 'gradscale[{extra}]'"
-        )
-        raise BackendNotAvailableError(msg)
+    with needs(f"check --group {group.value}", extra, module):
+        pass

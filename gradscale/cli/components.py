@@ -1,4 +1,4 @@
-"""What can be installed beside gradscale: names, aliases, modules, and the pip command of each."""
+"""What can be installed beside gradscale: names, aliases, modules, and the extra that brings each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterable
 
 from gradscale.core import registry
+from gradscale.extras import install_command
 
 __all__ = ["Component", "components", "find"]
 
@@ -21,8 +22,8 @@ class Component:
         What ``--require`` calls it.
     modules : tuple of str
         What has to be importable.
-    install : str
-        What pip is told; empty where nothing is known.
+    extra : str
+        The extra of gradscale that brings it; empty where nothing is known.
     aliases : tuple of str
         Other names.
     is_adapter : bool
@@ -31,29 +32,29 @@ class Component:
 
     name: str
     modules: tuple[str, ...]
-    install: str
+    extra: str
     aliases: tuple[str, ...] = ()
     is_adapter: bool = False
 
     @property
     def command(self) -> str:
-        """The pip command, or an empty string."""
-        return f"python -m pip install '{self.install}'" if self.install else ""
+        """The pip command, to be run in a clone, or an empty string."""
+        return install_command(self.extra) if self.extra else ""
 
 
 _OURS = (
-    Component("numpy", ("numpy",), "gradscale[numpy]", is_adapter=True),
-    Component("mpi4py", ("mpi4py",), "gradscale[mpi]", ("mpi",), is_adapter=True),
-    Component("torch", ("torch",), "gradscale[torch]", is_adapter=True),
-    Component("jax", ("jax", "jaxlib"), "gradscale[jax]", ("jaxlib",), is_adapter=True),
-    Component("cupy", ("cupy",), "gradscale[cupy]", ("cupy_backends", "cupyx"), is_adapter=True),
-    Component("fast", ("numba",), "gradscale[fast]", ("numba",)),
-    Component("optax", ("optax",), "gradscale[optax]"),
-    Component("flax", ("flax",), "gradscale[flax]"),
-    Component("equinox", ("equinox",), "gradscale[equinox]"),
-    Component("lightning", ("lightning",), "gradscale[lightning]"),
-    Component("plot", ("matplotlib",), "gradscale[plot]", ("matplotlib",)),
-    Component("cli", ("typer", "rich"), "gradscale[cli]", ("typer", "rich")),
+    Component("numpy", ("numpy",), "numpy", is_adapter=True),
+    Component("mpi4py", ("mpi4py",), "mpi", ("mpi",), is_adapter=True),
+    Component("torch", ("torch",), "torch", is_adapter=True),
+    Component("jax", ("jax", "jaxlib"), "jax", ("jaxlib",), is_adapter=True),
+    Component("cupy", ("cupy",), "cupy", ("cupy_backends", "cupyx"), is_adapter=True),
+    Component("fast", ("numba",), "fast", ("numba",)),
+    Component("optax", ("optax",), "optax"),
+    Component("flax", ("flax",), "flax"),
+    Component("equinox", ("equinox",), "equinox"),
+    Component("lightning", ("lightning",), "lightning"),
+    Component("plot", ("matplotlib",), "plot", ("matplotlib",)),
+    Component("cli", ("typer", "rich"), "cli", ("typer", "rich")),
 )
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 import gradscale
 from gradscale.cli.components import Component, components, find
 from gradscale.cli.output import console, error_line, print_json, table
-from gradscale.errors import BackendNotAvailableError
+from gradscale.errors import BackendNotAvailableError, MissingExtraError
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -27,7 +27,9 @@ _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL")
 # What is to be killed when the user interrupts.
 _running: set[subprocess.Popen[str]] = set()
 # How a traceback ends whose text names the remedy, such as a driver; another pip command would mislead.
-_SAYS_WHAT_TO_DO = f"{BackendNotAvailableError.__module__}.{BackendNotAvailableError.__name__}: "
+_SAYS_WHAT_TO_DO = tuple(
+    f"{kind.__module__}.{kind.__name__}: " for kind in (BackendNotAvailableError, MissingExtraError)
+)
 _STYLES = {"ok": "green", "broken": "bold red", "missing": "dim"}
 
 
@@ -97,7 +99,7 @@ def examine(component: Component, timeout: float) -> Finding:
         return Finding(component.name, "ok", details=details)
     reason = _last_line(errors) or f"its process ended with {_ending(process.returncode)}"
     if reason.startswith(_SAYS_WHAT_TO_DO):
-        return Finding(component.name, "broken", reason.removeprefix(_SAYS_WHAT_TO_DO))
+        return Finding(component.name, "broken", reason.partition(": ")[2])
     return Finding(component.name, "broken", reason, component.command)
 
 
@@ -177,8 +179,7 @@ def doctor(
     else:
         _print(console(), findings)
     for finding in bad:
-        remedy = f"; install it with: {finding.command}" if finding.command else ""
-        error_line(f"doctor: {finding.name} is {finding.status}: {finding.reason}{remedy}")
+        error_line(f"doctor: {finding.name} is {finding.status}: {_with_remedy(finding)}")
     raise typer.Exit(int(bool(bad)))
 
 
@@ -201,9 +202,13 @@ def _print(out: Console, findings: Sequence[Finding]) -> None:
     out.print(rows)
 
 
+def _with_remedy(finding: Finding) -> str:
+    return f"{finding.reason}; from a clone of gradscale: {finding.command}" if finding.command else finding.reason
+
+
 def _describe(finding: Finding, details: dict[str, Any]) -> str:
     if finding.status != "ok":
-        return f"{finding.reason}: {finding.command}" if finding.command else finding.reason
+        return _with_remedy(finding)
     did = details.pop("did")
     rest = [f"{key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in details.items()]
     return "; ".join([f"works ({did})", *rest])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
+from gradscale.extras import remedy
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -22,10 +23,9 @@ __all__ = ["all_collectives_for", "array_backend", "backend_for", "collectives_f
 
 GROUP = "gradscale.backends"
 
-# What to install for a library whose adapter comes with gradscale.
-_EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]", "torch": "gradscale[torch]"}
-_EXTRAS |= dict.fromkeys(("jax", "jaxlib"), "gradscale[jax]")
-_EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "gradscale[cupy]")
+# The extra of each library whose adapter comes with gradscale.
+_EXTRAS = {"numpy": "numpy", "mpi4py": "mpi", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "cupy")
 
 # The pure functions serve a library without an adapter.
 _PURE = Backend()
@@ -71,8 +71,7 @@ def get(name: str) -> Any:
     """
     candidates = _entry_points().get(name, ())
     if not candidates:
-        known = _EXTRAS.get(name)
-        hint = f"install it with: python -m pip install '{known}'" if known else "install the package that provides it"
+        hint = remedy(_EXTRAS[name]) if name in _EXTRAS else "install the package that provides it"
         msg = f"no gradscale adapter is registered for {name!r}; {hint}. Registered: {', '.join(names()) or 'none'}"
         raise BackendNotAvailableError(msg)
     if len(candidates) > 1:
@@ -82,9 +81,11 @@ def get(name: str) -> Any:
     entry = candidates[0]
     try:
         return entry.load()
+    except BackendNotAvailableError:
+        # It says what is missing, and what to do.
+        raise
     except ImportError as error:
-        known = _EXTRAS.get(name)
-        hint = f"; install what it needs with: python -m pip install '{known}'" if known else ""
+        hint = f"; {remedy(_EXTRAS[name])}" if name in _EXTRAS else ""
         msg = f"the gradscale adapter for {name!r}, {entry.value}, cannot be imported: {error}{hint}"
         raise BackendNotAvailableError(msg) from error
     except Exception as error:

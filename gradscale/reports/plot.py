@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from gradscale.core import validation
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError, LogWriteError
+from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
+from gradscale.extras import needs
 from gradscale.policies.simulation import Simulation
 from gradscale.reports.logs import read_log, row_of
 from gradscale.reports.steps import StepReport, UpdateReport
@@ -211,15 +212,9 @@ def _drawable(magnitude: Any) -> float | None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    try:
+    with needs("gradscale.plot", "plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        msg = (
-            f"plots need matplotlib, which cannot be imported: {error}; "
-            f"install it with: python -m pip install 'gradscale[plot]'"
-        )
-        raise BackendNotAvailableError(msg) from error
     # Not pyplot's, which keeps its figures and may open windows.
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -14,14 +14,16 @@ from axes import require
 from host_cupy import installed
 
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
-from gradscale_cupy.availability import (
-    explained,
-    missing_library,
-    nccl_package,
-    require_device,
-    unusable_device,
-    version_text,
-)
+
+with installed():
+    from gradscale_cupy.availability import (
+        explained,
+        missing_library,
+        nccl_package,
+        require_device,
+        unusable_device,
+        version_text,
+    )
 
 pytestmark = pytest.mark.numpy
 

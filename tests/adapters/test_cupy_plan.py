@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_cupy import installed
 
 from gradscale import InvalidValueError
-from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Layout, layout_of, plan, require_disjoint
+
+with installed():
+    from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Layout, layout_of, plan, require_disjoint
 
 pytestmark = pytest.mark.numpy
 

@@ -376,5 +376,5 @@ def test_without_optax_the_error_names_the_extra(name: str) -> None:
         "print(hasattr(gradscale_jax, 'scale'), hasattr(gradscale_jax, 'nothing'))",
     )
     assert f"gradscale_jax.{name} needs optax" in printed
-    assert "pip install 'gradscale[optax]'" in printed
+    assert "from a clone of gradscale: python -m pip install '.[optax]'" in printed
     assert printed.endswith("True False")

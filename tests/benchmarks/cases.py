@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.measure import NotOnThisMachineError, Row
+from gradscale.errors import MissingExtraError
+from gradscale.extras import remedy
 
 __all__ = ["Outcome", "case_names", "machine", "report", "run_cases", "use_one_thread"]
 
@@ -20,17 +22,17 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS
 _DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
 # CuPy has one for each version of CUDA.
 _CUPY = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
-# What brings a missing module; other modules are distributions of their own name.
+# What to do where one of these modules is missing.
 _SOURCES = {
-    "numpy": "'gradscale[numpy]'",
-    "mpi4py": "'gradscale[mpi]'",
-    "mpich": "'gradscale[mpich]'",
-    "torch": "'gradscale[torch]'",
-    "cupy": "'gradscale[cupy]'",
-    "jax": "'gradscale[jax]'",
-    "flax": "'gradscale[flax]'",
-    "optax": "'gradscale[optax]'",
-    "jmp": "jmp",
+    "numpy": remedy("numpy"),
+    "mpi4py": remedy("mpi"),
+    "mpich": remedy("mpich"),
+    "torch": remedy("torch"),
+    "cupy": remedy("cupy"),
+    "jax": remedy("jax"),
+    "flax": remedy("flax"),
+    "optax": remedy("optax"),
+    "jmp": "python -m pip install jmp",
 }
 
 Case = Callable[[bool], list[Row]]
@@ -118,7 +120,7 @@ def _cases() -> Iterator[tuple[str, Case | str]]:
 def _explain(error: ModuleNotFoundError) -> str:
     name = (error.name or "").partition(".")[0]
     source = _SOURCES.get(name)
-    return f"{error}; install it with: python -m pip install {source}" if source else str(error)
+    return f"{error}; {source}" if source and not isinstance(error, MissingExtraError) else str(error)
 
 
 def _versions() -> dict[str, str]:

@@ -106,8 +106,8 @@ def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("numpy", r"install it with: python -m pip install 'gradscale\[numpy\]'"),
-        ("mpi4py", r"install it with: python -m pip install 'gradscale\[mpi\]'"),
+        ("numpy", r"from a clone of gradscale: python -m pip install '\.\[numpy\]'"),
+        ("mpi4py", r"from a clone of gradscale: python -m pip install '\.\[mpi\]'"),
         ("mylib", "install the package that provides it"),
     ],
 )
@@ -137,7 +137,8 @@ def test_one_adapter_that_is_found_twice_is_one(install: Install, monkeypatch: p
 def test_an_adapter_that_cannot_be_imported_keeps_the_cause(install: Install) -> None:
     install(("numpy", "no_such_module_at_all:backend"))
     with pytest.raises(
-        BackendNotAvailableError, match=r"no_such_module_at_all.*pip install 'gradscale\[numpy\]'"
+        BackendNotAvailableError,
+        match=r"no_such_module_at_all.*; from a clone of gradscale: python -m pip install '\.\[numpy\]'",
     ) as caught:
         registry.get("numpy")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
@@ -221,6 +222,7 @@ def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits() -> None:
         "CollectiveTimeoutError": TimeoutError,
         "LogWriteError": OSError,
         "BackendNotAvailableError": ImportError,
+        "MissingExtraError": ModuleNotFoundError,
         "BackendError": RuntimeError,
     }
     assert set(gradscale.errors.__all__) == {"GradscaleError", *fits}

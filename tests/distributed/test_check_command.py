@@ -286,6 +286,6 @@ def test_a_group_that_is_not_installed_is_one_line_with_the_command(
     completed = run([sys.executable, "-m", "gradscale", "check", "--group", group], PYTHONPATH=str(tmp_path))
     assert completed.returncode == 1
     assert completed.stderr.splitlines() == [
-        f"gradscale: check --group {group} needs {module}, which is not installed. Install it with: "
-        f"python -m pip install 'gradscale[{extra}]'"
+        f"gradscale: check --group {group} needs {module}, got: No module named {module!r}; "
+        f"from a clone of gradscale: python -m pip install '.[{extra}]'"
     ]

@@ -75,7 +75,7 @@ def test_a_case_that_raises_is_a_failure_and_the_others_go_on(monkeypatch: pytes
     cases = {"mine-broken": broken, "mine-absent": absent, "mine-good": lambda _quick: [good]}
     monkeypatch.setattr(benchmarks.unscaling, "CASES", cases)
     outcomes = list(run_cases("mine-", quick=True))
-    reason = "No module named 'torch'; install it with: python -m pip install 'gradscale[torch]'"
+    reason = "No module named 'torch'; from a clone of gradscale: python -m pip install '.[torch]'"
     assert outcomes == [
         Outcome("mine-broken", [], "RuntimeError: out of order", failed=True),
         Outcome("mine-absent", [], reason),

@@ -95,7 +95,7 @@ def test_help_imports_no_framework() -> None:
 def test_without_its_libraries_it_says_what_to_install(library: str, tmp_path: Path) -> None:
     completed = run("doctor", **block(tmp_path, library))
     assert completed.returncode == 3
-    assert "python -m pip install 'gradscale[cli]'" in completed.stderr
+    assert "from a clone of gradscale: python -m pip install '.[cli]'" in completed.stderr
     assert "Traceback" not in completed.stderr
 
 

@@ -136,11 +136,11 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
     )
     completed = doctor("torch", PYTHONPATH=str(tmp_path))
     assert completed.returncode == 0, completed.stderr
-    assert "torch not installed: python -m pip install 'gradscale[torch]'" in completed.stdout
+    assert "torch not installed; from a clone of gradscale: python -m pip install '.[torch]'" in completed.stdout
     completed = doctor("torch", "--require", "torch", PYTHONPATH=str(tmp_path))
     assert completed.returncode == 1
     assert "gradscale: doctor: torch is missing: torch not installed" in completed.stderr
-    assert "python -m pip install 'gradscale[torch]'" in completed.stderr
+    assert "from a clone of gradscale: python -m pip install '.[torch]'" in completed.stderr
 
 
 @pytest.mark.parametrize(

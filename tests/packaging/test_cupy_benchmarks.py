@@ -192,7 +192,7 @@ def test_without_cupy_nothing_is_run_and_the_command_is_given(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "cupy", None)
     for outcome in outcomes().values():
         assert not outcome.failed
-        assert "python -m pip install 'gradscale[cupy]'" in outcome.reason
+        assert "from a clone of gradscale: python -m pip install '.[cupy]'" in outcome.reason
 
 
 @pytest.mark.parametrize("distribution", ["cupy", "cupy-cuda13x"])

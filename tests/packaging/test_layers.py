@@ -15,6 +15,7 @@ CORE = Path(gradscale.__file__).parent
 # From the bottom up; a room imports itself and those of the lines above it.
 ROOMS = (
     {"errors"},
+    {"extras"},
     {"groups"},
     {"core"},
     {"policies"},

@@ -43,7 +43,9 @@ def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
 def test_without_matplotlib_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(BackendNotAvailableError, match=r"pip install 'gradscale\[plot\]'"):
+    with pytest.raises(
+        BackendNotAvailableError, match=r"from a clone of gradscale: python -m pip install '\.\[plot\]'"
+    ):
         plot.history(REPORTS)
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.tier("all")
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+COMMANDS = dict(re.findall(r"<!-- command: (\w+) -->\n```sh\n(.*?)```", README, flags=re.DOTALL))
 BLOCKS = re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -53,6 +54,21 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
         assert len(printed) == 2
         for weights in printed:
             assert [float(weight) for weight in weights.split()] == pytest.approx([1, -2, 3, -4], abs=0.01)
+
+
+def test_the_commands_are_those_that_are_known() -> None:
+    assert set(COMMANDS) == {"digits", "fsdp", "lightning", "jax", "tests"}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_command_is_one_line_that_says_how_long_it_takes_and_what_it_downloads(name: str) -> None:
+    line, end = COMMANDS[name].split("\n")
+    assert end == ""
+    start = "python3 -m venv .venv && .venv/bin/python -m pip install "
+    assert re.fullmatch(re.escape(start) + r"[^&|;]+ && \.venv/bin/[^&|;]+", line), line
+    before = README.partition(f"<!-- command: {name} -->")[0].rstrip().rpartition("\n\n")[2]
+    assert re.search(r"takes about \d+ minutes?\b", before), before
+    assert re.search(r"downloads (\d+ [MG]B|as much)", " ".join(before.split())), before
 
 
 def test_the_documents_tell_nothing_of_the_machine_they_were_written_on() -> None:

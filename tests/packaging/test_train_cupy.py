@@ -213,7 +213,11 @@ def test_ranks_that_differ_are_not_verified(tmp_path: Path, what: str) -> None:
 
 
 REFUSALS = {
-    "no-cupy": ("", r'CuPy cannot be imported \(.*\): python -m pip install "gradscale\[cupy,examples\]"'),
+    "no-cupy": (
+        "",
+        r"examples/train_cupy\.py needs cupy, got: .*; from a clone of gradscale: "
+        r"python -m pip install '\.\[cupy,examples\]'",
+    ),
     "no-device": ("devices=0", r"\S+: there is no CUDA driver here, and CuPy was built for CUDA 13\.2: .*"),
     "no-nccl": ("has_nccl=False", r"CuPy finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13"),
     "too-few-gpus": (
@@ -247,7 +251,8 @@ def test_one_gpu_needs_neither_nccl_nor_mpi4py(tmp_path: Path) -> None:
     assert completed.returncode == 0, completed.stdout + completed.stderr
     completed = launch(tmp_path, 1, "-c", code, PROGRAM, "--steps", 3, "--group", "mpi")
     assert completed.returncode == 1
-    assert completed.stderr == '--group mpi needs mpi4py: python -m pip install "gradscale[mpi]"\n'
+    command = "from a clone of gradscale: python -m pip install '.[mpi]'"
+    assert completed.stderr == f"--group mpi needs mpi4py, which cannot be used here; {command}\n"
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, id="single"), pytest.param(2, id="mpi-2", marks=pytest.mark.mpi)])

@@ -40,6 +40,8 @@ MODULES = {
     "cli": ("typer", "rich"),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
+    "mypy": ("mypy",),
+    "hatchling": ("hatchling",),
     "cupy": ("cupy",),
 }
 

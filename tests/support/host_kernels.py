@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import subprocess
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """What the kernels of each kind take, by the first word of their names: the dtypes of arrays and numbers."""
 
-SOURCE = Path(str(resources.files("gradscale_cupy") / "unscale.cu"))
+# Found without an import, which wants CuPy.
+_package = importlib.util.find_spec("gradscale_cupy")
+assert _package is not None
+assert _package.origin is not None
+SOURCE = Path(_package.origin).with_name("unscale.cu")
 
 
 @functools.cache

@@ -1,0 +1,137 @@
+"""Installing from a clone: an editable install serves scripts and type checkers anywhere; old Pythons are refused."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from axes import require
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    "GRADSCALE_TEST_INSTALLED" in os.environ, reason="GRADSCALE_TEST_INSTALLED is set: this is a wheel and no clone"
+)
+
+SCRIPT = """
+import gradscale
+import gradscale_numpy.arrays
+
+print(gradscale.__file__)
+scaler = gradscale.GradScaler(init_scale=2.0**16)
+backend = gradscale_numpy.arrays.NumpyBackend()
+"""
+CONSUMER = SCRIPT + "reveal_type(scaler.get_scale())\nreveal_type(backend)\n"
+
+
+def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a folder that holds a clone called gradscale, and a Python with an editable install of it."""
+    require("hatchling")
+    folder = tmp_path_factory.mktemp("beside")
+    (folder / "gradscale").symlink_to(ROOT)
+    made = run(folder, sys.executable, "-m", "venv", "--without-pip", "venv")
+    assert made.returncode == 0, made.stderr
+    python = folder / "venv" / "bin" / "python"
+    # The libraries of this Python, but not what its own .pth files name, such as another editable install.
+    packages = Path(run(folder, python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+    done = run(folder, *pip, "--ignore-installed", "-e", folder / "gradscale")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, python
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("place", [".", "elsewhere", "gradscale/examples"])
+def test_a_script_imports_an_editable_install(installed: tuple[Path, Path], tmp_path: Path, place: str) -> None:
+    folder, python = installed
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    # Beside the clone, the script's own folder comes first on its path, and the working directory for -c.
+    script = (tmp_path if place.startswith("gradscale") else folder / place) / "script.py"
+    script.write_text(SCRIPT)
+    for command in ([script], ["-c", SCRIPT]):
+        completed = run(folder / place, python, *command)
+        assert completed.returncode == 0, completed.stderr
+        assert Path(completed.stdout.strip()).resolve() == ROOT / "gradscale" / "__init__.py"
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("place", [".", "elsewhere"])
+def test_a_type_checker_sees_the_types_of_an_editable_install(installed: tuple[Path, Path], place: str) -> None:
+    require("mypy")
+    folder, python = installed
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    consumer = folder / place / "consumer.py"
+    consumer.write_text(CONSUMER)
+    completed = run(
+        folder / place,
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--python-executable",
+        python,
+        consumer,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert 'Revealed type is "float"' in completed.stdout, completed.stdout
+    assert 'Revealed type is "gradscale_numpy.arrays.NumpyBackend"' in completed.stdout, completed.stdout
+
+
+@pytest.mark.tier("all")
+def test_the_folders_of_a_clone_come_after_those_of_a_program(installed: tuple[Path, Path], tmp_path: Path) -> None:
+    _, python = installed
+    for name in ("tests", "examples", "backends"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("")
+    (tmp_path / "tests" / "__init__.py").write_text("")
+    (tmp_path / "examples" / "train_digits.py").write_text("mine = True")
+    program = "import tests.mine, backends.mine\nfrom examples import train_digits\n"
+    completed = run(tmp_path, python, "-c", f"{program}print(*tests.__path__, train_digits.mine)")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.split() == [str(tmp_path / "tests"), "True"]
+
+
+@pytest.mark.parametrize(
+    "version", [(3, 9, 18), (3, 10, 13), (3, 11, 0)], ids=lambda version: ".".join(map(str, version))
+)
+def test_an_old_python_is_refused_by_our_own_name_before_any_dependency(
+    tmp_path: Path, version: tuple[int, ...]
+) -> None:
+    require("hatchling")
+    # What pip asks of the clone first, in a Python that says of itself to be another one.
+    program = (
+        "import platform, sys\nimport hatchling.build, hatchling.metadata.core, hatchling.builders.wheel\n"
+        f"sys.version_info = ({', '.join(map(str, version))}, 'final', 0)\n"
+        f"platform.python_version = lambda: {'.'.join(map(str, version))!r}\n"
+        "print(hatchling.build.prepare_metadata_for_build_editable(sys.argv[1]))\n"
+    )
+    completed = run(ROOT, sys.executable, "-c", program, tmp_path)
+    if version >= (3, 11):
+        assert completed.returncode == 0, completed.stderr
+        assert "gradscale-" in completed.stdout
+        return
+    assert completed.returncode == 1
+    got = ".".join(map(str, version))
+    assert completed.stderr.startswith(f"gradscale requires Python 3.11 or newer, got {got} ("), completed.stderr
+    assert len(completed.stderr.splitlines()) == 1
