@@ -9,6 +9,7 @@ import cupy
 
 from gradscale import Backend, ScaleState
 from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
+from gradscale.core.summaries import layout_of
 from gradscale_cupy import launch
 from gradscale_cupy.availability import explained
 from gradscale_cupy.host import HostCopy, moved, refuse_capture
@@ -63,9 +64,9 @@ class CupyBackend(Backend):
         with explained("an array was made on the current device"):
             return cupy.zeros((), dtype=cupy.float32)
 
-    def bits(self, x: Array, /) -> Array:
-        """Return the bits of float32 values as int32."""
-        return x.view(cupy.int32)
+    def bits(self, x: Array, /) -> Array | None:
+        """Return the bits of real values as signed integers; None for float8."""
+        return x.view(f"i{x.dtype.itemsize}") if layout_of(x.dtype) is not None else None
 
     def unscale(
         self,

@@ -14,10 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradscale import Backend, ScaleState
 from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
+from gradscale.core.summaries import summarize_arrays
 from gradscale.errors import InvalidTypeError
-from gradscale_jax.summaries import summarize_leaves
 
 __all__ = ["JaxBackend", "count_nonfinite", "unscale_leaves"]
+
+_WORDS = {"float16": jnp.int16, "bfloat16": jnp.int16, "float32": jnp.int32, "float64": jnp.int64}
 
 
 class JaxBackend(Backend):
@@ -75,9 +77,9 @@ class JaxBackend(Backend):
         """Return a 0-d float32 array on the default device."""
         return jnp.zeros((), dtype=jnp.float32)
 
-    def bits(self, x: jax.Array, /) -> jax.Array:
-        """Return the bits of float32 values as int32."""
-        return lax.bitcast_convert_type(x, jnp.int32)
+    def bits(self, x: jax.Array, /) -> jax.Array | None:
+        """Return the bits of real values as signed integers; None for float8."""
+        return bits_of(x)
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits: XLA's subnormals are 0.
@@ -186,7 +188,17 @@ def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
-_summarize_compiled = jax.jit(summarize_leaves)
+
+
+def bits_of(x: jax.Array) -> jax.Array | None:
+    """Return the bits of real values as signed integers, None for float8; traceable."""
+    word = _WORDS.get(x.dtype.name)
+    return None if word is None else lax.bitcast_convert_type(x, word)
+
+
+@jax.jit
+def _summarize_compiled(arrays: Sequence[Any]) -> list[Any]:
+    return [summarize_arrays([x], bits_of) for x in arrays]
 
 
 def count_nonfinite(arrays: Sequence[Any]) -> Any:

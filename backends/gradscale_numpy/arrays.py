@@ -16,6 +16,7 @@ from gradscale import Backend, ScaleState
 from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
+from gradscale_numpy import summaries
 
 __all__ = ["NumpyBackend"]
 
@@ -62,8 +63,6 @@ class NumpyBackend(Backend):
 
     @functools.cached_property
     def _summarize_all(self) -> Callable[[Sequence[NumpyArray]], list[int]]:
-        from gradscale_numpy import summaries
-
         if not self._is_fast:
             return summaries.summarize_all
         from gradscale_numpy import fast as compiled
@@ -86,9 +85,9 @@ class NumpyBackend(Backend):
         """Return a 0-d float32 array."""
         return np.zeros((), dtype=np.float32)
 
-    def bits(self, x: NumpyArray, /) -> NumpyArray:
-        """Return the bits of float32 values as int32."""
-        return np.asarray(x).view(np.int32)
+    def bits(self, x: NumpyArray, /) -> NumpyArray | None:
+        """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""
+        return summaries.bits(np.asarray(x))
 
     def fingerprint(self, state: ScaleState, /) -> NumpyArray:
         """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscale.core.summaries import Layout, Summary, value_of
 from gradscale.extras import needs
-from gradscale_numpy import kernels, summaries
+from gradscale_numpy import kernels
 
 with needs("gradscale_numpy.fast", "fast"):
     import numba
@@ -288,9 +289,10 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
     return nonfinite
 
 
-def count_words(words: Array, layout: summaries.Layout) -> summaries.Count:
-    """Do what `summaries.count_words` does, for any number of words."""
+def count_words(words: Array, layout: Layout) -> Summary:
+    """Summarize a contiguous array of words."""
     counts = np.zeros(4, np.int64)
-    largest = _count_magnitudes(words, *layout[1:], counts)
+    mask, infinity, smallest_normal, _ = map(words.dtype.type, layout)
+    largest = _count_magnitudes(words, mask, infinity, smallest_normal, counts)
     inf, nan, zeros, small = counts.tolist()
-    return summaries.Count(inf, nan, zeros, small - zeros, int(largest))
+    return Summary(words.size, inf, nan, zeros, small - zeros, value_of(int(largest), layout))

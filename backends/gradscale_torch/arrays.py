@@ -53,9 +53,9 @@ class TorchBackend(Backend):
         """Return a 0-d float32 tensor on the default device."""
         return torch.zeros((), dtype=torch.float32)
 
-    def bits(self, x: Tensor, /) -> Tensor:
-        """Return the bits of float32 values as int32."""
-        return x.view(torch.int32)
+    def bits(self, x: Tensor, /) -> Tensor | None:
+        """Return the bits of real values as signed integers; None for float8."""
+        return diagnosis.bits(x)
 
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does; of tensors of the host from their bits.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from gradscale.core.summaries import summarize_arrays, words
-from gradscale_torch.gradients import kernel_view, local_tensor
+from gradscale.core.summaries import Summary, count_block, layout_of, summarize_arrays, summary_of, words
+from gradscale_torch.gradients import local_tensor
 
-__all__ = ["summarize", "values_of"]
+__all__ = ["bits", "summarize", "values_of"]
 
 Tensor = torch.Tensor
 
@@ -56,23 +55,29 @@ def summarize(tensors: Sequence[Tensor]) -> Tensor:
     """
     with torch.no_grad():
         home = tensors[0].device
-        found = [_summarize_one(tensor.detach()) for tensor in tensors]
-        whole = [torch.tensor(row, dtype=torch.int32) if isinstance(row, list) else row for row in found]
-        return torch.cat([row.to(home) for row in whole])
+        return torch.cat([_summarize_one(tensor.detach()).to(home) for tensor in tensors])
 
 
-def _summarize_one(tensor: Tensor) -> Tensor | list[int]:
-    part = torch.empty(0, dtype=tensor.dtype).real.dtype if tensor.dtype.is_complex else tensor.dtype
-    if tensor.device.type != "cpu" or part not in _WORDS:
-        found: Tensor = summarize_arrays([tensor])
+def bits(x: Tensor) -> Tensor | None:
+    """Return the bits of real values as signed integers; None for float8."""
+    # A lazily negated tensor has no view of another type.
+    return x.resolve_neg().view(_WORDS[x.dtype]) if x.dtype in _WORDS else None
+
+
+def _summarize_one(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        found: Tensor = summarize_arrays([tensor], bits)
         return found
-    # Of a lazily conjugated tensor the memory holds other signs, and those are left out. A lazily negated one has no
-    # view of another type.
-    whole = tensor.resolve_neg()
-    dense = kernel_view(whole) if tensor.dtype.is_complex else whole
-    bits = _dense_memory(dense).view(_WORDS[part])
-    inf, nan, zeros, subnormals, largest = _count_pairs(bits, part) if tensor.dtype.is_complex else _count(bits, part)
-    return words(inf, nan, zeros, subnormals, largest)
+    step = _MOST_HALVES if tensor.element_size() == 2 else _BLOCK // tensor.element_size()
+    blocks = torch.split(_dense_memory(tensor), step) if tensor.numel() else ()
+    return torch.tensor(words(map(_summarize_block, blocks)), dtype=torch.int32)
+
+
+def _summarize_block(block: Tensor) -> Summary:
+    layout, integers = layout_of(block.dtype), bits(block)
+    if layout is None or integers is None:
+        return summary_of(block.numel(), summarize_arrays([block], bits).tolist())
+    return count_block(integers, layout, _extremes, _below)
 
 
 def _dense_memory(tensor: Tensor) -> Tensor:
@@ -83,67 +88,11 @@ def _dense_memory(tensor: Tensor) -> Tensor:
     return tensor.permute(order).reshape(-1)
 
 
-def _thresholds(part: torch.dtype) -> tuple[int, int, int]:
-    """Return the bits of a magnitude: all of them, those of infinity, and those of the smallest normal number."""
-    info = torch.finfo(part)
-    magnitude = torch.iinfo(_WORDS[part]).max
-    fraction = round(1 / info.eps) - 1
-    return magnitude, magnitude - fraction, fraction + 1
+def _extremes(x: Tensor) -> tuple[int, int]:
+    least, greatest = torch.aminmax(x)
+    return int(least), int(greatest)
 
 
-def _count(bits: Tensor, part: torch.dtype) -> tuple[int, int, int, int, float]:
-    magnitude, infinity, smallest_normal = _thresholds(part)
-    mask = torch.tensor(magnitude, dtype=bits.dtype)
-    step = _MOST_HALVES if bits.element_size() == 2 else _BLOCK // bits.element_size()
-    room, flags = torch.empty((2, min(step, bits.numel())), dtype=bits.dtype)
-    inf = nan = zeros = small = largest = 0
-    for block in _blocks(bits, step):
-        size = block.numel()
-        magnitudes = torch.bitwise_and(block, mask, out=room[:size])
-        bottom, top = map(int, torch.aminmax(magnitudes))
-        flag = flags[:size]
-        if bottom < smallest_normal:
-            small += _number(torch.lt(magnitudes, smallest_normal, out=flag))
-            if bottom == 0:
-                zeros += size - int(torch.count_nonzero(magnitudes))
-        if top < infinity:
-            largest = max(largest, top)
-        elif bottom > infinity:
-            nan += size
-        else:
-            of_nan = _number(torch.gt(magnitudes, infinity, out=flag))
-            finite = _number(torch.lt(magnitudes, infinity, out=flag))
-            nan += of_nan
-            inf += size - finite - of_nan
-            largest = max(largest, int(magnitudes.mul_(flag).amax()))
-    return inf, nan, zeros, small - zeros, _as_float(largest, part)
-
-
-def _count_pairs(bits: Tensor, part: torch.dtype) -> tuple[int, int, int, int, float]:
-    """Count complex elements, given by the words of their parts."""
-    magnitude, infinity, smallest_normal = _thresholds(part)
-    inf = nan = zeros = subnormals = largest = 0
-    for block in _blocks(bits, _MOST_HALVES):
-        parts = (block & magnitude).reshape(-1, 2)
-        worst = parts.amax(1)
-        is_small = ((parts > 0) & (parts < smallest_normal)).any(1) & (worst < infinity)
-        inf += int((worst == infinity).sum())
-        nan += int((worst > infinity).sum())
-        zeros += int((worst == 0).sum())
-        subnormals += int(is_small.sum())
-        largest = max(largest, int(parts.masked_fill(parts >= infinity, 0).amax()))
-    return inf, nan, zeros, subnormals, _as_float(largest, part)
-
-
-def _blocks(bits: Tensor, step: int) -> Sequence[Tensor]:
-    return torch.split(bits, step) if bits.numel() else ()
-
-
-def _number(flags: Tensor) -> int:
-    """Return how many flags, 1 or 0 in the type of the words, are set; torch adds numbers of one type the fastest."""
-    return int(flags.sum(dtype=flags.dtype))
-
-
-def _as_float(bits: int, part: torch.dtype) -> float:
-    value: Any = torch.tensor([bits], dtype=_WORDS[part]).view(part)
-    return float(value.item())
+def _below(x: Tensor, limit: int) -> int:
+    # Flags in the type of the words: torch adds numbers of one type the fastest.
+    return int(torch.lt(x, limit, out=torch.empty_like(x)).sum(dtype=x.dtype))

@@ -34,6 +34,7 @@ __all__ = [
     "multiply_arrays",
     "no_scalar",
     "reciprocal",
+    "significand_and_exponent",
     "sum_of_squares",
     "unscale_arrays",
 ]
@@ -70,8 +71,6 @@ STANDARD_MEMBERS = (
     *("__getitem__", "__int__"),
 )
 
-# The exponents of a float32 are halved away in this order, upwards and downwards.
-_EXPONENT_STEPS = (64, 32, 16, 8, 4, 2, 1)
 _NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
 
 
@@ -258,30 +257,46 @@ def _find_float64(xp: Any, where: Any) -> bool:
     return "float64" in xp.__array_namespace_info__().dtypes(device=where, kind="real floating")
 
 
-def fingerprint(state: ScaleState) -> Array:
+def fingerprint(state: ScaleState, bits: Array | None = None) -> Array:
     """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker.
 
-    The standard has no bit cast, so the bits are taken apart by exact arithmetic. Equal fingerprints mean equal states.
+    The standard has no bit cast: unless ``bits`` of the scale are given, they are taken apart by exact arithmetic.
+    Equal fingerprints mean equal states.
     """
     xp = array_namespace(state.scale)
-    fields = [float32_bits(state.scale), *state[1:]]
+    fields = [float32_bits(state.scale) if bits is None else bits, *state[1:]]
     return xp.stack([no_scalar(xp, field) for field in fields])
 
 
 def float32_bits(x: Array) -> Array:
     """Return the bits of a 0-d float32 that is normal and above zero, as int32."""
     xp = array_namespace(x)
-    exponent = xp.zeros((), dtype=xp.int32, device=device(x))
-    for step in _EXPONENT_STEPS:
-        large = x >= xp.full_like(x, 2.0**step)
-        x = xp.where(large, x * xp.full_like(x, 2.0**-step), x)
-        exponent = exponent + xp.where(large, xp.full_like(exponent, step), xp.zeros_like(exponent))
-    for step in _EXPONENT_STEPS:
-        small = x < xp.full_like(x, 2.0 ** (1 - step))
-        x = xp.where(small, x * xp.full_like(x, 2.0**step), x)
-        exponent = exponent - xp.where(small, xp.full_like(exponent, step), xp.zeros_like(exponent))
-    mantissa = xp.astype((x - xp.full_like(x, 1.0)) * xp.full_like(x, 2.0**23), xp.int32)
-    return no_scalar(xp, (exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + mantissa)
+    significand, exponent = significand_and_exponent(x)
+    fraction = xp.astype((significand - xp.full_like(x, 1.0)) * xp.full_like(x, 2.0**23), xp.int32)
+    return no_scalar(xp, (exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + fraction)
+
+
+def significand_and_exponent(x: Array) -> tuple[Array, Array]:
+    """Return a 0-d float that is finite and not negative as one from 1 to 2, or 0, and an int32 power of two. Exact."""
+    xp = array_namespace(x)
+    steps = {32: 7, 64: 10}.get(xp.finfo(x.dtype).bits, 14)
+    grow, shrink = [xp.full_like(x, 2.0)], [xp.full_like(x, 0.5)]
+    for _ in range(steps - 1):
+        # Longer types have powers of two that no Python float holds.
+        grow.append(grow[-1] * grow[-1])
+        shrink.append(shrink[-1] * shrink[-1])
+    zero = xp.zeros((), dtype=xp.int32, device=device(x))
+    exponent = zero
+    for k in reversed(range(steps)):
+        large = x >= grow[k]
+        x = xp.where(large, x * shrink[k], x)
+        exponent = exponent + xp.where(large, xp.full_like(zero, 2**k), zero)
+    # The first step twice, for subnormals.
+    for k in (steps - 1, *reversed(range(steps))):
+        small = x < shrink[k] * grow[0]
+        x = xp.where(small, x * grow[k], x)
+        exponent = exponent - xp.where(small, xp.full_like(zero, 2**k), zero)
+    return x, exponent
 
 
 def multiply(xp: Any, x: Array, factor: Array) -> Array:

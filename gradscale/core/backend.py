@@ -83,14 +83,18 @@ class Backend:
         By default nothing is refused. ``what`` was called, for the message.
         """
 
-    def bits(self, x: Array, /) -> Array:
-        """Return the IEEE bits of float32 values as int32: by default of normal ones above zero."""
-        return arithmetic.float32_bits(x)
+    def bits(self, x: Array, /) -> Array | None:  # noqa: ARG002
+        """Return the IEEE bits of a real floating array as signed integers of its width; no host read.
+
+        None where the library has no bit cast for the dtype, and by default: bits are taken apart by arithmetic then,
+        which is slower, and as exact as the library's compiler lets it be. Asked for float16, bfloat16, float32 and
+        float64.
+        """
+        return None
 
     def fingerprint(self, state: ScaleState, /) -> Array:
         """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker. No host read."""
-        xp = array_namespace(state.scale)
-        return xp.stack([arithmetic.no_scalar(xp, field) for field in (self.bits(state.scale), *state[1:])])
+        return arithmetic.fingerprint(state, self.bits(state.scale))
 
     def unscale(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
@@ -142,7 +146,7 @@ class Backend:
 
     def summarize(self, arrays: Sequence[Array], /) -> Array:
         """Return what at least one floating array holds, as :func:`gradscale.core.summaries.summarize_arrays` does."""
-        return summaries.summarize_arrays(arrays)
+        return summaries.summarize_arrays(arrays, self.bits)
 
     def read_summaries(
         self, arrays: Sequence[Array], others: Sequence[Array] = ()

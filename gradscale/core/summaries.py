@@ -1,30 +1,42 @@
-"""Summaries of arrays: how many elements are inf, NaN, zero or subnormal, and the largest finite magnitude."""
+"""Summaries of arrays: how many elements are inf, NaN, zero or subnormal, and the largest finite magnitude.
+
+The bits of IEEE numbers without their signs are ordered as the magnitudes are: zero, subnormals, normal numbers,
+infinity, NaN. So bits are judged as integers where an adapter gives them: no mode of a processor or compiler that takes
+subnormals for 0 matters then. Where it gives none, the magnitudes themselves are judged, by the same comparisons.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale.core import tree
-from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.arithmetic import Kind, kind_of, significand_and_exponent
 from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
+    "Bits",
+    "Layout",
     "Summary",
+    "count_block",
     "count_nonfinite",
+    "layout_of",
     "smallest_normal",
     "summaries_of",
     "summarize_arrays",
     "summary_of",
+    "value_of",
     "words",
 ]
 
-STANDARD_FUNCTIONS = ("abs", "imag", "isnan", "max", "sum")
+STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
 """What a diagnosis needs of a library beside the rest of the core."""
 
 # Words of one array: four counts of two, and the magnitude's exponent and halves.
@@ -48,6 +60,41 @@ _SMALLEST_NORMAL = {
     "float6_e2m3fn": 1.0,
     "float6_e3m2fn": 2.0**-2,
     "float4_e2m1fn": 1.0,
+}
+
+Bits: TypeAlias = Callable[[Array], "Array | None"]
+"""``bits`` of a :class:`gradscale.Backend`."""
+
+
+class Layout(NamedTuple):
+    """Where the magnitudes of a real type are cut.
+
+    Attributes
+    ----------
+    mask : int
+        The bits that are not the sign.
+    infinity, smallest_normal : int or float
+        The bits of infinity, above which is NaN, and of the smallest normal number; or these themselves.
+    fraction_bits : int
+        Of the fraction; 0 where the magnitudes themselves are judged.
+    """
+
+    mask: int
+    infinity: Any
+    smallest_normal: Any
+    fraction_bits: int
+
+
+def _layout(width: int, fraction_bits: int) -> Layout:
+    mask, tiny = (1 << width - 1) - 1, 1 << fraction_bits
+    return Layout(mask, mask + 1 - tiny, tiny, fraction_bits)
+
+
+_LAYOUTS = {
+    "float16": _layout(16, 10),
+    "bfloat16": _layout(16, 7),
+    "float32": _layout(32, 23),
+    "float64": _layout(64, 52),
 }
 
 
@@ -74,14 +121,25 @@ class Summary(NamedTuple):
     largest: float
 
 
-def summarize_arrays(arrays: Sequence[Array]) -> Array:
+def layout_of(dtype: Any) -> Layout | None:
+    """Return the layout of the bits of a real IEEE type of 16, 32 or 64 bits, or of bfloat16; None for any other."""
+    return _LAYOUTS.get(_name(dtype))
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def summarize_arrays(arrays: Sequence[Array], bits: Bits | None = None) -> Array:
     """Return what arrays hold: what the ``summarize`` of an adapter must equal.
 
     Parameters
     ----------
     arrays : sequence of arrays
         At least one; floating or complex, of one library, on any devices. Subnormals are those of each one's own dtype,
-        where the library computes with them: XLA takes those of 32 bits for 0.
+        where the library computes with them: XLA takes those of 32 bits for 0, and so needs ``bits``.
+    bits : callable, optional
+        Returns the bits of real arrays, as ``Backend.bits`` does. Default: judged by arithmetic.
 
     Returns
     -------
@@ -90,18 +148,53 @@ def summarize_arrays(arrays: Sequence[Array]) -> Array:
         2**60 elements. :meth:`gradscale.Backend.read_summaries` reads it.
     """
     home = device(arrays[0])
-    xp = array_namespace(arrays[0])
-    found = [xp.stack([*counts, *_dissect(largest)]) for counts, largest in map(_examine, arrays)]
+    found = [_examine(x, bits) for x in arrays]
     moved = [x if device(x) == home else to_device(x, home) for x in found]
-    return moved[0] if len(moved) == 1 else xp.concat(moved)
+    return moved[0] if len(moved) == 1 else array_namespace(moved[0]).concat(moved)
 
 
-def words(inf: int, nan: int, zeros: int, subnormals: int, largest: float) -> list[int]:
-    """Return the words of one array, for an adapter that has counted on the host; ``largest`` is finite."""
-    fraction, exponent = math.frexp(largest)
+def words(blocks: Iterable[Summary]) -> list[int]:
+    """Return the words of one array of which an adapter has summarized each block on the host."""
+    _, *counts, magnitudes = [*zip(*blocks, strict=True)] or [(0,)] * 6
+    fraction, exponent = math.frexp(max(magnitudes))
     mantissa = math.floor(math.ldexp(fraction, _MANTISSA_BITS))
-    counts = [word for count in (inf, nan, zeros, subnormals) for word in divmod(count, 2**_COUNT_BITS)]
-    return [*counts, exponent - _MANTISSA_BITS, *divmod(mantissa, 2**_HALF_BITS)]
+    counted = [word for count in counts for word in divmod(sum(count), 2**_COUNT_BITS)]
+    return [*counted, exponent - _MANTISSA_BITS, *divmod(mantissa, 2**_HALF_BITS)]
+
+
+def count_block(
+    bits: Array, layout: Layout, extremes: Callable[[Array], tuple[int, int]], below: Callable[[Array, int], int]
+) -> Summary:
+    """Count in a block of an array that the host has, in the fewest passes: of most numbers, none is small or infinite.
+
+    Parameters
+    ----------
+    bits : array
+        1-d integers, at least one.
+    layout : Layout
+        Of their type.
+    extremes : callable
+        Returns the least and the greatest number of an array.
+    below : callable
+        Returns how many numbers of an array are less than another one.
+    """
+    size, magnitudes = bits.shape[0], bits & layout.mask
+    least, greatest = extremes(magnitudes)
+    zeros = below(magnitudes, 1) if least == 0 else 0
+    small = below(magnitudes, layout.smallest_normal) if least < layout.smallest_normal else 0
+    if greatest < layout.infinity:
+        return Summary(size, 0, 0, zeros, small - zeros, value_of(greatest, layout))
+    finite = below(magnitudes, layout.infinity)
+    inf = below(magnitudes, layout.infinity + 1) - finite
+    # The difference is negative for what is finite, and its sign covers all bits once shifted: quicker than a choice.
+    kept = magnitudes & ((magnitudes - layout.infinity) >> layout.mask.bit_length())
+    return Summary(size, inf, size - finite - inf, zeros, small - zeros, value_of(extremes(kept)[1], layout))
+
+
+def value_of(bits: int, layout: Layout) -> float:
+    """Return the finite number that has these bits, without a sign."""
+    exponent, high, low = _fields(bits, layout)
+    return math.ldexp(high * 2**_HALF_BITS + low, exponent)
 
 
 def summaries_of(arrays: Sequence[Array], found: Sequence[int]) -> list[Summary]:
@@ -121,28 +214,28 @@ def summary_of(size: int, row: Sequence[int]) -> Summary:
     return Summary(size, inf, nan, zeros, subnormals, largest)
 
 
-def _examine(x: Array) -> tuple[list[Array], Array]:
-    """Return the words of the counts, and the largest finite magnitude as a 0-d array."""
+def _examine(x: Array, bits: Bits | None) -> Array:
+    """Return the words of one array."""
     xp = array_namespace(x)
-    kind = kind_of(x)
     zero = xp.zeros((), dtype=xp.int32, device=device(x))
-    counts = [zero] * 8
+    totals = [zero] * 8
     largest = None
     for chunk in _chunks(xp, x):
-        parts = [xp.real(chunk), xp.imag(chunk)] if kind is Kind.COMPLEX else [chunk]
-        if kind is Kind.NARROW:
-            parts = [xp.astype(chunk, xp.float32)]
-        magnitudes = [xp.abs(part) for part in parts]
-        highest, flags = _judge(xp, magnitudes, smallest_normal(x.dtype, magnitudes[0].dtype, xp))
+        magnitudes, layout = _magnitudes(xp, chunk, bits)
+        highest, counts = _judge(xp, magnitudes, layout)
         largest = highest if largest is None else xp.maximum(largest, highest)
         carried = []
-        for high, low, flag in zip(counts[::2], counts[1::2], flags, strict=True):
-            total = low + xp.sum(xp.astype(flag, xp.int32), dtype=xp.int32)
-            is_full = total >= xp.full_like(total, 2**_COUNT_BITS)
-            carry = xp.astype(is_full, xp.int32)
+        for high, low, count in zip(totals[::2], totals[1::2], counts, strict=True):
+            total = low + count
+            carry = xp.astype(total >= xp.full_like(total, 2**_COUNT_BITS), xp.int32)
             carried += [high + carry, total - carry * xp.full_like(carry, 2**_COUNT_BITS)]
-        counts = carried
-    return [xp.asarray(count) for count in counts], xp.asarray(largest)
+        totals = carried
+    if layout.fraction_bits:
+        wide = xp.astype(largest, xp.int32) if layout.mask < 2**31 else largest
+        fields = [xp.astype(field, xp.int32) for field in _fields(xp.asarray(wide), layout)]
+    else:
+        fields = _dissect(xp.asarray(largest))
+    return xp.stack([xp.asarray(word) for word in (*totals, *fields)])
 
 
 def _chunks(xp: Any, x: Array) -> Iterator[Array]:
@@ -157,61 +250,65 @@ def _chunks(xp: Any, x: Array) -> Iterator[Array]:
         yield flat[start : min(start + most, size)]
 
 
-def _judge(xp: Any, magnitudes: Sequence[Array], tiny: Any) -> tuple[Array, list[Array]]:
-    """Return the largest finite magnitude of the parts, and which elements are inf, NaN, zero and subnormal."""
-    first = magnitudes[0]
-    nan, finite, zero = xp.isnan(first), xp.isfinite(first), first == xp.zeros_like(first)
-    small = _is_subnormal(xp, first, tiny)
-    kept = xp.where(finite, first, xp.zeros_like(first))
-    for part in magnitudes[1:]:
-        nan = xp.logical_or(nan, xp.isnan(part))
-        zero = xp.logical_and(zero, part == xp.zeros_like(part))
-        small = xp.logical_or(small, _is_subnormal(xp, part, tiny))
-        kept = xp.maximum(kept, xp.where(xp.isfinite(part), part, xp.zeros_like(part)))
-        finite = xp.logical_and(finite, xp.isfinite(part))
-    inf = xp.logical_not(xp.logical_or(finite, nan))
-    highest = xp.zeros((), dtype=first.dtype, device=device(first)) if 0 in first.shape else xp.max(kept)
-    return highest, [inf, nan, zero, xp.logical_and(small, finite)]
+def _magnitudes(xp: Any, x: Array, bits: Bits | None) -> tuple[list[Array], Layout]:
+    """Return what is judged of each part of an array: its bits, or the magnitude; and where it is cut."""
+    parts = [xp.real(x), xp.imag(x)] if kind_of(x) is Kind.COMPLEX else [x]
+    layout = layout_of(parts[0].dtype)
+    tiny = smallest_normal(x.dtype, parts[0].dtype, xp)
+    if layout is None and kind_of(x) is Kind.NARROW:
+        # Their bits are arranged in many ways, and widening them is exact.
+        parts = [xp.astype(x, xp.float32)]
+        layout = _LAYOUTS["float32"]._replace(smallest_normal=struct.unpack("<i", struct.pack("<f", tiny))[0])
+    words = [None if bits is None or layout is None else bits(part) for part in parts]
+    if layout is not None and words[0] is not None:
+        return [word & xp.full_like(word, layout.mask) for word in words], layout
+    wide = [xp.astype(part, xp.float32) if kind_of(part) is Kind.NARROW else part for part in parts]
+    return [xp.abs(part) for part in wide], Layout(0, math.inf, tiny, 0)
 
 
-def _is_subnormal(xp: Any, magnitude: Array, tiny: Any) -> Array:
-    return xp.logical_and(xp.zeros_like(magnitude) < magnitude, magnitude < xp.full_like(magnitude, tiny))
+def _judge(xp: Any, magnitudes: Sequence[Array], layout: Layout) -> tuple[Array, list[Array]]:
+    """Return the largest finite magnitude of all parts, and how many elements are inf, NaN, zero and subnormal."""
+    worst = functools.reduce(xp.maximum, magnitudes)
+    infinity, zero = xp.full_like(worst, layout.infinity), xp.zeros_like(worst)
+    tiny = xp.full_like(worst, layout.smallest_normal)
+    small = functools.reduce(xp.logical_or, [xp.logical_and(zero < part, part < tiny) for part in magnitudes])
+    kept = functools.reduce(xp.maximum, [xp.where(part < infinity, part, zero) for part in magnitudes])
+    # No NaN is at most infinity.
+    flags = [worst == infinity, xp.logical_not(worst <= infinity), worst == zero]
+    flags.append(xp.logical_and(small, worst < infinity))
+    counts = [xp.sum(xp.astype(flag, xp.int32), dtype=xp.int32) for flag in flags]
+    highest = xp.zeros((), dtype=worst.dtype, device=device(worst)) if 0 in worst.shape else xp.max(kept)
+    return highest, counts
 
 
 def smallest_normal(dtype: Any, part_dtype: Any, xp: Any) -> Any:
     """Return the smallest normal number of a dtype; ``part_dtype`` is what it is computed in."""
-    name = str(dtype).rpartition(".")[2]
+    name = _name(dtype)
     if name in _SMALLEST_NORMAL:
         return _SMALLEST_NORMAL[name]
     is_complex = xp.isdtype(dtype, "complex floating")
     return xp.finfo(part_dtype if is_complex else dtype).smallest_normal
 
 
+def _fields(bits: Any, layout: Layout) -> tuple[Any, Any, Any]:
+    """Return (exponent, high, low) of bits without sign, an int or an array: (high * 2**26 + low) * 2**exponent."""
+    fraction_bits = layout.fraction_bits
+    biased = bits >> fraction_bits
+    is_normal = -(-biased >> 16)  # 1 where there is an exponent, else 0
+    mantissa = (bits & (1 << fraction_bits) - 1) | (is_normal << fraction_bits)
+    bias = (layout.infinity >> fraction_bits + 1) + fraction_bits
+    return biased + 1 - is_normal - bias, mantissa >> _HALF_BITS, mantissa & (1 << _HALF_BITS) - 1
+
+
 def _dissect(x: Array) -> list[Array]:
-    """Return a 0-d float that is finite and not negative as three int32: (high * 2**26 + low) * 2**exponent."""
+    """Return what ``_fields`` does of a 0-d float that is finite and not negative, as int32."""
     xp = array_namespace(x)
-    steps = {32: 7, 64: 10}.get(xp.finfo(x.dtype).bits, 14)
-    grow, shrink = [xp.full_like(x, 2.0)], [xp.full_like(x, 0.5)]
-    for _ in range(steps - 1):
-        # Longer types have powers of two that no Python float holds.
-        grow.append(grow[-1] * grow[-1])
-        shrink.append(shrink[-1] * shrink[-1])
-    zero = xp.zeros((), dtype=xp.int32, device=device(x))
-    exponent, fraction = zero, x
-    for k in reversed(range(steps)):
-        large = fraction >= grow[k]
-        fraction = xp.where(large, fraction * shrink[k], fraction)
-        exponent = exponent + xp.where(large, xp.full_like(zero, 2**k), zero)
-    # The first step twice, for subnormals.
-    for k in (steps - 1, *reversed(range(steps))):
-        small = fraction < shrink[k] * grow[0]
-        fraction = xp.where(small, fraction * grow[k], fraction)
-        exponent = exponent - xp.where(small, xp.full_like(zero, 2**k), zero)
+    significand, exponent = significand_and_exponent(x)
     half = xp.full_like(x, 2.0**_HALF_BITS)
-    high = xp.astype(fraction * half, xp.int32)
-    low = xp.astype((fraction * half - xp.astype(high, x.dtype)) * half, xp.int32)
-    exponent = xp.where(high == zero, zero, exponent - xp.full_like(zero, 2 * _HALF_BITS))
-    return [xp.asarray(word) for word in (exponent, high, low)]
+    high = xp.astype(significand * half, xp.int32)
+    low = xp.astype((significand * half - xp.astype(high, x.dtype)) * half, xp.int32)
+    zero = xp.zeros_like(high)
+    return [xp.where(high == zero, zero, exponent - xp.full_like(zero, 2 * _HALF_BITS)), high, low]
 
 
 def count_nonfinite(outputs: Any) -> Array | None:

@@ -9,7 +9,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from gradscale.core import ops, validation
-from gradscale.core.arithmetic import no_scalar
+from gradscale.core.arithmetic import float32_bits, no_scalar
 from gradscale.core.backend import Backend
 from gradscale.core.clipping import Clip, checked_norm, clip_factor, clip_factor_of
 from gradscale.core.gradients import collect_gradients
@@ -92,7 +92,9 @@ class Clipping(Diagnosing):
         """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
         xp = array_namespace(norm)
         is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
-        bits = backend.bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
+        kept = no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
+        cast = backend.bits(kept)
+        bits = float32_bits(kept) if cast is None else cast
         infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
         sent = no_scalar(xp, xp.where(is_normal, bits, infinite))
         slots = [_LOWEST_INT32] * group.size

@@ -62,7 +62,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
         for member, check in (("unscale_with_squares", _check_squares), ("multiply_in_place", _check_multiplication))
         if _overrides(backend, member)
     ]
-    for dtype in dtypes if _overrides(backend, "summarize") else ():
+    for dtype in dtypes if _overrides(backend, "summarize") or _overrides(backend, "bits") else ():
         _check_summaries(backend, xp, device, dtype)
     for scale in _SCALES:
         state = DynamicScale(init_scale=scale).init(like)
