@@ -33,10 +33,12 @@ __all__ = [
     "multiply",
     "multiply_arrays",
     "no_scalar",
+    "nonfinite_flag",
     "reciprocal",
     "significand_and_exponent",
     "sum_of_squares",
     "unscale_arrays",
+    "widened",
 ]
 
 STANDARD_FUNCTIONS = (
@@ -110,6 +112,19 @@ def kind_of(x: Array) -> Kind:
     return dtype_kind(x.dtype, array_namespace(x))
 
 
+def widened(x: Array) -> Array:
+    """Return an array narrower than float32 as float32, which is exact, and any other as it is."""
+    return array_namespace(x).astype(x, array_namespace(x).float32) if kind_of(x) is Kind.NARROW else x
+
+
+def nonfinite_flag(x: Array, home: Any) -> Array:
+    """Return whether a floating array holds an inf or NaN, as a 0-d int32 on a device."""
+    xp = array_namespace(x)
+    # isfinite is not there for every narrow type.
+    bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(widened(x)))), xp.int32)
+    return bad if device(x) == home else to_device(bad, home)
+
+
 def unscale_arrays(
     grads: Sequence[Array], state: ScaleState, *, dtype: Any = None, out: Sequence[Array] | None = None
 ) -> tuple[list[Array], Array]:
@@ -142,16 +157,11 @@ def unscale_arrays(
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
         xp = array_namespace(x)
-        kind = kind_of(x)
-        wide = xp.astype(x, xp.float32) if kind is Kind.NARROW else x
-        wide = multiply(xp, multiply(xp, wide, first.on(x)), second.on(x))
-        stored_dtype = x.dtype if wanted_dtype is None or (kind is Kind.COMPLEX and out is None) else wanted_dtype
+        wide = multiply(xp, multiply(xp, widened(x), first.on(x)), second.on(x))
+        stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
         stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
         unscaled.append(stored)
-        # Widening is exact, and isfinite is not there for every narrow type.
-        judged = xp.astype(stored, xp.float32) if kind_of(stored) is Kind.NARROW else stored
-        bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(judged))), xp.int32)
-        nonfinite = nonfinite + (bad if device(x) == home else to_device(bad, home))
+        nonfinite = nonfinite + nonfinite_flag(stored, home)
     return unscaled, no_scalar(state_xp, nonfinite)
 
 
@@ -192,8 +202,7 @@ def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     made = []
     for x in arrays:
         xp = array_namespace(x)
-        wide = xp.astype(x, xp.float32) if kind_of(x) is Kind.NARROW else x
-        product = multiply(xp, wide, there.on(x))
+        product = multiply(xp, widened(x), there.on(x))
         made.append(product if product.dtype == x.dtype else xp.astype(product, x.dtype))
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
-from gradscale.core.arithmetic import Kind, PerDevice, dtype_kind, kind_of, multiply, no_scalar
+from gradscale.core.arithmetic import Kind, PerDevice, dtype_kind, kind_of, multiply, no_scalar, widened
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -44,12 +44,8 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     scaled = {}
     for x in chosen:
         xp = array_namespace(x)
-        factor = factors.on(x)
-        if kind_of(x) is not Kind.NARROW:
-            scaled[id(x)] = multiply(xp, x, factor)
-            continue
-        wide = multiply(xp, xp.astype(x, xp.float32), factor)
-        scaled[id(x)] = wide if x.ndim == 0 else xp.astype(wide, x.dtype)
+        wide = multiply(xp, widened(x), factors.on(x))
+        scaled[id(x)] = wide if wide.dtype == x.dtype or x.ndim == 0 else xp.astype(wide, x.dtype)
     return rebuild(scaled.get(id(leaf), leaf) for leaf in leaves)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale.core import tree
-from gradscale.core.arithmetic import Kind, kind_of, significand_and_exponent
+from gradscale.core.arithmetic import Kind, kind_of, nonfinite_flag, significand_and_exponent, widened
 from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
-    "Bits",
     "Layout",
     "Summary",
     "count_block",
@@ -62,8 +62,7 @@ _SMALLEST_NORMAL = {
     "float4_e2m1fn": 1.0,
 }
 
-Bits: TypeAlias = Callable[[Array], "Array | None"]
-"""``bits`` of a :class:`gradscale.Backend`."""
+_Bits: TypeAlias = Callable[[Array], "Array | None"]
 
 
 class Layout(NamedTuple):
@@ -130,7 +129,7 @@ def _name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def summarize_arrays(arrays: Sequence[Array], bits: Bits | None = None) -> Array:
+def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Array:
     """Return what arrays hold: what the ``summarize`` of an adapter must equal.
 
     Parameters
@@ -214,7 +213,7 @@ def summary_of(size: int, row: Sequence[int]) -> Summary:
     return Summary(size, inf, nan, zeros, subnormals, largest)
 
 
-def _examine(x: Array, bits: Bits | None) -> Array:
+def _examine(x: Array, bits: _Bits | None) -> Array:
     """Return the words of one array."""
     xp = array_namespace(x)
     zero = xp.zeros((), dtype=xp.int32, device=device(x))
@@ -250,20 +249,19 @@ def _chunks(xp: Any, x: Array) -> Iterator[Array]:
         yield flat[start : min(start + most, size)]
 
 
-def _magnitudes(xp: Any, x: Array, bits: Bits | None) -> tuple[list[Array], Layout]:
+def _magnitudes(xp: Any, x: Array, bits: _Bits | None) -> tuple[list[Array], Layout]:
     """Return what is judged of each part of an array: its bits, or the magnitude; and where it is cut."""
     parts = [xp.real(x), xp.imag(x)] if kind_of(x) is Kind.COMPLEX else [x]
     layout = layout_of(parts[0].dtype)
     tiny = smallest_normal(x.dtype, parts[0].dtype, xp)
     if layout is None and kind_of(x) is Kind.NARROW:
         # Their bits are arranged in many ways, and widening them is exact.
-        parts = [xp.astype(x, xp.float32)]
+        parts = [widened(x)]
         layout = _LAYOUTS["float32"]._replace(smallest_normal=struct.unpack("<i", struct.pack("<f", tiny))[0])
     words = [None if bits is None or layout is None else bits(part) for part in parts]
     if layout is not None and words[0] is not None:
         return [word & xp.full_like(word, layout.mask) for word in words], layout
-    wide = [xp.astype(part, xp.float32) if kind_of(part) is Kind.NARROW else part for part in parts]
-    return [xp.abs(part) for part in wide], Layout(0, math.inf, tiny, 0)
+    return [xp.abs(widened(part)) for part in parts], Layout(0, math.inf, tiny, 0)
 
 
 def _judge(xp: Any, magnitudes: Sequence[Array], layout: Layout) -> tuple[Array, list[Array]]:
@@ -326,12 +324,7 @@ def count_nonfinite(outputs: Any) -> Array | None:
     """
     leaves = [leaf for _, leaf in tree.leaves_with_paths(outputs) if is_array_api_obj(leaf)]
     floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.EXACT, Kind.UNKNOWN)]
-    total = None
-    for x in floating:
-        xp = array_namespace(x)
-        judged = xp.astype(x, xp.float32) if kind_of(x) is Kind.NARROW else x
-        bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(judged))), xp.int32)
-        home = device(floating[0])
-        moved = bad if device(bad) == home else to_device(bad, home)
-        total = moved if total is None else total + moved
-    return None if total is None else array_namespace(total).asarray(total)
+    if not floating:
+        return None
+    flags = [nonfinite_flag(x, device(floating[0])) for x in floating]
+    return array_namespace(flags[0]).asarray(functools.reduce(operator.add, flags))
