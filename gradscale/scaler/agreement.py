@@ -82,6 +82,11 @@ class Agreement:
         """Whether this process decides alone."""
         return self._groups is not None and len(self._groups) == 0
 
+    @property
+    def is_unjoined(self) -> bool:
+        """Whether it is not known what to agree over."""
+        return self._groups is None
+
     def join(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on."""
         self._groups = groups

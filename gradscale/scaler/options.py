@@ -10,9 +10,17 @@ from gradscale.core import validation
 from gradscale.core.protocols import Backend, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
-from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports
 
-__all__ = ["DEFAULT_TIMEOUT", "CommonOptions", "ScalerOptions", "chosen_policy", "completed", "with_options"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "CommonOptions",
+    "ScalerOptions",
+    "chosen_policy",
+    "completed",
+    "made_reports",
+    "with_options",
+]
 
 DEFAULT_TIMEOUT = 1800.0
 
@@ -114,6 +122,21 @@ def chosen_policy(policy: Policy | None, factors: Mapping[str, Any]) -> Policy:
         raise InvalidValueError(msg)
     found: Policy = validation.policy(policy, _POLICY_MEMBERS)
     return found
+
+
+def made_reports(options: ScalerOptions) -> Reports[Any]:
+    """Return the reports that completed options ask for.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        For what cannot be called, another ``diagnose`` or a size out of range.
+    """
+    wanted = options["diagnose"]
+    if wanted is not None:
+        validation.choice("diagnose", wanted, ("on_overflow",))
+    callbacks = options["on_skip"], options["on_update"]
+    return Reports(*callbacks, diagnoses=wanted is not None, history_size=options["history_size"])
 
 
 def with_options(*kinds: Any) -> Callable[[_Class], _Class]:

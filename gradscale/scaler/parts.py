@@ -145,6 +145,10 @@ class Unscaler(Protocol):
         """Tell whether an optimizer's last step was left to divide its gradients by itself."""
         ...
 
+    def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
+        """Keep in mind, at the end of a step, whether the optimizer was left to divide its gradients by itself."""
+        ...
+
 
 class Pending(Protocol):
     """The verdict on one optimizer's gradients, from the start of the agreement on.

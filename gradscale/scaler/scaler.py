@@ -25,6 +25,7 @@ from gradscale.scaler.options import (
     ScalerOptions,
     chosen_policy,
     completed,
+    made_reports,
     with_options,
 )
 from gradscale.scaler.parts import LiveState, Pending, Scaling, Unscaler
@@ -93,15 +94,16 @@ class GradScaler:
         factors = {name: given[name] for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
         live = ArrayState(chosen_policy(given["policy"], factors), given["backend"])
         enabled = validation.boolean("enabled", given["enabled"])
-        if given["diagnose"] is not None:
-            validation.choice("diagnose", given["diagnose"], ("on_overflow",))
-        diagnoses = given["diagnose"] is not None
-        reports: Reports[Pending] = Reports(
-            given["on_skip"], given["on_update"], diagnoses=diagnoses, history_size=given["history_size"]
+        reports = made_reports(given)
+        parts = Parts(
+            live=live,
+            scaling=ArrayScaling(),
+            unscaler=ArrayUnscaler(),
+            steppers=(ClosureStepper(), PlainStepper()),
+            agreement=Agreement(diagnoses=reports.diagnoses),
+            reports=reports,
         )
-        steppers = (ClosureStepper(), PlainStepper())
-        agreement = Agreement(diagnoses=diagnoses)
-        self._assemble(Parts(live, ArrayScaling(), ArrayUnscaler(), steppers, agreement, reports), enabled)
+        self._assemble(parts, enabled)
 
     @classmethod
     def of(cls, parts: Parts, *, enabled: bool = True) -> Self:
@@ -455,6 +457,11 @@ class GradScaler:
     # For adapters, whose scalers hold one of these.
 
     @property
+    def parts(self) -> Parts:
+        """What the scaler is made of."""
+        return self._parts
+
+    @property
     def iteration(self) -> Iteration:
         """The present iteration."""
         return self._iteration
@@ -503,6 +510,7 @@ class GradScaler:
         """Record what has become of a step: the second half of ``step``."""
         turn.stage = Stage.STEPPED
         number = turn.frame.number
+        self._unscaler.remember(optimizer, left_scaled=turn.pending is not None and turn.pending.is_scaled)
         if outcome.verdict is None:
             assert turn.pending is not None
             self._reports.record_later(optimizer, number, turn.pending)

@@ -148,6 +148,9 @@ class ArrayUnscaler:
         """Return False: no optimizer unscales by itself."""
         return False
 
+    def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
+        """Do nothing: no optimizer unscales by itself."""
+
 
 def _clip(
     backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, clip: Clip

@@ -104,7 +104,7 @@ def test_devices_have_one_norm_and_one_factor(cupy: Any, home: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert (optimizer.steps, scaler.get_scale()) == (1, 4.0)
-    live = scaler._parts.live
+    live = scaler.parts.live
     assert live.is_made
     assert [field.device.id for field in live.current()] == [home] * 4
 

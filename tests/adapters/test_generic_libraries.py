@@ -99,7 +99,7 @@ def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library,
         for _ in range(optimizers):
             scaler.step(Tree([dask.asarray([math.inf if iteration == 3 else 1.0])]))
         scaler.update()
-        live = scaler._parts.live
+        live = scaler.parts.live
         assert live.is_made
         sizes.append(len(dict(live.current().scale.dask)))
     assert max(sizes[2:]) <= max(sizes[:2]), sizes

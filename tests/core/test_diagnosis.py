@@ -28,12 +28,12 @@ def make(arrays: Library, *values: float, **options: Any) -> tuple[GradScaler, T
 def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
     """Return everything that training depends on, as bytes and plain values."""
     grads = [arrays.to_numpy(grad).tobytes() for grad in optimizer.grads]
-    live, *_, agreement, reports = scaler._parts
+    live, *_, agreement, reports = scaler.parts
     iteration, frame = scaler.iteration, scaler.iteration.frame
     turns = [(turn.stage, turn.by_closure, id(turn.pending), turn.known) for turn in iteration.turns()]
     state = live.current() if live.is_made else None
     kept = [
-        *(repr(part) for part in scaler._parts),
+        *(repr(part) for part in scaler.parts),
         *({name: repr(value) for name, value in vars(part).items()} for part in (live, agreement, frame)),
         *(scaler.history, reports._last.ids(), iteration.reports, scaler._enabled),
     ]
