@@ -1,5 +1,8 @@
 """GradScaler and ShardedGradScaler: replacements of torch's scalers of these names, argument by argument."""
 
+# torch's attributes are properties here, and what its methods return is more.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import copy
@@ -75,6 +78,8 @@ class GradScaler(torch.amp.GradScaler):
     read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of ``torch.distributed`` where
     it is initialized.
     """
+
+    _rejoins: bool
 
     def __init__(
         self,
@@ -360,19 +365,19 @@ class GradScaler(torch.amp.GradScaler):
         kept["_scaler"] = copy.copy(self._scaler)
         return as_torchs_pickle(self._scaler, self._device) | {"gradscale": kept}
 
-    def __setstate__(self: Replacement, kept: dict[str, Any]) -> None:
+    def __setstate__(self: Replacement, state: dict[str, Any]) -> None:
         """Restore what was pickled, by one of these or by torch's."""
-        if "gradscale" in kept:
-            self.__dict__.update(kept["gradscale"])
+        if "gradscale" in state:
+            self.__dict__.update(state["gradscale"])
             if self._rejoins and self._scaler.parts.agreement.is_unjoined:
                 self._scaler.agree_over(self._default_groups())
             return
-        self.__dict__.update(type(self)(kept["_device"], enabled=kept["_enabled"]).__dict__)
-        if kept["_enabled"]:
-            self.load_state_dict(state_dict_of_pickle(kept))
+        self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
+        if state["_enabled"]:
+            self.load_state_dict(state_dict_of_pickle(state))
 
-    # What optimizers and training frameworks read beyond the public methods of torch's: apex, NeMo, accelerate, Composer
-    # and torch's own fused optimizers do.
+    # What optimizers and training frameworks read beyond torch's public methods: apex, NeMo, accelerate, Composer and
+    # torch's own fused optimizers do.
 
     @property
     def _enabled(self: Replacement) -> bool:
@@ -412,15 +417,15 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _growth_factor(self: Replacement) -> float:
-        return float(_live(self).policy.growth_factor)
+        return self.get_growth_factor()
 
     @property
     def _backoff_factor(self: Replacement) -> float:
-        return float(_live(self).policy.backoff_factor)
+        return self.get_backoff_factor()
 
     @property
     def _growth_interval(self: Replacement) -> int:
-        return int(_live(self).policy.growth_interval)
+        return self.get_growth_interval()
 
     def _lazy_init_scale_growth_tracker(self: Replacement, dev: torch.device | str) -> None:
         """Make the state on a device, where it is not made yet."""
@@ -479,6 +484,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """
 
     process_group: Any = None
+    _rejoins: bool
 
     def __init__(
         self,
@@ -523,7 +529,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     __repr__ = GradScaler.__repr__
     scale = GradScaler.scale
-    unscale_ = GradScaler.unscale_
+    unscale_ = GradScaler.unscale_  # type: ignore[assignment]
     step = GradScaler.step
     update = GradScaler.update
     last_step = GradScaler.last_step
@@ -547,15 +553,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
     _enabled: bool = vars(GradScaler)["_enabled"]
     _scale: Tensor | None = vars(GradScaler)["_scale"]
     _growth_tracker: Tensor | None = vars(GradScaler)["_growth_tracker"]
-    _per_optimizer_states: OptimizerStates = vars(GradScaler)["_per_optimizer_states"]
+    _per_optimizer_states: OptimizerStates = vars(GradScaler)["_per_optimizer_states"]  # type: ignore[assignment]
     _init_scale: float = vars(GradScaler)["_init_scale"]
     _init_growth_tracker: int = vars(GradScaler)["_init_growth_tracker"]
     _growth_factor: float = vars(GradScaler)["_growth_factor"]
     _backoff_factor: float = vars(GradScaler)["_backoff_factor"]
     _growth_interval: int = vars(GradScaler)["_growth_interval"]
     _lazy_init_scale_growth_tracker = GradScaler._lazy_init_scale_growth_tracker
-    _check_inf_per_device = GradScaler._check_inf_per_device
-    _found_inf_per_device = GradScaler._found_inf_per_device
+    _check_inf_per_device = GradScaler._check_inf_per_device  # type: ignore[assignment]
+    _found_inf_per_device = GradScaler._found_inf_per_device  # type: ignore[assignment]
     _get_scale_async = GradScaler._get_scale_async
     _get_growth_tracker = GradScaler._get_growth_tracker
 

@@ -138,9 +138,9 @@ class TensorUnscaler:
             When a parameter is no tensor, and for gradients that are refused: float16, or elements that share memory.
         """
         request = request or _PLAIN
-        parameters = self._known[optimizer] if optimizer in self._known else None
-        if parameters is None or not parameters.are_those_of(optimizer):
-            parameters = self._known[optimizer] = parameters_of(optimizer)
+        if optimizer not in self._known or not self._known[optimizer].are_those_of(optimizer):
+            self._known[optimizer] = parameters_of(optimizer)
+        parameters = self._known[optimizer]
         grouped = collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
         return TensorGradients(self, optimizer, parameters, grouped, request)
 

@@ -86,10 +86,10 @@ class TensorVerdict:
     ) -> None:
         self._wait_for(found, live, state, frame.number, groups)
         if groups:
-            nonfinite = found.nonfinite if self._needs_tensors() else found.count
+            count = found.nonfinite if found.count is None or self._needs_tensors() else found.count
             backend = live.backend_for(state.scale)
-            self._sent = agreement.vector.pack(backend, live.policy, state, nonfinite, frame.next_position())
-            self._finish = agreement.reduce(groups, self._sent, frame.number)
+            sent = agreement.vector.pack(backend, live.policy, state, count, frame.next_position())
+            self._begin(sent, agreement.reduce(groups, sent, frame.number))
 
     @classmethod
     def unjudged(cls, live: LiveState, number: int) -> TensorVerdict:
@@ -110,10 +110,12 @@ class TensorVerdict:
         self.is_read_later = self.is_captured = False
         self._found, self._live, self._state, self._number = found, live, state, number
         self._shown: Found | None = None
-        self._sent: Any = None
         self._agreed: Any = None
-        self._finish: Callable[[], Any] | None = None
         self._late: Callable[[bool], list[float] | None] | None = None
+        self._begin(None, None)
+
+    def _begin(self, sent: Any, finish: Callable[[], Any] | None) -> None:
+        self._sent, self._finish = sent, finish
 
     @property
     def is_scaled(self) -> bool:
@@ -163,7 +165,8 @@ class TensorVerdict:
         agreed = self._finished()
         fields = agreed[2:].reshape(2, -1)
         # Where ranks differ no rank steps, until the host sees it.
-        return ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
+        flag: Tensor = ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
+        return flag
 
     def show(self) -> Found:
         """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
@@ -198,10 +201,10 @@ class TensorVerdict:
         return self._late is None or self._late(False) is not None
 
     def _needs_tensors(self) -> bool:
-        """Tell whether the groups must agree on a tensor; False where the host knows the verdict and they take ints."""
-        if self._found.count is None or would_wait(self._found.home):
-            return True
-        return not all(getattr(collectives, "takes_lists", False) for collectives in self.groups)
+        """Tell whether the groups must agree on a tensor, and not on ints, though the host knows the count."""
+        return would_wait(self._found.home) or not all(
+            getattr(collectives, "takes_lists", False) for collectives in self.groups
+        )
 
     def _finished(self) -> Any:
         if self._agreed is None:

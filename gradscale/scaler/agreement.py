@@ -192,7 +192,9 @@ class Agreement:
 
         return finish
 
-    def maximum(self, collectives: Collectives, values: list[int], like: Array, live: LiveState, number: int) -> list[int]:
+    def maximum(
+        self, collectives: Collectives, values: list[int], like: Array, live: LiveState, number: int
+    ) -> list[int]:
         """Return the element-wise MAX of a few integers over a group, in the library of ``like``. One host read."""
         xp, backend = array_namespace(like), live.backend_for(like)
         x = xp.asarray(values, dtype=xp.int32, device=backend.placement(like))
@@ -219,7 +221,8 @@ class Agreement:
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
-        return memo.setdefault(id(self), copy.copy(self))
+        memo[id(self)] = copied = copy.copy(self)
+        return copied
 
 
 class PendingVerdict:

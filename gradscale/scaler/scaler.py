@@ -121,9 +121,7 @@ class GradScaler:
     def _spread(self) -> None:
         """Give the parts names, and put those together that work together."""
         self._live, self._scaling, self._unscaler, self._steppers, self._agreement, self._reports = self._parts
-        self._diagnosis = Diagnosis(
-            self._live, self._agreement, self._unscaler, self._reports, enabled=self._enabled
-        )
+        self._diagnosis = Diagnosis(self._live, self._agreement, self._unscaler, self._reports, enabled=self._enabled)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self._live.policy!r}, enabled={self._enabled})"
@@ -601,9 +599,7 @@ class GradScaler:
         # An iteration without gradients has not moved the scale.
         scale = judged[0].scale if judged else self._live.scale()
         skipped = any(one.nonfinite > 0 for one in judged)
-        self._reports.tell_update(
-            UpdateReport(ended.frame.number, scale, skipped, self._agreement.rank(), steps)
-        )
+        self._reports.tell_update(UpdateReport(ended.frame.number, scale, skipped, self._agreement.rank(), steps))
 
 
 @with_options(ScalerOptions, CommonOptions)
