@@ -5,8 +5,9 @@ import typing
 
 from gradscale import testing
 from gradscale.core import registry, tree
+from gradscale.core.backend import Backend
 from gradscale.core.ops import scale, select, unscale
-from gradscale.core.protocols import Backend, Collectives, GroupBackend, Optimizer, Policy, ScaleState
+from gradscale.core.protocols import Collectives, GroupBackend, Optimizer, Policy, ScaleState
 from gradscale.errors import (
     BackendError,
     BackendNotAvailableError,

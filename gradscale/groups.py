@@ -1,12 +1,15 @@
-"""poll: make the host wait until something is done or the time is over, and leave the processor to the other ranks."""
+"""Waiting for the other ranks of a group, and what was given up: for every adapter that brings groups."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["poll"]
+from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError
+
+__all__ = ["GroupWait", "poll"]
 
 # Seconds. At first other ranks on this core get their turn; then the core is left to them for longer and longer.
 _YIELDING = 2e-3
@@ -45,3 +48,114 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
     return True
+
+
+# Why a group can no longer be used, by the group's own object, which is kept: freeing some waits for lost ranks.
+_given_up: dict[Any, str] = {}
+
+
+class GroupWait:
+    """How one rank waits for the others of a group; after a wait that was given up, no more.
+
+    Messages that were given up would meet whatever is sent after them, so nothing can be sent over that group any more,
+    through whichever object.
+
+    Parameters
+    ----------
+    group : object
+        The library's own group, which has a hash.
+    library : str
+        What has failed where the library fails, such as "MPI".
+    timeout : float
+        Seconds; ``math.inf`` for ever.
+    refusal : str
+        What is said to whoever uses a group that was given up: what is to be passed in its place. The reason is added.
+    rank, size : int
+        Position of this process in the group, and number of ranks, for the messages.
+    describe : callable, optional
+        Returns the text of an exception of the library; ``str`` by default.
+    on_give_up : callable, optional
+        Called once with the exception when the group is given up.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        library: str,
+        timeout: float,
+        refusal: str,
+        rank: int,
+        size: int,
+        describe: Callable[[Exception], str] = str,
+        on_give_up: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self._library = library
+        self._timeout = timeout
+        self._refusal = refusal
+        self._describe = describe
+        self.on_give_up = on_give_up
+
+    def require_usable(self) -> None:
+        """Raise BackendError when the group was given up, with the reason."""
+        if self.group in _given_up:
+            msg = f"{self._refusal}. It was given up for: {_given_up[self.group]}"
+            raise BackendError(msg)
+
+    def give_up(self, error: BaseException) -> None:
+        """Give the group up for an error; the first one is kept."""
+        if self.group not in _given_up:
+            _given_up[self.group] = repr(error)
+            if self.on_give_up is not None:
+                self.on_give_up(error)
+
+    def failure(self, error: Exception) -> BackendError:
+        """Give the group up for an exception of the library, and return what is raised from it."""
+        where = f"rank {self.rank} of {self.size}"
+        text = f"{self._library} failed on {where} while the ranks agreed on a step: {self._describe(error)}"
+        failure = BackendError(text)
+        self.give_up(failure)
+        return failure
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call something of the library that starts, waits or asks; what it raises, Ctrl-C as well, gives the group up.
+
+        Raises
+        ------
+        BackendError
+            For an exception of the library; those of gradscale itself are raised as they are.
+        """
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, GradscaleError):
+                self.give_up(error)
+                raise
+            raise self.failure(error) from error
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def timed_out(self, operation: str = "the agreement on a step") -> CollectiveTimeoutError:
+        """Return what is raised when the time is over."""
+        return CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
+
+    def until(
+        self,
+        is_done: Callable[[], bool],
+        operation: str = "the agreement on a step",
+        *,
+        longest_pause: float = _LONGEST_PAUSE,
+    ) -> None:
+        """Poll until something is done.
+
+        Raises
+        ------
+        CollectiveTimeoutError
+            When the time is over.
+        """
+        if not poll(is_done, self._timeout, longest_pause=longest_pause):
+            raise self.timed_out(operation)

@@ -7,7 +7,7 @@ from typing import Any
 
 import cupy
 
-from gradscale import ScaleState
+from gradscale import Backend, ScaleState
 from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
 from gradscale_cupy import launch
 from gradscale_cupy.availability import explained
@@ -20,7 +20,7 @@ __all__ = ["CupyBackend", "backend"]
 Array = Any
 
 
-class CupyBackend:
+class CupyBackend(Backend):
     """Fused unscale for CuPy arrays: one launch for each device and pair of dtypes, and no wait for a device.
 
     The state's device is the current one, as CuPy wants it of whatever is computed with; gradients may be on others.
@@ -63,9 +63,9 @@ class CupyBackend:
         with explained("an array was made on the current device"):
             return cupy.zeros((), dtype=cupy.float32)
 
-    def fingerprint(self, state: ScaleState, /) -> Array:
-        """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
-        return cupy.stack([state.scale.view(cupy.int32), *state[1:]])
+    def bits(self, x: Array, /) -> Array:
+        """Return the bits of float32 values as int32."""
+        return x.view(cupy.int32)
 
     def unscale(
         self,
@@ -130,7 +130,7 @@ class CupyBackend:
                 total = total + more
         return targets, nonfinite, total
 
-    def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> None:
+    def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1.
 
         One launch for each device and dtype, which writes nothing where the factor is 1. No host read.
@@ -138,6 +138,7 @@ class CupyBackend:
         with explained("gradients were clipped"):
             for device, indices in _by_device(arrays):
                 self._clip_there([arrays[index] for index in indices], factor, device)
+        return arrays
 
     def _clip_there(self, arrays: Sequence[Array], factor: Array, device: Any) -> None:
         there = factor if device == factor.device else moved(factor, device)

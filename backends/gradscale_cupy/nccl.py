@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,14 +15,8 @@ from array_api_compat import array_namespace
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import (
-    BackendError,
-    CollectiveTimeoutError,
-    GradscaleError,
-    InvalidTypeError,
-    InvalidValueError,
-)
-from gradscale.groups import poll
+from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
+from gradscale.groups import GroupWait
 from gradscale_cupy.availability import nccl_module, require_nccl
 from gradscale_cupy.launch import is_over
 
@@ -36,9 +31,6 @@ _ABORTING = 10.0
 
 _PER_THREAD = 2  # cudaStreamPerThread, which is another stream in another thread
 _ON_DEVICE = frozenset({2, 10, 13})  # CUDA, ROCm and managed memory, in DLPack
-
-# Why a communicator can no longer be used. It is kept, since freeing one that could not be aborted would wait.
-_given_up: dict[Any, str] = {}
 
 
 class NCCLCollectives:
@@ -86,10 +78,21 @@ class NCCLCollectives:
         require_nccl()
         self._comm = _communicator(group)
         self._timeout = timeout
-        self._require_usable()
-        self.rank: int = self._comm.rank_id()
-        self.size: int = self._comm.size()
+        self._group = GroupWait(
+            self._comm,
+            library="NCCL",
+            timeout=timeout,
+            refusal="an agreement over this communicator was given up, and it was aborted: pass another one on every "
+            "rank",
+            rank=-1,
+            size=0,
+            describe=_described,
+        )
+        self.require_usable()
+        self.rank = self._group.rank = self._comm.rank_id()
+        self.size = self._group.size = self._comm.size()
         self.device: int = self._comm.device_id()
+        self._group.on_give_up = functools.partial(_abort, self._comm, self.device)
         for what, wanted, found in (("rank", rank, self.rank), ("size", size, self.size)):
             if wanted not in (None, found):
                 msg = (
@@ -126,7 +129,7 @@ class NCCLCollectives:
         BackendError, CollectiveTimeoutError
             When the communicator was destroyed or given up, or NCCL refuses; when some rank does not connect.
         """
-        self._require_usable()
+        self.require_usable()
         xp = array_namespace(x)
         if x.ndim != 1 or x.dtype != xp.int32:
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -180,45 +183,30 @@ class NCCLCollectives:
             pointers = send.data.ptr, result.data.ptr
             self._comm.allReduce(*pointers, send.size, nccl.NCCL_INT32, nccl.NCCL_MAX, stream.ptr)
 
-        try:
+        def start() -> None:
             if send.size in self._connected or stream.ptr == _PER_THREAD:
                 issue()
             else:
                 # To connect the ranks NCCL waits for all of them, without a look at signals or the time.
                 issued = _in_thread(issue, self.device)
-                self._wait(issued.done)
+                self._poll(issued.done)
                 issued.result()
                 self._connected.add(send.size)
             event.record(stream)
-        except GradscaleError:
-            raise
-        except Exception as error:
-            raise self._failure(error) from error
-        except BaseException as error:
-            # Between two steps; other ranks may be waiting for this one.
-            self._give_up(error)
-            raise
 
-    def _require_usable(self) -> None:
-        if self._comm in _given_up:
-            msg = (
-                f"an agreement over this communicator was given up, and it was aborted: pass another one on every "
-                f"rank. It was given up for: {_given_up[self._comm]}"
-            )
-            raise BackendError(msg)
+        # Also Ctrl-C between two steps gives up: other ranks may be waiting for this one.
+        self._group.run(start)
+
+    def require_usable(self) -> None:
+        """Raise BackendError when the communicator was given up, destroyed or aborted."""
+        self._group.require_usable()
         if not self._comm.comm:
             msg = "the communicator was destroyed or aborted: pass another one on every rank, also to set_group()"
             raise BackendError(msg)
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
+    def wait(self, is_done: Callable[[], bool]) -> None:
         """Make the host wait until something is done, NCCL fails, or the time is over."""
-        try:
-            self._poll(is_done)
-        except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, CollectiveTimeoutError):
-                raise self._failure(error) from error
-            self._give_up(error)
-            raise
+        self._group.run(lambda: self._poll(is_done))
 
     def _poll(self, is_done: Callable[[], bool]) -> None:
         def is_settled() -> bool:
@@ -227,28 +215,7 @@ class NCCLCollectives:
             self._comm.check_async_error()
             return is_over
 
-        if not poll(is_settled, self._timeout, longest_pause=_LONGEST_PAUSE):
-            raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
-
-    def _failure(self, error: Exception) -> BackendError:
-        text = f"NCCL failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {_described(error)}"
-        failure = BackendError(text)
-        self._give_up(failure)
-        return failure
-
-    def _give_up(self, error: BaseException) -> None:
-        """Abort the communicator, so that nothing on the device waits any more; once."""
-        if self._comm in _given_up:
-            return
-        _given_up[self._comm] = repr(error)
-        # In a thread, which may be left behind.
-        aborted = _in_thread(self._comm.abort, self.device)
-        try:
-            aborted.result(_ABORTING)
-        except TimeoutError:
-            error.add_note(f"NCCL has not aborted the communicator within {_ABORTING:g} s: end this process")
-        except Exception as failure:
-            error.add_note(f"the communicator could not be aborted: {_described(failure)}: end this process")
+        self._group.until(is_settled, longest_pause=_LONGEST_PAUSE)
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -289,7 +256,7 @@ class Pending:
             if not self._is_shared:
                 self._wait()
             elif self._send is not None:
-                self._collectives._require_usable()
+                self._collectives.require_usable()
                 current = cupy.cuda.get_current_stream()
                 if current != self._stream:
                     current.wait_event(self._event)
@@ -299,12 +266,9 @@ class Pending:
 
     def _wait(self) -> None:
         if self._send is not None and not self._is_captured:
-            self._collectives._require_usable()
-            self._collectives._wait(self._is_done)
+            self._collectives.require_usable()
+            self._collectives.wait(lambda: is_over(self._event))
             self._send = None
-
-    def _is_done(self) -> bool:
-        return is_over(self._event)
 
 
 class NCCLGroupBackend:
@@ -340,6 +304,18 @@ def _described(error: Exception) -> str:
             f"by NCCL_COMM_BLOCKING=0 or its config, and CuPy needs one that does)"
         )
     return str(error) or repr(error)
+
+
+def _abort(comm: Any, device: int, error: BaseException) -> None:
+    """Abort a communicator, so that nothing on the device waits any more."""
+    # In a thread, which may be left behind.
+    aborted = _in_thread(comm.abort, device)
+    try:
+        aborted.result(_ABORTING)
+    except TimeoutError:
+        error.add_note(f"NCCL has not aborted the communicator within {_ABORTING:g} s: end this process")
+    except Exception as failure:
+        error.add_note(f"the communicator could not be aborted: {_described(failure)}: end this process")
 
 
 def _in_thread(call: Callable[[], Any], device: int) -> Future[None]:

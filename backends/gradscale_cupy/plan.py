@@ -204,7 +204,7 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
         With the first two of them; part would be divided twice.
     """
     for index, layout in enumerate(targets):
-        if _has_elements(layout) and _overlaps_itself(layout):
+        if aliasing.overlaps_itself(layout.shape, layout.strides):
             msg = (
                 f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
                 f"cannot be unscaled in place: assign a copy (grad.copy())"
@@ -223,24 +223,6 @@ def _has_elements(layout: Layout) -> bool:
 def _span(layout: Layout) -> aliasing.Span:
     strides = tuple(stride * layout.itemsize for stride in layout.strides)
     return aliasing.span(layout.address, layout.shape, strides, layout.itemsize)
-
-
-def _overlaps_itself(layout: Layout) -> bool:
-    """Tell whether elements share memory, as broadcasting and strides made by hand have it."""
-    pairs = zip(layout.strides, layout.shape, strict=True)
-    axes = sorted((abs(stride), length) for stride, length in pairs if length > 1)
-    span = 1
-    for stride, length in axes:
-        if stride < span:
-            break
-        span += stride * (length - 1)
-    else:
-        return False
-    # Axes that interleave need not meet: look at every element.
-    offsets = np.zeros((), np.intp)
-    for stride, length in axes:
-        offsets = np.add.outer(offsets, stride * np.arange(length))
-    return bool(np.any(np.diff(np.sort(offsets, axis=None)) == 0))
 
 
 def _share_memory(a: Layout | None, b: Layout | None) -> bool:

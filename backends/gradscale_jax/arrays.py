@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gradscale import ScaleState
+from gradscale import Backend, ScaleState
 from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
 from gradscale.errors import InvalidTypeError
 from gradscale_jax.summaries import summarize_leaves
@@ -20,7 +20,7 @@ from gradscale_jax.summaries import summarize_leaves
 __all__ = ["JaxBackend", "count_nonfinite", "unscale_leaves"]
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace."""
 
     name = "jax"
@@ -75,9 +75,9 @@ class JaxBackend:
         """Return a 0-d float32 array on the default device."""
         return jnp.zeros((), dtype=jnp.float32)
 
-    def fingerprint(self, state: ScaleState, /) -> jax.Array:
-        """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
-        return jnp.stack([lax.bitcast_convert_type(state.scale, jnp.int32), *state[1:]])
+    def bits(self, x: jax.Array, /) -> jax.Array:
+        """Return the bits of float32 values as int32."""
+        return lax.bitcast_convert_type(x, jnp.int32)
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits: XLA's subnormals are 0.

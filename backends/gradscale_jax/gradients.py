@@ -108,7 +108,7 @@ def value_and_grad(
         limited = _limit(state, loss)
         unscaled, nonfinite = trees.unscale(grads, limited, dtype=dtype)
         verdict = agree(nonfinite, limited, policy, axis_name)
-        updated = _limit(policy.update(limited, verdict.nonfinite), loss)
+        updated = _limit(policy.update(limited, nonfinite=verdict.nonfinite), loss)
         return Scaled(value, unscaled, verdict, trees.select(verdict.desynced, state, updated))
 
     return scaled_value_and_grad

@@ -122,7 +122,7 @@ def scaled(
         verdict = agree(nonfinite, state.scale_state, policy, axis_name)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
-        updated = policy.update(state.scale_state, verdict.nonfinite)
+        updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
         skip = jnp.logical_and(jnp.logical_not(verdict.finite), state.skipped < LARGEST_INT32)
         return _select_updates(verdict.finite, inner_updates), ScaledOptimizerState(
             trees.select(verdict.desynced, state.scale_state, updated),

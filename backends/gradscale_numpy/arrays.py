@@ -12,8 +12,8 @@ import numpy as np
 from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
-from gradscale import ScaleState
-from gradscale.core.aliasing import Span, require_disjoint, span
+from gradscale import Backend, ScaleState
+from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
 
@@ -28,7 +28,7 @@ _OWN_AND_PLAIN = 0x0001 | 0x0004 | 0x0100 | 0x0400
 _FAST_VARIABLE = "GRADSCALE_NUMPY_FAST"
 
 
-class NumpyBackend:
+class NumpyBackend(Backend):
     """Fused unscale for NumPy arrays.
 
     Parameters
@@ -86,9 +86,13 @@ class NumpyBackend:
         """Return a 0-d float32 array."""
         return np.zeros((), dtype=np.float32)
 
+    def bits(self, x: NumpyArray, /) -> NumpyArray:
+        """Return the bits of float32 values as int32."""
+        return np.asarray(x).view(np.int32)
+
     def fingerprint(self, state: ScaleState, /) -> NumpyArray:
         """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
-        return np.array([np.asarray(state.scale).view(np.int32), *state[1:]], dtype=np.int32)
+        return np.array([self.bits(state.scale), *state[1:]], dtype=np.int32)
 
     def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits of the arrays.
@@ -174,12 +178,13 @@ class NumpyBackend:
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         return unscaled, nonfinite, np.asarray(kernels.sum_of_squares([np.asarray(x) for x in unscaled]))
 
-    def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> None:
+    def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> Sequence[NumpyArray]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written where it is 1."""
         plain = [np.asarray(x) for x in arrays]
         if factor != 1:
             # What unscales multiplies by the reciprocal of the scale.
             self._unscale_all(plain, plain, np.float32(factor))
+        return arrays
 
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
@@ -221,30 +226,13 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
             f"assign a copy (grad.copy()), or take new arrays from gradscale.unscale(grads, state)"
         )
         raise InvalidValueError(msg)
-    if _overlaps_itself(array):
+    if overlaps_itself(array.shape, array.strides, array.itemsize):
         msg = (
             f"gradient {index}, shape {array.shape}, strides {array.strides}, overlaps itself and cannot be unscaled "
             f"in place: assign a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
     return array.view(np.ndarray)
-
-
-def _overlaps_itself(grad: NumpyArray) -> bool:
-    """Tell whether elements share memory, as broadcasting and strides made by hand have it."""
-    axes = sorted((abs(stride), length) for stride, length in zip(grad.strides, grad.shape, strict=True) if length != 1)
-    span = grad.itemsize
-    for stride, length in axes:
-        if stride < span:
-            break
-        span += stride * (length - 1)
-    else:
-        return False
-    # Axes that interleave need not meet: look at every element.
-    offsets = np.zeros((), np.intp)
-    for stride, length in axes:
-        offsets = np.add.outer(offsets, stride * np.arange(length))
-    return bool(np.any(np.diff(np.sort(offsets, axis=None)) < grad.itemsize))
 
 
 def _stored_dtype(grad: NumpyArray, dtype: Any) -> Any:

@@ -14,14 +14,17 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from gradscale import registry
+from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
-from gradscale.groups import poll
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.groups import GroupWait
 
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
 # The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
+# DLPack's number of the host.
+_HOST = 1
 # Seconds between two looks at a device that is still busy.
 _LONGEST_PAUSE = 2e-4
 
@@ -35,13 +38,18 @@ class _Duplicate:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        self.is_usable = True
+        self.is_given_up = False
         # Those that were started and wait for their device, in the order that all ranks send them in.
         self.unsent: deque[_Reduction] = deque()
 
+    def give_up(self, _: BaseException) -> None:
+        """Keep what is under way, and send nothing more."""
+        self.is_given_up = True
+        self.unsent.clear()
+
     def free(self) -> None:
         """Free the communicator, unless a rank has been lost, since freeing waits for all of them."""
-        if self.is_usable and not MPI.Is_finalized():
+        if not self.is_given_up and not MPI.Is_finalized():
             self.comm.Free()
 
 
@@ -49,7 +57,7 @@ class _Duplicate:
 class _Reduction:
     """An all-reduce of what the host does not have yet: its copy and, once it is sent, its request and result."""
 
-    copy: Any
+    copy: HostRead
     sent: tuple[Any, NDArray[Any]] | None = None
 
 
@@ -92,17 +100,30 @@ class MPICollectives:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         found: Any = comm.Get_attr(_attribute())
-        self._duplicate: _Duplicate | None = None
-        if found is None:
-            duplicate, request = comm.Idup()
-            _under_way[id(request)] = (request, duplicate)
-            self._wait(request, "the construction of a ShardedGradScaler")
-            found = _Duplicate(duplicate)
-            comm.Set_attr(_attribute(), found)
-        self._duplicate = found
-        self._unsent: deque[_Reduction] = found.unsent
-        self._comm = found.comm
-        self._require_usable()
+        if found is not None:
+            self._use(found)
+            self._group.require_usable()
+            return
+        duplicate, request = comm.Idup()
+        _under_way[id(request)] = (request, duplicate)
+        self._use(_Duplicate(duplicate))
+        self._wait(request, "the construction of a ShardedGradScaler")
+        comm.Set_attr(_attribute(), self._group.group)
+
+    def _use(self, duplicate: _Duplicate) -> None:
+        self._unsent = duplicate.unsent
+        self._comm = duplicate.comm
+        where = f"rank {self.rank} of {self.size}"
+        self._group = GroupWait(
+            duplicate,
+            library="MPI",
+            timeout=self._timeout,
+            refusal=f"an agreement over this communicator was given up on {where}: pass another one on every rank, "
+            f"such as comm.Dup()",
+            rank=self.rank,
+            size=self.size,
+            on_give_up=duplicate.give_up,
+        )
 
     def __repr__(self) -> str:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
@@ -123,17 +144,17 @@ class MPICollectives:
             Returns a new array of the same library and device. It raises CollectiveTimeoutError when some rank does
             not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
         """
-        self._require_usable()
+        self._group.require_usable()
         is_host = isinstance(x, np.ndarray)
         if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
-        start_read = None if is_host else getattr(registry.backend_for(x), "start_read", None)
-        if start_read is not None:
-            return self._start_from_device(x, start_read(x))
+        send = np.ascontiguousarray(x) if is_host else _shared_with_host(x)
+        if send is None:
+            return self._start_from_device(x, registry.backend_for(x).start_read(x))
         if self._unsent:
             self._send_until(None)
-        request, receive = self._send(np.ascontiguousarray(x) if is_host else _to_host(x))
+        request, receive = self._send(send)
 
         def finish() -> Array:
             self._wait(request, "the agreement on a step")
@@ -141,14 +162,16 @@ class MPICollectives:
 
         return finish
 
-    def _start_from_device(self, x: Array, copy: Any) -> Callable[[], Array]:
+    def _start_from_device(self, x: Array, copy: HostRead) -> Callable[[], Array]:
         """Put an array that is on its way to the host in the queue; it is sent when the host has to wait for it."""
         reduction = _Reduction(copy)
         self._unsent.append(reduction)
+        if isinstance(copy, DoneRead):
+            self._send_until(None)
 
         def finish() -> Array:
             if reduction.sent is None:
-                self._require_usable()
+                self._group.require_usable()
                 self._send_until(reduction)
             assert reduction.sent is not None
             request, receive = reduction.sent
@@ -166,19 +189,13 @@ class MPICollectives:
         while self._unsent and (last is None or last.sent is None):
             first = self._unsent[0]
             try:
-                if not poll(first.copy.is_done, self._timeout, longest_pause=_LONGEST_PAUSE):
-                    what = "its own device, before the agreement on a step"
-                    raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=what)
+                what = "its own device, before the agreement on a step"
+                self._group.until(first.copy.is_done, what, longest_pause=_LONGEST_PAUSE)
                 first.sent = self._send(np.asarray(first.copy(), dtype=np.int32))
-            except Exception:
-                self._give_up()
+            except Exception as error:
+                self._group.give_up(error)
                 raise
             self._unsent.popleft()
-
-    def _give_up(self) -> None:
-        if self._duplicate is not None:
-            self._duplicate.is_usable = False
-            self._duplicate.unsent.clear()
 
     def _send(self, send: NDArray[Any]) -> tuple[Any, NDArray[Any]]:
         """Return the request of an all-reduce, and what it writes to."""
@@ -186,8 +203,7 @@ class MPICollectives:
         try:
             request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
         except MPI.Exception as error:
-            self._give_up()
-            raise self._failure(error) from error
+            raise self._group.failure(error) from error
         _under_way[id(request)] = (request, send, receive)
         return request, receive
 
@@ -195,45 +211,25 @@ class MPICollectives:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
         return np.zeros((), dtype=np.float32)
 
-    def _require_usable(self) -> None:
-        # A collective that is still under way would meet whatever is sent now, and other ranks may not know of it.
-        if self._duplicate is not None and not self._duplicate.is_usable:
-            msg = (
-                f"an agreement over this communicator was given up on rank {self.rank} of {self.size}: pass another "
-                f"one on every rank, such as comm.Dup()"
-            )
-            raise BackendError(msg)
-
     def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""
-        try:
-            self._poll(request, operation)
-        except BaseException as error:
-            self._give_up()
-            if isinstance(error, MPI.Exception):
-                raise self._failure(error) from error
-            raise
+
+        def wait() -> None:
+            if not any(request.Test() for _ in range(_BUSY_TESTS)):
+                self._group.until(request.Test, operation)
+
+        self._group.run(wait)
         _under_way.pop(id(request), None)
 
-    def _poll(self, request: MPI.Request, operation: str) -> None:
-        for _ in range(_BUSY_TESTS):
-            if request.Test():
-                return
-        if not poll(request.Test, self._timeout):
-            raise CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
 
-    def _failure(self, error: MPI.Exception) -> BackendError:
-        text = f"MPI failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {error}"
-        return BackendError(text)
-
-
-def _to_host(x: Array) -> NDArray[Any]:
-    """Return an array of another library as a NumPy array."""
+def _shared_with_host(x: Array) -> NDArray[Any] | None:
+    """Return an array of another library as NumPy's where its memory is the host's; else None."""
+    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _HOST:
+        return None
     try:
         return np.ascontiguousarray(np.from_dlpack(x))
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
-        # Those of a device do not become NumPy's by themselves.
-        return np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
+        return None
 
 
 def _like(values: NDArray[Any], x: Array) -> Array:

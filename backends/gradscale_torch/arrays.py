@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradscale import ScaleState
+from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.protocols import Collectives
 from gradscale.errors import InvalidTypeError
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Tensors through torch's fused kernels, and its process groups and device meshes.
 
     The count of a verdict is exact for tensors of the host; of those on a device it says 1 for any number.
@@ -53,9 +53,9 @@ class TorchBackend:
         """Return a 0-d float32 tensor on the default device."""
         return torch.zeros((), dtype=torch.float32)
 
-    def fingerprint(self, state: ScaleState, /) -> Tensor:
-        """Return a state as a 1-d int32 tensor: the bits of the scale, then each tracker."""
-        return torch.stack([state.scale.view(torch.int32), *state[1:]])
+    def bits(self, x: Tensor, /) -> Tensor:
+        """Return the bits of float32 values as int32."""
+        return x.view(torch.int32)
 
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does; of tensors of the host from their bits.

@@ -16,8 +16,8 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, CollectiveTimeoutError, InvalidValueError
-from gradscale.groups import poll
+from gradscale.errors import BackendError, InvalidValueError
+from gradscale.groups import GroupWait
 from gradscale_torch import compact, groups
 
 __all__ = ["Pending", "TorchCollectives"]
@@ -37,9 +37,6 @@ _MANY = 8
 
 _CPU = 1  # in DLPack
 _FEW = 2  # elements: a vector of so many is sent whole
-
-# Why a group can no longer be used. Messages that were given up would meet whatever is sent after them.
-_given_up: dict[dist.ProcessGroup, str] = {}
 
 
 @atexit.register
@@ -93,10 +90,10 @@ class TorchCollectives:
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
         self._asked = group
         self._timeout = timeout
-        self._group: dist.ProcessGroup | None = None
+        self._group: GroupWait | None = None
         self.rank, self.size = -1, 0
         if group is not None or groups.default_group() is not None:
-            self._require_usable(self._resolve())
+            self._resolve().require_usable()
 
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
@@ -124,7 +121,7 @@ class TorchCollectives:
         BackendError
             When the group was destroyed, or a collective over it given up.
         """
-        group = self._require_usable(self._current())
+        group = self._usable()
         if isinstance(x, list) and self._is_gloo_on_host and len(x) > _FEW:
             return self._start_compact(group, x, x, is_home=False)
         sent = x if isinstance(x, torch.Tensor) else _as_tensor(x)
@@ -133,7 +130,7 @@ class TorchCollectives:
             raise InvalidValueError(msg)
         came_from = sent.device
         if came_from not in self._routes:
-            self._routes[came_from] = groups.travels_on(self._carriers, came_from, group)
+            self._routes[came_from] = groups.travels_on(self._carriers, came_from, group.group)
         where = self._routes[came_from]
         is_home = sent is x and where == came_from
         if where.type == "cpu" and self._is_gloo_on_host and len(sent) > _FEW:
@@ -144,9 +141,7 @@ class TorchCollectives:
         )
         return Pending(self, group, self._reduce(group, buffer, self._options), buffer, x, is_home)
 
-    def _start_compact(
-        self, group: dist.ProcessGroup, x: Array | list[int], values: list[int], *, is_home: bool
-    ) -> Pending:
+    def _start_compact(self, group: GroupWait, x: Array | list[int], values: list[int], *, is_home: bool) -> Pending:
         """Send one or two integers for the vector."""
         exchange = compact.Exchange(values, self.size)
         buffer = torch.tensor(exchange.sent, dtype=torch.int64)
@@ -158,37 +153,42 @@ class TorchCollectives:
 
         On the host it waits, as what ``start_max`` returns does.
         """
-        group = self._require_usable(self._current())
-        where = groups.travels_on(self._carriers, x.device, group)
+        group = self._usable()
+        where = groups.travels_on(self._carriers, x.device, group.group)
         buffer = x.detach().to(where, copy=True).reshape(1)
         is_home = where == x.device
         total: torch.Tensor = Pending(self, group, self._reduce(group, buffer, self._sum_options), buffer, x, is_home)()
         return total.reshape(())
 
-    def _reduce(self, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any) -> Any:
+    def _reduce(self, group: GroupWait, buffer: torch.Tensor, options: Any) -> Any:
         try:
-            work = group.allreduce([buffer], options)
+            work = group.group.allreduce([buffer], options)
         except Exception as error:
-            raise self._fail(group, error) from error
+            raise group.failure(error) from error
         if len(_under_way) > _MANY:
             _forget_what_is_done()
-        _under_way[id(work)] = (work, buffer, group)
+        _under_way[id(work)] = (work, buffer, group.group)
         return work
 
     def example(self) -> torch.Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
-        group = self._current()
+        group = self._current().group
         return torch.zeros((), dtype=torch.float32, device=groups.example_device(self._carriers, group, self._asked))
 
     def resolve(self) -> None:
         """Look the default group up, before which rank and size are not known."""
         self._current()
 
-    def _current(self) -> dist.ProcessGroup:
+    def _usable(self) -> GroupWait:
+        group = self._current()
+        group.require_usable()
+        return group
+
+    def _current(self) -> GroupWait:
         """Return the group, looked up at first use and, for the default group, when another world has begun."""
-        if self._group is None or (self._asked is None and groups.default_group() is not self._group):
+        if self._group is None or (self._asked is None and groups.default_group() is not self._group.group):
             return self._resolve()
-        if not groups.is_alive(self._group):
+        if not groups.is_alive(self._group.group):
             msg = (
                 f"the process group was destroyed after the scaler was constructed (rank {self.rank} of {self.size}): "
                 f"construct the scaler after init_process_group(), or call set_group() with a group of this world"
@@ -196,15 +196,25 @@ class TorchCollectives:
             raise BackendError(msg)
         return self._group
 
-    def _resolve(self) -> dist.ProcessGroup:
+    def _resolve(self) -> GroupWait:
         group = groups.resolve(self._asked, self._timeout)
-        self._group, self._carriers = group, groups.carriers(group)
+        self._carriers = groups.carriers(group)
         self._is_gloo_on_host = self._carriers.get("cpu") == "gloo"
         self._routes: dict[torch.device, torch.device] = {}
         self.rank, self.size = group.rank(), group.size()
         self._options = self._options_for(dist.ReduceOp.MAX)
         self._sum_options = self._options_for(dist.ReduceOp.SUM)
-        return group
+        where = f"rank {self.rank} of {self.size}"
+        self._group = GroupWait(
+            group,
+            library="torch.distributed",
+            timeout=self._timeout,
+            refusal=f"an agreement over this process group was given up on {where}: pass another one on every rank, "
+            f"such as torch.distributed.new_group()",
+            rank=self.rank,
+            size=self.size,
+        )
+        return self._group
 
     def _options_for(self, operation: Any) -> Any:
         options = dist.AllreduceOptions()
@@ -213,37 +223,18 @@ class TorchCollectives:
         options.timeout = timedelta(seconds=groups.seconds(self._timeout + _LATER))
         return options
 
-    def _require_usable(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        if group in _given_up:
-            msg = (
-                f"an agreement over this process group was given up on rank {self.rank} of {self.size}: pass another "
-                f"one on every rank, such as torch.distributed.new_group(). It was given up for: {_given_up[group]}"
-            )
-            raise BackendError(msg)
-        return group
-
-    def _fail(self, group: dist.ProcessGroup, error: BaseException) -> BackendError:
-        _given_up.setdefault(group, repr(error))
-        text = f"torch.distributed failed on rank {self.rank} of {self.size} while the ranks agreed on a step: {error}"
-        return BackendError(text)
-
-    def _wait(self, group: dist.ProcessGroup, work: Any, where: torch.device) -> None:
-        """Make the host wait until a reduction is done, it fails, or the time is over."""
+    def wait(self, group: GroupWait, work: Any, where: torch.device) -> None:
+        """Make the host wait until a reduction on some device is done, it fails, or the time is over."""
+        group.require_usable()
         # UCC waits without looking at the time; accelerators do not wait at all.
-        wait = self._poll if where.type != "cpu" or self._carriers["cpu"] == "ucc" else self._wait_in_slices
-        self._require_usable(group)
-        try:
-            wait(work)
-        except CollectiveTimeoutError as error:
-            _given_up.setdefault(group, repr(error))
-            raise
-        except Exception as error:
-            raise self._fail(group, error) from error
-        except BaseException as error:
-            _given_up.setdefault(group, repr(error))
-            raise
+        is_polled = where.type != "cpu" or self._carriers["cpu"] == "ucc"
+        group.run(lambda: self._poll(group, work) if is_polled else self._wait_in_slices(group, work))
 
-    def _wait_in_slices(self, work: Any) -> None:
+    def _poll(self, group: GroupWait, work: Any) -> None:
+        group.until(work.is_completed)
+        work.wait()
+
+    def _wait_in_slices(self, group: GroupWait, work: Any) -> None:
         begin = time.monotonic()
         left = self._timeout
         while True:
@@ -257,12 +248,7 @@ class TorchCollectives:
                 return
             left = begin + self._timeout - time.monotonic()
             if left <= 0:
-                raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
-        work.wait()
-
-    def _poll(self, work: Any) -> None:
-        if not poll(work.is_completed, self._timeout):
-            raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
+                raise group.timed_out()
         work.wait()
 
 
@@ -274,7 +260,7 @@ class Pending:
     def __init__(
         self,
         collectives: TorchCollectives,
-        group: dist.ProcessGroup,
+        group: GroupWait,
         work: Any,
         buffer: torch.Tensor,
         x: Array | list[int],
@@ -323,7 +309,7 @@ class Pending:
             self._is_done = True
 
     def _wait_once(self) -> None:
-        self._collectives._wait(self._group, self._work, self._buffer.device)
+        self._collectives.wait(self._group, self._work, self._buffer.device)
         _under_way.pop(id(self._work), None)
 
     def _whole(self, exchange: compact.Exchange) -> list[int]:
@@ -342,7 +328,7 @@ class Pending:
         try:
             self._work.wait()
         except Exception as error:
-            raise self._collectives._fail(self._group, error) from error
+            raise self._group.failure(error) from error
         # The stream keeps the order from here on.
         _under_way.pop(id(self._work), None)
 

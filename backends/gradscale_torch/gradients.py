@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from gradscale.core.aliasing import overlaps_itself
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -124,30 +125,16 @@ def parameters_of(optimizer: Any) -> Parameters:
 
 
 def _require_apart(index: int, gradient: Tensor) -> None:
-    """Refuse a gradient in which elements share memory, as far as torch can tell; looked for once."""
+    """Refuse a gradient in which elements share memory; looked for once."""
     if gradient.layout != torch.strided or gradient.is_contiguous():
         return
     local = local_tensor(gradient)
-    axes = sorted((stride, length) for stride, length in zip(local.stride(), local.shape, strict=True) if length > 1)
-    span = 1
-    for stride, length in axes:
-        if stride < span:
-            if 0 in local.shape or not _meets_itself(axes):
-                return
-            msg = (
-                f"gradient {index}, shape {tuple(local.shape)}, strides {local.stride()}, overlaps itself and cannot "
-                f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
-            )
-            raise InvalidValueError(msg)
-        span += stride * (length - 1)
-
-
-def _meets_itself(axes: list[tuple[int, int]]) -> bool:
-    """Tell whether two elements are at one place; axes that interleave need not meet."""
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for stride, length in axes:
-        offsets = (offsets[:, None] + stride * torch.arange(length)).reshape(-1)
-    return len(torch.unique(offsets)) < len(offsets)
+    if overlaps_itself(local.shape, local.stride()):
+        msg = (
+            f"gradient {index}, shape {tuple(local.shape)}, strides {local.stride()}, overlaps itself and cannot "
+            f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
+        )
+        raise InvalidValueError(msg)
 
 
 def collect(parameters: Parameters, *, allow_fp16: bool) -> GradientGroups:

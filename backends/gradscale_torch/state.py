@@ -9,7 +9,8 @@ import torch
 
 import gradscale
 from gradscale import registry
-from gradscale.core.protocols import Array, Backend, Policy, ScaleState
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.scaler.live_state import numbers_of, placed, with_setting
 from gradscale_torch import kernels
 from gradscale_torch.verdicts import is_capturing

@@ -18,7 +18,8 @@ from array_api_compat import array_namespace
 import gradscale
 from gradscale.cli.components import find
 from gradscale.core import registry
-from gradscale.core.protocols import Backend, GroupBackend
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import GroupBackend
 from gradscale.errors import BackendError
 
 __all__ = ["main"]
@@ -57,7 +58,7 @@ def try_arrays(backend: Backend) -> None:
     _, nonfinite = backend.unscale(bad, state)
     verdict = xp.astype(xp.reshape(nonfinite, (1,)) > 0, xp.int32)
     answers["the verdict on inf and NaN"] = (backend.read(verdict), [1])
-    halved = policy.update(state, nonfinite)
+    halved = policy.update(state, nonfinite=nonfinite)
     scale = xp.astype(xp.reshape(halved.scale, (1,)), xp.int32)
     answers["the scale after them"] = (backend.read(scale), [512])
     for what, (found, right) in answers.items():

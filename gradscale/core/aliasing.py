@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from gradscale.errors import InvalidValueError
 
-__all__ = ["Span", "require_disjoint", "span"]
+__all__ = ["Span", "overlaps_itself", "require_disjoint", "span"]
 
 Span = tuple[int, int]
 """The address of an array's first byte, and of the one behind its last."""
@@ -28,6 +28,45 @@ def span(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsiz
     return address + sum(min(reach, 0) for reach in reaches), address + sum(
         max(reach, 0) for reach in reaches
     ) + itemsize
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
+    """Tell whether elements of an array share memory, as broadcasting and strides made by hand have it.
+
+    Parameters
+    ----------
+    shape, strides : sequence of int
+        Strides in the unit of ``itemsize``; they may be negative.
+    itemsize : int, default 1
+        The size of an element; 1 where strides count elements.
+    """
+    if 0 in shape:
+        return False
+    axes = sorted(
+        ((abs(stride), length - 1) for stride, length in zip(strides, shape, strict=True) if length > 1), reverse=True
+    )
+    # How far the axes behind each one reach.
+    reaches = [0]
+    for stride, most in reversed(axes):
+        reaches.append(reaches[-1] + stride * most)
+    reaches.reverse()
+    if axes and not axes[-1][0]:
+        return True
+
+    def meets(position: int, offset: int, is_other: bool) -> bool:
+        """Tell whether steps along the axes that are left lead from this offset back to the same element."""
+        if position == len(axes):
+            return is_other
+        stride, most = axes[position]
+        slack = reaches[position + 1] + itemsize - 1
+        # A way back is one forward from the other element: the first step may as well be forward.
+        lowest = max(-most if is_other else 0, -((slack + offset) // stride))
+        highest = min(most, (slack - offset) // stride)
+        return any(
+            meets(position + 1, offset + steps * stride, is_other or steps != 0) for steps in range(lowest, highest + 1)
+        )
+
+    return meets(0, 0, False)
 
 
 def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, int], bool], count: int) -> None:

@@ -1,26 +1,48 @@
-"""GenericBackend: serves every array library that follows the standard and has no adapter of its own."""
+"""Backend: what an array library's adapter adds to the array API standard; the pure functions where it adds nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from array_api_compat import device
+from array_api_compat import array_namespace, device, to_device
 
-from gradscale.core import arithmetic
+from gradscale.core import arithmetic, summaries
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import BackendNotAvailableError
 
-__all__ = ["GenericBackend"]
+__all__ = ["Backend", "DoneRead", "HostRead"]
 
 
-class GenericBackend:
-    """The pure functions of :mod:`gradscale.core.arithmetic`, and the standard's own conversion for the read."""
+class HostRead(Protocol):
+    """A 1-d int32 array on its way to the host."""
 
-    name = "generic"
+    def is_done(self) -> bool:
+        """Tell whether the host has it; no wait."""
+        ...
+
+    def __call__(self) -> list[int]:
+        """Return the values; waits for the device."""
+        ...
+
+
+class Backend:
+    """The adapter of an array library: the pure functions, of which a subclass overrides what its library does faster.
+
+    It serves, as it is, every library that follows the array API standard. A subclass needs a ``name`` and ``example``;
+    an instance is registered in the entry-point group ``gradscale.backends`` under the top-level module of the array
+    type. Hold it to :func:`gradscale.testing.check_backend`: whatever is overridden gives the same bits.
+
+    Attributes
+    ----------
+    name : str
+        The entry point's name.
+    """
+
+    name: str = "generic"
 
     def read(self, x: Array, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints, computed once where the library is lazy.
+        """Return a 1-d int32 array as Python ints: the one place where the host waits for the device.
 
         The standard converts only 0-d arrays, and so element by element; a lazy library (dask, cubed) would compute all
         that the array depends on for each. What it calls ``compute`` gives an array of values, and ``tolist``, where
@@ -32,21 +54,137 @@ class GenericBackend:
             return [int(value) for value in x.tolist()]
         return [int(x[index]) for index in range(x.shape[0])]
 
-    def unscale(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
-    ) -> tuple[list[Array], Array]:
-        """Divide arrays by the scale; always into new ones, since the standard does not say which can be written."""
-        return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
+    def start_read(self, x: Array, /) -> HostRead:
+        """Begin what ``read`` does, where the library can without making the host wait; by default it waits here."""
+        return DoneRead(self.read(x))
 
     def placement(self, like: Array, /) -> Any:
-        """Return the device of an array."""
+        """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None where any one will do."""
         return device(like)
 
+    def move(self, x: Array, like: Array, /) -> Array:
+        """Return a 0-d array on the device of another one, in the order of the devices' streams. No host read."""
+        return to_device(x, self.placement(like))
+
     def example(self) -> Array:
-        """Refuse: without a library named there is no array to make."""
-        msg = "backend= must name a library's adapter for a rank that has no arrays, got the generic one"
+        """Return a 0-d float32 array on the default device, for a rank that has no arrays of its own.
+
+        Raises
+        ------
+        BackendNotAvailableError
+            Unless it is overridden: without a library named there is no array to make.
+        """
+        msg = f"backend= must name a library's adapter for a rank that has no arrays, got the {self.name} one"
         raise BackendNotAvailableError(msg)
 
+    def refuse_tracing(self, what: str, /) -> None:
+        """Raise in a function that is compiled or captured, where the scale of a scaler would become a constant.
+
+        By default nothing is refused. ``what`` was called, for the message.
+        """
+
+    def bits(self, x: Array, /) -> Array:
+        """Return the IEEE bits of float32 values as int32: by default of normal ones above zero."""
+        return arithmetic.float32_bits(x)
+
     def fingerprint(self, state: ScaleState, /) -> Array:
-        """Return a state as a 1-d int32 array."""
-        return arithmetic.fingerprint(state)
+        """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker. No host read."""
+        xp = array_namespace(state.scale)
+        return xp.stack([arithmetic.no_scalar(xp, field) for field in (self.bits(state.scale), *state[1:])])
+
+    def unscale(
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
+    ) -> tuple[Sequence[Array], Array]:
+        """Divide floating arrays by the scale and count those that are not finite afterwards.
+
+        Parameters
+        ----------
+        grads : sequence of arrays
+            Floating or complex arrays of the library; of a complex value that is not finite it is only told that it is
+            not.
+        state : ScaleState
+            Gives the scale.
+        dtype : dtype, optional
+            Wanted dtype of the real ones, as new arrays. Default: each one's own.
+        out : sequence of arrays, optional
+            Instead of ``dtype``: an array to write to for each gradient, the gradients themselves among them. Where the
+            library cannot write, and by default, since the standard does not say which arrays can be written, new
+            arrays of these dtypes come back.
+
+        Returns
+        -------
+        arrays : sequence of arrays
+            ``out``, or new ones.
+        nonfinite : array
+            0-d int32. A kernel that judges many arrays at once may understate it, but never to 0. No host read.
+        """
+        return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
+
+    def unscale_with_squares(
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
+    ) -> tuple[Sequence[Array], Array, Array]:
+        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
+
+        It is 0-d float64 on the state's device, float32 where there is no float64. No host read.
+        """
+        unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
+        return unscaled, nonfinite, arithmetic.sum_of_squares(unscaled, state.scale)
+
+    def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
+        """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1, rounded once to their dtypes.
+
+        Returns
+        -------
+        sequence of arrays
+            ``arrays`` themselves where the library can write them; by default new ones. No host read.
+        """
+        return arithmetic.multiply_arrays(arrays, factor)
+
+    def summarize(self, arrays: Sequence[Array], /) -> Array:
+        """Return what at least one floating array holds, as :func:`gradscale.core.summaries.summarize_arrays` does."""
+        return summaries.summarize_arrays(arrays)
+
+    def read_summaries(
+        self, arrays: Sequence[Array], others: Sequence[Array] = ()
+    ) -> tuple[list[summaries.Summary], list[list[int]]]:
+        """Summarize arrays and read what was found: one host read, also for what else is to be read from the device.
+
+        Parameters
+        ----------
+        arrays : sequence of arrays
+            As for ``summarize``, or none.
+        others : sequence of arrays
+            1-d int32. One on another device than the first of ``arrays`` costs a read of its own.
+
+        Returns
+        -------
+        summaries : list of Summary
+            One for each array.
+        values : list of list of int
+            One for each of ``others``.
+        """
+        vectors = ([self.summarize(arrays)] if arrays else []) + list(others)
+        lengths = [vector.shape[0] for vector in vectors]
+        values: list[list[int]] = []
+        if vectors and all(self.placement(vector) == self.placement(vectors[0]) for vector in vectors):
+            together = iter(self.read(array_namespace(vectors[0]).concat(vectors)))
+            values = [[next(together) for _ in range(length)] for length in lengths]
+        else:
+            values = [self.read(vector) for vector in vectors]
+        found = values.pop(0) if arrays else []
+        return summaries.summaries_of(arrays, found), values
+
+
+class DoneRead:
+    """What the host has already."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+
+    def is_done(self) -> bool:
+        """Return True."""
+        return True
+
+    def __call__(self) -> list[int]:
+        """Return the values."""
+        return self._values

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from array_api_compat import array_namespace
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import no_scalar, sum_of_squares
-from gradscale.core.protocols import Array, Backend, Collectives, ScaleState
+from gradscale.core.arithmetic import no_scalar
+from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
-    "Clip",
     "NormOver",
     "checked_norm",
     "clip_factor",
     "clip_factor_of",
-    "unscale_with_squares",
 ]
 
 STANDARD_FUNCTIONS = ("imag", "sqrt", "sum")
@@ -31,41 +28,11 @@ NormOver: TypeAlias = Literal["rank", "group"]
 _EPSILON = 1e-6
 
 
-class Clip(NamedTuple):
-    """What gradients are clipped to.
-
-    Attributes
-    ----------
-    max_norm : float
-        The largest 2-norm of all of them together.
-    group : Collectives or None
-        Whose ranks hold parts of the gradients; None where this rank's are all there are.
-    """
-
-    max_norm: float
-    group: Collectives | None
-
-
 def checked_norm(max_norm: Any) -> float:
     """Return a largest norm as a float: a number that is not negative, infinity included."""
     if isinstance(max_norm, float) and max_norm == math.inf:
         return max_norm
     return validation.number("max_norm", max_norm, at_least=0.0)
-
-
-def unscale_with_squares(
-    backend: Backend, grads: Sequence[Array], state: ScaleState, *, dtype: Any, out: Sequence[Array] | None
-) -> tuple[Sequence[Array], Array, Array]:
-    """Return unscaled arrays, the count of those that are not finite, and the sum of the squares of all elements.
-
-    By the adapter in one pass where it can, else by the pure functions.
-    """
-    fused = getattr(backend, "unscale_with_squares", None)
-    if fused is not None:
-        unscaled, nonfinite, squares = fused(grads, state, dtype=dtype, out=out)
-        return unscaled, nonfinite, squares
-    unscaled, nonfinite = backend.unscale(grads, state, dtype=dtype, out=out)
-    return unscaled, nonfinite, sum_of_squares(unscaled, state.scale)
 
 
 def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:

@@ -173,7 +173,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
 
 def _per_device(x: Array) -> PerDevice:
     backend = registry.backend_for(x)
-    return PerDevice(x, backend.placement, getattr(backend, "move", None))
+    return PerDevice(x, backend.placement, backend.move)
 
 
 def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> None:

@@ -1,11 +1,11 @@
-"""What plugs in, and what goes between: Array, ScaleState, Policy, Backend, Collectives, Optimizer."""
+"""What plugs in, and what goes between: Array, ScaleState, Policy, Collectives, GroupBackend, Optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Array", "Backend", "Collectives", "GroupBackend", "Optimizer", "Policy", "ScaleState"]
+__all__ = ["Array", "Collectives", "GroupBackend", "Optimizer", "Policy", "ScaleState"]
 
 Array: TypeAlias = Any
 """An array of any library that follows the Python array API standard."""
@@ -36,67 +36,6 @@ class ScaleState(NamedTuple):
     rescale_tracker: Array
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """What an array library's adapter adds to the array API standard.
-
-    Registered in the entry-point group ``gradscale.backends`` under the top-level module of the array type.
-    Hold it to :func:`gradscale.testing.check_backend`.
-
-    An adapter may have more members, each found by its name:
-
-    - ``summarize(arrays)`` counts what floating arrays hold, faster than
-      :func:`gradscale.core.summaries.summarize_arrays` and to the same numbers;
-    - ``unscale_with_squares`` takes what ``unscale`` takes, and returns as a third thing the sum of the squares of all
-      unscaled elements, 0-d float64 (float32 where there is none) on the state's device, from the same pass;
-    - ``multiply_in_place(arrays, factor)`` multiplies arrays that ``unscale`` has returned by a 0-d float32 of at most
-      1, to the bits of :func:`gradscale.core.arithmetic.multiply_arrays`;
-    - ``start_read(x)`` begins what ``read`` does without making the host wait; what it returns has ``is_done()``, and
-      called gives the ints;
-    - ``move(x, like)`` returns a 0-d array on the device of another array, in the order of the devices' streams;
-    - ``refuse_tracing(what)`` raises in a function that is compiled or captured, where a scaler's scale would become a
-      constant.
-    """
-
-    name: str
-    """The entry point's name."""
-
-    def read(self, x: Array, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints: the one place where the host waits for the device."""
-        ...
-
-    def unscale(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
-    ) -> tuple[Sequence[Array], Array]:
-        """Divide floating arrays by the scale and count those that are not finite afterwards.
-
-        Same answer, bit for bit, as :func:`gradscale.core.arithmetic.unscale_arrays`, which any adapter may call; of a
-        complex value that is not finite, only that it is not. ``out`` names an array to write to for each gradient, the
-        gradients themselves among them; where the library cannot write, new arrays of these dtypes come back. Without
-        it new arrays come back, of ``dtype`` if that is given. Returns the arrays and a 0-d int32 count, which a kernel
-        that judges many arrays at once may understate, but never to 0.
-        """
-        ...
-
-    def placement(self, like: Array, /) -> Any:
-        """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None where any one will do.
-
-        :func:`array_api_compat.device` is right for a library whose arrays are each on one device.
-        """
-        ...
-
-    def example(self) -> Array:
-        """Return a 0-d float32 array on the default device, for a rank that has no arrays of its own."""
-        ...
-
-    def fingerprint(self, state: ScaleState, /) -> Array:
-        """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker.
-
-        Same answer as :func:`gradscale.core.arithmetic.fingerprint`, which any adapter may call.
-        """
-        ...
-
-
 class Collectives(Protocol):
     """A group of processes that can agree on a few integers."""
 
@@ -118,7 +57,7 @@ class Collectives(Protocol):
 
 @runtime_checkable
 class GroupBackend(Protocol):
-    """What the adapter of a communication library supplies; registered like a :class:`Backend`.
+    """What the adapter of a communication library supplies; registered like a :class:`~gradscale.Backend`.
 
     One object may be both, for a library that brings arrays and process groups.
     """
@@ -162,8 +101,11 @@ class Policy(Protocol):
         """Return the first state, in the library and on the device of ``like``."""
         ...
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
-        """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step)."""
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step).
+
+        Always called with ``nonfinite=``, since other libraries take the opposite flag in its place.
+        """
         ...
 
     def backoff(self, state: ScaleState) -> ScaleState:

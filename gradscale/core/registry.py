@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from gradscale.core.backend import GenericBackend
-from gradscale.core.protocols import Backend, Collectives, GroupBackend
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ _EXTRAS = {"numpy": "gradscale[numpy]", "mpi4py": "gradscale[mpi]", "torch": "gr
 _EXTRAS |= dict.fromkeys(("jax", "jaxlib"), "gradscale[jax]")
 _EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "gradscale[cupy]")
 
-_GENERIC = GenericBackend()
+# The pure functions serve a library without an adapter.
+_PURE = Backend()
 _backends: dict[type, Backend] = {}
 
 
@@ -111,19 +112,27 @@ def backend_for(x: Any) -> Backend:
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
-        _backends[kind] = _GENERIC if name is None else array_backend(name)
+        _backends[kind] = _PURE if name is None else array_backend(name)
     return _backends[kind]
 
 
 @cache
 def array_backend(name: str) -> Backend:
-    """Return the adapter of one name, checked to be one for arrays."""
+    """Return the adapter of one name, checked to be one for arrays.
+
+    Raises
+    ------
+    InvalidTypeError
+        When it does not derive from :class:`gradscale.Backend`.
+    """
     backend = get(name)
     if isinstance(backend, Backend):
         return backend
-    members = "name, read, unscale, placement, example and fingerprint"
-    msg = f"the gradscale adapter for {name!r}, got {backend!r}, must have {members}"
-    raise BackendError(msg)
+    msg = (
+        f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
+        f"{backend!r} of type {type(backend).__name__}"
+    )
+    raise InvalidTypeError(msg)
 
 
 def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:

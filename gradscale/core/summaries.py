@@ -1,27 +1,24 @@
-"""Summaries of arrays: how many elements are inf, NaN, zero or subnormal, and the largest finite magnitude.
-
-An adapter may have a member ``summarize(arrays)`` that does what :func:`summarize_arrays` does, faster.
-"""
+"""Summaries of arrays: how many elements are inf, NaN, zero or subnormal, and the largest finite magnitude."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale.core import tree
 from gradscale.core.arithmetic import Kind, kind_of
-from gradscale.core.protocols import Array, Backend
+from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
     "Summary",
     "count_nonfinite",
-    "read_summaries",
     "smallest_normal",
+    "summaries_of",
     "summarize_arrays",
     "summary_of",
     "words",
@@ -78,7 +75,7 @@ class Summary(NamedTuple):
 
 
 def summarize_arrays(arrays: Sequence[Array]) -> Array:
-    """Return what arrays hold: the pure form that an adapter's ``summarize`` must equal.
+    """Return what arrays hold: what the ``summarize`` of an adapter must equal.
 
     Parameters
     ----------
@@ -90,7 +87,7 @@ def summarize_arrays(arrays: Sequence[Array]) -> Array:
     -------
     array
         1-d int32 on the device of the first: 11 words for each array. No host read, no collective. Nothing wraps, up to
-        2**60 elements. :func:`read_summaries` reads it.
+        2**60 elements. :meth:`gradscale.Backend.read_summaries` reads it.
     """
     home = device(arrays[0])
     xp = array_namespace(arrays[0])
@@ -107,39 +104,10 @@ def words(inf: int, nan: int, zeros: int, subnormals: int, largest: float) -> li
     return [*counts, exponent - _MANTISSA_BITS, *divmod(mantissa, 2**_HALF_BITS)]
 
 
-def read_summaries(
-    backend: Backend, arrays: Sequence[Array], others: Sequence[Array] = ()
-) -> tuple[list[Summary], list[list[int]]]:
-    """Summarize arrays and read what was found: one host read, also for what else is to be read from the same device.
-
-    Parameters
-    ----------
-    backend : Backend
-        The arrays' adapter.
-    arrays : sequence of arrays
-        As for :func:`summarize_arrays`, or none.
-    others : sequence of arrays
-        1-d int32. One on another device than the first of ``arrays`` costs a read of its own.
-
-    Returns
-    -------
-    summaries : list of Summary
-        One for each array.
-    values : list of list of int
-        One for each of ``others``.
-    """
-    summarize: Callable[[Sequence[Array]], Array] = getattr(backend, "summarize", summarize_arrays)
-    vectors = ([summarize(arrays)] if arrays else []) + list(others)
-    lengths = [vector.shape[0] for vector in vectors]
-    values: list[list[int]] = []
-    if vectors and all(backend.placement(vector) == backend.placement(vectors[0]) for vector in vectors):
-        together = iter(backend.read(array_namespace(vectors[0]).concat(vectors)))
-        values = [[next(together) for _ in range(length)] for length in lengths]
-    else:
-        values = [backend.read(vector) for vector in vectors]
-    found = values.pop(0) if arrays else []
+def summaries_of(arrays: Sequence[Array], found: Sequence[int]) -> list[Summary]:
+    """Return what the words of arrays say that ``summarize_arrays`` has found and the host has read."""
     rows = [found[start : start + _LENGTH] for start in range(0, len(found), _LENGTH)]
-    return [summary_of(math.prod(x.shape), row) for x, row in zip(arrays, rows, strict=True)], values
+    return [summary_of(math.prod(x.shape), row) for x, row in zip(arrays, rows, strict=True)]
 
 
 def summary_of(size: int, row: Sequence[int]) -> Summary:

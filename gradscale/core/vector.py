@@ -19,7 +19,8 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from gradscale.core.protocols import Array, Backend, Policy, ScaleState
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.validation import LARGEST_INT32, float32_from_bits
 from gradscale.errors import ScaleDesyncError
 

@@ -8,7 +8,9 @@ the array API standard, without a host read, and runs under a tracing compiler.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, ParamSpec
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
@@ -27,6 +29,7 @@ __all__ = [
     "next_count",
     "overflow_flag",
     "times",
+    "verdict_by_name",
 ]
 
 AtMin = Literal["clamp", "hold", "raise"]
@@ -35,6 +38,39 @@ Refill = Literal["clean_step", "growth", "backoff"]
 
 _GROWTH_AFTER: tuple[GrowthAfter, ...] = ("interval", "first_interval_plus_one", "interval_plus_one")
 _REFILL: tuple[Refill, ...] = ("clean_step", "growth", "backoff")
+
+
+_Parameters = ParamSpec("_Parameters")
+
+
+def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Parameters, ScaleState]:
+    """Let a policy's ``update`` refuse a verdict without its name, and say why.
+
+    A flag of the opposite sense would train on silently: it grows the scale at each overflow.
+
+    Parameters
+    ----------
+    update : callable
+        ``update(self, state, *, nonfinite)``.
+
+    Returns
+    -------
+    callable
+        The same; raises InvalidTypeError unless it is called as ``update(state, nonfinite=...)``.
+    """
+
+    @functools.wraps(update)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
+        if len(args) > 2 or "nonfinite" not in kwargs:
+            given = f"{args[2]!r} without a name" if len(args) > 2 else "none"
+            msg = (
+                f"update takes its verdict by name, got {given}; call update(state, nonfinite=...) with the number of "
+                f"gradients that are not finite, 0 for a clean step (jmp's adjust takes the opposite: whether all are)"
+            )
+            raise InvalidTypeError(msg)
+        return update(*args, **kwargs)
+
+    return checked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +242,8 @@ class DynamicScale(BoundedScale):
                 raise InvalidValueError(msg)
         return checked
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
         """Return the state after a step: backed off, grown, or with its trackers advanced.
 
         Parameters
@@ -300,7 +337,8 @@ class StaticScale:
         """Return a scale as it is: any valid one may be set by hand."""
         return scale
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:  # noqa: ARG002
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:  # noqa: ARG002
         """Return the state as it is."""
         return state
 

@@ -409,7 +409,7 @@ def unroll(policy: Policy) -> Unrolled:
         start = tuple(x.value for x in first)
         scale_index = first._fields.index("scale")
         # The count of a clean step and of an overflow, so that every choice between them is made here.
-        clean, overflow = (policy.update(symbols, constant(count, "int32")) for count in (0, 1))
+        clean, overflow = (policy.update(symbols, nonfinite=constant(count, "int32")) for count in (0, 1))
         source = "\n".join(_loop(symbols, scale_index, clean, overflow, policy.exhausted(symbols)))
     except Exception as error:
         msg = (

@@ -13,7 +13,16 @@ from array_api_compat import array_namespace, device
 from gradscale.core import validation
 from gradscale.core.arithmetic import has_float64
 from gradscale.core.protocols import Array, ScaleState
-from gradscale.policies.dynamic import AtMin, BoundedScale, is_reached, new_state, next_count, overflow_flag, times
+from gradscale.policies.dynamic import (
+    AtMin,
+    BoundedScale,
+    is_reached,
+    new_state,
+    next_count,
+    overflow_flag,
+    times,
+    verdict_by_name,
+)
 
 __all__ = ["DelayedScale", "GradualScale", "WideningScale"]
 
@@ -33,7 +42,8 @@ class DelayedScale(BoundedScale):
     interval for a growth that is due, and the overflow tracker is 1 for a backoff.
     """
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
         """Return the state after a step: the last step's change made, and this one's noted.
 
         Parameters and result are those of :meth:`gradscale.DynamicScale.update`.
@@ -77,7 +87,8 @@ class WideningScale(BoundedScale):
     def _largest_interval(self) -> int:
         return _LARGEST_INTERVAL
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
         """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
         xp = array_namespace(state.scale)
         return self._step(xp, state, overflow_flag(nonfinite, state.scale), self.tolerance)
@@ -171,7 +182,8 @@ class GradualScale(BoundedScale):
     def _largest_interval(self) -> int:
         return 2**20
 
-    def update(self, state: ScaleState, nonfinite: Array) -> ScaleState:
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
         """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
         xp = array_namespace(state.scale)
         return self._step(xp, state, overflow_flag(nonfinite, state.scale))

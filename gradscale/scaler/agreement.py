@@ -319,7 +319,7 @@ class GroupAgreement:
         grads, nonfinite = gradscale.unscale(grads, state)
         nonfinite = agree(nonfinite, state)                  # the same on every rank
         params = gradscale.select(nonfinite == 0, new_params, params)
-        state = policy.update(state, nonfinite)
+        state = policy.update(state, nonfinite=nonfinite)
 
     Parameters
     ----------
@@ -382,9 +382,7 @@ class GroupAgreement:
             msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {nonfinite!r}"
             raise InvalidTypeError(msg)
         backend = registry.backend_for(state.scale)
-        refuse_tracing = getattr(backend, "refuse_tracing", None)
-        if refuse_tracing is not None:
-            refuse_tracing("GroupAgreement")
+        backend.refuse_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
         sent = self._packer.pack(backend, self._policy, state, nonfinite, (self._calls, 0))
         try:

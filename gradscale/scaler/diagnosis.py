@@ -13,7 +13,7 @@ from gradscale.core import ops, tree, validation
 from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.gradients import Located, located_gradients, name_gradients
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.core.summaries import Summary, count_nonfinite, read_summaries
+from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.errors import InvalidTypeError
 from gradscale.reports.diagnose import gather as gather_reports
 from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
@@ -130,7 +130,7 @@ class Diagnosis:
         summaries: list[Summary] = []
         if arrays or others:
             backend = self._live.backend_for((arrays or others)[0])
-            summaries, values = read_summaries(backend, arrays, others)
+            summaries, values = backend.read_summaries(arrays, others)
             if state is not None:
                 scale = validation.float32_from_bits(values.pop()[0])
             lost += sum(value for (value,) in values)

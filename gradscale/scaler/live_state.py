@@ -12,7 +12,8 @@ from array_api_compat import array_namespace, device
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, has_float64, kind_of
-from gradscale.core.protocols import Array, Backend, Policy, ScaleState
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 
@@ -39,7 +40,10 @@ class ArrayState:
         if isinstance(backend, str):
             registry.array_backend(backend)
         elif backend is not None and not isinstance(backend, Backend):
-            msg = f"backend must be a registered name ({', '.join(registry.names())}) or a Backend, got {backend!r}"
+            msg = (
+                f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
+                f"derives from gradscale.Backend, got {backend!r}"
+            )
             raise InvalidTypeError(msg)
         self.policy = policy
         self.version = 0

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 from gradscale.core import validation
-from gradscale.core.protocols import Backend, Policy
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports

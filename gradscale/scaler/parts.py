@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gradscale.core.protocols import Array, Backend, Collectives, Policy, ScaleState
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
 from gradscale.core.vector import Verdict
 
 __all__ = ["Found", "Gradients", "LiveState", "Pending", "Scaling", "Unscaler"]

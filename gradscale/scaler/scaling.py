@@ -10,7 +10,7 @@ from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.scaler.parts import LiveState
 
-__all__ = ["ArrayScaling", "refuse_tracing"]
+__all__ = ["ArrayScaling"]
 
 
 class ArrayScaling:
@@ -38,15 +38,8 @@ class ArrayScaling:
         if like is None:
             ops.require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
-        refuse_tracing(live, like, "scale()")
+        live.backend_for(like).refuse_tracing("scale()")
         state = in_force(like)
         scaled = ops.scale(rebuild(leaves), state)
         note(state, leaves)
         return scaled
-
-
-def refuse_tracing(live: LiveState, like: Array, what: str) -> None:
-    """Raise where a compiler would take the scale of this moment for a constant."""
-    refuse = getattr(live.backend_for(like), "refuse_tracing", None)
-    if refuse is not None:
-        refuse(what)

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from gradscale.core import ops, validation
-from gradscale.core.arithmetic import float32_bits, multiply_arrays, no_scalar
-from gradscale.core.clipping import clip_factor, clip_factor_of, unscale_with_squares
+from gradscale.core.arithmetic import no_scalar
+from gradscale.core.backend import Backend
+from gradscale.core.clipping import clip_factor, clip_factor_of
 from gradscale.core.gradients import collect_gradients
-from gradscale.core.protocols import Array, Backend, Collectives, ScaleState
+from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.parts import LiveState
-from gradscale.scaler.scaling import refuse_tracing
 
 __all__ = ["ArrayFound", "ArrayGradients", "ArrayUnscaler", "Clip"]
 
@@ -103,8 +103,8 @@ class ArrayUnscaler:
         InvalidTypeError, InvalidValueError
             For gradients of another library, or that share memory; none is modified.
         """
-        refuse_tracing(live, state.scale, "unscale_()")
         backend = live.backend_for(state.scale)
+        backend.refuse_tracing("unscale_()")
         chosen = ops.floating_leaves(gradients.leaves, state, what=gradients.what)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
         out = chosen if dtype is None else None
@@ -113,7 +113,7 @@ class ArrayUnscaler:
             if clip is None:
                 unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=out)
             else:
-                unscaled, nonfinite, squares = unscale_with_squares(backend, chosen, state, dtype=dtype, out=out)
+                unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, dtype=dtype, out=out)
         except (InvalidTypeError, InvalidValueError):
             gradients.is_touched = False
             raise
@@ -171,18 +171,14 @@ def _clip(
         total = _norm_over_ranks(backend, norm, clip.exchange)
         norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)
     nonfinite = no_scalar(array_namespace(nonfinite), nonfinite + overflows)
-    multiply = getattr(backend, "multiply_in_place", None)
-    if multiply is None:
-        return multiply_arrays(arrays, factor), nonfinite, norm
-    multiply(arrays, factor)
-    return arrays, nonfinite, norm
+    return backend.multiply_in_place(arrays, factor), nonfinite, norm
 
 
 def _norm_over_ranks(backend: Backend, norm: Array, exchange: Exchange) -> float:
     """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
-    bits = float32_bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
+    bits = backend.bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
     infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
     sent = no_scalar(xp, xp.where(is_normal, bits, infinite))
     slots = [_LOWEST_INT32] * exchange.size

@@ -10,7 +10,9 @@ from array_api_compat import array_namespace
 from array_api_compat import device as device_of
 
 from gradscale.core import arithmetic, summaries, validation
-from gradscale.core.protocols import Array, Backend, Collectives, ScaleState
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.errors import InvalidTypeError
 from gradscale.policies.dynamic import DynamicScale
 
 __all__ = ["check_backend", "check_collectives"]
@@ -43,17 +45,25 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     ------
     AssertionError
         With the case and both answers, when it differs from the pure core.
+    InvalidTypeError
+        For a backend that does not derive from :class:`gradscale.Backend`.
     """
     if not isinstance(backend, Backend):
-        _fail(f"{backend!r} lacks a member of gradscale.Backend")
+        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {backend!r}"
+        raise InvalidTypeError(msg)
     xp = array_namespace(like)
     device = device_of(like)
     if dtypes is None:
         dtypes = [xp.float32] + ([xp.float64] if arithmetic.has_float64(xp, device) else [])
     _check_reading(backend, xp, device)
-    if hasattr(backend, "summarize"):
-        for dtype in dtypes:
-            _check_summaries(backend, xp, device, dtype)
+    # What is not overridden is the pure function, with which it would be compared.
+    checks = [
+        check
+        for member, check in (("unscale_with_squares", _check_squares), ("multiply_in_place", _check_multiplication))
+        if _overrides(backend, member)
+    ]
+    for dtype in dtypes if _overrides(backend, "summarize") else ():
+        _check_summaries(backend, xp, device, dtype)
     for scale in _SCALES:
         state = DynamicScale(init_scale=scale).init(like)
         _check_fingerprint(backend, state)
@@ -64,10 +74,12 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
                 _check_unscale(backend, state, values, None, "in place", scale)
                 _check_unscale(backend, state, values, None, "into float32", scale)
             for values in _value_sets(xp, device, dtype, everywhere=False) if scale in _SWEPT else ():
-                if hasattr(backend, "unscale_with_squares"):
-                    _check_squares(backend, state, values)
-                if hasattr(backend, "multiply_in_place"):
-                    _check_multiplication(backend, state, values)
+                for check in checks:
+                    check(backend, state, values)
+
+
+def _overrides(backend: Backend, member: str) -> bool:
+    return getattr(type(backend), member) is not getattr(Backend, member)
 
 
 def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
@@ -92,7 +104,7 @@ def _check_fingerprint(backend: Backend, state: ScaleState) -> None:
 
 
 def _check_summaries(backend: Backend, xp: Any, device: Any, dtype: Any) -> None:
-    """Check the optional ``summarize`` against the pure form, and on subnormals, which some compilers take for 0."""
+    """Check ``summarize`` against the pure form, and on subnormals, which some compilers take for 0."""
     # The sets share all arrays but one, and the pure form takes its time for each.
     known: dict[int, tuple[Array, summaries.Summary]] = {}
     for values in _value_sets(xp, device, dtype):
@@ -103,14 +115,14 @@ def _check_summaries(backend: Backend, xp: Any, device: Any, dtype: Any) -> None
                 row = backend.read(summaries.summarize_arrays([x]))
                 known[id(x)] = x, summaries.summary_of(math.prod(x.shape), row)
         wanted = [known[id(x)][1] for x in values]
-        got, _ = summaries.read_summaries(backend, values)
+        got, _ = backend.read_summaries(values)
         if got != wanted:
             _fail(f"summarize of {values!r}, dtype {dtype}, must say {wanted}, got {got}")
     if dtype in (xp.float32, getattr(xp, "float64", None)):
         tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
         special = [tiny / 2, -tiny / 2, tiny, 0.0, -0.0]
         # Made from Python's numbers, and not computed.
-        got, _ = summaries.read_summaries(backend, [xp.asarray(special, dtype=dtype, device=device)])
+        got, _ = backend.read_summaries([xp.asarray(special, dtype=dtype, device=device)])
         if got != [summaries.Summary(5, 0, 0, 2, 2, tiny)]:
             _fail(f"summarize of {special}, dtype {dtype}, must say 2 zeros, 2 subnormals, largest {tiny}, got {got}")
 
@@ -169,8 +181,8 @@ def _check_unscale(
         _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
 
 
-def _check_squares(backend: Any, state: ScaleState, values: list[Array]) -> None:
-    """Check the optional ``unscale_with_squares`` against ``unscale``, and its sum against the pure one."""
+def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> None:
+    """Check ``unscale_with_squares`` against ``unscale``, and its sum against the pure one."""
     xp = array_namespace(state.scale)
     for how in ("new arrays", "in place", "into float32"):
         given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
@@ -193,18 +205,18 @@ def _check_squares(backend: Any, state: ScaleState, values: list[Array]) -> None
             _fail(f"{case}: the sum must be {wanted!r}, got {squares!r}")
 
 
-def _check_multiplication(backend: Any, state: ScaleState, values: list[Array]) -> None:
-    """Check the optional ``multiply_in_place`` against the pure form."""
+def _check_multiplication(backend: Backend, state: ScaleState, values: list[Array]) -> None:
+    """Check ``multiply_in_place`` against the pure form."""
     xp = array_namespace(state.scale)
     for factor in _FACTORS:
         arrays = [xp.asarray(value, copy=True) for value in values]
         by = xp.asarray(xp.full_like(state.scale, factor))
         expected = arithmetic.multiply_arrays(values, by)
-        backend.multiply_in_place(arrays, by)
-        if not _same(backend, arrays, expected):
-            index = _first_other(backend, arrays, expected)
+        got = backend.multiply_in_place(arrays, by)
+        if not _same(backend, got, expected):
+            index = _first_other(backend, got, expected)
             case = f"multiply_in_place by {factor} of {values[index]!r}"
-            _fail(f"{case}: must give {expected[index]!r}, got {arrays[index]!r}")
+            _fail(f"{case}: must give {expected[index]!r}, got {got[index]!r}")
 
 
 def _single_like(x: Array) -> Array:

@@ -140,7 +140,7 @@ def test_a_captured_graph_adapts_the_scale(cupy: Any) -> None:
 
     def iterate() -> None:
         _, nonfinite = gradscale.unscale(grads, state, out=grads)
-        for old, new in zip(state, policy.update(state, nonfinite), strict=True):
+        for old, new in zip(state, policy.update(state, nonfinite=nonfinite), strict=True):
             old[...] = new
 
     with stream, cupy.cuda.using_allocator(pool.malloc):

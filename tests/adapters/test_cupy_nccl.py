@@ -20,7 +20,7 @@ from fake_nccl import Event, World
 
 import gradscale
 from gradscale import BackendError, BackendNotAvailableError, CollectiveTimeoutError
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.testing import check_collectives, run_ranks
@@ -105,7 +105,7 @@ def test_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(
         def run(group: Any, bad_rank: int | None = bad_rank, communicators: list[Any] = communicators) -> Any:
             with fake.cupy.cuda.Device(group.rank):
                 collectives = fake.nccl.backend.collectives(wrap(communicators[group.rank]), timeout=PATIENCE)
-                scaler = gradscale.ShardedGradScaler(group=collectives, backend=GenericBackend())
+                scaler = gradscale.ShardedGradScaler(group=collectives, backend=Backend())
                 optimizer = Optimizer([fake.cupy.asarray([1.0, 2.0], dtype=np.float32) for _ in range(3)])
                 scaler.scale(fake.cupy.asarray(1.0, dtype=np.float32))
                 if group.rank == bad_rank:
@@ -138,7 +138,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_aborts_once(fake: SimpleNames
 
 def test_the_scaler_names_the_iteration_of_a_timeout(fake: SimpleNamespace) -> None:
     collectives, comm = alone(fake, World(2))
-    scaler = gradscale.ShardedGradScaler(group=collectives, backend=GenericBackend())
+    scaler = gradscale.ShardedGradScaler(group=collectives, backend=Backend())
     scaler.scale(fake.cupy.asarray(1.0, dtype=np.float32))
     optimizer = Optimizer([fake.cupy.asarray([1.0], dtype=np.float32)])
     with pytest.raises(CollectiveTimeoutError, match="in iteration 1"):
@@ -223,7 +223,7 @@ def test_ctrl_c_ends_the_wait_and_aborts(fake: SimpleNamespace, connects: bool) 
 
 def test_ctrl_c_before_the_wait_aborts_as_well(fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     collectives, comm = alone(fake, World(2, connects=True), math.inf)
-    monkeypatch.setattr(collectives, "_wait", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(collectives, "_poll", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         collectives.start_max(vector(fake, [1]))
     assert comm.aborts == 1
@@ -288,7 +288,7 @@ def test_the_answer_in_stream_order_costs_no_wait(fake: SimpleNamespace) -> None
 
 def test_a_step_over_two_groups_waits_for_each_once(fake: SimpleNamespace) -> None:
     groups = [alone(fake, World(1, delay=0.01), PATIENCE)[0] for _ in range(2)]
-    scaler = gradscale.ShardedGradScaler(group=groups, backend=GenericBackend())
+    scaler = gradscale.ShardedGradScaler(group=groups, backend=Backend())
     scaler.scale(fake.cupy.asarray(1.0, dtype=np.float32))
     optimizer = Optimizer([fake.cupy.asarray([1.0], dtype=np.float32)])
     scaler.unscale_(optimizer)

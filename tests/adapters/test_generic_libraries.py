@@ -16,7 +16,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import DynamicScale, GradScaler, registry
 from gradscale.core import arithmetic
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 
 
 class Computations:
@@ -60,7 +60,7 @@ def test_dask_computes_nothing_in_the_functions_of_the_core(
     state = policy.init(loss)
     gradscale.scale([loss, *grads], state)
     unscaled, nonfinite = gradscale.unscale(grads, state)
-    new = policy.update(state, nonfinite)
+    new = policy.update(state, nonfinite=nonfinite)
     chosen = gradscale.select(nonfinite == 0, unscaled, grads)
     policy.exhausted(new)
     fingerprint = arithmetic.fingerprint(new)
@@ -132,15 +132,15 @@ def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
 
     policy = DynamicScale(init_scale=8.0)
     state = policy.init(array(1.0))
-    assert isinstance(registry.backend_for(state.scale), GenericBackend)
+    assert isinstance(registry.backend_for(state.scale), Backend)
     assert gradscale.scale(array(2.0), state).unwrap_numpy() == 16.0
     grads = [array([8.0, 2.0]), array([1.0, np.nan]), array([4.0], np.float16)]
     unscaled, nonfinite = gradscale.unscale(grads, state)
     np.testing.assert_array_equal(unscaled[0].unwrap_numpy(), np.array([1.0, 0.25], np.float32), strict=True)
     np.testing.assert_array_equal(unscaled[2].unwrap_numpy(), np.array([0.5], np.float16), strict=True)
-    new = policy.update(state, nonfinite)
+    new = policy.update(state, nonfinite=nonfinite)
     expected = [int(np.float32(4.0).view(np.int32)), 0, 0, 0]
-    assert GenericBackend().read(arithmetic.fingerprint(new)) == expected
+    assert Backend().read(arithmetic.fingerprint(new)) == expected
     chosen = gradscale.select(nonfinite == array(0, np.int32), unscaled, grads)
     np.testing.assert_array_equal(chosen[0].unwrap_numpy(), np.array([8.0, 2.0], np.float32), strict=True)
 

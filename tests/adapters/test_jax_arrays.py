@@ -109,7 +109,7 @@ def test_a_state_is_made_where_it_can_meet_the_array(jax: Any, jnp: Any) -> None
                     assert [array.devices() for array in arrays] == expected
                 for grad, array in zip(grads, selected, strict=True):
                     assert array.devices() == grad.devices() or not grad.committed
-                new = DynamicScale().update(used, nonfinite)
+                new = DynamicScale().update(used, nonfinite=nonfinite)
                 assert int(gradscale.unscale(grads, new)[1]) == 0
 
 
@@ -208,7 +208,7 @@ def test_nothing_is_read_or_donated(jax: Any, jnp: Any) -> None:
     with jax.transfer_guard_device_to_host("disallow"):
         scaled = gradscale.scale(grads, state)
         unscaled, nonfinite = gradscale.unscale(scaled, state, out=scaled)
-        policy.update(state, nonfinite)
+        policy.update(state, nonfinite=nonfinite)
         gradscale.select(nonfinite == 0, unscaled, grads)
     for array in (*grads, *scaled, *state):
         assert not array.is_deleted()
@@ -248,10 +248,10 @@ def test_a_state_of_one_precision_goes_on_in_the_other(jax: Any) -> None:
     fingerprints = []
     for modes in ((False, True), (True, False), (True, True), (False, False)):
         with jax.enable_x64(modes[0]):
-            state = policy.update(policy.init(jnp.zeros(())), jnp.zeros((), dtype=jnp.int32))
+            state = policy.update(policy.init(jnp.zeros(())), nonfinite=jnp.zeros((), dtype=jnp.int32))
         with jax.enable_x64(modes[1]):
             grads, nonfinite = gradscale.unscale([jnp.asarray([1.0, 7.0], dtype=jnp.float32)], state)
-            state = policy.update(state, nonfinite)
+            state = policy.update(state, nonfinite=nonfinite)
             fingerprints.append((bits(grads[0]), bits(arithmetic.fingerprint(state))))
     # 1/3 and 1/6 are rounded once either way.
     assert len(set(fingerprints)) == 1
@@ -266,7 +266,7 @@ def test_float64_is_used_for_factors_exactly_while_it_is_switched_on(jax: Any) -
     scales = {}
     for x64 in (False, True, False, True):
         with jax.enable_x64(x64):
-            state = policy.update(policy.init(jnp.zeros(())), jnp.zeros((), dtype=jnp.int32))
+            state = policy.update(policy.init(jnp.zeros(())), nonfinite=jnp.zeros((), dtype=jnp.int32))
             scales.setdefault(x64, set()).add(float(state.scale))
     assert scales[True] == {float(np.float32(np.float64(7.0) * 1.1))}
     assert scales[False] == {float(np.float32(7.0) * np.float32(1.1))}

@@ -134,7 +134,9 @@ def test_every_field_survives(state: Any, tmp_path: Path, way: Callable[[Any, Pa
     # And it goes on as if nothing had happened.
     policy = DynamicScale(hysteresis=4, growth_interval=4, hysteresis_refill=("backoff",))
     nonfinite = require_jax().numpy.zeros((), dtype="int32")
-    assert [x.item() for x in policy.update(got, nonfinite)] == [x.item() for x in policy.update(state, nonfinite)]
+    assert [x.item() for x in policy.update(got, nonfinite=nonfinite)] == [
+        x.item() for x in policy.update(state, nonfinite=nonfinite)
+    ]
 
 
 def test_a_scalers_state_dict_goes_between_jax_and_others() -> None:

@@ -59,7 +59,7 @@ def test_eager_jit_and_scan_follow_the_policy_to_the_bit(jax: Any, gradscale_jax
     inputs = jnp.where(jnp.asarray(SEQUENCE)[:, None] == 1, jnp.inf, jnp.ones((1, 3)))
     expected, state = [], policy.init(np.zeros(()))
     for overflow in SEQUENCE:
-        state = policy.update(state, np.asarray(overflow, dtype=np.int32))
+        state = policy.update(state, nonfinite=np.asarray(overflow, dtype=np.int32))
         expected.append(fields(state))
 
     followed = {}
@@ -169,7 +169,7 @@ def test_gradients_accumulate_over_microbatches_at_one_scale(jax: Any, gradscale
 
         start = (jax.tree.map(jnp.zeros_like, parameters), jnp.zeros((), dtype=jnp.int32))
         (grads, nonfinite), _ = jax.lax.scan(body, start, batches)
-        return grads, nonfinite, policy.update(state, nonfinite)
+        return grads, nonfinite, policy.update(state, nonfinite=nonfinite)
 
     state = policy.init(jnp.zeros(()))
     grads, nonfinite, clean = accumulate(state, jnp.ones((4, 2)))

@@ -96,7 +96,7 @@ def test_an_overflow_on_each_rank_in_turn_is_agreed(
     def step(state: ScaleState, grads: Any) -> Any:
         _, nonfinite = gradscale_jax.unscale(grads, state)
         verdict = gradscale_jax.agree(nonfinite, state, policy, axis_name)
-        return verdict, policy.update(state, verdict.nonfinite)
+        return verdict, policy.update(state, nonfinite=verdict.nonfinite)
 
     for bad_rank in range(COUNT):
         grads = np.ones((COUNT, 3), dtype=np.float32)

@@ -155,7 +155,7 @@ def test_the_functional_core_compiles_without_a_break(torch: Any) -> None:
 
     def step(grads: Any, state: Any) -> Any:
         grads, nonfinite = gradscale.unscale(grads, state)
-        return grads, policy.update(state, nonfinite)
+        return grads, policy.update(state, nonfinite=nonfinite)
 
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     for bad in (1.0, float("inf"), float("nan")):

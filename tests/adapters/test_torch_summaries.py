@@ -10,7 +10,7 @@ import pytest
 from axes import require
 
 from gradscale import registry
-from gradscale.core.summaries import Summary, read_summaries
+from gradscale.core.summaries import Summary
 
 pytestmark = pytest.mark.torch
 
@@ -24,7 +24,7 @@ def _torch() -> None:
 
 
 def summaries(*tensors: Any) -> Any:
-    return read_summaries(registry.backend_for(tensors[0]), tensors)[0]
+    return registry.backend_for(tensors[0]).read_summaries(tensors)[0]
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])

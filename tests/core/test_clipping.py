@@ -17,7 +17,7 @@ from optimizers import Grouped, Tree
 import gradscale
 from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
 from gradscale.core import clipping
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 from gradscale.testing import run_ranks
 
 BAD = (math.inf, -math.inf, math.nan)
@@ -198,7 +198,7 @@ def test_gradients_are_unscaled_once_in_an_iteration_with_a_norm_too(strict: Lib
 def test_the_host_reads_nothing_for_a_norm_of_its_own(arrays: Library) -> None:
     reads: list[Any] = []
 
-    class Counting(GenericBackend):
+    class Counting(Backend):
         def read(self, x: Any, /) -> list[int]:
             reads.append(x)
             return super().read(x)

@@ -20,6 +20,8 @@ from gradscale import (
     InvalidValueError,
     ScaleDesyncError,
     ShardedGradScaler,
+    StaticScale,
+    presets,
 )
 from gradscale.testing import run_ranks
 
@@ -235,9 +237,28 @@ def test_a_verdict_and_a_likeness_that_are_no_arrays_are_named() -> None:
     state = policy.init(np.zeros(()))
     for wrong in (1, True, np.array([1])):
         with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d array"):
-            policy.update(state, wrong)
+            policy.update(state, nonfinite=wrong)
     with pytest.raises(InvalidTypeError, match="like must be an array"):
         policy.init({"w": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [DynamicScale(), StaticScale(), presets.mxnet(), presets.metaseq(), presets.chainer()],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_verdict_without_its_name_is_refused_with_the_reason(policy: Any) -> None:
+    state = policy.init(np.zeros(()))
+    nonfinite = np.zeros((), np.int32)
+    policy.update(state, nonfinite=nonfinite)
+    policy.update(state=state, nonfinite=nonfinite)
+    for call in (lambda: policy.update(state, nonfinite), lambda: policy.update(state, nonfinite, nonfinite=nonfinite)):
+        with pytest.raises(
+            InvalidTypeError, match=r"by name, got array\(0, .*nonfinite=.*jmp's adjust takes the opposite"
+        ):
+            call()
+    with pytest.raises(InvalidTypeError, match="by name, got none"):
+        policy.update(state)
 
 
 def test_a_bare_integer_is_no_loss() -> None:

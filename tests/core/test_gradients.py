@@ -10,7 +10,7 @@ from libraries import Library, opened
 from optimizers import Grouped, Parameter, Tree, scaled
 
 from gradscale import GradScaler, InvalidTypeError, InvalidValueError
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 
 
 @pytest.mark.parametrize("nothing", [[], None, {}, [None], [[], {"w": None}]], ids=repr)
@@ -78,7 +78,7 @@ def test_a_gradient_that_is_a_new_object_at_each_access_is_unscaled(arrays: Libr
         def grad(self, new: Any) -> None:
             self.stored = float(arrays.to_numpy(new))
 
-    scaler = GradScaler(backend=GenericBackend())
+    scaler = GradScaler(backend=Backend())
     scaler.scale(arrays.asarray(1.0))
     parameter = Wrapped(65536.0 * 4)
     optimizer = Grouped()

@@ -15,7 +15,7 @@ from runs import start
 import gradscale
 from gradscale import DynamicScale, GradScaler
 from gradscale.core import arithmetic
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 
 READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__buffer__")
 
@@ -57,7 +57,7 @@ def whole_step(policy: Any, like: Any, grads: Any, dtype: Any) -> tuple[Any, ...
     unscaled, nonfinite = gradscale.unscale(grads, state)
     masters, _ = gradscale.unscale(grads, state, dtype=dtype)
     chosen = gradscale.select(nonfinite == 0, unscaled, grads)
-    new = policy.update(state, nonfinite)
+    new = policy.update(state, nonfinite=nonfinite)
     return loss, masters, chosen, new, policy.backoff(new), policy.exhausted(new), arithmetic.fingerprint(new)
 
 
@@ -73,7 +73,7 @@ def test_on_strict_arrays(strict: Library, unreadable: Any, policy: DynamicScale
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["before step", "after unscale_"])
 def test_the_scaler_reads_only_in_step(strict: Library, unreadable: Any, explicit: bool) -> None:
-    class Reading(GenericBackend):
+    class Reading(Backend):
         def read(self, _x: Any, /) -> list[int]:
             raise HostReadError
 
@@ -108,7 +108,7 @@ def test_on_fake_tensors_of_torch(policy: DynamicScale) -> None:
 
 
 def test_reads_go_through_plain_integers(arrays: Library) -> None:
-    values = GenericBackend().read(arrays.asarray([0, -1, 2**31 - 1], "int32"))
+    values = Backend().read(arrays.asarray([0, -1, 2**31 - 1], "int32"))
     assert values == [0, -1, 2**31 - 1]
     assert {type(value) for value in values} == {int}
 
@@ -120,5 +120,5 @@ FINGERPRINTS = [2.0**-126, 2.0**127, 1.0, 65536.0, 1.5, 3.0e-38, 0.1, (2.0 - 2.0
 def test_the_fingerprint_holds_the_bits_of_the_scale_and_the_trackers(arrays: Library, scale: float) -> None:
     state = start(arrays, DynamicScale(init_scale=scale), growth_tracker=3, overflow_tracker=2**31 - 1)
     expected = [int(np.float32(scale).view(np.int32)), 3, 2**31 - 1, 0]
-    for backend in (GenericBackend(), gradscale.registry.backend_for(state.scale)):
+    for backend in (Backend(), gradscale.registry.backend_for(state.scale)):
         arrays.assert_array(backend.fingerprint(state), expected, "int32")

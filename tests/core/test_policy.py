@@ -54,7 +54,7 @@ def test_an_interval_of_one_grows_on_every_clean_step(arrays: Library) -> None:
 @pytest.mark.parametrize("value", [0, 1])
 def test_the_verdict_may_be_of_any_dtype(arrays: Library, dtype: str, value: int) -> None:
     policy = DynamicScale(init_scale=4.0)
-    state = policy.update(start(arrays, policy), arrays.asarray(value, dtype))
+    state = policy.update(start(arrays, policy), nonfinite=arrays.asarray(value, dtype))
     assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
 
 
@@ -68,20 +68,20 @@ def test_an_interval_that_no_run_reaches_means_never(arrays: Library) -> None:
 @pytest.mark.parametrize("count", [2, 7, LARGEST_INT, -1])
 def test_any_count_but_zero_is_one_overflow(arrays: Library, count: int) -> None:
     policy = DynamicScale(init_scale=4.0)
-    assert arrays.state(policy.update(start(arrays, policy), arrays.asarray(count, "int32")))[0] == 2.0
+    assert arrays.state(policy.update(start(arrays, policy), nonfinite=arrays.asarray(count, "int32")))[0] == 2.0
 
 
 def test_update_leaves_the_given_state_alone(arrays: Library) -> None:
     policy = DynamicScale(growth_interval=1, hysteresis=2, hysteresis_refill=("growth",))
     state = start(arrays, policy)
     for value in (0, 1):
-        policy.update(state, arrays.asarray(value, "int32"))
+        policy.update(state, nonfinite=arrays.asarray(value, "int32"))
         assert arrays.state(state) == (65536.0, 0, 0, 0)
 
 
 def test_a_tracker_beyond_a_lowered_interval_grows_at_the_next_clean_step(arrays: Library) -> None:
     policy = DynamicScale(init_scale=4.0, growth_interval=5)
-    state = policy.update(start(arrays, policy, growth_tracker=1500), arrays.asarray(0, "int32"))
+    state = policy.update(start(arrays, policy, growth_tracker=1500), nonfinite=arrays.asarray(0, "int32"))
     assert arrays.state(state)[:2] == (8.0, 0)
 
 
@@ -131,7 +131,7 @@ def test_growth_that_does_not_fit_leaves_the_scale_and_restarts_the_run(arrays: 
 def test_growth_is_the_rounded_product_or_nothing(scale: float, factor: float) -> None:
     policy = DynamicScale(init_scale=scale, growth_factor=factor, growth_interval=1)
     with np.errstate(all="raise"):
-        grown = float(policy.update(policy.init(np.zeros(())), np.asarray(0)).scale)
+        grown = float(policy.update(policy.init(np.zeros(())), nonfinite=np.asarray(0)).scale)
     with np.errstate(all="ignore"):
         product = float(np.float32(np.float64(scale) * factor))
     assert grown == (product if math.isfinite(product) else scale)
@@ -213,7 +213,7 @@ def test_the_scale_stays_a_power_of_two_within_the_bounds(
     )
     state = policy.init(np.zeros(()))
     for step in sequence:
-        state = policy.update(state, np.asarray(step == "O"))
+        state = policy.update(state, nonfinite=np.asarray(step == "O"))
         scale = float(state.scale)
         assert math.frexp(scale)[0] == 0.5
         assert policy.min_scale <= scale <= policy.max_scale  # type: ignore[operator]
@@ -284,7 +284,7 @@ def test_a_tolerance_counts_as_exact_fractions_do(tolerance: float, sequence: st
     for step in sequence:
         steps += 1
         before = float(state.scale)
-        state = policy.update(state, np.asarray(step == "O"))
+        state = policy.update(state, nonfinite=np.asarray(step == "O"))
         change = 1.0
         if step == "O":
             overflows, run = overflows + 1, 0
@@ -368,7 +368,7 @@ def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Lib
         state = policy.init(strict.asarray(0.0, device=where))
         for verdict in (0, 1):
             # The verdict may be on another device.
-            state = policy.update(state, strict.asarray(verdict, "int32", device=strict.xp.Device("device2")))
+            state = policy.update(state, nonfinite=strict.asarray(verdict, "int32", device=strict.xp.Device("device2")))
             assert {field.device for field in state} == {where}
         exhausted: Any = policy.exhausted(state)
         assert exhausted.device == where

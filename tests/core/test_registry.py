@@ -15,8 +15,9 @@ import pytest
 from libraries import Library
 
 import gradscale
-from gradscale import BackendError, BackendNotAvailableError, InvalidTypeError, registry
-from gradscale.core.backend import GenericBackend
+from gradscale import BackendError, BackendNotAvailableError, GradScaler, InvalidTypeError, registry
+from gradscale.core.backend import Backend
+from gradscale.testing import check_backend
 
 Install = Callable[..., None]
 
@@ -40,7 +41,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     registry.refresh()
 
 
-class Adapter(GenericBackend):
+class Adapter(Backend):
     """A whole array adapter."""
 
     name = "mine"
@@ -150,11 +151,27 @@ def test_an_adapter_that_fails_otherwise_keeps_the_cause(install: Install, monke
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_an_adapter_without_the_methods_of_one_is_an_error(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+class Lookalike:
+    """What has the methods of an adapter, and is none."""
+
+    name = "mine"
+    read, unscale, placement, example, fingerprint = (
+        *(Backend.read, Backend.unscale, Backend.placement, Backend.example, Backend.fingerprint),
+    )
+
+
+@pytest.mark.parametrize("kind", [object, Lookalike])
+def test_an_adapter_that_does_not_derive_from_backend_is_an_error(
+    kind: type[Any], install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(("numpy", "gradscale_mine:backend"))
-    module(monkeypatch, "gradscale_mine", backend=object())
-    with pytest.raises(BackendError, match="must have name, read, unscale, placement, example and fingerprint"):
-        registry.backend_for(np.zeros(1))
+    module(monkeypatch, "gradscale_mine", backend=kind())
+    for use in (lambda: registry.backend_for(np.zeros(1)), lambda: GradScaler(backend="numpy")):
+        with pytest.raises(InvalidTypeError, match=r"'numpy' must be .* derives from gradscale\.Backend, got "):
+            use()
+    for use in (lambda: GradScaler(backend=kind()), lambda: check_backend(kind(), np.zeros(()))):
+        with pytest.raises(InvalidTypeError, match=r"^backend must be .* derives from gradscale\.Backend, got "):
+            use()
 
 
 def test_refresh_finds_what_was_installed_since(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

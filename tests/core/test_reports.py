@@ -20,7 +20,7 @@ from gradscale import (
     StepReport,
     UpdateReport,
 )
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 
 RUN = [1.0, math.inf, 2.0, math.nan, 3.0]
 
@@ -98,8 +98,8 @@ def test_an_update_after_unscale_without_a_step_is_told_with_its_verdict(strict:
 
 def test_callbacks_and_history_cost_no_host_read_of_their_own(strict: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Any] = []
-    read = GenericBackend.read
-    monkeypatch.setattr(GenericBackend, "read", lambda self, x: reads.append(x) or read(self, x))
+    read = Backend.read
+    monkeypatch.setattr(Backend, "read", lambda self, x: reads.append(x) or read(self, x))
     scaler = GradScaler(on_skip=print, on_update=print)
     optimizer = Tree()
     for value in RUN:

@@ -13,7 +13,7 @@ from libraries import Library, opened
 from optimizers import Grouped, Recording, Tree, iterate, scaled
 
 from gradscale import DynamicScale, GradScaler, StaticScale, StepReport, registry
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -217,7 +217,7 @@ def test_optimizers_are_not_kept_alive(arrays: Library) -> None:
     assert len(scaler.parts.reports._last) == 0
 
 
-class Counting(GenericBackend):
+class Counting(Backend):
     """The pure core, counting its reads."""
 
     def __init__(self) -> None:

@@ -237,7 +237,7 @@ def test_a_new_scale_instead_of_the_policys_does_not_raise(arrays: Library) -> N
 
 def test_a_policy_of_the_users_own(arrays: Library) -> None:
     class Halving(StaticScale):
-        def update(self, state: Any, nonfinite: Any) -> Any:
+        def update(self, state: Any, *, nonfinite: Any) -> Any:
             xp = arrays.xp
             half = xp.full_like(state.scale, 0.5)
             return state._replace(scale=xp.asarray(xp.where(nonfinite > 0, state.scale * half, state.scale)))

@@ -25,7 +25,7 @@ def stepped(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
         exhausted = policy.exhausted(state)
         if overflow and exhausted is not None and bool(exhausted):
             break
-        state = policy.update(state, np.asarray(int(overflow), dtype=np.int32))
+        state = policy.update(state, nonfinite=np.asarray(int(overflow), dtype=np.int32))
         states.append(tuple(field.item() for field in state))
     return states
 
@@ -126,7 +126,7 @@ class _Branching:
     init_scale = 1.0
     init = DynamicScale().init
 
-    def update(self, state: Any, nonfinite: Any) -> Any:
+    def update(self, state: Any, *, nonfinite: Any) -> Any:
         return state if nonfinite else StaticScale().backoff(state)
 
     def exhausted(self, _: Any) -> None:

@@ -114,8 +114,8 @@ def functional_step(library: Library, policy: Any) -> None:
         gradscale.unscale(grads, state, out=grads)
         chosen = gradscale.select(nonfinite == library.asarray(0, "int32"), unscaled, grads)
         assert len(chosen) == len(grads)
-        state = policy.backoff(policy.update(state, nonfinite))
-        policy.update(state, nonfinite != library.asarray(0, "int32"))
+        state = policy.backoff(policy.update(state, nonfinite=nonfinite))
+        policy.update(state, nonfinite=nonfinite != library.asarray(0, "int32"))
         policy.exhausted(state)
     library.state(state)
 
@@ -130,7 +130,7 @@ def several_devices(library: Library) -> None:
     unscaled, nonfinite = gradscale.unscale(gradients, state)
     assert nonfinite.shape == ()
     gradscale.select(library.asarray(True, "bool", device=away), unscaled, gradients)
-    policy.update(state, library.asarray(0, "int32", device=away))
+    policy.update(state, nonfinite=library.asarray(0, "int32", device=away))
 
 
 def train(library: Library, scaler: GradScaler) -> None:

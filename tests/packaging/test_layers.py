@@ -14,7 +14,8 @@ CORE = Path(gradscale.__file__).parent
 
 # From the bottom up; a room imports itself and those of the lines above it.
 ROOMS = (
-    {"errors", "groups"},
+    {"errors"},
+    {"groups"},
     {"core"},
     {"policies"},
     {"reports"},

@@ -237,7 +237,7 @@ def test_jmp_cannot_adjust_a_float16_scale_and_a_state_made_beside_float16_is_fl
     with pytest.raises(TypeError, match="same dtypes"):
         jmp.DynamicLossScale(jnp.float16(2.0**15)).adjust(jnp.asarray(True))
     policy = DynamicScale(init_scale=2.0**15, growth_interval=1)
-    state = policy.update(policy.init(jnp.ones(3, jnp.float16)), jnp.asarray(0))
+    state = policy.update(policy.init(jnp.ones(3, jnp.float16)), nonfinite=jnp.asarray(0))
     assert (scale_of(state), state.scale.dtype) == (2.0**16, jnp.float32)
 
 

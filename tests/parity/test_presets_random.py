@@ -47,7 +47,7 @@ def ours(policy: Any, found: NDArray[np.bool_]) -> NDArray[np.float32]:
     import jax
 
     def step(state: Any, bad: Any) -> Any:
-        state = policy.update(state, bad)
+        state = policy.update(state, nonfinite=bad)
         return state, state.scale
 
     scales = jax.lax.scan(step, policy.init(jax.numpy.zeros(())), jax.numpy.asarray(found))[1]
@@ -235,7 +235,7 @@ def test_numpy_and_a_compiler_agree_on_such_a_run() -> None:
             verdicts = {False: library.asarray(0, "int32"), True: library.asarray(1, "int32")}
             state, scales = rule.init(library.asarray(0.0)), []
             for bad in found.tolist():
-                state = rule.update(state, verdicts[bad])
+                state = rule.update(state, nonfinite=verdicts[bad])
                 scales.append(library.item(state.scale))
         np.testing.assert_array_equal(ours(rule, found), np.asarray(scales, np.float32))
 

@@ -56,7 +56,7 @@ def torch_update(torch: Any, scale: float, tracker: int, found: float, policy: A
 def our_update(arrays: Library, scale: float, tracker: int, found: int, policy: Any) -> tuple[float, int]:
     """Return our scale and tracker after a step."""
     state = start(arrays, policy, scale=scale, growth_tracker=tracker)
-    return arrays.state(policy.update(state, arrays.asarray(found, "int32")))[:2]
+    return arrays.state(policy.update(state, nonfinite=arrays.asarray(found, "int32")))[:2]
 
 
 @given(

@@ -48,7 +48,7 @@ def mesh_of_the_world(group: Any, shape: tuple[int, ...], bad_rank: int) -> dict
         "skips": skips(mesh, bad_rank),
         "rank": collectives.rank,
         "size": collectives.size,
-        "is the world's": collectives._group is group,
+        "is the world's": collectives._group.group is group,
     }
 
 
@@ -59,8 +59,8 @@ def part_of_a_mesh(group: Any, bad_rank: int) -> dict[str, Any]:
     return {
         "skips": skips(mesh, bad_rank),
         "size": first.size,
-        "made once": first._group is second._group,
-        "is the world's": first._group is group,
+        "made once": first._group.group is second._group.group,
+        "is the world's": first._group.group is group,
     }
 
 

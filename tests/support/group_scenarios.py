@@ -32,7 +32,7 @@ def pure_loop(group: Any, bad_rank: int, value: float, library: str) -> dict[str
             msg = f"the count must come back as it was given, got {agreed!r} for {nonfinite!r}"
             raise TypeError(msg)
         counts.append(int(agreed))
-        state = policy.update(state, agreed)
+        state = policy.update(state, nonfinite=agreed)
         states.append(_on_host(state))
     return {"counts": counts, "states": states}
 

@@ -18,7 +18,7 @@ from jax_tracing import trace_pure_functions
 from numpy.typing import NDArray
 
 from gradscale import registry
-from gradscale.core.backend import GenericBackend
+from gradscale.core.backend import Backend
 
 __all__ = ["ROWS", "Library", "opened"]
 
@@ -210,7 +210,7 @@ def opened(name: str) -> Iterator[Library]:
     library = _MAKERS[name]()
     with pytest.MonkeyPatch.context() as patch:
         if name in ("numpy-readonly", "torch-core"):
-            generic = GenericBackend()
+            generic = Backend()
             patch.setattr(registry, "backend_for", lambda _: generic)
         if name == "strict":
             flags = {"boolean_indexing": False, "data_dependent_shapes": False, "enabled_extensions": ()}

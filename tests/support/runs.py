@@ -21,7 +21,7 @@ def follow(arrays: Library, policy: Any, sequence: str, state: Any = None) -> li
     state = policy.init(arrays.asarray(0.0)) if state is None else state
     states = []
     for step in sequence:
-        state = policy.update(state, arrays.asarray(int(step == "O"), "int32"))
+        state = policy.update(state, nonfinite=arrays.asarray(int(step == "O"), "int32"))
         states.append(state)
     return states
 

@@ -1,0 +1,103 @@
+"""Waiting on a group: what poll asks and when it ends; what GroupWait raises, and when it gives the group up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError
+from gradscale.groups import GroupWait, poll
+
+
+@pytest.mark.parametrize("questions", [1, 2, 50])
+def test_it_asks_until_the_answer_is_yes(questions: int) -> None:
+    asked = iter(range(1, questions + 1))
+    assert poll(lambda: next(asked) == questions, math.inf)
+    assert list(asked) == []
+
+
+def test_it_ends_when_the_time_is_over_and_has_asked_once() -> None:
+    asked: list[int] = []
+    assert not poll(lambda: bool(asked.append(1)), 0.0)
+    assert asked
+    assert poll(lambda: True, 0.0)
+
+
+def test_what_is_raised_ends_the_wait() -> None:
+    def fail() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        poll(fail, math.inf)
+
+
+class Group:
+    """A library's group."""
+
+
+def wait_on(group: Group, given_up: list[BaseException] | None = None, **options: Any) -> GroupWait:
+    settings: dict[str, Any] = {
+        "library": "Courier",
+        "timeout": 0.0,
+        "refusal": "pass another one",
+        "rank": 1,
+        "size": 3,
+    }
+    return GroupWait(group, on_give_up=None if given_up is None else given_up.append, **settings | options)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+def test_what_the_library_raises_becomes_a_backend_error_and_gives_the_group_up() -> None:
+    group, given_up = Group(), []
+    wait = wait_on(group, given_up, describe=lambda error: f"status {error}")
+    cause = OSError(7)
+    with pytest.raises(
+        BackendError, match=r"^Courier failed on rank 1 of 3 while the ranks agreed on a step: status 7$"
+    ) as caught:
+        wait.run(raising(cause))
+    assert caught.value.__cause__ is cause
+    assert given_up == [caught.value]
+    # Whoever holds it: the messages of both would meet.
+    for one in (wait, wait_on(group)):
+        with pytest.raises(BackendError, match=r"^pass another one\. It was given up for: BackendError\(.*status 7"):
+            one.require_usable()
+    wait_on(Group()).require_usable()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), InvalidValueError("wrong")])
+def test_ctrl_c_and_errors_of_gradscale_are_raised_as_they_are_and_give_the_group_up(error: BaseException) -> None:
+    group, given_up = Group(), []
+    with pytest.raises(type(error)) as caught:
+        wait_on(group, given_up).run(raising(error))
+    assert caught.value is error
+    assert given_up == [error]
+    with pytest.raises(BackendError, match=type(error).__name__):
+        wait_on(group).require_usable()
+
+
+def test_the_first_reason_is_kept_and_told_once() -> None:
+    group, given_up = Group(), []
+    wait = wait_on(group, given_up)
+    wait.give_up(ValueError("first"))
+    wait.give_up(ValueError("second"))
+    assert [str(error) for error in given_up] == ["first"]
+    with pytest.raises(BackendError, match="first"):
+        wait.require_usable()
+
+
+def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for() -> None:
+    wait = wait_on(Group())
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for a letter"):
+        wait.until(lambda: False, "a letter")
+    wait.until(lambda: True, "a letter")
+    assert wait.run(lambda: 4) == 4
+    wait.require_usable()
