@@ -53,7 +53,7 @@ class TensorState:
     @property
     def is_known(self) -> bool:
         """Whether there is a state, or numbers that were loaded or set."""
-        return self._state is not None or bool(self._restored)
+        return self._state is not None or len(self._restored) > 0
 
     @property
     def state(self) -> ScaleState | None:

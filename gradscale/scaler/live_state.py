@@ -60,7 +60,7 @@ class ArrayState:
     @property
     def is_known(self) -> bool:
         """Whether there is a state, or numbers that were loaded or set."""
-        return self._state is not None or bool(self._restored)
+        return self._state is not None or len(self._restored) > 0
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
