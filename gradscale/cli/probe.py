@@ -87,8 +87,10 @@ def _fast() -> Details:
 
     try_arrays(gradscale_numpy.NumpyBackend(fast=True))
     default = registry.get("numpy")
-    is_used = default._unscale_all.__module__.endswith(".fast")
-    return {"did": "scale, unscale, update", "kernels": "active" if is_used else "off (GRADSCALE_NUMPY_FAST=0)"}
+    return {
+        "did": "scale, unscale, update",
+        "kernels": "active" if default.is_compiled else "off (GRADSCALE_NUMPY_FAST=0)",
+    }
 
 
 def _mpi4py() -> Details:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from array_api_compat import array_namespace
 
 from gradscale.core import validation
 from gradscale.core.arithmetic import no_scalar
-from gradscale.core.protocols import Array, Collectives
+from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
-    "Clip",
     "NormOver",
     "checked_norm",
     "clip_factor",
@@ -27,21 +26,6 @@ NormOver: TypeAlias = Literal["rank", "group"]
 
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
-
-
-class Clip(NamedTuple):
-    """What gradients are clipped to.
-
-    Attributes
-    ----------
-    max_norm : float
-        The largest 2-norm of all of them together.
-    group : Collectives or None
-        Whose ranks hold parts of the gradients; None where this rank's are all there are.
-    """
-
-    max_norm: float
-    group: Collectives | None
 
 
 def checked_norm(max_norm: Any) -> float:
