@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradscale.errors import BackendNotAvailableError
 from gradscale_jax.arrays import JaxBackend
+from gradscale_jax.collectives import AxisCollectives, agree
 from gradscale_jax.gradients import Scaled, value_and_grad
-from gradscale_jax.lax import AxisCollectives, agree
 from gradscale_jax.trees import scale, select, unscale
 from gradscale_jax.verdict import Verdict
 
 if TYPE_CHECKING:
-    from gradscale_jax.optax import ScaledOptimizerState, scale_state, scaled, verdict_of
+    from gradscale_jax.transformation import ScaledOptimizerState, scale_state, scaled, verdict_of
 
 __all__ = [
     "AxisCollectives",
@@ -49,10 +49,10 @@ def __getattr__(name: str) -> Any:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     try:
-        from gradscale_jax import optax
+        from gradscale_jax import transformation
     except ModuleNotFoundError as error:
         if error.name != "optax":
             raise
         msg = f"gradscale_jax.{name} needs optax; install it with: python -m pip install 'gradscale[optax]'"
         raise BackendNotAvailableError(msg) from error
-    return getattr(optax, name)
+    return getattr(transformation, name)
