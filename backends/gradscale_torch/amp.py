@@ -520,7 +520,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.set_group(process_group if group is None else group)
 
     def _default_groups(self) -> Sequence[Collectives]:
-        from gradscale_torch.distributed import TorchCollectives
+        from gradscale_torch.collectives import TorchCollectives
 
         # The default group is looked up when it is needed: torch.distributed may not be initialized yet.
         return [TorchCollectives(None, self._timeout)]

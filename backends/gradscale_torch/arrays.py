@@ -36,7 +36,7 @@ class TorchBackend(Backend):
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
         """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
-        from gradscale_torch.distributed import TorchCollectives
+        from gradscale_torch.collectives import TorchCollectives
 
         return TorchCollectives(group, timeout)
 

@@ -12,7 +12,7 @@ from gradscale.errors import InvalidValueError
 from gradscale_torch.gradients import GradientGroups, Groups, Parameters, group_tensors, kernel_view, local_tensor
 
 if TYPE_CHECKING:
-    from gradscale_torch.distributed import TorchCollectives
+    from gradscale_torch.collectives import TorchCollectives
 
 __all__ = ["clip_factor", "clip_unscaled", "global_norm", "require_norm"]
 

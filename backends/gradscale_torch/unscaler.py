@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradscale import registry
-from gradscale.core.gradients import located_gradients
+from gradscale.core.gradients import named_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
@@ -205,7 +205,7 @@ class TensorUnscaler:
         """Return what an optimizer's ranks are gathered over: these groups, or the mesh of its parameters."""
         if not groups:
             # Without a look at the gradients: a rank whose gradients are refused must not stay away.
-            parameters = [one.parameter for one in located_gradients(optimizer)]
+            parameters = [one.parameter for one in named_gradients(optimizer)]
             meshes = dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh"))
             groups = self.groups_of(optimizer, tuple(meshes))
         for collectives in groups:

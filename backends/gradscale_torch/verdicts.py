@@ -223,11 +223,11 @@ class TensorVerdict:
 
     def _read_alone(self) -> Verdict:
         found, state = self._found, self._state
-        exhausted = self._live.policy.exhausted(state)
+        at_min_scale = self._live.policy.at_min_scale(state)
         if found.count is not None and found.home.type == "cpu":
-            is_exhausted = exhausted is not None and bool(exhausted.item())
-            return Verdict(found.count, found.count, is_exhausted, state.scale.item())
-        flags = [found.flag, state.scale] + ([] if exhausted is None else [exhausted.float()])
+            is_at_min_scale = at_min_scale is not None and bool(at_min_scale.item())
+            return Verdict(found.count, found.count, is_at_min_scale, state.scale.item())
+        flags = [found.flag, state.scale] + ([] if at_min_scale is None else [at_min_scale.float()])
         nonfinite, scale, *rest = torch.stack(flags).tolist()
         return Verdict(int(nonfinite), int(nonfinite), any(rest), scale)
 

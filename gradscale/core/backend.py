@@ -90,7 +90,7 @@ class Backend:
     def fingerprint(self, state: ScaleState, /) -> Array:
         """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker. No host read."""
         xp = array_namespace(state.scale)
-        return xp.stack([arithmetic.no_scalar(xp, field) for field in (self.bits(state.scale), *state[1:])])
+        return xp.stack([arithmetic.as_0d_array(xp, field) for field in (self.bits(state.scale), *state[1:])])
 
     def unscale(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None

@@ -130,7 +130,7 @@ def _examine(x: Array) -> tuple[list[Array], Array]:
     largest = None
     for chunk in _chunks(xp, x):
         parts = [xp.real(chunk), xp.imag(chunk)] if kind is Kind.COMPLEX else [chunk]
-        if kind is Kind.NARROW:
+        if kind is Kind.HALF:
             parts = [xp.astype(chunk, xp.float32)]
         magnitudes = [xp.abs(part) for part in parts]
         highest, flags = _judge(xp, magnitudes, smallest_normal(x.dtype, magnitudes[0].dtype, xp))
@@ -228,11 +228,11 @@ def count_nonfinite(outputs: Any) -> Array | None:
         0-d int32 on the device of the first one; None without any. No host read, no collective.
     """
     leaves = [leaf for _, leaf in tree.leaves_with_paths(outputs) if is_array_api_obj(leaf)]
-    floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.EXACT, Kind.UNKNOWN)]
+    floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.INTEGRAL, Kind.UNKNOWN)]
     total = None
     for x in floating:
         xp = array_namespace(x)
-        judged = xp.astype(x, xp.float32) if kind_of(x) is Kind.NARROW else x
+        judged = xp.astype(x, xp.float32) if kind_of(x) is Kind.HALF else x
         bad = xp.astype(xp.logical_not(xp.all(xp.isfinite(judged))), xp.int32)
         home = device(floating[0])
         moved = bad if device(bad) == home else to_device(bad, home)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, ParamSpec
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import has_float64, no_scalar
+from gradscale.core.arithmetic import as_0d_array, has_float64
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -154,7 +154,7 @@ class BoundedScale:
         zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
         return new_state(xp, self.lowered_scale(xp, state.scale), *zeros)
 
-    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+    def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
 
@@ -213,7 +213,7 @@ class DynamicScale(BoundedScale):
     at_min : {"clamp", "hold", "raise"}, default "clamp"
         What a backoff that would pass below ``min_scale`` does: go to ``min_scale``; leave the scale (metaseq); go to
         ``min_scale``, and when an overflow has to back off from there, have the scaler raise ScaleUnderflowError
-        (DeepSpeed, fairseq). A pure function cannot raise on a value: functional loops read :meth:`exhausted`.
+        (DeepSpeed, fairseq). A pure function cannot raise on a value: functional loops read :meth:`at_min_scale`.
 
     Raises
     ------
@@ -284,7 +284,7 @@ class DynamicScale(BoundedScale):
         )
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
-    def exhausted(self, state: ScaleState) -> Array | None:
+    def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
 
         None where the policy never raises. No host read.
@@ -293,7 +293,7 @@ class DynamicScale(BoundedScale):
             return None
         xp = array_namespace(state.scale)
         at_min = state.scale <= xp.full_like(state.scale, self.min_scale)
-        return no_scalar(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
+        return as_0d_array(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
 
     def _backoff_due(self, xp: Any, state: ScaleState) -> Array:
         """Return a 0-d bool: would an overflow now be one too many."""
@@ -354,7 +354,7 @@ class StaticScale:
         """Return the state as it is."""
         return state
 
-    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+    def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
 
@@ -372,7 +372,7 @@ def _first_state(scale: float, like: Array) -> ScaleState:
 def new_state(xp: Any, *fields: Array) -> ScaleState:
     """Return a state of fields that may be scalars."""
     # NumPy's operators return scalars for 0-d arrays.
-    return ScaleState(*(no_scalar(xp, field) for field in fields))
+    return ScaleState(*(as_0d_array(xp, field) for field in fields))
 
 
 def overflow_flag(nonfinite: Array, like: Array) -> Array:
@@ -396,7 +396,7 @@ def is_reached(xp: Any, tolerance: float, overflow_tracker: Array, rescale_track
     """Return a 0-d bool: would one more overflow make them this fraction of the steps since the last change."""
     overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
     steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
-    return no_scalar(xp, overflows / steps >= xp.full_like(steps, tolerance))
+    return as_0d_array(xp, overflows / steps >= xp.full_like(steps, tolerance))
 
 
 def times(xp: Any, scale: Array, factor: float) -> Array:

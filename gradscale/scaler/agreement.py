@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation, vector
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.vector import Packer, Verdict
+from gradscale.core.vector import AgreementVector, Verdict
 from gradscale.errors import (
     BackendError,
     CallOrderError,
@@ -43,7 +43,7 @@ class Agreement:
 
     Attributes
     ----------
-    vector : Packer
+    vector : AgreementVector
         Makes what is sent.
     """
 
@@ -61,7 +61,7 @@ class Agreement:
         self._own_rank = own_rank
         # Why the groups can no longer be used.
         self._lost: GradscaleError | None = None
-        self.vector = Packer(diagnoses=diagnoses)
+        self.vector = AgreementVector(diagnoses=diagnoses)
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -211,7 +211,7 @@ class Agreement:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: without groups, which do not travel."""
-        vector = Packer(diagnoses=self._diagnoses)
+        vector = AgreementVector(diagnoses=self._diagnoses)
         return self.__dict__ | {"_groups": () if self.is_alone else None, "_lost": None, "vector": vector}
 
     def __copy__(self) -> Agreement:
@@ -342,7 +342,7 @@ class GroupAgreement:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)
-        self._packer = vector.Packer()
+        self._packer = vector.AgreementVector()
         self._calls = 0
         # Why the ranks can no longer agree.
         self._failure: GradscaleError | None = None
@@ -397,7 +397,7 @@ class GroupAgreement:
             self._failure = error
             raise
         self._calls += 1
-        if verdict.nonfinite and verdict.exhausted:
+        if verdict.nonfinite and verdict.at_min_scale:
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdict.scale!r}, seen by "
                 f"{self._where()}: look for inf or NaN in the unscaled loss, the data or the weights"

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import ops, tree, validation
 from gradscale.core.arithmetic import Kind, kind_of
-from gradscale.core.gradients import Located, located_gradients, name_gradients
+from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.errors import InvalidTypeError
@@ -152,15 +152,15 @@ class Diagnosis:
             loss_nonfinite=lost if knows_loss else None,
         )
 
-    def _choose(self, optimizer: Any, names: Any) -> list[tuple[int, Located, Array | None]]:
+    def _choose(self, optimizer: Any, names: Any) -> list[tuple[int, NamedGradient, Array | None]]:
         """Return the floating gradients with their positions and values, and those that are missing."""
-        located = name_gradients(located_gradients(optimizer), names)
+        located = name_gradients(named_gradients(optimizer), names)
         what = f"gradient of {type(optimizer).__name__}"
         ops.require_arrays([one.gradient for one in located], what=what)
         chosen = []
         library = None
         for index, one in enumerate(located):
-            if isinstance(one.gradient, int) or (one.gradient is not None and kind_of(one.gradient) is Kind.EXACT):
+            if isinstance(one.gradient, int) or (one.gradient is not None and kind_of(one.gradient) is Kind.INTEGRAL):
                 continue
             values = None if one.gradient is None else self._unscaler.values_of(one.gradient)
             if values is not None:
@@ -212,7 +212,7 @@ class Diagnosis:
         if self._live.is_made:
             return self._live.current().scale
         try:
-            gradients = [one.gradient for one in located_gradients(optimizer) if one.gradient is not None]
+            gradients = [one.gradient for one in named_gradients(optimizer) if one.gradient is not None]
             found = [self._unscaler.values_of(gradient) for gradient in gradients]
         except Exception:
             # What is wrong with them has been found by looking at them, and is told once all ranks know.

@@ -199,7 +199,7 @@ def checked_scale(new_scale: Any, policy: Policy) -> float:
 
 def _read_scale(array: Array) -> float:
     xp = array_namespace(array)
-    is_real = kind_of(array) in (Kind.NARROW, Kind.WIDE) or "int" in str(array.dtype)
+    is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
     if math.prod(array.shape) != 1 or not is_real:
         msg = f"new_scale must be a number or a real array of 1 element, got {array!r}"
         raise InvalidTypeError(msg)

@@ -25,7 +25,7 @@ __all__ = [
 
 DEFAULT_TIMEOUT = 1800.0
 
-_POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "exhausted")
+_POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 
 _Class = TypeVar("_Class", bound=type)
 

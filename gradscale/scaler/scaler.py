@@ -271,7 +271,7 @@ class GradScaler:
         ended, self._iteration = self._iteration, Iteration(frame.number + 1)
         if self._reports.on_update is not None:
             self._tell_update(ended, verdicts)
-        if wanted is None and any(verdict.nonfinite and verdict.exhausted for verdict in verdicts):
+        if wanted is None and any(verdict.nonfinite and verdict.at_min_scale for verdict in verdicts):
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "

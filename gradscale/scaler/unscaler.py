@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from gradscale.core import ops, validation
-from gradscale.core.arithmetic import no_scalar
+from gradscale.core.arithmetic import as_0d_array
 from gradscale.core.backend import Backend
 from gradscale.core.clipping import clip_factor, clip_factor_of
 from gradscale.core.gradients import collect_gradients
@@ -170,7 +170,7 @@ def _clip(
     if clip.exchange is not None:
         total = _norm_over_ranks(backend, norm, clip.exchange)
         norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)
-    nonfinite = no_scalar(array_namespace(nonfinite), nonfinite + overflows)
+    nonfinite = as_0d_array(array_namespace(nonfinite), nonfinite + overflows)
     return backend.multiply_in_place(arrays, factor), nonfinite, norm
 
 
@@ -178,9 +178,9 @@ def _norm_over_ranks(backend: Backend, norm: Array, exchange: Exchange) -> float
     """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
-    bits = backend.bits(no_scalar(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
+    bits = backend.bits(as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0))))
     infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
-    sent = no_scalar(xp, xp.where(is_normal, bits, infinite))
+    sent = as_0d_array(xp, xp.where(is_normal, bits, infinite))
     slots = [_LOWEST_INT32] * exchange.size
     (slots[exchange.rank],) = backend.read(xp.reshape(sent, (1,)))
     return math.hypot(*map(validation.float32_from_bits, exchange.maximum(slots, norm)))

@@ -62,7 +62,7 @@ def test_dask_computes_nothing_in_the_functions_of_the_core(
     unscaled, nonfinite = gradscale.unscale(grads, state)
     new = policy.update(state, nonfinite=nonfinite)
     chosen = gradscale.select(nonfinite == 0, unscaled, grads)
-    policy.exhausted(new)
+    policy.at_min_scale(new)
     fingerprint = arithmetic.fingerprint(new)
     assert computations.count == 0
     assert dask.item(nonfinite) == 1
