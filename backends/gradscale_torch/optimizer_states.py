@@ -26,7 +26,7 @@ def found_by_device(turn: Turn) -> Found:
     if turn.pending is None:
         if not turn.live.is_made:
             return {}
-        turn.pending = TensorVerdict.unjudged(turn.live, turn.frame.number)
+        turn.pending = TensorVerdict.unjudged(turn.live, turn.frame)
     pending = cast(TensorVerdict, turn.pending)
     if pending.is_read_by_host:
         turn.verdict()

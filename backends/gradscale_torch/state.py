@@ -89,8 +89,9 @@ class TensorState:
         """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
         state = self.current()
         self.version += 1
-        self._floor *= self._backoff_factor
-        found = _worst(counts, state.scale.device)
+        self._floor *= getattr(self.policy, "backoff_factor", 1.0)
+        first = counts[0]
+        found = first if len(counts) == 1 and isinstance(first, Tensor) else _worst(counts, state.scale.device)
         if self._is_regular and self._has_fused_update():
             kernels.update_in_place(cast(gradscale.DynamicScale, self.policy), state, found)
             # A new tuple of the same tensors: what is kept of the old one is out of date.
@@ -108,7 +109,9 @@ class TensorState:
 
     def observe(self, scale: float, version: int) -> None:
         """Take note of the scale that a verdict carries: since that version it has been backed off that often."""
-        self._floor = scale * self._backoff_factor ** (self.version - version)
+        self._floor = scale
+        if version != self.version:
+            self._floor *= getattr(self.policy, "backoff_factor", 1.0) ** (self.version - version)
 
     def may_be_below_one(self, state: ScaleState) -> bool:
         """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
@@ -163,10 +166,6 @@ class TensorState:
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten = {"_state": None, "_is_regular": False, "_floor": 0.0, "_judged_policy": None}
         return self.__dict__ | {"_restored": restored} | forgotten
-
-    @property
-    def _backoff_factor(self) -> float:
-        return float(getattr(self.policy, "backoff_factor", 1.0))
 
     def _has_fused_update(self) -> bool:
         if self._judged_policy is not self.policy:

@@ -92,7 +92,8 @@ class TensorGradients:
         InvalidValueError
             For several meshes.
         """
-        return self._unscaler.groups_of(self.optimizer, self.parameters.meshes)
+        meshes = self.parameters.meshes
+        return self._unscaler.groups_of(self.optimizer, meshes) if meshes else ()
 
 
 class TensorUnscaler:
@@ -158,7 +159,8 @@ class TensorUnscaler:
         if request.max_norm is not None:
             clipping.require_norm(optimizer, gradients.parameters, grouped, is_shared=request.is_shared)
         gradients.is_touched = True
-        self.remember(optimizer, left_scaled=False)
+        if optimizer in self._left_scaled:
+            self._left_scaled.pop(optimizer)
         found: kernels.Found = {}
         norm = None
         with torch.no_grad():

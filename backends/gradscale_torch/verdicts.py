@@ -71,56 +71,44 @@ class TensorVerdict:
 
     Attributes
     ----------
-    groups, known, is_begun, is_read_later, is_captured, version
+    groups, known, is_begun, is_read_later, is_scaled, is_captured, version
         As in :class:`gradscale.scaler.parts.Pending`.
     """
 
     def __init__(
         self,
-        agreement: Agreement,
+        agreement: Agreement | None,
         found: TensorFound,
         live: LiveState,
         state: ScaleState,
         frame: Frame,
         groups: Sequence[Collectives],
     ) -> None:
-        self._wait_for(found, live, state, frame.number, groups)
-        if groups:
-            count = found.nonfinite if found.count is None or self._needs_tensors() else found.count
-            backend = live.backend_for(state.scale)
-            sent = agreement.vector.pack(backend, live.policy, state, count, frame.next_position())
-            self._begin(sent, agreement.reduce(groups, sent, frame.number))
-
-    @classmethod
-    def unjudged(cls, live: LiveState, number: int) -> TensorVerdict:
-        """Return the verdict of an optimizer that has not been judged, and may tell its own (``override``)."""
-        made = cls.__new__(cls)
-        state = live.current()
-        made._wait_for(TensorFound({}, state.scale.device), live, state, number, ())
-        made.is_begun = False
-        return made
-
-    def _wait_for(
-        self, found: TensorFound, live: LiveState, state: ScaleState, number: int, groups: Sequence[Collectives]
-    ) -> None:
         self.groups = groups
         self.version = live.version
         self.known: Verdict | None = None
         self.is_begun = True
         self.is_read_later = self.is_captured = False
-        self._found, self._live, self._state, self._number = found, live, state, number
+        self.is_scaled = found.is_scaled
+        self._found, self._live, self._state, self._number = found, live, state, frame.number
         self._shown: Found | None = None
+        self._sent: Any = None
         self._agreed: Any = None
+        self._finish: Callable[[], Any] | None = None
         self._late: Callable[[bool], list[float] | None] | None = None
-        self._begin(None, None)
+        if groups and agreement is not None:
+            count = found.nonfinite if found.count is None or self._needs_tensors() else found.count
+            backend = live.backend_for(state.scale)
+            self._sent = agreement.vector.pack(backend, live.policy, state, count, frame.next_position())
+            self._finish = agreement.reduce(groups, self._sent, frame.number)
 
-    def _begin(self, sent: Any, finish: Callable[[], Any] | None) -> None:
-        self._sent, self._finish = sent, finish
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the gradients were only judged, and are left to the optimizer to unscale."""
-        return self._found.is_scaled
+    @classmethod
+    def unjudged(cls, live: LiveState, frame: Frame) -> TensorVerdict:
+        """Return the verdict of an optimizer that has not been judged, and may tell its own (``override``)."""
+        state = live.current()
+        made = cls(None, TensorFound({}, state.scale.device), live, state, frame, ())
+        made.is_begun = False
+        return made
 
     @property
     def may_be_late(self) -> bool:

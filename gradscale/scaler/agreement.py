@@ -107,8 +107,8 @@ class Agreement:
             rank = rank * collectives.size + collectives.rank
         return rank
 
-    def require_usable(self) -> None:
-        """Raise while there is nobody to agree with, before any gradient is touched.
+    def usable_groups(self) -> Sequence[Collectives]:
+        """Return what is agreed over; raise while there is nobody to agree with, before any gradient is touched.
 
         Raises
         ------
@@ -117,9 +117,12 @@ class Agreement:
         BackendError
             When the group was lost.
         """
-        if self.groups and self._lost is not None:
+        if self._groups is None:
+            return self.groups
+        if self._groups and self._lost is not None:
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
+        return self._groups
 
     def example(self, live: LiveState, number: int) -> Array | None:
         """Return an array for a rank that has none; None where it need not take part.

@@ -98,9 +98,9 @@ class Diagnosis:
 
     def _groups_for(self, optimizer: Any, turn: Turn | None) -> Sequence[Collectives]:
         """Return the groups to gather over; empty for a process alone."""
-        self._agreement.require_usable()
+        given = self._agreement.usable_groups()
         agreed_over = () if turn is None or turn.pending is None else turn.pending.groups
-        return self._unscaler.groups_for(optimizer, agreed_over or self._agreement.groups)
+        return self._unscaler.groups_for(optimizer, agreed_over or given)
 
     def _holds_scaled(self, optimizer: Any, frame: Frame, turn: Turn | None) -> bool:
         """Tell whether an optimizer's gradients are still scaled."""

@@ -147,7 +147,7 @@ class Unscaler(Protocol):
         ...
 
     def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
-        """Keep in mind, at the end of a step, whether the optimizer was left to divide its gradients by itself."""
+        """Keep in mind whether an optimizer was left to divide its gradients by itself; unscaling them forgets it."""
         ...
 
 

@@ -225,7 +225,9 @@ class GradScaler:
             self._reports.record(optimizer, disabled)
             return optimizer.step(*args, **kwargs)
         turn = self.begin_step(optimizer)
-        stepper = next(one for one in self._steppers if one.takes(optimizer, args, kwargs))
+        for stepper in self._steppers:
+            if stepper.takes(optimizer, args, kwargs):
+                break
         outcome = stepper.step(turn, optimizer, args, kwargs)
         self.end_step(optimizer, turn, outcome)
         return outcome.returned
@@ -508,7 +510,8 @@ class GradScaler:
         """Record what has become of a step: the second half of ``step``."""
         turn.stage = Stage.STEPPED
         number = turn.frame.number
-        self._unscaler.remember(optimizer, left_scaled=turn.pending is not None and turn.pending.is_scaled)
+        if turn.pending is None or turn.pending.is_scaled:
+            self._unscaler.remember(optimizer, left_scaled=turn.pending is not None)
         if outcome.verdict is None:
             assert turn.pending is not None
             self._reports.record_later(optimizer, number, turn.pending)
@@ -564,8 +567,7 @@ class GradScaler:
             raise InvalidValueError(msg)
         if not self._enabled:
             return Clip(largest)
-        self._agreement.require_usable()
-        groups = self._unscaler.groups_for(optimizer, self._agreement.groups)
+        groups = self._unscaler.groups_for(optimizer, self._agreement.usable_groups())
         if not groups or norm_over == "rank":
             return Clip(largest)
         if norm_over is None:

@@ -105,6 +105,8 @@ class ClosureStepper:
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
+    if not args and not kwargs:
+        return None
     candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
     return candidate if callable(candidate) else None
 

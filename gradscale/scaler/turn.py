@@ -93,13 +93,13 @@ class Turn:
             When nothing has ever been scaled, and the gradients cannot have been scaled on another rank.
         """
         frame, live, agreement = self.frame, self.live, self._agreement
-        agreement.require_usable()
+        groups = agreement.usable_groups()
         gradients = self._unscaler.collect(optimizer, request)
-        groups = agreement.groups or gradients.groups()
-        if not groups and not live.is_known:
-            frame.wrong_order("gradients are to be unscaled, and scale() has never been called")
+        groups = groups or gradients.groups()
         like = None
         if not live.is_made:
+            if not groups and not live.is_known:
+                frame.wrong_order("gradients are to be unscaled, and scale() has never been called")
             like = gradients.like
             if like is None:
                 like = agreement.example(live, frame.number)

@@ -212,9 +212,9 @@ def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
     copied = copy.deepcopy(agreement)
     for one in (agreement, copied):
         with pytest.raises(gradscale.BackendError, match="lost before"):
-            one.require_usable()
+            one.usable_groups()
         one.join([Lost()])
-        one.require_usable()
+        one.usable_groups()
     restored = pickle.loads(pickle.dumps(agreement.__getstate__() | {"_pending": None}))
     assert (restored["_groups"], restored["_lost"]) == (None, None)
     exchange = Exchange(Lost(), agreement, live, frame)
@@ -239,7 +239,7 @@ def test_without_a_group_nothing_can_be_agreed() -> None:
     agreement = Agreement(None)
     assert (agreement.is_alone, agreement.is_unjoined) == (False, True)
     with pytest.raises(gradscale.CallOrderError, match="set_group"):
-        agreement.require_usable()
+        agreement.usable_groups()
 
 
 # Reports of steps whose verdict comes later.
