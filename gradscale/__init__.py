@@ -27,8 +27,7 @@ from gradscale.policies.dynamic import DynamicScale, StaticScale
 from gradscale.reports.overflow import OverflowReport, ParameterReport
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler.agreement import GroupAgreement
-from gradscale.scaler.scaler import GradScaler
-from gradscale.scaler.sharded import ShardedGradScaler
+from gradscale.scaler.scaler import GradScaler, ShardedGradScaler
 
 if typing.TYPE_CHECKING:
     from gradscale.interop.foreign import ForeignState, load_foreign_state

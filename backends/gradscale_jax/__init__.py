@@ -8,13 +8,13 @@ from gradscale.extras import needs
 
 with needs("gradscale_jax", "jax"):
     from gradscale_jax.arrays import JaxBackend
+    from gradscale_jax.collectives import AxisCollectives, agree
     from gradscale_jax.gradients import Scaled, value_and_grad
-    from gradscale_jax.lax import AxisCollectives, agree
     from gradscale_jax.trees import scale, select, unscale
     from gradscale_jax.verdict import Verdict
 
 if TYPE_CHECKING:
-    from gradscale_jax.optax import ScaledOptimizerState, scale_state, scaled, verdict_of
+    from gradscale_jax.transformation import ScaledOptimizerState, scale_state, scaled, verdict_of
 
 __all__ = [
     "AxisCollectives",
@@ -51,5 +51,5 @@ def __getattr__(name: str) -> Any:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     with needs(f"gradscale_jax.{name}", "optax"):
-        from gradscale_jax import optax
-    return getattr(optax, name)
+        from gradscale_jax import transformation
+    return getattr(transformation, name)

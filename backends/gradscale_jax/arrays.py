@@ -161,7 +161,7 @@ def unscale_leaves(grads: Sequence[Any], scale: Any, dtypes: Sequence[Any]) -> t
     for grad, dtype in zip(grads, dtypes, strict=True):
         # Complex numbers part by part: strict promotion refuses one times a real number.
         parts = [grad.real, grad.imag] if kind_of(grad) is Kind.COMPLEX else [grad]
-        wide = [part.astype(jnp.float32) if kind_of(part) is Kind.NARROW else part for part in parts]
+        wide = [part.astype(jnp.float32) if kind_of(part) is Kind.HALF else part for part in parts]
         divided = [part * factor.astype(part.dtype) / divisor.astype(part.dtype) for part in wide]
         whole = lax.complex(*divided) if len(divided) > 1 else divided[0]
         unscaled.append(whole.astype(dtype))
@@ -210,7 +210,7 @@ def count_nonfinite(arrays: Sequence[Any]) -> Any:
     """
     nonfinite = jnp.zeros((), dtype=jnp.int32)
     for x in arrays:
-        judged = x.astype(jnp.float32) if kind_of(x) is Kind.NARROW else x
+        judged = x.astype(jnp.float32) if kind_of(x) is Kind.HALF else x
         total = jnp.sum(judged - judged)
         nonfinite = nonfinite + (total != total).astype(jnp.int32)
     return nonfinite

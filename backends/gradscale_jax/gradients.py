@@ -16,7 +16,7 @@ from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
-from gradscale_jax.lax import agree
+from gradscale_jax.collectives import agree
 from gradscale_jax.verdict import Verdict
 
 __all__ = ["Scaled", "value_and_grad"]
@@ -128,7 +128,7 @@ def _require_loss(value: Any, has_aux: bool) -> jax.Array:
     if loss.shape != ():
         msg = f"fun must return a scalar loss, got one of shape {loss.shape}: take its mean or sum"
         raise InvalidValueError(msg)
-    if kind_of(loss) not in (Kind.NARROW, Kind.WIDE):
+    if kind_of(loss) not in (Kind.HALF, Kind.WIDE):
         msg = f"fun must return a real floating loss, got {loss.dtype}"
         raise InvalidTypeError(msg)
     return loss

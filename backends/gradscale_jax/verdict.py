@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
         0-d int32: the largest number of gradient leaves that are not finite on any rank; 0 for a clean step.
     desynced : array
         0-d bool: the ranks came with different states. No rank may step, and none changes its state.
-    exhausted : array
+    at_min_scale : array
         0-d bool: the step overflowed, and the policy says that this must be raised (``at_min="raise"``).
     highest, lowest : array
         1-d int32: the fingerprints of state and policy over the ranks; equal unless ``desynced``.
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
     nonfinite: jax.Array
     desynced: jax.Array
-    exhausted: jax.Array
+    at_min_scale: jax.Array
     highest: jax.Array
     lowest: jax.Array
 
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
                 f"and build the step with one policy everywhere"
             )
             raise ScaleDesyncError(msg)
-        if np.any(found.exhausted):
+        if np.any(found.at_min_scale):
             msg = (
                 f"gradients are not finite although the scale has fallen to the minimum of {policy!r}: look for NaN in "
                 f"the unscaled loss or the data, or lower min_scale"

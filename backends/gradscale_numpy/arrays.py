@@ -46,14 +46,15 @@ class NumpyBackend(Backend):
         self._fast = fast
 
     @functools.cached_property
-    def _is_fast(self) -> bool:
+    def is_compiled(self) -> bool:
+        """Whether the kernels are those compiled by numba."""
         if self._fast is not None:
             return self._fast
         return os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
 
     @functools.cached_property
     def _unscale_all(self) -> UnscaleAll:
-        if self._is_fast:
+        if self.is_compiled:
             from gradscale_numpy import fast as compiled
 
             return compiled.unscale_all
@@ -63,7 +64,7 @@ class NumpyBackend(Backend):
 
     @functools.cached_property
     def _summarize_all(self) -> Callable[[Sequence[NumpyArray]], list[int]]:
-        if not self._is_fast:
+        if not self.is_compiled:
             return summaries.summarize_all
         from gradscale_numpy import fast as compiled
 

@@ -12,9 +12,9 @@ from gradscale.core import arithmetic
 from gradscale.core.protocols import Collectives
 from gradscale.errors import InvalidTypeError
 from gradscale_torch import diagnosis
-from gradscale_torch.gradients import Gathered, group_tensors, kernel_view
+from gradscale_torch.gradients import GradientGroups, group_tensors, kernel_view
 from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
-from gradscale_torch.verdicts import LocalVerdict, count_nonfinite
+from gradscale_torch.verdicts import TensorFound, count_nonfinite
 
 __all__ = ["TorchBackend"]
 
@@ -36,7 +36,7 @@ class TorchBackend(Backend):
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
         """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
-        from gradscale_torch.distributed import TorchCollectives
+        from gradscale_torch.collectives import TorchCollectives
 
         return TorchCollectives(group, timeout)
 
@@ -109,13 +109,12 @@ class TorchBackend(Backend):
         with torch.no_grad():
             found: Found = {}
             direct = [target for grad, target in zip(grads, out, strict=True) if _widened_into(grad, target)]
-            gathered = Gathered(group_tensors([kernel_view(target) for target in direct]), [])
+            grouped = GradientGroups(group_tensors([kernel_view(target) for target in direct]), [])
             inverse = inverse_of(state.scale)
             # What the scale of a device is would take a host read; a second look takes none.
             judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
-            unscale_in_place(gathered.groups, inverse, found, judge_again=judge_again)
-            verdict = LocalVerdict(found, state.scale.device, count_nonfinite(found, gathered))
-            nonfinite = verdict.nonfinite
+            unscale_in_place(grouped.groups, inverse, found, judge_again=judge_again)
+            nonfinite = TensorFound(found, state.scale.device, count_nonfinite(found, grouped)).nonfinite
             others = [(grad, target) for grad, target in zip(grads, out, strict=True) if not _fits(grad, target)]
             if others:
                 made, count = arithmetic.unscale_arrays([g for g, _ in others], state, out=[t for _, t in others])

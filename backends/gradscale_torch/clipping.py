@@ -9,10 +9,10 @@ import torch
 from torch._utils import _flatten_dense_tensors
 
 from gradscale.errors import InvalidValueError
-from gradscale_torch.gradients import Gathered, Groups, Parameters, group_tensors, kernel_view, local_tensor
+from gradscale_torch.gradients import GradientGroups, Groups, Parameters, group_tensors, kernel_view, local_tensor
 
 if TYPE_CHECKING:
-    from gradscale_torch.distributed import TorchCollectives
+    from gradscale_torch.collectives import TorchCollectives
 
 __all__ = ["clip_factor", "clip_unscaled", "global_norm", "require_norm"]
 
@@ -24,8 +24,10 @@ _EPSILON = 1e-6
 _SMALL = 1 << 14
 
 
-def require_norm(optimizer: Any, parameters: Parameters, gathered: Gathered, groups: Sequence[Any]) -> None:
+def require_norm(optimizer: Any, parameters: Parameters, gradients: GradientGroups, *, is_shared: bool) -> None:
     """Refuse gradients whose norm is not defined here, before anything is modified.
+
+    ``is_shared`` says that the scaler was given groups.
 
     Raises
     ------
@@ -34,7 +36,7 @@ def require_norm(optimizer: Any, parameters: Parameters, gathered: Gathered, gro
         not yet reduced; and sparse gradients with duplicate indices. It says what to call instead.
     """
     name = type(optimizer).__name__
-    if groups and not parameters.meshes:
+    if is_shared and not parameters.meshes:
         msg = (
             f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over the ranks is defined; those of "
             f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for FSDP1, "
@@ -53,9 +55,9 @@ def require_norm(optimizer: Any, parameters: Parameters, gathered: Gathered, gro
     if any(placement.is_partial() for one in sharded if one.grad is not None for placement in _placements(one.grad)):
         msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
         raise InvalidValueError(msg)
-    if gathered.uncoalesced:
+    if gradients.uncoalesced:
         msg = (
-            f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(gathered.uncoalesced)} with duplicate "
+            f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(gradients.uncoalesced)} with duplicate "
             f"indices in {name}: assign grad.coalesce() first"
         )
         raise InvalidValueError(msg)
@@ -142,13 +144,13 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def clip_unscaled(
-    parameters: Parameters, gathered: Gathered, max_norm: float, collectives: TorchCollectives | None
+    parameters: Parameters, gradients: GradientGroups, max_norm: float, collectives: TorchCollectives | None
 ) -> Tensor:
     """Clip gradients that need no unscaling, in place, and return their norm as a 0-d float32."""
-    home = next((device for device, _ in gathered.groups), torch.device("cpu"))
-    norm = global_norm(parameters, gathered.groups, home, collectives)
+    home = next((device for device, _ in gradients.groups), torch.device("cpu"))
+    norm = global_norm(parameters, gradients.groups, home, collectives)
     factor = clip_factor(norm, max_norm)
-    for (device, dtype), tensors in gathered.groups.items():
+    for (device, dtype), tensors in gradients.groups.items():
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_([local_tensor(tensor) for tensor in tensors], factor.to(device, wide))
     return norm.float()

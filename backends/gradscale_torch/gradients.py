@@ -1,4 +1,4 @@
-"""Gathering an optimizer's gradients in one pass: the dense tensors a kernel may overwrite, by device and dtype."""
+"""Collecting an optimizer's gradients in one pass: the dense tensors a kernel may overwrite, by device and dtype."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "Gathered",
+    "GradientGroups",
     "Groups",
     "Parameters",
-    "gather",
+    "collect",
     "group_tensors",
     "kernel_view",
     "local_tensor",
@@ -72,7 +72,7 @@ class Parameters:
 
 
 @dataclasses.dataclass(slots=True)
-class Gathered:
+class GradientGroups:
     """What one pass has found.
 
     Attributes
@@ -137,7 +137,7 @@ def _require_apart(index: int, gradient: Tensor) -> None:
         raise InvalidValueError(msg)
 
 
-def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
+def collect(parameters: Parameters, *, allow_fp16: bool) -> GradientGroups:
     """Return the tensors that hold the gradients of parameters.
 
     Parameters
@@ -149,7 +149,7 @@ def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
 
     Returns
     -------
-    Gathered
+    GradientGroups
         Integer gradients are left out. No host read, but for sparse gradients on a device.
 
     Raises
@@ -163,12 +163,12 @@ def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
     # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the host at once.
     if set(map(type, tensors)) <= _PLAIN:
         if tensors and all(map(_is_float32_of_host, tensors)):
-            return Gathered({_FLOAT32_OF_HOST: tensors}, [])
+            return GradientGroups({_FLOAT32_OF_HOST: tensors}, [])
         if set(map(_layout, tensors)) <= _STRIDED:
             groups = group_tensors(tensors)
             if all(dtype.is_floating_point for _, dtype in groups):
                 _check_dtypes((dtype for _, dtype in groups), allow_fp16)
-                return Gathered(groups, [])
+                return GradientGroups(groups, [])
     tensors = [gradient for gradient in tensors if gradient.dtype.is_floating_point or gradient.dtype.is_complex]
     _check_dtypes((gradient.dtype for gradient in tensors), allow_fp16)
     chosen, uncoalesced = [], []
@@ -187,7 +187,7 @@ def gather(parameters: Parameters, *, allow_fp16: bool) -> Gathered:
             else:
                 uncoalesced.append(gradient)
         chosen.append(kernel_view(gradient))
-    return Gathered(group_tensors(chosen), uncoalesced)
+    return GradientGroups(group_tensors(chosen), uncoalesced)
 
 
 def _check_dtypes(dtypes: Any, allow_fp16: bool) -> None:

@@ -87,7 +87,7 @@ def _apply(device: torch.device, dtype: torch.dtype, tensors: list[Tensor], flag
 
 def _apply_without_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> None:
     for tensor in tensors:
-        is_narrow = arithmetic.kind_of(tensor) is arithmetic.Kind.NARROW
+        is_narrow = arithmetic.kind_of(tensor) is arithmetic.Kind.HALF
         wide = tensor.float() if is_narrow else tensor
         tensor.copy_(wide * factor.to(wide.dtype))
         finite = torch.isfinite(tensor.float() if is_narrow else tensor).all()

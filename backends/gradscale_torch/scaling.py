@@ -1,40 +1,70 @@
-"""Multiplying outputs by the scale, in containers of any kind that torch's scalers take."""
+"""TensorScaling: outputs multiplied by the scale, in containers of any kind that torch's scalers take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
 
-__all__ = ["scale_outputs"]
+__all__ = ["TensorScaling"]
+
+Tensor = torch.Tensor
 
 
-def scale_outputs(outputs: Any, multiply: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return outputs with every tensor multiplied.
+class TensorScaling:
+    """The way of outputs through ``scale()``: with torch's promotion, one by one, iterators when they are consumed.
 
     Parameters
     ----------
-    outputs : tensor, mapping or iterable of these
+    keeps_dtype : bool
+        Whether a half-precision loss comes back in its dtype.
+    """
+
+    def __init__(self, *, keeps_dtype: bool) -> None:
+        self._keeps_dtype = keeps_dtype
+
+    def scale(
+        self,
+        outputs: Any,
+        live: Any,  # noqa: ARG002
+        in_force: Callable[[Array], ScaleState],
+        note: Callable[[ScaleState, Sequence[Any]], None],
+    ) -> Any:
+        """Return outputs with every tensor multiplied; see :class:`gradscale.scaler.parts.Scaling`.
+
         Lists, tuples, named tuples and dicts come back as what they are; any other iterable as an iterator, as torch
         has it, so that an unconsumed one scales nothing.
-    multiply : callable
-        Takes a tensor and returns a new one.
 
-    Raises
-    ------
-    InvalidValueError
-        For anything else.
-    """
-    if isinstance(outputs, torch.Tensor):
+        Raises
+        ------
+        InvalidValueError
+            For what is neither a tensor nor an iterable of these.
+        """
+
+        def multiply(tensor: Tensor) -> Tensor:
+            state = in_force(tensor)
+            note(state, (tensor,))
+            scale = state.scale
+            if scale.device != tensor.device:
+                scale = scale.to(tensor.device, non_blocking=True)
+            scaled: Tensor = tensor * scale
+            return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
+
+        return multiply(outputs) if type(outputs) is Tensor else _mapped(outputs, multiply)
+
+
+def _mapped(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(outputs, Tensor):
         return multiply(outputs)
     if isinstance(outputs, Mapping):
-        scaled = {key: scale_outputs(value, multiply) for key, value in outputs.items()}
+        scaled = {key: _mapped(value, multiply) for key, value in outputs.items()}
         return scaled if type(outputs) is dict else type(outputs)(scaled)  # type: ignore[call-arg]
     if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-        values = (scale_outputs(value, multiply) for value in outputs)
+        values = (_mapped(value, multiply) for value in outputs)
         if hasattr(outputs, "_make"):
             return outputs._make(values)
         return type(outputs)(values) if isinstance(outputs, (list, tuple)) else values

@@ -1,23 +1,30 @@
-"""What one rank has found in an optimizer's gradients, and how it is read without making the host wait for nothing."""
+"""The verdict on an optimizer's gradients: what one rank has found, and the agreed one on its way to the host."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from gradscale_torch.gradients import Gathered
+from gradscale.core import vector
+from gradscale.core.protocols import Collectives, ScaleState
+from gradscale.core.vector import Verdict
+from gradscale.scaler.agreement import Agreement, whereabouts
+from gradscale.scaler.frame import Frame
+from gradscale.scaler.parts import LiveState
+from gradscale_torch.gradients import GradientGroups
 from gradscale_torch.kernels import Found, combined
 
-__all__ = ["LocalVerdict", "count_nonfinite", "finish_alone", "is_capturing", "start_reading"]
+__all__ = ["TensorFound", "TensorVerdict", "count_nonfinite", "is_capturing", "start_reading", "would_wait"]
 
 Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(slots=True)
-class LocalVerdict:
-    """The verdict of one rank on an optimizer's gradients.
+class TensorFound:
+    """What one rank has found in an optimizer's gradients.
 
     Attributes
     ----------
@@ -27,21 +34,17 @@ class LocalVerdict:
         Where the scale is.
     count : int or None
         How many gradients are not finite, where the host knows; None on a device that it would have to wait for.
-    has_scaled_gradients : bool
+    is_scaled : bool
         Whether the gradients were only judged, and are left to the optimizer to unscale.
-    is_read_later : bool
-        Whether the optimizer skips by itself, so that the host reads the verdict only when somebody asks.
-    shown : dict or None
-        The agreed verdict by device, once somebody has looked at it: what they write there takes its place, as in
-        torch's scalers.
+    norm : tensor or None
+        Their norm before clipping.
     """
 
     found: Found
     home: torch.device
     count: int | None = None
-    has_scaled_gradients: bool = False
-    is_read_later: bool = False
-    shown: Found | None = None
+    is_scaled: bool = False
+    norm: Tensor | None = None
 
     @property
     def flag(self) -> Tensor:
@@ -56,19 +59,194 @@ class LocalVerdict:
         return torch.tensor(self.count, dtype=torch.int32, device=self.home)
 
 
-def count_nonfinite(found: Found, gathered: Gathered) -> int | None:
+class TensorVerdict:
+    """The agreed verdict on an optimizer's gradients, which the host reads in the step or when somebody asks.
+
+    Hosts may look at it by device (``show``). What they write there takes its place, as in torch's scalers.
+
+    Parameters
+    ----------
+    agreement, found, live, state, frame, groups
+        As for :meth:`gradscale.scaler.agreement.Agreement.start`. Without groups nothing is sent.
+
+    Attributes
+    ----------
+    groups, known, is_begun, is_read_later, is_scaled, is_captured, version
+        As in :class:`gradscale.scaler.parts.Pending`.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement | None,
+        found: TensorFound,
+        live: LiveState,
+        state: ScaleState,
+        frame: Frame,
+        groups: Sequence[Collectives],
+    ) -> None:
+        self.groups = groups
+        self.version = live.version
+        self.known: Verdict | None = None
+        self.is_begun = True
+        self.is_read_later = self.is_captured = False
+        self.is_scaled = found.is_scaled
+        self._found, self._live, self._state, self._number = found, live, state, frame.number
+        self._shown: Found | None = None
+        self._sent: Any = None
+        self._agreed: Any = None
+        self._finish: Callable[[], Any] | None = None
+        self._late: Callable[[bool], list[float] | None] | None = None
+        if groups and agreement is not None:
+            count = found.nonfinite if found.count is None or self._needs_tensors() else found.count
+            backend = live.backend_for(state.scale)
+            self._sent = agreement.vector.pack(backend, live.policy, state, count, frame.next_position())
+            self._finish = agreement.reduce(groups, self._sent, frame.number)
+
+    @classmethod
+    def unjudged(cls, live: LiveState, frame: Frame) -> TensorVerdict:
+        """Return the verdict of an optimizer that has not been judged, and may tell its own (``override``)."""
+        state = live.current()
+        made = cls(None, TensorFound({}, state.scale.device), live, state, frame, ())
+        made.is_begun = False
+        return made
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the host would have to wait to know it, and nobody has looked at it yet."""
+        return would_wait(self._found.home) and self._shown is None
+
+    @property
+    def is_read_by_host(self) -> bool:
+        """Whether the ranks agree through the host, so that looking at the verdict reads it."""
+        return len(self.groups) > 0 and self._found.home.type == "cpu" and not self.is_read_later
+
+    def verdict(self) -> Verdict:
+        """Return the verdict, read by the host if it is not yet, or what a host has written in its place."""
+        if self.known is None:
+            if self._late is not None:
+                self.known = self._read_late(self._late)
+            else:
+                self.known = self._read()
+                self._live.observe(self.known.scale, self._live.version)
+        if self._shown is None:
+            return self.known
+        is_bad = any(flag.item() for flag in self._shown.values())
+        if is_bad == (self.known.nonfinite > 0):
+            return self.known
+        return dataclasses.replace(self.known, nonfinite=int(is_bad))
+
+    def count(self) -> Tensor | int:
+        """Return the agreed verdict for the live state: a number where the host has read it, else a flag."""
+        if isinstance(self._sent, list) and self._shown is None:
+            return self.verdict().nonfinite
+        return self.flag()
+
+    def flag(self) -> Tensor:
+        """Return the agreed verdict as a 0-d float32 on the scale's device, exactly 0 or 1; no host read there."""
+        home = self._found.home
+        if self._shown is not None:
+            return (combined(self._shown, home) != 0).to(torch.float32)
+        if not self.groups:
+            return self._found.flag
+        if self.is_read_by_host:
+            return torch.tensor(float(self.verdict().nonfinite > 0))
+        agreed = self._finished()
+        fields = agreed[2:].reshape(2, -1)
+        # Where ranks differ no rank steps, until the host sees it.
+        flag: Tensor = ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
+        return flag
+
+    def show(self) -> Found:
+        """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
+        if self._shown is None:
+            if self.groups:
+                flag = self.flag()
+                devices = self._found.found or [self._found.home]
+                self._shown = {device: flag.to(device, copy=True, non_blocking=True) for device in devices}
+            else:
+                self._shown = self._found.found
+        return self._shown
+
+    def override(self, shown: Found) -> None:
+        """Take over what a host says instead, by device."""
+        self._shown = shown
+
+    def accept(self) -> None:
+        """Let what an optimizer has told of gradients that nobody else has judged be the verdict."""
+        self.is_begun = self.is_begun or bool(self._shown)
+
+    def start_reading(self) -> None:
+        """Send the verdict on its way to the host, which does not wait for it."""
+        if self.groups:
+            values = torch.cat([self._finished(), self._sent])
+        else:
+            values = torch.stack([self._found.flag, self._state.scale])
+        self._late = start_reading(values)
+        self.is_captured = is_capturing(values.device)
+
+    def has_arrived(self) -> bool:
+        """Tell whether it can be read without waiting."""
+        return self._late is None or self._late(False) is not None
+
+    def _needs_tensors(self) -> bool:
+        """Tell whether the groups must agree on a tensor, and not on ints, though the host knows the count."""
+        return would_wait(self._found.home) or not all(
+            getattr(collectives, "takes_lists", False) for collectives in self.groups
+        )
+
+    def _finished(self) -> Any:
+        if self._agreed is None:
+            assert self._finish is not None
+            self._agreed = self._finish()
+        return self._agreed
+
+    def _read(self) -> Verdict:
+        """Read the verdict: one host read, on a device for all of it."""
+        if not self.groups:
+            return self._read_alone()
+        agreed = self._finished()
+        if isinstance(self._sent, list):
+            return self._decoded(agreed, self._sent)
+        return self._decoded(*vector.read_both(self._live.backend_for(agreed), agreed, self._sent))
+
+    def _read_alone(self) -> Verdict:
+        found, state = self._found, self._state
+        at_min_scale = self._live.policy.at_min_scale(state)
+        if found.count is not None and found.home.type == "cpu":
+            is_at_min_scale = at_min_scale is not None and bool(at_min_scale.item())
+            return Verdict(found.count, found.count, is_at_min_scale, state.scale.item())
+        flags = [found.flag, state.scale] + ([] if at_min_scale is None else [at_min_scale.float()])
+        nonfinite, scale, *rest = torch.stack(flags).tolist()
+        return Verdict(int(nonfinite), int(nonfinite), any(rest), scale)
+
+    def _read_late(self, read: Callable[[bool], list[float] | None]) -> Verdict:
+        values = read(True)
+        assert values is not None
+        if not self.groups:
+            found, scale = values
+            return Verdict(int(found), int(found), False, scale)
+        whole = [int(value) for value in values]
+        return self._decoded(whole[: vector.LENGTH], whole[vector.LENGTH :])
+
+    def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
+        where = lambda: whereabouts(self.groups, self._number)  # noqa: E731
+        return vector.read_verdict(agreed, sent, self._live.policy, where)
+
+
+def would_wait(device: torch.device) -> bool:
+    """Tell whether the host would have to wait for a device to know what is on it."""
+    return device.type != "cpu"
+
+
+def count_nonfinite(found: Found, gradients: GradientGroups) -> int | None:
     """Return how many gradients are not finite; None unless all of them are the host's own."""
     if not all(device.type == "cpu" for device in found):
         return None
     if not any(flag.item() for flag in found.values()):
         return 0
-    tensors = [tensor for tensors in gathered.groups.values() for tensor in tensors]
+    tensors = [tensor for tensors in gradients.groups.values() for tensor in tensors]
     # Duplicates of a sparse gradient may be finite one by one.
     return max(1, sum(not torch.isfinite(tensor).all().item() for tensor in tensors))
-
-
-def finish_alone() -> None:
-    """Finish an agreement that nobody else takes part in."""
 
 
 def is_capturing(device: torch.device) -> bool:

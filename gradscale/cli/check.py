@@ -1,18 +1,32 @@
-"""``gradscale check``: a self-test of agreement over the real group, under mpiexec or torchrun."""
+"""``gradscale check``: a self-test of agreement over the real group, under mpiexec or torchrun.
+
+The process that mpiexec or torchrun has started supervises one rank, its only child, and leaves MPI and torch to that
+one. So it can still speak when the rank dies, hangs or never gets in, and the launcher learns of a death only after
+rank 0 has had the time to report.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from enum import StrEnum
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from gradscale.cli.check_page import describe, notes, print_page
-from gradscale.cli.check_stages import FAULTS
-from gradscale.cli.check_supervisor import supervise
-from gradscale.cli.output import console, error_line, print_json
+from gradscale.cli.check_rank import FAULTS, MARGIN
+from gradscale.cli.output import console, error_line, print_json, table
 from gradscale.extras import needs
 
 __all__ = ["check"]
@@ -23,6 +37,12 @@ _COMMANDS = (
 )
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_SLICE = 0.2  # seconds
+_BLOCK = 1 << 16
+_MOST_RANKS = 16
+_GROUPS = {"mpi": "MPI", "torch": "torch.distributed"}
 
 
 class Group(StrEnum):
@@ -68,24 +88,26 @@ def check(
     if backend is not None and chosen is not Group.torch:
         msg = f"--backend is for --group torch, got --backend {backend.value} with --group {chosen.value}"
         raise typer.BadParameter(msg)
-    kind, rank = _parse_fault(fault)
-    _require(chosen)
-
-    def show(page: dict[str, Any]) -> None:
-        if as_json:
-            print_json(page | {"notes": notes(page)})
-        else:
-            print_page(console(), page)
-        for problem in page["problems"]:
-            error_line(f"check: {describe(problem)}")
-
     settings = {
         "group": chosen.value,
         "timeout": timeout,
         "backend": backend.value if backend else None,
-        "fault": (kind, rank),
+        "fault": _parse_fault(fault),
     }
-    raise typer.Exit(supervise(settings, show))
+    # A module of each group, and the extra that brings it.
+    module, extra = {Group.mpi: ("mpi4py", "mpi"), Group.torch: ("torch", "torch")}[chosen]
+    with needs(f"check --group {chosen.value}", extra, module):
+        pass
+
+    def show(page: dict[str, Any]) -> None:
+        if as_json:
+            print_json(page | {"notes": _notes(page)})
+        else:
+            _print_page(console(), page)
+        for problem in page["problems"]:
+            error_line(f"check: {_describe(problem)}")
+
+    raise typer.Exit(_supervise(settings, show))
 
 
 def _detect() -> Group:
@@ -115,8 +137,134 @@ def _parse_fault(text: str) -> tuple[str, int]:
     return kind, int(rank)
 
 
-def _require(group: Group) -> None:
-    """Raise MissingExtraError unless what the group is made with is installed."""
-    module, extra = {Group.mpi: ("mpi4py", "mpi"), Group.torch: ("torch", "torch")}[group]
-    with needs(f"check --group {group.value}", extra, module):
-        pass
+class _Rank:
+    """What is known of the rank."""
+
+    def __init__(self, child: subprocess.Popen[bytes], show: Callable[[dict[str, Any]], None]) -> None:
+        self.child = child
+        self._show = show
+        self.rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+        self.size = next((os.environ[name] for name in _SIZES if name in os.environ), "1")
+        self.stage = "its start"
+        self.limit = self.deadline = float("inf")
+        self.has_joined = False
+        self.code: int | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self.child.pid})"
+
+    def heed(self, message: dict[str, Any]) -> None:
+        """Act on one message of the rank's."""
+        if "stage" in message:
+            self.stage, self.limit = message["stage"], message["limit"]
+            self.deadline = time.monotonic() + self.limit
+        if "rank" in message:
+            self.rank, self.size, self.has_joined = message["rank"], message["size"], True
+        if "page" in message:
+            self._show(message["page"])
+            assert self.child.stdin is not None
+            self.child.stdin.write(b"shown\n")
+            self.child.stdin.flush()
+        if "line" in message:
+            seen = f"{message['line']} (seen by {self})" if self.has_joined else f"{self} {message['line']}"
+            error_line(f"check: {seen}")
+        self.code = message.get("end", self.code)
+
+
+def _supervise(settings: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> int:
+    """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": writing})]
+    # The rank inherits the launcher's connections, too.
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, close_fds=False)
+    os.close(writing)
+    rank = _Rank(child, show)
+    try:
+        return _watch(rank, reading, settings["timeout"])
+    finally:
+        child.kill()
+        child.wait()
+        os.close(reading)
+
+
+def _watch(rank: _Rank, reading: int, timeout: float) -> int:
+    """Heed the rank's messages until it ends or its time is over."""
+    unread = b""
+    while True:
+        ready, _, _ = select.select([reading], [], [], _SLICE)
+        if ready:
+            block = os.read(reading, _BLOCK)
+            if not block:
+                break
+            *lines, unread = (unread + block).split(b"\n")
+            for line in lines:
+                rank.heed(json.loads(line))
+        elif time.monotonic() > rank.deadline:
+            hint = "it hangs" if rank.has_joined else "some rank has not come to it"
+            error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
+            return 1
+    status = rank.child.wait()
+    if rank.code is not None:
+        return rank.code
+    ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    error_line(f"check: {rank} {ending}, in: {rank.stage}")
+    if rank.has_joined and str(rank.size) != "1":
+        # The launcher would end the others before one of them has printed the page.
+        time.sleep(timeout + 4 * MARGIN)
+    return 1
+
+
+def _print_page(out: Console, page: dict[str, Any]) -> None:
+    """Print the page for people, as ``check --json`` has it for programs."""
+    size = "1 rank" if page["size"] == 1 else f"{page['size']} ranks"
+    out.print(f"gradscale check, {size} over {_GROUPS[page['group']]}: ", style="bold", end="")
+    out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
+    if ranks := page["ranks"]:
+        rows = table("rank", "host", "process", "device", "gradscale")
+        for rank in ranks[:_MOST_RANKS]:
+            rows.add_row(str(rank["rank"]), rank["host"], str(rank["pid"]), rank["device"], rank["gradscale"])
+        if len(ranks) > _MOST_RANKS:
+            rows.add_row("...", f"and {len(ranks) - _MOST_RANKS} more", "", "", "")
+        out.print(rows)
+        out.print(", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items()), soft_wrap=True)
+    if page["stages"]:
+        rows = table("what was tried", "result", "seconds")
+        for kind, group in groupby(page["stages"], key=lambda stage: stage["kind"]):
+            stages = list(group)
+            result = "ok" if all(stage["ok"] for stage in stages) else "FAILED"
+            rows.add_row(kind, result, f"{sum(stage['seconds'] for stage in stages):.2f}")
+        out.print(rows)
+    if latency := page["latency"]:
+        out.print(
+            f"one agreement takes {latency['median_us']:.0f} us (median on the slowest rank), at most "
+            f"{latency['p95_us']:.0f} us in 95 % of {latency['calls']} calls",
+            soft_wrap=True,
+        )
+    for note in _notes(page):
+        out.print(f"note: {note}", style="yellow", soft_wrap=True)
+    for problem in page["problems"]:
+        out.print(_describe(problem), style="red", soft_wrap=True)
+
+
+def _describe(problem: dict[str, Any]) -> str:
+    """Return one line about a problem, with the rank's name first if one is to blame."""
+    whose = "" if problem["rank"] is None else f"rank {problem['rank']}: "
+    return f"{whose}{problem['problem']}"
+
+
+def _notes(page: dict[str, Any]) -> list[str]:
+    """Return what a reader should know beside the result."""
+    found = []
+    ranks = page["ranks"]
+    if page["size"] == 1:
+        found.append("1 rank proves nothing about agreement: start several, with mpiexec -n 4 or torchrun")
+    for host, count in Counter(rank["host"] for rank in ranks).items():
+        cores = next(rank["cores"] for rank in ranks if rank["host"] == host)
+        if count > cores:
+            found.append(f"{count} ranks share the {cores} cores of {host}: the latency is that of taking turns")
+    for library in ranks[0]["versions"] if ranks else ():
+        versions = sorted({rank["versions"].get(library, "none") for rank in ranks})
+        if len(versions) > 1:
+            found.append(f"the ranks have different versions of {library}: {', '.join(versions)}")
+    return found

@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
 import gradscale
-from gradscale.cli.components import Component, components, find
 from gradscale.cli.output import console, error_line, print_json, table
+from gradscale.cli.probe import Component, components, find
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -57,6 +57,11 @@ class Finding:
     command: str = ""
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def remedy(self) -> str:
+        """The reason, and the command where there is one."""
+        return f"{self.reason}; from a clone of gradscale: {self.command}" if self.command else self.reason
+
 
 def examine(component: Component, timeout: float) -> Finding:
     """Use one component in a process of its own, so that whatever it does ends with that one.
@@ -71,15 +76,15 @@ def examine(component: Component, timeout: float) -> Finding:
     missing = [module for module in component.modules if not _is_installed(module)]
     if missing:
         return Finding(component.name, "missing", f"{', '.join(missing)} not installed", component.command)
-    command = [sys.executable, "-m", "gradscale.cli.probe", component.name]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "gradscale.cli.probe", component.name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=_environment(),
+        # A process alone: under mpiexec, it is none of its ranks.
+        env={name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)},
     )
     _running.add(process)
     try:
@@ -91,37 +96,17 @@ def examine(component: Component, timeout: float) -> Finding:
         process.kill()
         process.wait()
         _running.discard(process)
-    if process.returncode == 0:
+    status = process.returncode
+    if status == 0:
         try:
-            details = json.loads(printed.splitlines()[-1])
+            return Finding(component.name, "ok", details=json.loads(printed.splitlines()[-1]))
         except (IndexError, ValueError):
             return Finding(component.name, "broken", "its process ended before it was used", component.command)
-        return Finding(component.name, "ok", details=details)
-    reason = _last_line(errors) or f"its process ended with {_ending(process.returncode)}"
+    ending = f"its process ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
+    reason = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ending)
     if reason.startswith(_SAYS_WHAT_TO_DO):
         return Finding(component.name, "broken", reason.partition(": ")[2])
     return Finding(component.name, "broken", reason, component.command)
-
-
-def _examine_all(chosen: Sequence[Component], timeout: float) -> list[Finding]:
-    """Use several at a time; what still runs is killed when the user interrupts."""
-    with (
-        console(stderr=True).status(f"using {len(chosen)} libraries, each in a process of its own"),
-        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
-    ):
-        findings = [pool.submit(examine, component, timeout) for component in chosen]
-        try:
-            return [finding.result() for finding in findings]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in tuple(_running):
-                process.kill()
-            raise
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of one process alone: under mpiexec, it is none of its ranks."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
 
 
 def _is_installed(module: str) -> bool:
@@ -132,13 +117,19 @@ def _is_installed(module: str) -> bool:
         return True
 
 
-def _ending(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit code {status}"
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+def _examine_all(chosen: Sequence[Component], timeout: float) -> list[Finding]:
+    """Use several at a time; what still runs is killed when the user interrupts."""
+    with (
+        console(stderr=True).status(f"using {len(chosen)} libraries, each in a process of its own"),
+        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+    ):
+        try:
+            return list(pool.map(lambda component: examine(component, timeout), chosen))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(_running):
+                process.kill()
+            raise
 
 
 def doctor(
@@ -162,53 +153,42 @@ def doctor(
         msg = f"give names, such as numpy,mpi, got {require!r}"
         raise typer.BadParameter(msg, param_hint="--require")
     try:
-        needed = find(required)
+        needed = {component.name for component in find(required)}
         chosen = find([*names, *required]) if names else components()
     except KeyError as error:
         raise typer.BadParameter(error.args[0]) from None
     findings = _examine_all(chosen, timeout)
-    needed_names = {component.name for component in needed}
-    bad = [
-        finding
-        for finding in findings
-        if (finding.status != "ok" if needed_names else finding.status == "broken")
-        and (not needed_names or finding.name in needed_names)
-    ]
-    if as_json:
-        print_json({"ok": not bad, **_system(), "components": [dataclasses.asdict(finding) for finding in findings]})
+    if needed:
+        bad = [finding for finding in findings if finding.name in needed and finding.status != "ok"]
     else:
-        _print(console(), findings)
-    for finding in bad:
-        error_line(f"doctor: {finding.name} is {finding.status}: {_with_remedy(finding)}")
-    raise typer.Exit(int(bool(bad)))
-
-
-def _system() -> dict[str, str]:
-    return {
+        bad = [finding for finding in findings if finding.status == "broken"]
+    system = {
         "gradscale": gradscale.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
+    if as_json:
+        print_json({"ok": not bad, **system, "components": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        out = console()
+        out.print(f"gradscale {system['gradscale']}, Python {system['python']}, {system['system']}", style="bold")
+        out.print(_rows(findings))
+    for finding in bad:
+        error_line(f"doctor: {finding.name} is {finding.status}: {finding.remedy}")
+    raise typer.Exit(int(bool(bad)))
 
 
-def _print(out: Console, findings: Sequence[Finding]) -> None:
-    system = _system()
-    out.print(f"gradscale {system['gradscale']}, Python {system['python']}, {system['system']}", style="bold")
+def _rows(findings: Sequence[Finding]) -> Table:
     rows = table("what", "state", "version", "details")
     for finding in findings:
         details = dict(finding.details)
         versions = ", ".join(dict.fromkeys(details.pop("versions", {}).values()))
-        rows.add_row(finding.name, finding.status, versions, _describe(finding, details), style=_STYLES[finding.status])
-    out.print(rows)
-
-
-def _with_remedy(finding: Finding) -> str:
-    return f"{finding.reason}; from a clone of gradscale: {finding.command}" if finding.command else finding.reason
-
-
-def _describe(finding: Finding, details: dict[str, Any]) -> str:
-    if finding.status != "ok":
-        return _with_remedy(finding)
-    did = details.pop("did")
-    rest = [f"{key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in details.items()]
-    return "; ".join([f"works ({did})", *rest])
+        text = finding.remedy
+        if finding.status == "ok":
+            did = f"works ({details.pop('did')})"
+            shown = (
+                f"{key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in details.items()
+            )
+            text = "; ".join([did, *shown])
+        rows.add_row(finding.name, finding.status, versions, text, style=_STYLES[finding.status])
+    return rows

@@ -1,28 +1,31 @@
-"""Use one component as a program would, in a process of its own: ``python -m gradscale.cli.probe NAME``.
+"""What can be installed beside gradscale, and how each of it is used as a program would use it.
 
-Prints one line of JSON: whether it works, versions, and what it found. A failure is a traceback and an exit code, or
-whatever a broken library makes of the process.
+``python -m gradscale.cli.probe NAME`` does so in a process of its own, and prints one line of JSON: what it did,
+versions, and what it found. A failure is a traceback and an exit code, or whatever a broken library makes of the
+process.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from array_api_compat import array_namespace
 
 import gradscale
-from gradscale.cli.components import find
 from gradscale.core import registry
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import BackendError
+from gradscale.extras import install_command
 
-__all__ = ["main"]
+__all__ = ["Component", "components", "find", "main", "probe"]
 
 _SCALE = 1024.0
 _TIMEOUT = 20.0  # seconds
@@ -32,63 +35,128 @@ _LEVELS = ("single", "funneled", "serialized", "multiple")
 Details = dict[str, Any]
 
 
-def try_arrays(backend: Backend) -> None:
-    """Scale, unscale and update on small arrays, and compare with what must come out.
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """A library with an adapter, or what an extra of gradscale brings.
+
+    Attributes
+    ----------
+    name : str
+        What ``--require`` calls it.
+    modules : tuple of str
+        What has to be importable.
+    extra : str
+        The extra of gradscale that brings it; empty where nothing is known.
+    aliases : tuple of str
+        Other names.
+    use : callable, optional
+        Uses it and returns what it found. Default: use the adapter of that name.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    extra: str = ""
+    aliases: tuple[str, ...] = ()
+    use: Callable[[], Details] | None = None
+
+    @property
+    def command(self) -> str:
+        """The pip command, to be run in a clone, or an empty string."""
+        return install_command(self.extra) if self.extra else ""
+
+
+def components() -> list[Component]:
+    """Return all components: gradscale's own, and the adapters that other packages have registered."""
+    known = {name for component in _OURS for name in (component.name, *component.aliases)}
+    return [*_OURS, *(Component(name, (name,)) for name in registry.names() if name not in known)]
+
+
+def find(names: Iterable[str]) -> list[Component]:
+    """Return the components of some names or aliases, in the given order, each once.
 
     Raises
     ------
-    BackendError
-        When an answer is wrong.
+    KeyError
+        For an unknown name; its text names the nearest one.
     """
-    like = backend.example()
-    xp = array_namespace(like)
-    policy = gradscale.DynamicScale(init_scale=_SCALE)
-    state = policy.init(like=like)
-    gradients = [xp.asarray([1.0, -2.0, 3.0], dtype=xp.float32), xp.asarray([4.0], dtype=xp.float32)]
-    scaled = gradscale.scale(gradients, state)
-    unscaled, nonfinite = backend.unscale(scaled, state)
-    in_place = [xp.asarray(array, copy=True) for array in scaled]
-    again, _ = backend.unscale(in_place, state, out=in_place)
-    whole = xp.concat([xp.astype(array, xp.int32) for array in [*scaled, *unscaled, *again]])
-    answers = {
-        "scale and unscale": (backend.read(whole), [1024, -2048, 3072, 4096, *2 * (1, -2, 3, 4)]),
-        "the verdict on finite gradients": (backend.read(xp.reshape(nonfinite, (1,))), [0]),
-    }
-    bad = [xp.asarray([1.0, float("inf")], dtype=xp.float32), xp.asarray([float("nan")], dtype=xp.float32)]
-    _, nonfinite = backend.unscale(bad, state)
-    verdict = xp.astype(xp.reshape(nonfinite, (1,)) > 0, xp.int32)
-    answers["the verdict on inf and NaN"] = (backend.read(verdict), [1])
-    halved = policy.update(state, nonfinite=nonfinite)
-    scale = xp.astype(xp.reshape(halved.scale, (1,)), xp.int32)
-    answers["the scale after them"] = (backend.read(scale), [512])
-    for what, (found, right) in answers.items():
-        if found != right:
-            msg = f"{backend.name!r} gives a wrong answer for {what}: {found}, not {right}"
-            raise BackendError(msg)
+    by_name = {name: component for component in components() for name in (component.name, *component.aliases)}
+    found: dict[str, Component] = {}
+    for name in names:
+        if name not in by_name:
+            near = difflib.get_close_matches(name, by_name, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(by_name)}"
+            msg = f"there is no adapter or extra {name!r}: {hint}"
+            raise KeyError(msg)
+        found[by_name[name].name] = by_name[name]
+    return list(found.values())
+
+
+def probe(name: str) -> Details:
+    """Import and use one component; what it found, with the versions of its modules."""
+    (component,) = find([name])
+    for module in component.modules:
+        importlib.import_module(module)
+    details = component.use() if component.use else _adapter(name)
+    return details | {"versions": {module: _version(module) for module in component.modules}}
+
+
+def _version(module: str) -> str:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(sys.modules[module], "__version__", "unknown"))
 
 
 def _adapter(name: str) -> Details:
     backend = registry.get(name)
     if isinstance(backend, Backend):
-        try_arrays(backend)
-        return {"did": "scale, unscale, update"}
+        return _arrays(backend)
     if isinstance(backend, GroupBackend):
         return {"did": "loaded"}
     msg = f"the adapter for {name!r}, {backend!r}, is neither for arrays nor for groups"
     raise BackendError(msg)
 
 
-def _numpy() -> Details:
-    return _adapter("numpy")
+def _arrays(backend: Backend) -> Details:
+    """Scale, unscale and update on small arrays, and compare with what must come out."""
+    like = backend.example()
+    xp = array_namespace(like)
+
+    def read(*arrays: Any) -> list[Any]:
+        return backend.read(xp.concat([xp.astype(xp.reshape(array, (-1,)), xp.int32) for array in arrays]))
+
+    policy = gradscale.DynamicScale(init_scale=_SCALE)
+    state = policy.init(like=like)
+    gradients = [xp.asarray([1.0, -2.0, 3.0], dtype=xp.float32), xp.asarray([4.0], dtype=xp.float32)]
+    scaled = gradscale.scale(gradients, state)
+    unscaled, finite = backend.unscale(scaled, state)
+    in_place = [xp.asarray(array, copy=True) for array in scaled]
+    again, _ = backend.unscale(in_place, state, out=in_place)
+    bad = [xp.asarray([1.0, float("inf")], dtype=xp.float32), xp.asarray([float("nan")], dtype=xp.float32)]
+    _, nonfinite = backend.unscale(bad, state)
+    halved = policy.update(state, nonfinite=nonfinite)
+    for what, found, right in (
+        ("scale and unscale", read(*scaled, *unscaled, *again), [1024, -2048, 3072, 4096, *2 * (1, -2, 3, 4)]),
+        ("the verdict on finite gradients", read(finite), [0]),
+        ("the verdict on inf and NaN", read(nonfinite > 0), [1]),
+        ("the scale after them", read(halved.scale), [512]),
+    ):
+        if found != right:
+            msg = f"{backend.name!r} gives a wrong answer for {what}: {found}, not {right}"
+            raise BackendError(msg)
+    return {"did": "scale, unscale, update"}
+
+
+def _nothing() -> Details:
+    return {"did": "imported"}
 
 
 def _fast() -> Details:
     import gradscale_numpy
 
-    try_arrays(gradscale_numpy.NumpyBackend(fast=True))
-    default = registry.get("numpy")
-    is_used = default._unscale_all.__module__.endswith(".fast")
-    return {"did": "scale, unscale, update", "kernels": "active" if is_used else "off (GRADSCALE_NUMPY_FAST=0)"}
+    details = _arrays(gradscale_numpy.NumpyBackend(fast=True))
+    is_active = registry.get("numpy").is_compiled
+    return details | {"kernels": "active" if is_active else "off (GRADSCALE_NUMPY_FAST=0)"}
 
 
 def _mpi4py() -> Details:
@@ -103,17 +171,12 @@ def _mpi4py() -> Details:
         raise BackendError(msg)
     registry.collectives_for(MPI.COMM_WORLD, timeout=_TIMEOUT)
     library = MPI.Get_library_version().replace("\0", "").strip().splitlines()[0]
+    threads = {getattr(MPI, f"THREAD_{level.upper()}"): level for level in _LEVELS}
     return {
         "did": "MAX all-reduce on one process",
         "library": " ".join(library.split()),
         "standard": ".".join(map(str, MPI.Get_version())),
-        "threads": dict(
-            zip(
-                (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE),
-                _LEVELS,
-                strict=True,
-            )
-        )[MPI.Query_thread()],
+        "threads": threads[MPI.Query_thread()],
     }
 
 
@@ -159,34 +222,20 @@ def _cupy() -> Details:
     }
 
 
-_SPECIAL: dict[str, Callable[[], Details]] = {
-    "numpy": _numpy,
-    "mpi4py": _mpi4py,
-    "torch": _torch,
-    "jax": _jax,
-    "cupy": _cupy,
-    "fast": _fast,
-}
-
-
-def probe(name: str) -> Details:
-    """Import and use one component; what it found, with the versions of its modules."""
-    (component,) = find([name])
-    for module in component.modules:
-        importlib.import_module(module)
-    special = _SPECIAL.get(name)
-    if special is not None:
-        details = special()
-    else:
-        details = _adapter(name) if component.is_adapter else {"did": "imported"}
-    return details | {"versions": {module: _version(module) for module in component.modules}}
-
-
-def _version(module: str) -> str:
-    try:
-        return importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules[module], "__version__", "unknown"))
+_OURS = (
+    Component("numpy", ("numpy",), "numpy"),
+    Component("mpi4py", ("mpi4py",), "mpi", ("mpi",), _mpi4py),
+    Component("torch", ("torch",), "torch", (), _torch),
+    Component("jax", ("jax", "jaxlib"), "jax", ("jaxlib",), _jax),
+    Component("cupy", ("cupy",), "cupy", ("cupy_backends", "cupyx"), _cupy),
+    Component("fast", ("numba",), "fast", ("numba",), _fast),
+    Component("optax", ("optax",), "optax", (), _nothing),
+    Component("flax", ("flax",), "flax", (), _nothing),
+    Component("equinox", ("equinox",), "equinox", (), _nothing),
+    Component("lightning", ("lightning",), "lightning", (), _nothing),
+    Component("plot", ("matplotlib",), "plot", ("matplotlib",), _nothing),
+    Component("cli", ("typer", "rich"), "cli", ("typer", "rich"), _nothing),
+)
 
 
 def main() -> None:

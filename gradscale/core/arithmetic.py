@@ -22,8 +22,9 @@ __all__ = [
     "STANDARD_DTYPES",
     "STANDARD_FUNCTIONS",
     "STANDARD_MEMBERS",
+    "DeviceReplicas",
     "Kind",
-    "PerDevice",
+    "as_0d_array",
     "dtype_kind",
     "fingerprint",
     "float32_bits",
@@ -32,7 +33,6 @@ __all__ = [
     "kind_of",
     "multiply",
     "multiply_arrays",
-    "no_scalar",
     "nonfinite_flag",
     "reciprocal",
     "significand_and_exponent",
@@ -79,10 +79,10 @@ _NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
 class Kind(enum.Enum):
     """How a dtype is computed with."""
 
-    NARROW = "narrow"  # real, narrower than float32: widened to float32 and cast back
+    HALF = "half"  # real, narrower than float32: widened to float32 and cast back
     WIDE = "wide"  # float32 and wider, and complex: computed in itself
     COMPLEX = "complex"
-    EXACT = "exact"  # integers and booleans: passed through
+    INTEGRAL = "integral"  # integers and booleans: passed through
     UNKNOWN = "unknown"  # text, objects, records: no gradients
 
 
@@ -91,20 +91,20 @@ def dtype_kind(dtype: Any, xp: Any) -> Kind:
     """Classify a dtype of a namespace."""
     if any(name in str(dtype) for name in _NARROW_NAMES):
         # Under NumPy these belong to ml_dtypes, and isdtype and finfo refuse them.
-        return Kind.NARROW
+        return Kind.HALF
     if "float0" in str(dtype):
         # JAX's gradient of an integer: a NumPy record without content.
-        return Kind.EXACT
+        return Kind.INTEGRAL
     try:
         if xp.isdtype(dtype, "complex floating"):
             return Kind.COMPLEX
         if xp.isdtype(dtype, ("integral", "bool")):
-            return Kind.EXACT
+            return Kind.INTEGRAL
         if not xp.isdtype(dtype, "real floating"):
             return Kind.UNKNOWN
     except TypeError:
         return Kind.UNKNOWN
-    return Kind.NARROW if xp.finfo(dtype).bits < 32 else Kind.WIDE
+    return Kind.HALF if xp.finfo(dtype).bits < 32 else Kind.WIDE
 
 
 def kind_of(x: Array) -> Kind:
@@ -114,7 +114,7 @@ def kind_of(x: Array) -> Kind:
 
 def widened(x: Array) -> Array:
     """Return an array narrower than float32 as float32, which is exact, and any other as it is."""
-    return array_namespace(x).astype(x, array_namespace(x).float32) if kind_of(x) is Kind.NARROW else x
+    return array_namespace(x).astype(x, array_namespace(x).float32) if kind_of(x) is Kind.HALF else x
 
 
 def nonfinite_flag(x: Array, home: Any) -> Array:
@@ -151,7 +151,7 @@ def unscale_arrays(
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)
-    first, second = map(PerDevice, inverse_factors(state.scale))
+    first, second = map(DeviceReplicas, inverse_factors(state.scale))
     nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
@@ -162,7 +162,7 @@ def unscale_arrays(
         stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
         unscaled.append(stored)
         nonfinite = nonfinite + nonfinite_flag(stored, home)
-    return unscaled, no_scalar(state_xp, nonfinite)
+    return unscaled, as_0d_array(state_xp, nonfinite)
 
 
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
@@ -186,9 +186,9 @@ def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
         parts = (xp.real(x), xp.imag(x)) if kind_of(x) is Kind.COMPLEX else (x,)
         for part in parts:
             wide = xp.astype(part, _widest(xp, device(x)))
-            square = no_scalar(xp, xp.sum(wide * wide))
+            square = as_0d_array(xp, xp.sum(wide * wide))
             square = square if device(x) == home else to_device(square, home)
-            total = no_scalar(xp, total + xp.astype(square, total.dtype))
+            total = as_0d_array(xp, total + xp.astype(square, total.dtype))
     return total
 
 
@@ -198,7 +198,7 @@ def _widest(xp: Any, where: Any) -> Any:
 
 def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays. No host read."""
-    there = PerDevice(factor)
+    there = DeviceReplicas(factor)
     made = []
     for x in arrays:
         xp = array_namespace(x)
@@ -218,7 +218,7 @@ def check_real_dtype(like: Array, dtype: Any) -> None:
     if dtype is None:
         return
     try:
-        accepted = dtype_kind(dtype, array_namespace(like)) in (Kind.NARROW, Kind.WIDE)
+        accepted = dtype_kind(dtype, array_namespace(like)) in (Kind.HALF, Kind.WIDE)
     except (AttributeError, TypeError, ValueError):
         accepted = False
     if not accepted:
@@ -237,8 +237,8 @@ def inverse_factors(scale: Array) -> tuple[Array, Array]:
     whole = reciprocal(scale)
     is_lost = whole == xp.zeros_like(whole)
     reduced = xp.where(is_lost, scale * quarter, one)
-    second = xp.where(is_lost, reciprocal(no_scalar(xp, reduced)), whole)
-    return no_scalar(xp, xp.where(is_lost, quarter, one)), no_scalar(xp, second)
+    second = xp.where(is_lost, reciprocal(as_0d_array(xp, reduced)), whole)
+    return as_0d_array(xp, xp.where(is_lost, quarter, one)), as_0d_array(xp, second)
 
 
 def reciprocal(x: Array) -> Array:
@@ -248,9 +248,9 @@ def reciprocal(x: Array) -> Array:
     """
     xp = array_namespace(x)
     if not has_float64(xp, device(x)):
-        return no_scalar(xp, xp.full_like(x, 1.0) / x)
+        return as_0d_array(xp, xp.full_like(x, 1.0) / x)
     wide = xp.astype(x, xp.float64)
-    return no_scalar(xp, xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
+    return as_0d_array(xp, xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
 
 
 def has_float64(xp: Any, where: Any) -> bool:
@@ -274,7 +274,7 @@ def fingerprint(state: ScaleState, bits: Array | None = None) -> Array:
     """
     xp = array_namespace(state.scale)
     fields = [float32_bits(state.scale) if bits is None else bits, *state[1:]]
-    return xp.stack([no_scalar(xp, field) for field in fields])
+    return xp.stack([as_0d_array(xp, field) for field in fields])
 
 
 def float32_bits(x: Array) -> Array:
@@ -282,7 +282,7 @@ def float32_bits(x: Array) -> Array:
     xp = array_namespace(x)
     significand, exponent = significand_and_exponent(x)
     fraction = xp.astype((significand - xp.full_like(x, 1.0)) * xp.full_like(x, 2.0**23), xp.int32)
-    return no_scalar(xp, (exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + fraction)
+    return as_0d_array(xp, (exponent + xp.full_like(exponent, 127)) * xp.full_like(exponent, 2**23) + fraction)
 
 
 def significand_and_exponent(x: Array) -> tuple[Array, Array]:
@@ -312,15 +312,15 @@ def multiply(xp: Any, x: Array, factor: Array) -> Array:
     """Multiply by a 0-d float32 in the dtype of ``x``, which is float32, wider or complex."""
     if x.dtype != factor.dtype:
         factor = xp.astype(factor, xp.real(x).dtype if kind_of(x) is Kind.COMPLEX else x.dtype)
-    return no_scalar(xp, x * factor)
+    return as_0d_array(xp, x * factor)
 
 
-def no_scalar(xp: Any, x: Array) -> Array:
+def as_0d_array(xp: Any, x: Array) -> Array:
     """Return an array where NumPy's operators give a scalar; torch's asarray would take others out of their graph."""
     return xp.asarray(x) if is_numpy_namespace(xp) else x
 
 
-class PerDevice:
+class DeviceReplicas:
     """Copies of one 0-d array on the devices where it is needed, each made once.
 
     Parameters

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from array_api_compat import array_namespace
 
 from gradscale.core import validation
-from gradscale.core.arithmetic import no_scalar
-from gradscale.core.protocols import Array, Collectives
+from gradscale.core.arithmetic import as_0d_array
+from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
-    "Clip",
     "NormOver",
     "checked_norm",
     "clip_factor",
@@ -27,21 +26,6 @@ NormOver: TypeAlias = Literal["rank", "group"]
 
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
-
-
-class Clip(NamedTuple):
-    """What gradients are clipped to.
-
-    Attributes
-    ----------
-    max_norm : float
-        The largest 2-norm of all of them together.
-    group : Collectives or None
-        Whose ranks hold parts of the gradients; None where this rank's are all there are.
-    """
-
-    max_norm: float
-    group: Collectives | None
 
 
 def checked_norm(max_norm: Any) -> float:
@@ -72,15 +56,15 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
         0-d int32: 1 where the norm is not finite in float32, or the factor is so small that it loses bits.
     """
     xp = array_namespace(squares)
-    wide = no_scalar(xp, xp.sqrt(squares))
+    wide = as_0d_array(xp, xp.sqrt(squares))
     one = xp.full_like(wide, 1.0)
     wanted = xp.full_like(wide, max_norm) / (wide + xp.full_like(wide, _EPSILON))
-    norm = no_scalar(xp, xp.astype(wide, xp.float32))
+    norm = as_0d_array(xp, xp.astype(wide, xp.float32))
     is_clipped = xp.logical_and(wanted < one, xp.isfinite(norm))
-    factor = no_scalar(xp, xp.astype(xp.where(is_clipped, wanted, one), xp.float32))
+    factor = as_0d_array(xp, xp.astype(xp.where(is_clipped, wanted, one), xp.float32))
     is_lost = xp.logical_and(xp.zeros_like(wanted) < wanted, wanted < xp.full_like(wanted, validation.SMALLEST_NORMAL))
     overflows = xp.logical_or(xp.logical_not(xp.isfinite(norm)), is_lost)
-    return norm, factor, no_scalar(xp, xp.astype(overflows, xp.int32))
+    return norm, factor, as_0d_array(xp, xp.astype(overflows, xp.int32))
 
 
 def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:

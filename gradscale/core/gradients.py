@@ -11,12 +11,12 @@ from gradscale.core import tree
 from gradscale.core.protocols import Array
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["Located", "collect_gradients", "located_gradients", "name_gradients"]
+__all__ = ["NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
 
 Assign = Callable[[dict[int, Array]], None]
 
 
-class Located(NamedTuple):
+class NamedGradient(NamedTuple):
     """A gradient and where it is.
 
     Attributes
@@ -61,7 +61,7 @@ def collect_gradients(optimizer: Any) -> tuple[list[Any], Assign]:
     raise _neither(optimizer)
 
 
-def located_gradients(optimizer: Any) -> list[Located]:
+def named_gradients(optimizer: Any) -> list[NamedGradient]:
     """Return an optimizer's gradients with their names, each parameter once, also where there is no gradient.
 
     Parameters
@@ -71,7 +71,7 @@ def located_gradients(optimizer: Any) -> list[Located]:
 
     Returns
     -------
-    list of Located
+    list of NamedGradient
         In the order of the parameters, or of the leaves of the tree.
 
     Raises
@@ -80,7 +80,7 @@ def located_gradients(optimizer: Any) -> list[Located]:
         As :func:`collect_gradients`.
     """
     if hasattr(optimizer, "grads") and not hasattr(optimizer, "param_groups"):
-        return [Located(path, None, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
+        return [NamedGradient(path, None, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
     if not hasattr(optimizer, "param_groups"):
         raise _neither(optimizer)
     parameters: dict[int, tuple[str, Any]] = {}
@@ -91,15 +91,15 @@ def located_gradients(optimizer: Any) -> list[Located]:
         for name, parameter in zip(names, listed, strict=True):
             parameters.setdefault(id(parameter), (str(name), parameter))
     gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
-    return [Located(*found, gradient) for found, gradient in zip(parameters.values(), gradients, strict=True)]
+    return [NamedGradient(*found, gradient) for found, gradient in zip(parameters.values(), gradients, strict=True)]
 
 
-def name_gradients(located: Sequence[Located], names: Any) -> list[Located]:
+def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGradient]:
     """Return an optimizer's gradients under the names that a user gives.
 
     Parameters
     ----------
-    located : sequence of Located
+    located : sequence of NamedGradient
         Under their own names.
     names : iterable or mapping, or None
         Pairs of name and parameter (torch's ``named_parameters()``) or a mapping from one to the other: every parameter

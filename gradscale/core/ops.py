@@ -8,7 +8,7 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
-from gradscale.core.arithmetic import Kind, PerDevice, dtype_kind, kind_of, multiply, no_scalar, widened
+from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of, multiply, widened
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -162,14 +162,14 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
             msg = f"both trees must have one shape leaf by leaf, got {a.shape} and {b.shape}"
             raise InvalidValueError(msg)
         xp = array_namespace(a, b)
-        return no_scalar(xp, xp.where(chosen.on(a), a, b))
+        return as_0d_array(xp, xp.where(chosen.on(a), a, b))
 
     return tree.map_leaves(choose, on_true, on_false)
 
 
-def _per_device(x: Array) -> PerDevice:
+def _per_device(x: Array) -> DeviceReplicas:
     backend = registry.backend_for(x)
-    return PerDevice(x, backend.placement, backend.move)
+    return DeviceReplicas(x, backend.placement, backend.move)
 
 
 def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> None:
@@ -195,7 +195,7 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
 
 def first_floating(leaves: Sequence[Any]) -> Array | None:
     """Return the first array that is not of integers, beside which a scale belongs; None without one."""
-    return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.EXACT), None)
+    return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
 
 
 def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebuild: Any = None) -> Sequence[Array]:
@@ -235,13 +235,13 @@ def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebu
             raise InvalidTypeError(msg)
         # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
         xp = array_namespace(leaf)
-        if xp is not home and kind is not Kind.EXACT:
+        if xp is not home and kind is not Kind.INTEGRAL:
             msg = (
                 f"{what}{_path(leaves, index, rebuild)} must be an array of the library that the scale is in, "
                 f"{home.__name__}, got one of {xp.__name__}; use one scaler for each library"
             )
             raise InvalidTypeError(msg)
-        if kind is not Kind.EXACT:
+        if kind is not Kind.INTEGRAL:
             chosen[id(leaf)] = leaf
     return list(chosen.values())
 
@@ -251,7 +251,7 @@ def _all_floating(leaves: Sequence[Any], home: Any) -> bool:
     if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
         return False
     dtypes = {leaf.dtype for leaf in leaves}
-    return all(dtype_kind(dtype, home) in (Kind.NARROW, Kind.WIDE, Kind.COMPLEX) for dtype in dtypes)
+    return all(dtype_kind(dtype, home) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX) for dtype in dtypes)
 
 
 def _path(leaves: Sequence[Any], index: int, rebuild: Any) -> str:

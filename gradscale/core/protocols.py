@@ -116,6 +116,6 @@ class Policy(Protocol):
         """Return a scale moved into the range that the policy allows (a checkpoint's, or one set by hand)."""
         ...
 
-    def exhausted(self, state: ScaleState) -> Array | None:
+    def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: would one more overflow have to be raised; None where the policy never raises."""
         ...

@@ -123,7 +123,7 @@ def array_backend(name: str) -> Backend:
 
     Raises
     ------
-    InvalidTypeError
+    BackendError
         When it does not derive from :class:`gradscale.Backend`.
     """
     backend = get(name)
@@ -133,7 +133,7 @@ def array_backend(name: str) -> Backend:
         f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
         f"{backend!r} of type {type(backend).__name__}"
     )
-    raise InvalidTypeError(msg)
+    raise BackendError(msg)
 
 
 def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:

@@ -254,7 +254,7 @@ def _magnitudes(xp: Any, x: Array, bits: _Bits | None) -> tuple[list[Array], Lay
     parts = [xp.real(x), xp.imag(x)] if kind_of(x) is Kind.COMPLEX else [x]
     layout = layout_of(parts[0].dtype)
     tiny = smallest_normal(x.dtype, parts[0].dtype, xp)
-    if layout is None and kind_of(x) is Kind.NARROW:
+    if layout is None and kind_of(x) is Kind.HALF:
         # Their bits are arranged in many ways, and widening them is exact.
         parts = [widened(x)]
         layout = _LAYOUTS["float32"]._replace(smallest_normal=struct.unpack("<i", struct.pack("<f", tiny))[0])
@@ -323,7 +323,7 @@ def count_nonfinite(outputs: Any) -> Array | None:
         0-d int32 on the device of the first one; None without any. No host read, no collective.
     """
     leaves = [leaf for _, leaf in tree.leaves_with_paths(outputs) if is_array_api_obj(leaf)]
-    floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.EXACT, Kind.UNKNOWN)]
+    floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.INTEGRAL, Kind.UNKNOWN)]
     if not floating:
         return None
     flags = [nonfinite_flag(x, device(floating[0])) for x in floating]

@@ -149,7 +149,7 @@ def timeout(value: Any) -> float:
     return math.inf if value == math.inf else number("timeout", value, above=0.0)
 
 
-def policy(value: Any, members: Iterable[str] = ("init", "update", "exhausted")) -> Any:
+def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale")) -> Any:
     """Return a policy, having checked that it is an instance of one.
 
     Parameters

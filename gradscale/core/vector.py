@@ -2,7 +2,7 @@
 
 ::
 
-    [nonfinite, exhausted, f1 .. f7, -f1 .. -f7]
+    [nonfinite, at_min_scale, f1 .. f7, -f1 .. -f7]
 
 After an element-wise MAX over the ranks, the first two are what any rank found, and ``max(f) == -max(-f)`` exactly
 when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. Only int32
@@ -24,7 +24,7 @@ from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.validation import LARGEST_INT32, float32_from_bits
 from gradscale.errors import ScaleDesyncError
 
-__all__ = ["LENGTH", "Packer", "Verdict", "describe_differences", "identify", "read_both", "read_verdict"]
+__all__ = ["LENGTH", "AgreementVector", "Verdict", "describe_differences", "identify", "read_both", "read_verdict"]
 
 _FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
 LENGTH = 2 + 2 * len(_FIELDS)
@@ -40,7 +40,7 @@ class Verdict:
     ----------
     nonfinite, local_nonfinite : int
         Largest number of non-finite gradient arrays on any rank, and the number on this one.
-    exhausted : bool
+    at_min_scale : bool
         Whether an overflow now must be raised, as the policy says.
     scale : float
         The scale that all ranks hold.
@@ -48,11 +48,11 @@ class Verdict:
 
     nonfinite: int
     local_nonfinite: int
-    exhausted: bool
+    at_min_scale: bool
     scale: float
 
 
-class Packer:
+class AgreementVector:
     """Makes the vector to agree on, and keeps the parts of it that stay the same from call to call.
 
     Parameters
@@ -118,23 +118,23 @@ class Packer:
             if len(self._constants) >= _KEPT:
                 self._constants = {}
             self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
-        exhausted = policy.exhausted(state)
-        if exhausted is None:
-            is_exhausted = xp.zeros((1,), dtype=xp.int32, device=where)
+        at_min_scale = policy.at_min_scale(state)
+        if at_min_scale is None:
+            is_at_min_scale = xp.zeros((1,), dtype=xp.int32, device=where)
         else:
-            is_exhausted = xp.reshape(xp.astype(exhausted, xp.int32), (1,))
+            is_at_min_scale = xp.reshape(xp.astype(at_min_scale, xp.int32), (1,))
         fields = xp.concat([self._fingerprint, self._constants[key]])
-        return xp.concat([xp.reshape(nonfinite, (1,)), is_exhausted, fields, -fields])
+        return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
 
 
 def _read_state(backend: Backend, policy: Policy, state: ScaleState) -> list[int]:
     """Return whether an overflow now must be raised, and the state's fingerprint, read by the host."""
     fingerprint = backend.fingerprint(state)
-    exhausted = policy.exhausted(state)
-    if exhausted is None:
+    at_min_scale = policy.at_min_scale(state)
+    if at_min_scale is None:
         return [0, *backend.read(fingerprint)]
     xp = array_namespace(fingerprint)
-    return backend.read(xp.concat([xp.reshape(xp.astype(exhausted, xp.int32), (1,)), fingerprint]))
+    return backend.read(xp.concat([xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)), fingerprint]))
 
 
 def _is_fixed(policy: Any) -> bool:

@@ -21,148 +21,89 @@ from gradscale.scaler import checkpoint
 __all__ = ["ForeignState", "load_foreign_state"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# What the keys mean, whichever system has them.
+_SCALE = ("scale", "cur_scale", "loss_scale", "dynamic_scale")
+_CLEAN_STEPS = ("_growth_tracker", "growth_tracker", "unskipped", "step_counter", "fin_steps", "counter")
+_OVERFLOWS_LEFT = ("_hysteresis_tracker", "hysteresis_tracker", "cur_hysteresis")
+_SETTINGS = {
+    "growth_factor": ("growth_factor", "scale_factor", "factor"),
+    "backoff_factor": ("backoff_factor", "scale_factor", "factor"),
+    "growth_interval": ("growth_interval", "scale_window", "period", "dynamic_growth_steps"),
+    "hysteresis": ("delayed_shift",),
+    "min_scale": ("min_scale", "minimum_scale", "min_loss_scale"),
+    "consecutive_hysteresis": ("consecutive_hysteresis",),
+    "raise_at_min": ("raise_error_at_min_scale",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The keys under which a system saves what; without a preset it is a static scale."""
+    """The keys under which a system saves its state."""
 
     system: str
-    preset: str = ""
-    scale: str
+    preset: str  # "" for a static scale
     required: tuple[str, ...]
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the keys, by the preset's names
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    growth: str | None = None  # clean steps, or last_overflow_iter, from which they are counted
-    remaining: str | None = None  # overflows that are still tolerated
-    least_remaining: int = 1
-    lost: tuple[str, ...] = ()  # trackers that the system has and does not save
-    also: tuple[str, ...] = ()
-    note: str = ""
-    is_distinct: bool = True  # recognised by its keys
+    optional: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that the system does not have
+    assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what it does not save, beside settings
 
     @property
     def vocabulary(self) -> frozenset[str]:
         """Every key that it may have."""
-        return frozenset((*self.required, *self.settings.values(), *self.also))
+        return frozenset((*self.required, *self.optional))
+
+    def key(self, names: tuple[str, ...]) -> str:
+        """Return the one of some keys that it has, or an empty string."""
+        return next((name for name in names if name in self.vocabulary), "")
 
 
-_FACTORS = {"growth_factor": "growth_factor", "backoff_factor": "backoff_factor", "growth_interval": "growth_interval"}
+_FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCH = ("scale", *_FACTORS, "_growth_tracker")
-# One factor that the scale is multiplied by and divided by.
-_SYMMETRIC = ("scale_factor", "factor")
-_WINDOW = {"growth_factor": "scale_factor", "backoff_factor": "scale_factor", "growth_interval": "scale_window"}
-_WINDOWED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_ITERATIONS = ("cur_scale", "cur_iter", "last_overflow_iter")
+_WINDOW = ("scale_factor", "scale_window")
+_ZERO = (*_WINDOW, "min_scale", "delayed_shift", "consecutive_hysteresis", "raise_error_at_min_scale", "dynamic")
+_STAGE0_NOTE = "DeepSpeed's without ZeRO; apex's FP16_Optimizer saves the same keys: format='apex'"
+_AMP_NOTE = "amp's dynamic scaler; a static one saves the same keys: gradscale.StaticScale"
+_LOST = dict.fromkeys(("growth_tracker", "overflow_tracker", "rescale_tracker"), 0)
+_FLAX = _Layout("flax", "flax", ("scale", "fin_steps"), (*_FACTORS, "minimum_scale"))
+_JMP = _Layout("jmp", "jmp", ("loss_scale", "counter"), ("factor", "period", "min_loss_scale"))
 _LAYOUTS = (
+    _Layout("torch", "torch", _TORCH),
+    _Layout("nemo", "apex_hysteresis", (*_TORCH, "_hysteresis_tracker")),
+    _Layout("megatron", "megatron", ("scale", "growth_tracker", "hysteresis_tracker")),
+    _Layout("deepspeed", "deepspeed", (*_ITERATIONS, "cur_hysteresis"), _ZERO),
     _Layout(
-        system="torch", preset="torch", scale="scale", required=_TORCH, settings=_FACTORS, growth="_growth_tracker"
+        "deepspeed",
+        "deepspeed_stage0",
+        ("dynamic_loss_scale", *_ITERATIONS, *_WINDOW),
+        assumed={"system": _STAGE0_NOTE},
     ),
-    _Layout(
-        system="nemo",
-        preset="apex_hysteresis",
-        scale="scale",
-        required=(*_TORCH, "_hysteresis_tracker"),
-        settings=_FACTORS,
-        growth="_growth_tracker",
-        remaining="_hysteresis_tracker",
-        least_remaining=-validation.LARGEST_INT32,
-    ),
-    _Layout(
-        system="megatron",
-        preset="megatron",
-        scale="scale",
-        required=("scale", "growth_tracker", "hysteresis_tracker"),
-        growth="growth_tracker",
-        remaining="hysteresis_tracker",
-        # It goes on counting down where every overflow backs off.
-        least_remaining=-validation.LARGEST_INT32,
-    ),
-    _Layout(
-        system="deepspeed",
-        preset="deepspeed",
-        scale="cur_scale",
-        required=("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
-        settings=_WINDOW
-        | {"hysteresis": "delayed_shift", "min_scale": "min_scale"}
-        | {"consecutive_hysteresis": "consecutive_hysteresis", "raise_at_min": "raise_error_at_min_scale"},
-        growth="last_overflow_iter",
-        remaining="cur_hysteresis",
-        also=("dynamic",),
-    ),
-    _Layout(
-        system="deepspeed",
-        preset="deepspeed_stage0",
-        scale="cur_scale",
-        required=("dynamic_loss_scale", *_WINDOWED),
-        settings=_WINDOW,
-        growth="last_overflow_iter",
-        note="DeepSpeed's without ZeRO; apex's FP16_Optimizer saves the same keys: format='apex'",
-    ),
-    _Layout(system="deepspeed", scale="cur_scale", required=("dynamic_loss_scale", "cur_scale", "cur_iter")),
-    _Layout(system="deepspeed", scale="cur_scale", required=("dynamic", "cur_scale")),
-    _Layout(
-        system="apex",
-        preset="apex",
-        scale="loss_scale",
-        required=("loss_scale", "unskipped"),
-        growth="unskipped",
-        note="amp's dynamic scaler; a static one saves the same keys: gradscale.StaticScale",
-    ),
-    _Layout(
-        system="apex",
-        preset="apex",
-        scale="cur_scale",
-        required=_WINDOWED,
-        settings=_WINDOW,
-        fixed={"min_scale": 1.0, "max_scale": None},
-        growth="last_overflow_iter",
-    ),
-    _Layout(
-        system="fairseq",
-        preset="fairseq",
-        scale="loss_scale",
-        required=("loss_scale",),
-        lost=("growth_tracker", "overflow_tracker", "rescale_tracker"),
-    ),
-    _Layout(
-        system="keras",
-        preset="keras",
-        scale="dynamic_scale",
-        required=("dynamic_scale", "step_counter"),
-        settings={"growth_interval": "dynamic_growth_steps"},
-        growth="step_counter",
-    ),
-    _Layout(
-        system="flax",
-        preset="flax",
-        scale="scale",
-        required=("scale", "fin_steps"),
-        settings=_FACTORS | {"min_scale": "minimum_scale"},
-        growth="fin_steps",
-    ),
-    _Layout(
-        system="jmp",
-        preset="jmp",
-        scale="loss_scale",
-        required=("loss_scale", "counter"),
-        settings={"growth_factor": "factor", "backoff_factor": "factor", "growth_interval": "period"}
-        | {"min_scale": "min_loss_scale"},
-        growth="counter",
-    ),
-    # Told by the class of its object: as a mapping it could be fairseq's.
-    _Layout(system="jmp", scale="loss_scale", required=("loss_scale",), is_distinct=False),
+    _Layout("deepspeed", "", ("dynamic_loss_scale", "cur_scale", "cur_iter")),
+    _Layout("deepspeed", "", ("dynamic", "cur_scale")),
+    _Layout("apex", "apex", ("loss_scale", "unskipped"), assumed={"system": _AMP_NOTE}),
+    _Layout("apex", "apex", (*_ITERATIONS, *_WINDOW), fixed={"min_scale": 1.0, "max_scale": None}),
+    _Layout("fairseq", "fairseq", ("loss_scale",), assumed=_LOST),
+    _Layout("keras", "keras", ("dynamic_scale", "step_counter"), ("dynamic_growth_steps",)),
+    _FLAX,
+    _JMP,
 )
+# Told by its class alone: as a mapping it could be fairseq's.
+_JMP_STATIC = _Layout("jmp", "", ("loss_scale",))
+_OBJECTS = {
+    ("flax", "DynamicScale"): _FLAX,
+    ("jmp", "DynamicLossScale"): _JMP,
+    ("jmp", "StaticLossScale"): _JMP_STATIC,
+    ("jmp", "NoOpLossScale"): _JMP_STATIC,
+}
 _SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
+_KNOWN_KEYS = frozenset(key for layout in _LAYOUTS for key in layout.vocabulary)
 # apex's amp numbers the scalers of its losses.
 _OF_SEVERAL = re.compile(r"loss_scaler(\d+)")
 # Behind the iteration and the learning rate that every optimizer of Keras has.
 _KERAS_POSITIONS = {"step_counter": "2", "dynamic_scale": "3"}
-_KNOWN_KEYS = frozenset(key for layout in _LAYOUTS for key in layout.vocabulary)
+_LARGEST_COUNT = 2**63 - 1
 _DEEPEST = 5
 _SHOWN = 12
-
-
-def _layout_of(system: str, *, is_static: bool = False) -> _Layout:
-    """Return the layout of a system's object, of whichever class."""
-    return next(x for x in reversed(_LAYOUTS) if x.system == system and (not x.preset) == is_static)
 
 
 def _nearest(name: Any, names: Iterable[str]) -> str:
@@ -204,12 +145,9 @@ def _recognise(fields: Mapping[Any, Any], system: str | None) -> _Layout:
         msg = f"the state holds a scaler's state inside, got {_listed(fields)}; pass {' or '.join(paths[:_SHOWN])}"
         raise StateDictError(msg)
     near = max(_candidates(system), key=lambda layout: _likeness(layout, fields))
-    missing = [key for key in near.required if key not in fields]
     # One shared key, such as scale, tells nothing.
-    if missing and (system or _likeness(near, fields)[0] > 1):
-        close = "".join(_nearest(key, missing) for key in fields.keys() - _KNOWN_KEYS)
-        msg = f"the {near.system} state is cut short: keys {missing} are missing, got {_listed(fields)}{close}"
-        raise StateDictError(msg)
+    if not fields.keys() >= set(near.required) and (system or _likeness(near, fields)[0] > 1):
+        raise _cut_short(near, fields)
     formats = "; ".join(f"{layout.system}: {', '.join(layout.required)}" for layout in _candidates(system))
     close = next(filter(None, (_nearest(key, _KNOWN_KEYS) for key in fields.keys() - _KNOWN_KEYS)), "")
     several = "several formats" if found else "no known format"
@@ -220,8 +158,15 @@ def _recognise(fields: Mapping[Any, Any], system: str | None) -> _Layout:
     raise StateDictError(msg)
 
 
+def _cut_short(layout: _Layout, fields: Mapping[Any, Any]) -> StateDictError:
+    missing = [key for key in layout.required if key not in fields]
+    close = "".join(_nearest(key, missing) for key in fields.keys() - _KNOWN_KEYS)
+    msg = f"the {layout.system} state is cut short: keys {missing} are missing, got {_listed(fields)}{close}"
+    return StateDictError(msg)
+
+
 def _candidates(system: str | None) -> list[_Layout]:
-    return [layout for layout in _LAYOUTS if layout.is_distinct and system in (None, layout.system)]
+    return [layout for layout in _LAYOUTS if system in (None, layout.system)]
 
 
 def _matches(fields: Mapping[Any, Any], system: str | None) -> list[_Layout]:
@@ -245,18 +190,13 @@ def _nested(holder: Any, system: str | None, where: str, depth: int) -> Iterator
         found = _matches(value, system) if isinstance(value, Mapping) else []
         if len(found) == 1:
             yield len(found[0].required), inside
-        elif isinstance(value, Mapping) and _is_apart(value):
+        elif isinstance(value, Mapping) and (_is_numbered(value) or _several(value)):
             yield len(_KERAS_POSITIONS), inside
         elif isinstance(value, (Mapping, list, tuple)):
             if depth < _DEEPEST:
                 yield from _nested(value, system, inside, depth + 1)
         elif hasattr(value, "cur_scale"):
             yield 1, f"vars({inside})"
-
-
-def _is_apart(fields: Mapping[Any, Any]) -> bool:
-    """Tell whether these are keys that are looked up before all others."""
-    return _is_numbered(fields) or any(_OF_SEVERAL.fullmatch(f"{name}") for name in fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,9 +235,6 @@ class ForeignState:
         if not self.missing:
             lines.append("the saved state says everything; nothing was assumed")
         return "\n".join(lines)
-
-
-_LARGEST_COUNT = 2**63 - 1
 
 
 def load_foreign_state(
@@ -345,10 +282,10 @@ def load_foreign_state(
         raise InvalidValueError(msg)
     fields, layout = _fields(state)
     if layout is None:
-        chosen = _chosen(fields, loss_id)
         # One of several is apex's, however little is left of it.
-        layout = _recognise(chosen, format or ("apex" if _several(fields) else None))
-        fields = chosen
+        system = format or ("apex" if _several(fields) else None)
+        fields = _chosen(fields, loss_id)
+        layout = _recognise(fields, system)
     elif format not in (None, layout.system):
         msg = f"the state is {layout.system}'s, got format={format!r}; leave it out"
         raise InvalidValueError(msg)
@@ -360,14 +297,9 @@ def _fields(state: Any) -> tuple[Mapping[Any, Any], _Layout | None]:
     if isinstance(state, Mapping):
         return state, None
     kind = type(state)
-    library = kind.__module__.partition(".")[0]
-    if library == "flax" and kind.__name__ == "DynamicScale":
-        names = ("growth_factor", "backoff_factor", "growth_interval", "fin_steps", "scale", "minimum_scale")
-        return {name: getattr(state, name) for name in names}, _layout_of("flax")
-    if library == "jmp" and kind.__name__ == "DynamicLossScale":
-        return vars(state), _layout_of("jmp")
-    if library == "jmp" and kind.__name__ in ("StaticLossScale", "NoOpLossScale"):
-        return {"loss_scale": state.loss_scale}, _layout_of("jmp", is_static=True)
+    layout = _OBJECTS.get((kind.__module__.partition(".")[0], kind.__name__))
+    if layout is not None:
+        return {key: getattr(state, key, None) for key in layout.vocabulary}, layout
     if isinstance(state, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(state, "read"):
         msg = (
             f"state must be what was loaded from a file, got {state!r}; load it without running what it may hold: "
@@ -413,11 +345,10 @@ def _several(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, Any]) -> ForeignState:
     """Return what a state of this layout says, with the caller's settings for what it does not say."""
-    defaults: dict[str, Any] = {}
-    if layout.preset:
-        parameters = inspect.signature(getattr(presets, layout.preset)).parameters
-        defaults = {name: each.default for name, each in parameters.items() if name != "init_scale"}
-    said = [name for name, key in layout.settings.items() if _says(fields, key)]
+    parameters = inspect.signature(getattr(presets, layout.preset)).parameters if layout.preset else {}
+    defaults = {name: each.default for name, each in parameters.items() if name != "init_scale"}
+    # flax has None for no minimum.
+    said = {name: key for name, keys in _SETTINGS.items() if (key := layout.key(keys)) and fields.get(key) is not None}
     missing = [name for name in defaults if name not in (*said, *layout.fixed)]
     for name, value in settings.items():
         if name not in missing:
@@ -426,7 +357,9 @@ def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, A
             msg = f"this {layout.system} state {reason}, got {name}={value!r}; {wanted}{_nearest(name, missing)}"
             raise InvalidValueError(msg)
     try:
-        return _translate_dynamic(fields, layout, defaults, settings) if defaults else _translate_static(fields, layout)
+        if not layout.preset:
+            return _translate_static(fields, layout)
+        return _translate_dynamic(fields, layout, defaults, said, missing, settings)
     except StateDictError:
         raise
     except (InvalidTypeError, InvalidValueError) as error:
@@ -434,59 +367,58 @@ def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, A
         raise StateDictError(msg) from error
 
 
-def _translate_dynamic(
-    fields: Mapping[Any, Any], layout: _Layout, defaults: dict[str, Any], settings: dict[str, Any]
-) -> ForeignState:
-    preset = getattr(presets, layout.preset)
-    said = {name: _setting(name, key, fields[key]) for name, key in layout.settings.items() if _says(fields, key)}
-    missing = [name for name in defaults if name not in {**said, **layout.fixed}]
-    chosen: dict[str, Any] = {**layout.fixed, **said, **settings}
-    remaining = None
-    if layout.remaining is not None:
-        value = _scalar(fields[layout.remaining])
-        remaining = validation.integer(layout.remaining, value, layout.least_remaining, validation.LARGEST_INT32)
-        # More are still tolerated than there are by default: there must have been as many.
-        chosen.setdefault("hysteresis", max(remaining, defaults["hysteresis"]))
-    scale = validation.scale(layout.scale, _scalar(fields[layout.scale]))
-    try:
-        policy = preset(init_scale=scale, **{name: value for name, value in chosen.items() if name in defaults})
-    except InvalidValueError as error:
-        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
-        msg = f"{layout.scale} {scale!r} does not go with the settings: {error}{remedy}"
-        raise InvalidValueError(msg) from error
-    # What the system's own settings do not reach, and its state says all the same.
-    policy = dataclasses.replace(policy, **{name: value for name, value in chosen.items() if name not in defaults})
-    snapshot = {"scale": scale, "growth_tracker": _clean_steps(fields, layout, policy, "growth_interval" in said)}
-    snapshot["overflow_tracker"] = 0 if remaining is None else _counted(remaining, layout, policy)
-    assumed = {name: chosen.get(name, defaults[name]) for name in missing if name not in settings}
-    assumed |= dict.fromkeys(layout.lost, 0)
-    assumed |= {"system": layout.note} if layout.note else {}
-    missing += [name for name in assumed if name not in missing]
-    return ForeignState(
-        format=layout.system,
-        policy=policy,
-        state_dict=checkpoint.build(policy, snapshot, 1),
-        missing=tuple(missing),
-        assumed=MappingProxyType(assumed),
-    )
-
-
 def _translate_static(fields: Mapping[Any, Any], layout: _Layout) -> ForeignState:
-    flags = [key for key in ("dynamic", "dynamic_loss_scale") if key in layout.required]
-    if any(validation.boolean(key, _scalar(fields[key])) for key in flags):
-        dynamic = [other for other in _LAYOUTS if other.system == layout.system and other.preset]
-        wanted = next((other for other in dynamic if flags[0] in other.required), dynamic[0])
-        absent = [key for key in wanted.required if key not in fields]
-        msg = f"the {layout.system} state is cut short: keys {absent} are missing, got {_listed(fields)}"
-        raise StateDictError(msg)
-    policy = StaticScale(validation.scale(layout.scale, _scalar(fields[layout.scale])))
+    for flag in ("dynamic", "dynamic_loss_scale"):
+        if flag in layout.required and validation.boolean(flag, _scalar(fields[flag])):
+            raise _cut_short(next(other for other in _LAYOUTS if flag in other.vocabulary), fields)
+    policy = StaticScale(_scale(fields, layout)[1])
     saved = checkpoint.build(policy, {"scale": policy.init_scale}, 1)
     return ForeignState(layout.system, policy, saved, (), MappingProxyType({}))
 
 
-def _says(fields: Mapping[Any, Any], key: str) -> bool:
-    # flax has None for no minimum.
-    return fields.get(key) is not None
+def _translate_dynamic(
+    fields: Mapping[Any, Any],
+    layout: _Layout,
+    defaults: dict[str, Any],
+    said: dict[str, str],
+    missing: list[str],
+    given: dict[str, Any],
+) -> ForeignState:
+    assumed = {name: defaults[name] for name in missing if name not in given}
+    left_key, left = layout.key(_OVERFLOWS_LEFT), 0
+    if left_key:
+        # Systems other than DeepSpeed go on counting down where every overflow backs off.
+        left = _count(fields, left_key, 1 if layout.system == "deepspeed" else -validation.LARGEST_INT32)
+        if "hysteresis" in assumed:
+            # More are still tolerated than there are by default: there must have been as many.
+            assumed["hysteresis"] = max(left, assumed["hysteresis"])
+    saved = {name: _setting(name, key, fields) for name, key in said.items()}
+    chosen = {**layout.fixed, **saved, **given, **assumed}
+    scale_key, scale = _scale(fields, layout)
+    try:
+        preset = getattr(presets, layout.preset)
+        policy = preset(init_scale=scale, **{name: value for name, value in chosen.items() if name in defaults})
+    except InvalidValueError as error:
+        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
+        msg = f"{scale_key} {scale!r} does not go with the settings: {error}{remedy}"
+        raise InvalidValueError(msg) from error
+    # What the system's own settings do not reach, and its state says all the same.
+    policy = dataclasses.replace(policy, **{name: value for name, value in chosen.items() if name not in defaults})
+    overflows = 0
+    if left_key and left > policy.hysteresis:
+        msg = f"{left_key} must be at most the hysteresis, got {left!r} and {policy.hysteresis!r}"
+        raise InvalidValueError(msg)
+    if left_key and policy.hysteresis > 1:
+        overflows = policy.hysteresis - max(left, 0)
+    growth = _clean_steps(fields, layout, policy, "growth_interval" in said)
+    snapshot = {"scale": scale, "growth_tracker": growth, "overflow_tracker": overflows}
+    return ForeignState(
+        format=layout.system,
+        policy=policy,
+        state_dict=checkpoint.build(policy, snapshot, 1),
+        missing=(*missing, *layout.assumed),
+        assumed=MappingProxyType({**assumed, **layout.assumed}),
+    )
 
 
 def _scalar(value: Any) -> Any:
@@ -495,46 +427,48 @@ def _scalar(value: Any) -> Any:
     return value if shape is None or any(length != 1 for length in shape) else value[(0,) * len(shape)]
 
 
-def _setting(name: str, key: str, value: Any) -> Any:
+def _scale(fields: Mapping[Any, Any], layout: _Layout) -> tuple[str, float]:
+    """Return the scale's key and the scale."""
+    key = layout.key(_SCALE)
+    return key, validation.scale(key, _scalar(fields[key]))
+
+
+def _count(fields: Mapping[Any, Any], key: str, least: int, most: int = validation.LARGEST_INT32) -> int:
+    return validation.integer(key, _scalar(fields[key]), least, most)
+
+
+def _setting(name: str, key: str, fields: Mapping[Any, Any]) -> Any:
     """Return a saved setting as a plain number of the policy's, or raise naming its key."""
-    value = _scalar(value)
     if name in ("growth_interval", "hysteresis"):
-        return validation.integer(key, value, 1, validation.LARGEST_INT32)
+        return _count(fields, key, 1)
+    value = _scalar(fields[key])
     if name in ("consecutive_hysteresis", "raise_at_min"):
         return validation.boolean(key, value)
     if name == "min_scale":
         return validation.scale(key, value)
-    if name == "backoff_factor" and key not in _SYMMETRIC:
+    if key == "backoff_factor":
         return validation.number(key, value, above=0.0, below=1.0)
     factor = validation.number(key, value, above=1.0, at_most=validation.LARGEST_FLOAT32)
+    # One factor may serve both.
     return 1.0 / factor if name == "backoff_factor" else factor
 
 
 def _clean_steps(fields: Mapping[Any, Any], layout: _Layout, policy: Any, is_interval_said: bool) -> int:
     """Return the growth tracker."""
-    if layout.growth is None:
-        return 0
-    interval: int = policy.growth_interval
-    is_late = policy.growth_after != "interval"
-    if layout.growth == "last_overflow_iter":
-        done = validation.integer("cur_iter", _scalar(fields["cur_iter"]), 0, _LARGEST_COUNT)
-        last = validation.integer("last_overflow_iter", _scalar(fields["last_overflow_iter"]), -1, done - 1)
-        run = done - last - 1
+    if "last_overflow_iter" in layout.required:
+        done = _count(fields, "cur_iter", 0, _LARGEST_COUNT)
+        run = done - 1 - _count(fields, "last_overflow_iter", -1, done - 1)
+        interval: int = policy.growth_interval
         # DeepSpeed's first growth of a run comes after one step more, with which the next interval begins.
-        return (run - 1) % interval + 1 if is_late and run else run % interval
-    count = validation.integer(layout.growth, _scalar(fields[layout.growth]), 0, validation.LARGEST_INT32)
-    if not is_interval_said and count >= interval + is_late:
+        return (run - 1) % interval + 1 if run and policy.growth_after != "interval" else run % interval
+    key = layout.key(_CLEAN_STEPS)
+    if not key:
+        return 0
+    count = _count(fields, key, 0)
+    if not is_interval_said and count >= policy.growth_interval + (policy.growth_after != "interval"):
         msg = (
-            f"{layout.growth} must be below the interval after which the scale grows, got {count!r} and {interval!r}, "
-            f"which the state does not say; give growth_interval="
+            f"{key} must be below the interval after which the scale grows, got {count!r} and "
+            f"{policy.growth_interval!r}, which the state does not say; give growth_interval="
         )
         raise InvalidValueError(msg)
     return count
-
-
-def _counted(remaining: int, layout: _Layout, policy: Any) -> int:
-    """Return the overflow tracker, which counts up, from the overflows that are left."""
-    if remaining > policy.hysteresis:
-        msg = f"{layout.remaining} must be at most the hysteresis, got {remaining!r} and {policy.hysteresis!r}"
-        raise InvalidValueError(msg)
-    return 0 if policy.hysteresis == 1 else policy.hysteresis - max(remaining, 0)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, ParamSpec
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
 from gradscale.core import registry, validation
-from gradscale.core.arithmetic import has_float64, no_scalar
+from gradscale.core.arithmetic import as_0d_array, has_float64
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -99,43 +99,45 @@ class BoundedScale:
     max_scale: float | None = None
     at_min: AtMin = "clamp"
 
-    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold")
+    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold")
     # A larger factor would overflow in the product that is discarded where growth is not made.
-    _LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
+    LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "init_scale": validation.scale("init_scale", self.init_scale),
             "growth_factor": validation.number(
-                "growth_factor", self.growth_factor, above=1.0, at_most=self._LARGEST_GROWTH
+                "growth_factor", self.growth_factor, above=1.0, at_most=self.LARGEST_GROWTH
             ),
             "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
-            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self._largest_interval),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.largest_interval),
             "min_scale": validation.scale("min_scale", self.min_scale),
-            "at_min": validation.choice("at_min", self.at_min, self._AT_MIN),
-            **self._check(),
+            "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
+            **self.checked_settings(),
         }
         if self.max_scale is not None:
             checked["max_scale"] = validation.scale("max_scale", self.max_scale)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if not self.min_scale <= self.init_scale <= self._largest:
+        if not self.min_scale <= self.init_scale <= self.largest_scale:
             msg = (
                 f"init_scale must lie within min_scale and max_scale, got init_scale={self.init_scale!r}, "
                 f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
             )
             raise InvalidValueError(msg)
 
-    def _check(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, Any]:
         """Return the checked values of the fields that a rule adds."""
         return {}
 
     @property
-    def _largest_interval(self) -> int:
+    def largest_interval(self) -> int:
+        """The largest growth interval that its tracker can count."""
         return validation.LARGEST_INT32
 
     @property
-    def _largest(self) -> float:
+    def largest_scale(self) -> float:
+        """``max_scale``, or float32's own largest."""
         return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
 
     def init(self, like: Array) -> ScaleState:
@@ -144,26 +146,28 @@ class BoundedScale:
 
     def clamp(self, scale: float) -> float:
         """Return a scale moved into ``[min_scale, max_scale]``."""
-        return min(max(scale, self.min_scale), self._largest)
+        return min(max(scale, self.min_scale), self.largest_scale)
 
     def backoff(self, state: ScaleState) -> ScaleState:
         """Return the state with the scale backed off once, whatever is tolerated, and trackers of 0."""
         xp = array_namespace(state.scale)
         zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
-        return new_state(xp, self._lowered(xp, state.scale), *zeros)
+        return new_state(xp, self.lowered_scale(xp, state.scale), *zeros)
 
-    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+    def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
 
-    def _lowered(self, xp: Any, scale: Array) -> Array:
+    def lowered_scale(self, xp: Any, scale: Array) -> Array:
+        """Return a scale backed off once, as ``at_min`` says. No host read."""
         lowered = times(xp, scale, self.backoff_factor)
         floor = xp.full_like(scale, self.min_scale)
         if self.at_min == "hold":
             return xp.where(lowered < floor, scale, lowered)
         return xp.maximum(lowered, floor)
 
-    def _raised(self, xp: Any, scale: Array) -> Array:
+    def raised_scale(self, xp: Any, scale: Array) -> Array:
+        """Return a scale that has grown once; where float32 or ``max_scale`` has no room, as far as they allow."""
         # Chosen before the product, so that no library has an overflow to warn of.
         fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
         product = times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
@@ -209,7 +213,7 @@ class DynamicScale(BoundedScale):
     at_min : {"clamp", "hold", "raise"}, default "clamp"
         What a backoff that would pass below ``min_scale`` does: go to ``min_scale``; leave the scale (metaseq); go to
         ``min_scale``, and when an overflow has to back off from there, have the scaler raise ScaleUnderflowError
-        (DeepSpeed, fairseq). A pure function cannot raise on a value: functional loops read :meth:`exhausted`.
+        (DeepSpeed, fairseq). A pure function cannot raise on a value: functional loops read :meth:`at_min_scale`.
 
     Raises
     ------
@@ -222,14 +226,16 @@ class DynamicScale(BoundedScale):
     hysteresis_refill: tuple[Refill, ...] = ("clean_step",)
     tolerance: float | None = None
 
-    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
+    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
 
     @property
-    def _largest_interval(self) -> int:
+    def largest_interval(self) -> int:
+        """The largest growth interval that its tracker can count."""
         # The tracker counts one step more where growth comes one step later.
         return validation.LARGEST_INT32 - (self.growth_after != "interval")
 
-    def _check(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, Any]:
+        """Return the checked values of the fields that this rule adds."""
         checked: dict[str, Any] = {
             "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
@@ -272,11 +278,13 @@ class DynamicScale(BoundedScale):
         backoff = xp.logical_and(overflow, self._backoff_due(xp, state))
         overflow_tracker, rescale_tracker = self._next_trackers(xp, state, overflow, grow, backoff)
         scale = xp.where(
-            backoff, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
+            backoff,
+            self.lowered_scale(xp, state.scale),
+            xp.where(grow, self.raised_scale(xp, state.scale), state.scale),
         )
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
-    def exhausted(self, state: ScaleState) -> Array | None:
+    def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
 
         None where the policy never raises. No host read.
@@ -285,7 +293,7 @@ class DynamicScale(BoundedScale):
             return None
         xp = array_namespace(state.scale)
         at_min = state.scale <= xp.full_like(state.scale, self.min_scale)
-        return no_scalar(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
+        return as_0d_array(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
 
     def _backoff_due(self, xp: Any, state: ScaleState) -> Array:
         """Return a 0-d bool: would an overflow now be one too many."""
@@ -346,7 +354,7 @@ class StaticScale:
         """Return the state as it is."""
         return state
 
-    def exhausted(self, state: ScaleState) -> Array | None:  # noqa: ARG002
+    def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
 
@@ -364,7 +372,7 @@ def _first_state(scale: float, like: Array) -> ScaleState:
 def new_state(xp: Any, *fields: Array) -> ScaleState:
     """Return a state of fields that may be scalars."""
     # NumPy's operators return scalars for 0-d arrays.
-    return ScaleState(*(no_scalar(xp, field) for field in fields))
+    return ScaleState(*(as_0d_array(xp, field) for field in fields))
 
 
 def overflow_flag(nonfinite: Array, like: Array) -> Array:
@@ -388,7 +396,7 @@ def is_reached(xp: Any, tolerance: float, overflow_tracker: Array, rescale_track
     """Return a 0-d bool: would one more overflow make them this fraction of the steps since the last change."""
     overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
     steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
-    return no_scalar(xp, overflows / steps >= xp.full_like(steps, tolerance))
+    return as_0d_array(xp, overflows / steps >= xp.full_like(steps, tolerance))
 
 
 def times(xp: Any, scale: Array, factor: float) -> Array:

@@ -410,7 +410,7 @@ def unroll(policy: Policy) -> Unrolled:
         scale_index = first._fields.index("scale")
         # The count of a clean step and of an overflow, so that every choice between them is made here.
         clean, overflow = (policy.update(symbols, nonfinite=constant(count, "int32")) for count in (0, 1))
-        source = "\n".join(_loop(symbols, scale_index, clean, overflow, policy.exhausted(symbols)))
+        source = "\n".join(_loop(symbols, scale_index, clean, overflow, policy.at_min_scale(symbols)))
     except Exception as error:
         msg = (
             f"the policy must be pure functions of 0-d arrays of the array API standard to be simulated, "
@@ -422,7 +422,7 @@ def unroll(policy: Policy) -> Unrolled:
     return Unrolled(start, scale_index, source, namespace["run"])
 
 
-def _loop(symbols: Any, scale_index: int, clean: Any, overflow: Any, exhausted: Any) -> Iterator[str]:
+def _loop(symbols: Any, scale_index: int, clean: Any, overflow: Any, at_min_scale: Any) -> Iterator[str]:
     """Yield the lines of the loop."""
     state = ", ".join(symbol.value for symbol in symbols)
     yield "def run(state, magnitudes, add_scale, add_skipped):"
@@ -436,8 +436,8 @@ def _loop(symbols: Any, scale_index: int, clean: Any, overflow: Any, exhausted: 
         yield f"            {line}"
     yield "        else:"
     yield "            add_skipped(True)"
-    if exhausted is not None:
-        writer = _Writer([exhausted])
+    if at_min_scale is not None:
+        writer = _Writer([at_min_scale])
         for line in writer.lines:
             yield f"            {line}"
         yield f"            if {writer.expressions[0]}:"

@@ -54,7 +54,7 @@ class DelayedScale(BoundedScale):
         lower = state.overflow_tracker != zero
         grow = state.growth_tracker >= xp.full_like(zero, self.growth_interval)
         scale = xp.where(
-            lower, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
+            lower, self.lowered_scale(xp, state.scale), xp.where(grow, self.raised_scale(xp, state.scale), state.scale)
         )
         run = xp.where(grow, one, next_count(xp, state.growth_tracker, self.growth_interval))
         return new_state(xp, scale, xp.where(overflow, zero, run), xp.where(overflow, one, zero), zero)
@@ -80,11 +80,13 @@ class WideningScale(BoundedScale):
 
     tolerance: float = 0.0
 
-    def _check(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, Any]:
+        """Return the checked values of the fields that this rule adds."""
         return {"tolerance": validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)}
 
     @property
-    def _largest_interval(self) -> int:
+    def largest_interval(self) -> int:
+        """The largest growth interval that its tracker can count."""
         return _LARGEST_INTERVAL
 
     @verdict_by_name
@@ -108,7 +110,7 @@ class WideningScale(BoundedScale):
         grow = xp.logical_and(xp.logical_not(overflow), run >= interval)
         lower = xp.logical_and(overflow, is_reached(xp, tolerance, overflows, state.rescale_tracker))
         scale = xp.where(
-            lower, self._lowered(xp, state.scale), xp.where(grow, self._raised(xp, state.scale), state.scale)
+            lower, self.lowered_scale(xp, state.scale), xp.where(grow, self.raised_scale(xp, state.scale), state.scale)
         )
 
         # An interval that has been doubled is halved by taking a doubling back, which loses no remainder.
@@ -172,14 +174,16 @@ class GradualScale(BoundedScale):
 
     fast_start: bool = False
 
-    _AT_MIN: ClassVar[tuple[AtMin, ...]] = ("clamp",)
-    _LARGEST_GROWTH: ClassVar[float] = 2.0
+    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp",)
+    LARGEST_GROWTH: ClassVar[float] = 2.0
 
-    def _check(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, Any]:
+        """Return the checked values of the fields that this rule adds."""
         return {"fast_start": validation.boolean("fast_start", self.fast_start)}
 
     @property
-    def _largest_interval(self) -> int:
+    def largest_interval(self) -> int:
+        """The largest growth interval that its tracker can count."""
         return 2**20
 
     @verdict_by_name
@@ -203,7 +207,7 @@ class GradualScale(BoundedScale):
         advanced = xp.where(xp.logical_and(clean, xp.logical_not(fast)), phase + one, phase)
         full = advanced >= xp.full_like(zero, self.growth_interval)
         phase = xp.where(full, zero, advanced)
-        largest, one_real = xp.full_like(base, self._largest), xp.full_like(base, 1.0)
+        largest, one_real = xp.full_like(base, self.largest_scale), xp.full_like(base, 1.0)
         grows = xp.logical_or(full, xp.logical_and(clean, fast))
         fits = base <= xp.full_like(base, validation.largest_with_finite_product(self.growth_factor))
         grown = xp.where(fits, times(xp, xp.where(fits, base, one_real), self.growth_factor), largest)
@@ -212,7 +216,7 @@ class GradualScale(BoundedScale):
         power = self._power(xp, phase, real)
         wide_base, wide_one = xp.astype(base, real), xp.full_like(power, 1.0)
         # Compared before the product, which float32 might not hold.
-        above = wide_base >= xp.full_like(power, self._largest) / power
+        above = wide_base >= xp.full_like(power, self.largest_scale) / power
         exact = xp.where(above, wide_one, wide_base) * power
         below = xp.logical_and(xp.logical_not(above), exact <= xp.full_like(power, self.min_scale))
         bounded = xp.logical_or(above, below)

@@ -7,11 +7,9 @@ import io
 import json
 import os
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
@@ -49,30 +47,57 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     }
 
 
-class _RowLog(ABC):
+class _Format(NamedTuple):
+    """How rows are written, and which files can be appended to."""
+
+    header: bytes
+    line: Callable[[dict[str, Any]], bytes]
+    wanted: str
+    fits: Callable[[bytes], bool]
+
+
+def _csv_line(cells: Iterable[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+def _csv_row(row: dict[str, Any]) -> bytes:
+    return _csv_line(
+        "" if value is None else value if name in _TEXT else json.dumps(value) for name, value in row.items()
+    )
+
+
+class _RowFile:
     """A file that gets a row for each report, written at once and in one piece."""
 
-    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
+    _file: BinaryIO | None = None
+    _has_rows = False
+    _is_closed = False
+
+    def __init__(self, format: _Format, path: str | os.PathLike[str], *, append: bool, every_rank: bool) -> None:  # noqa: A002
+        self._format = format
         self.path = _as_text(path)
         self.every_rank = validation.boolean("every_rank", every_rank)
         self._append = validation.boolean("append", append)
-        self._file: BinaryIO | None = None
-        self._has_rows = False
-        self._is_closed = False
         if self.every_rank and _RANK not in self.path:
             msg = (
                 f"path must have {_RANK} in it with every_rank=True, so that each rank has its file, got {self.path!r}"
             )
             raise InvalidValueError(msg)
-        if _RANK in self.path:
-            # The rank comes with the first report.
-            self._check_folder(Path(self.path.replace(_RANK, "0")).parent)
-        else:
+        if _RANK not in self.path:
             self._open(Path(self.path))
+            return
+        # The rank comes with the first report.
+        folder = Path(self.path.replace(_RANK, "0")).parent
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except (OSError, ValueError) as error:
+            raise _cannot_open(folder, error) from error
 
-    def __call__(self, report: UpdateReport | StepReport) -> None:
-        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
-        row = row_of(report)
+    def write(self, row: dict[str, Any]) -> None:
+        """Write a row; the first one says of which rank the file is."""
         if self._is_closed:
             msg = f"the log is closed, got {self.path!r}: take it out of the scaler's callbacks before close()"
             raise LogWriteError(msg)
@@ -101,36 +126,8 @@ class _RowLog(ABC):
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> _RowLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
-            self.close()
-
-    @abstractmethod
-    def _header(self) -> bytes:
-        """Return the first line."""
-
-    @abstractmethod
-    def _line(self, row: dict[str, Any]) -> bytes:
-        """Return a row as a line."""
-
-    @abstractmethod
-    def _check_first_line(self, line: bytes, path: Path) -> None:
-        """Refuse a file to append to that is no such log."""
-
-    def _check_folder(self, folder: Path) -> None:
-        try:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except (OSError, ValueError) as error:
-            raise _cannot_open(folder, error) from error
+        self.close()
 
     def _open(self, path: Path) -> BinaryIO:
         try:
@@ -138,30 +135,31 @@ class _RowLog(ABC):
             file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115, PTH123
             self._file = file
             file.seek(0)
-            first_line = file.read(4096).partition(b"\n")[0] if self._append else b""
+            first = file.read(4096).partition(b"\n")[0] if self._append else b""
         except (OSError, ValueError) as error:
             raise _cannot_open(path, error) from error
-        if first_line:
-            try:
-                self._check_first_line(first_line, path)
-            except InvalidValueError:
-                self.close()
-                raise
+        if first and not self._format.fits(first):
+            self.close()
+            msg = (
+                f"the file to append to must {self._format.wanted}, got {str(path)!r}, which begins with "
+                f"{_shown(first.decode(errors='replace'))}; give another path, or append=False to begin anew"
+            )
+            raise InvalidValueError(msg)
         return file
 
     def _write(self, file: BinaryIO, row: dict[str, Any]) -> None:
-        line = self._line(row)
+        line = self._format.line(row)
         if not self._has_rows:
             # Not at construction: every rank makes the object, and only those that call it may touch the file.
             if not self._append:
                 file.truncate(0)
                 self._append = True
-            size = file.seek(0, os.SEEK_END)
-            if size == 0:
-                line = self._header() + line
-            elif _last_byte(file) != b"\n":
+            if file.seek(0, os.SEEK_END) == 0:
+                line = self._format.header + line
+            else:
+                file.seek(-1, os.SEEK_END)
                 # A row that a crash has cut.
-                line = b"\n" + line
+                line = (b"" if file.read(1) == b"\n" else b"\n") + line
         written = file.write(line)
         if written != len(line):
             msg = f"only {written} of {len(line)} bytes were written"
@@ -169,28 +167,15 @@ class _RowLog(ABC):
         self._has_rows = True
 
 
-def _last_byte(file: BinaryIO) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
+_JSON_LINES = _Format(
+    header=b"",
+    line=lambda row: json.dumps(row).encode() + b"\n",
+    wanted="be a JSON lines log",
+    fits=lambda first: first.startswith(b"{"),
+)
 
 
-def _as_text(path: Any) -> str:
-    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(where, str):
-        msg = f"path must be a str or os.PathLike, got {path!r} of type {type(path).__name__}"
-        raise InvalidTypeError(msg)
-    return where
-
-
-def _cannot_open(path: Path, error: Exception) -> LogWriteError:
-    msg = (
-        f"the log cannot be written, got {str(path)!r}: {getattr(error, 'strerror', None) or error}. "
-        f"Make its folder with mkdir -p, or give a path in one that can be written"
-    )
-    return LogWriteError(msg)
-
-
-class JSONLines(_RowLog):
+class JSONLines:
     """Write a JSON object on a line of its own for each update, with ``COLUMNS`` as its keys.
 
     Each row is in the file when the call returns, so that ``tail -f`` shows it and a crash keeps it. Two scalers may
@@ -214,49 +199,73 @@ class JSONLines(_RowLog):
         For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
     """
 
-    def _header(self) -> bytes:
-        return b""
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
+        self._rows = _RowFile(_JSON_LINES, path, append=append, every_rank=every_rank)
+        self.path, self.every_rank = self._rows.path, self._rows.every_rank
 
-    def _line(self, row: dict[str, Any]) -> bytes:
-        return json.dumps(row).encode() + b"\n"
+    def __call__(self, report: UpdateReport | StepReport) -> None:
+        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
+        self._rows.write(row_of(report))
 
-    def _check_first_line(self, line: bytes, path: Path) -> None:
-        if not line.startswith(b"{"):
-            msg = (
-                f"the file to append to must be a JSON lines log, got {str(path)!r}, which begins with "
-                f"{_shown(line.decode(errors='replace'))}; give another path, or append=False to begin anew"
-            )
-            raise InvalidValueError(msg)
+    def close(self) -> None:
+        """Close the file; it cannot be written to any more. Again is fine."""
+        self._rows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class CSV(_RowLog):
+_CSV = _Format(
+    header=_csv_line(COLUMNS),
+    line=_csv_row,
+    wanted=f"have the columns {','.join(COLUMNS)}",
+    fits=lambda first: first.rstrip(b"\r") == _csv_line(COLUMNS).rstrip(),
+)
+
+
+class CSV:
     """Write a line of comma-separated values for each update, below a first one with ``COLUMNS``.
 
     Parameters, errors and guarantees are those of :class:`JSONLines`; a file to append to must have the same columns,
     and keeps its one first line.
     """
 
-    def _header(self) -> bytes:
-        return _joined(COLUMNS)
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
+        self._rows = _RowFile(_CSV, path, append=append, every_rank=every_rank)
+        self.path, self.every_rank = self._rows.path, self._rows.every_rank
 
-    def _line(self, row: dict[str, Any]) -> bytes:
-        return _joined(
-            ["" if value is None else value if name in _TEXT else json.dumps(value) for name, value in row.items()]
-        )
+    def __call__(self, report: UpdateReport | StepReport) -> None:
+        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
+        self._rows.write(row_of(report))
 
-    def _check_first_line(self, line: bytes, path: Path) -> None:
-        if line.rstrip(b"\r") != self._header().rstrip(b"\n"):
-            msg = (
-                f"the file to append to must have the columns {','.join(COLUMNS)}, got {str(path)!r}, which begins "
-                f"with {_shown(line.decode(errors='replace'))}; give another path, or append=False to begin anew"
-            )
-            raise InvalidValueError(msg)
+    def close(self) -> None:
+        """Close the file; it cannot be written to any more. Again is fine."""
+        self._rows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _joined(cells: Any) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+def _as_text(path: Any) -> str:
+    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(where, str):
+        msg = f"path must be a str or os.PathLike, got {path!r} of type {type(path).__name__}"
+        raise InvalidTypeError(msg)
+    return where
+
+
+def _cannot_open(path: Path, error: Exception) -> LogWriteError:
+    msg = (
+        f"the log cannot be written, got {str(path)!r}: {getattr(error, 'strerror', None) or error}. "
+        f"Make its folder with mkdir -p, or give a path in one that can be written"
+    )
+    return LogWriteError(msg)
 
 
 def _shown(text: str) -> str:
@@ -302,44 +311,40 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _rows_of_json(where: str, text: str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _malformed(where, number, "a JSON object", line) from error
-        if not isinstance(row, dict):
-            raise _malformed(where, number, "a JSON object", line)
-        rows.append(row | {"line": number})
+        if line.strip():
+            row = _parsed(where, number, "a JSON object", line)
+            if not isinstance(row, dict):
+                raise _malformed(where, number, "a JSON object", line)
+            rows.append(row | {"line": number})
     return rows
 
 
 def _rows_of_csv(where: str, text: str) -> list[dict[str, Any]]:
     rows = []
     reader = csv.reader(io.StringIO(text))
-    lines = _lines_of_csv(where, reader)
-    header = next(lines, [])
-    for cells in lines:
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            raise _malformed(where, reader.line_num, f"{len(header)} values", ",".join(cells))
-        row: dict[str, Any] = {"line": reader.line_num}
-        for name, cell in zip(header, cells, strict=True):
-            try:
+    try:
+        header = next(reader, [])
+        for cells in filter(None, reader):
+            number = reader.line_num
+            if len(cells) != len(header):
+                raise _malformed(where, number, f"{len(header)} values", ",".join(cells))
+            row: dict[str, Any] = {"line": number}
+            for name, cell in zip(header, cells, strict=True):
                 # Numbers and booleans are written as in JSON; the rest is text.
-                row[name] = None if cell == "" else cell if name in _TEXT else json.loads(cell)
-            except (ValueError, RecursionError) as error:
-                raise _malformed(where, reader.line_num, f"a number or true or false as {name}", cell) from error
-        rows.append(row)
+                is_text = name in _TEXT or not cell
+                wanted = f"a number or true or false as {name}"
+                row[name] = (cell or None) if is_text else _parsed(where, number, wanted, cell)
+            rows.append(row)
+    except csv.Error as error:
+        raise _malformed(where, reader.line_num, "comma-separated values", f"{error}") from error
     return rows
 
 
-def _lines_of_csv(where: str, reader: Any) -> Iterator[list[str]]:
+def _parsed(where: str, line: int, wanted: str, text: str) -> Any:
     try:
-        yield from reader
-    except csv.Error as error:
-        raise _malformed(where, reader.line_num, "comma-separated values", f"{error}") from error
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(where, line, wanted, text) from error
 
 
 def _malformed(where: str, line: int, wanted: str, got: str) -> InvalidValueError:

@@ -27,7 +27,12 @@ _GREY = "#666666"
 
 _LARGEST_FLOAT16 = 65504.0
 _SMALLEST_FLOAT16 = 2.0**-24
-_SMALLEST_NORMAL_FLOAT16 = 2.0**-14
+# Where a line is drawn across fp16's range, its text, and whether that stands above or below.
+_LIMITS = (
+    (_LARGEST_FLOAT16, "65504, fp16's largest", "bottom"),
+    (2.0**-14, "2⁻¹⁴, below it fp16 loses bits", "bottom"),
+    (_SMALLEST_FLOAT16, "2⁻²⁴, fp16's smallest", "top"),
+)
 # From which on a float does not hold each integer.
 _LARGEST_ITERATION = 2**53
 # More than a picture has columns of pixels.
@@ -83,26 +88,33 @@ def history(
     magnitudes = [row for row in rows if row.magnitude]
     if ax is not None:
         figure: Any = ax.figure
-        scale_ax = ax
+        axes: Any = [ax]
     else:
-        figure = _figure(10.0, 6.4 if magnitudes else 4.2)
         heights = [3, 2] if magnitudes else [1]
+        figure = _figure(6.4 if magnitudes else 4.2)
         axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        scale_ax = axes[0]
-        axes[-1].set_xlabel(x_label)
-        if magnitudes:
-            _draw_range(axes[1], magnitudes)
-    _draw_scale(scale_ax, [row.x for row in rows], [row.scale for row in rows], label="scale", color=_COLOURS[0])
+    if len(axes) > 1:
+        _draw_range(axes[1], magnitudes)
     skipped = [row for row in rows if row.skipped]
-    _mark_skipped(scale_ax, [row.x for row in skipped], [row.scale for row in skipped])
-    _style(scale_ax, [row.scale for row in rows])
-    share = 100.0 * len(skipped) / len(rows)
-    default = f"{len(skipped):,} of {len(rows):,} steps skipped ({share:.2g} %)"
-    scale_ax.set_title(default if title is None else title, loc="left", fontsize=11)
-    scale_ax.set_ylabel("scale")
-    if ax is not None:
-        scale_ax.set_xlabel(x_label)
-    _legend(scale_ax)
+    _draw_scale(axes[0], [row.x for row in rows], [row.scale for row in rows], label="scale", color=_COLOURS[0])
+    if skipped:
+        columns = _columns([row.x for row in skipped], skipped[-1].x - skipped[0].x)
+        marks = {(column, row.scale): row for column, row in zip(columns, skipped, strict=True)}.values()
+        axes[0].scatter(
+            [row.x for row in marks],
+            [row.scale for row in marks],
+            marker="x",
+            s=34 if len(marks) < 100 else 14,
+            color=_SKIPPED,
+            linewidths=1.4,
+            zorder=3,
+            label="step skipped",
+        )
+    _style(axes[0], [row.scale for row in rows])
+    _legend(axes[0])
+    axes[0].set_title(_share(len(skipped), len(rows)) if title is None else title, loc="left", fontsize=11)
+    axes[0].set_ylabel("scale")
+    axes[-1].set_xlabel(x_label)
     return _saved(figure, path)
 
 
@@ -135,19 +147,18 @@ def simulation(
             f"got {results!r}"
         )
         raise InvalidTypeError(msg)
-    figure = _figure(10.0, 3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
+    figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     low, high = min(min(run.scale) for run in runs), max(max(run.scale) for run in runs)
     for index, (ax, run) in enumerate(zip(axes, runs, strict=True)):
         steps = range(1, run.steps + 1)
         _draw_scale(ax, steps, run.scale, color=_COLOURS[index % len(_COLOURS)], linewidth=1.4)
         skipped = [step for step, is_skipped in zip(steps, run.skipped, strict=True) if is_skipped]
-        drawn = _thinned(skipped, run.steps)
+        drawn = list(dict(zip(_columns(skipped, run.steps), skipped, strict=True)).values())
         # A strip below the data, in fractions of the height.
         strip = ax.get_xaxis_transform()
         ax.vlines(drawn, 0.0, _STRIP, transform=strip, color=_SKIPPED, linewidth=1.2 if len(drawn) < 200 else 0.6)
-        share = f"{len(skipped):,} of {run.steps:,} steps skipped ({100.0 * len(skipped) / run.steps:.2g} %)"
-        ax.set_title(f"{run.name}: {share}", loc="left", fontsize=10)
+        ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}", loc="left", fontsize=10)
         # The same axes for all, with room for the strip.
         _style(ax, [low * (low / high / 4.0) ** (1.6 * _STRIP), high])
         ax.set_ylabel("scale")
@@ -170,8 +181,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         for row in found:
             where = f"line {row['line']} of {os.fspath(history)!r}"
             scale, magnitude = row.get("scale"), row.get("magnitude")
-            is_within = _is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32
-            if not is_within:
+            if not (_is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32):
                 msg = f"{where} must have a scale above 0 that float32 can hold, got {scale!r:.60}"
                 raise InvalidValueError(msg)
             if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
@@ -190,15 +200,13 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     # A resumed run may have made some iterations twice.
     numbers = [x for x in iterations if type(x) is int and abs(x) < _LARGEST_ITERATION]
     is_in_order = len(numbers) == len(found) and all(x <= y for x, y in itertools.pairwise(numbers))
-    rows = [
-        _Row(
-            row["iteration"] if is_in_order else number,
-            row["scale"],
-            row.get("skipped") is True,
-            _drawable(row.get("magnitude")),
-        )
-        for number, row in enumerate(found, 1)
-    ]
+    rows = []
+    for number, row in enumerate(found, 1):
+        magnitude = row.get("magnitude")
+        # What is no finite number, or beyond any gradient, is not drawn.
+        is_drawable = magnitude is not None and magnitude <= validation.LARGEST_FLOAT32
+        x = row["iteration"] if is_in_order else number
+        rows.append(_Row(x, row["scale"], row.get("skipped") is True, magnitude if is_drawable else None))
     return rows, "iteration" if is_in_order else "row of the log"
 
 
@@ -206,17 +214,16 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _drawable(magnitude: Any) -> float | None:
-    """Return a magnitude that float32 can hold; None for what is no finite number, or beyond any gradient."""
-    return magnitude if magnitude is not None and magnitude <= validation.LARGEST_FLOAT32 else None
+def _share(skipped: int, total: int) -> str:
+    return f"{skipped:,} of {total:,} steps skipped ({100.0 * skipped / total:.2g} %)"
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(height: float) -> Figure:
     with needs("gradscale.plot", "plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     # Not pyplot's, which keeps its figures and may open windows.
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(10.0, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -235,64 +242,42 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def _draw_scale(ax: Axes, x: Sequence[float], scales: Sequence[float], **how: Any) -> None:
-    ax.plot(*_step_line(x, scales), drawstyle="steps-post", **how)
-
-
-def _step_line(x: Sequence[float], scales: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the points where a step line turns; where they are more than pixels, what each column of them spans."""
+    """Draw a line by the points where it turns; where they are more than pixels, what each column of them spans."""
     turns = [0, *(i for i in range(1, len(scales)) if scales[i] != scales[i - 1]), len(scales) - 1]
     if len(turns) > 2 * _COLUMNS:
         width = -(-len(turns) // _COLUMNS)
         columns = [turns[first : first + width] for first in range(0, len(turns), width)]
-        extremes = [
-            (column[0], min(column, key=scales.__getitem__), max(column, key=scales.__getitem__), column[-1])
-            for column in columns
-        ]
-        turns = sorted({i for column in extremes for i in column})
+        lowest = (min(column, key=scales.__getitem__) for column in columns)
+        highest = (max(column, key=scales.__getitem__) for column in columns)
+        ends = (i for column in columns for i in (column[0], column[-1]))
+        turns = sorted({*lowest, *highest, *ends})
     # The last step lasts as long as the others.
-    return [*(x[i] for i in turns), x[-1] + 1], [*(scales[i] for i in turns), scales[-1]]
+    ax.plot(
+        [*(x[i] for i in turns), x[-1] + 1], [*(scales[i] for i in turns), scales[-1]], drawstyle="steps-post", **how
+    )
 
 
-def _thinned(x: Sequence[float], span: float) -> list[float]:
-    """Return positions without those that would fall on the column of pixels of another."""
-    columns = {x_value * _COLUMNS // max(span, _COLUMNS): x_value for x_value in x}
-    return list(columns.values())
-
-
-def _mark_skipped(ax: Axes, x: Sequence[float], scales: Sequence[float]) -> None:
-    span = (x[-1] - x[0]) if x else 0.0
-    points = {(a * _COLUMNS // max(span, _COLUMNS), scale): (a, scale) for a, scale in zip(x, scales, strict=True)}
-    if points:
-        a, b = zip(*points.values(), strict=True)
-        size = 34 if len(points) < 100 else 14
-        ax.scatter(a, b, marker="x", s=size, color=_SKIPPED, linewidths=1.4, zorder=3, label="step skipped")
+def _columns(x: Sequence[float], span: float) -> list[float]:
+    """Return the column of pixels that each position falls on; of those on one column one is enough."""
+    return [value * _COLUMNS // max(span, _COLUMNS) for value in x]
 
 
 def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
     """Draw the largest finite gradients, as fp16 had to hold them."""
     scaled = [(row.magnitude or 0.0) * row.scale for row in rows]
     ax.axhspan(_SMALLEST_FLOAT16, _LARGEST_FLOAT16, color=_COLOURS[2], alpha=0.10, linewidth=0)
-    ax.scatter(
-        [row.x for row in rows],
-        scaled,
-        s=16 if len(rows) < 300 else 5,
-        color=_COLOURS[0],
-        label="largest finite gradient",
-    )
-    for value, text, below in (
-        (_LARGEST_FLOAT16, "65504, fp16's largest", False),
-        (_SMALLEST_NORMAL_FLOAT16, "2⁻¹⁴, below it fp16 loses bits", False),
-        (_SMALLEST_FLOAT16, "2⁻²⁴, fp16's smallest", True),
-    ):
+    size = 16 if len(rows) < 300 else 5
+    ax.scatter([row.x for row in rows], scaled, s=size, color=_COLOURS[0], label="largest finite gradient")
+    for value, text, side in _LIMITS:
         ax.axhline(value, color=_GREY, linewidth=0.9, linestyle=(0, (4, 2)))
         ax.annotate(
             text,
             (1.0, value),
             xycoords=("axes fraction", "data"),
-            xytext=(-4, -3 if below else 3),
+            xytext=(-4, 3 if side == "bottom" else -3),
             textcoords="offset points",
             ha="right",
-            va="top" if below else "bottom",
+            va=side,
             fontsize=8,
             color=_GREY,
         )

@@ -1,25 +1,316 @@
-"""GroupAgreement: one verdict for a group of processes, for training loops made of pure functions."""
+"""Agreement: one verdict for a group of processes, of a scaler's steps or of a loop made of pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation, vector
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.vector import AgreementVector, Verdict
 from gradscale.errors import (
     BackendError,
+    CallOrderError,
     CollectiveTimeoutError,
     GradscaleError,
     InvalidTypeError,
     ScaleDesyncError,
     ScaleUnderflowError,
 )
-from gradscale.scaler.sharded import DEFAULT_TIMEOUT
+from gradscale.scaler.frame import Frame
+from gradscale.scaler.options import DEFAULT_TIMEOUT
+from gradscale.scaler.parts import LiveState, Pending
 
-__all__ = ["GroupAgreement"]
+__all__ = ["Agreement", "Exchange", "GroupAgreement", "PendingVerdict", "whereabouts"]
+
+
+class Agreement:
+    """How the ranks of a scaler agree: one message for each optimizer, iteration and group, or none at all.
+
+    Parameters
+    ----------
+    groups : sequence of Collectives or None, default ()
+        What to agree over, in turn; empty for a process that decides alone, None while it is not known.
+    diagnoses : bool, default False
+        Whether the scaler makes more collectives after an overflow, which has to be the same on every rank.
+    pending : callable, default PendingVerdict
+        Begins an agreement; called with this object and the arguments of ``start``.
+    own_rank : callable, optional
+        Returns the rank of this process for reports, or None for the one that its groups give it.
+
+    Attributes
+    ----------
+    vector : AgreementVector
+        Makes what is sent.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Collectives] | None = (),
+        *,
+        diagnoses: bool = False,
+        pending: Callable[..., Pending] | None = None,
+        own_rank: Callable[[], int | None] | None = None,
+    ) -> None:
+        self._groups = groups
+        self._diagnoses = diagnoses
+        self._pending: Callable[..., Pending] = PendingVerdict if pending is None else pending
+        self._own_rank = own_rank
+        # Why the groups can no longer be used.
+        self._lost: GradscaleError | None = None
+        self.vector = AgreementVector(diagnoses=diagnoses)
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """What is agreed over; empty for a process that decides alone.
+
+        Raises
+        ------
+        CallOrderError
+            After unpickling, before there is a group.
+        """
+        if self._groups is None:
+            msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
+            raise CallOrderError(msg)
+        return self._groups
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process decides alone."""
+        return self._groups is not None and len(self._groups) == 0
+
+    @property
+    def is_unjoined(self) -> bool:
+        """Whether it is not known what to agree over."""
+        return self._groups is None
+
+    def join(self, groups: Sequence[Collectives]) -> None:
+        """Agree over other groups from now on."""
+        self._groups = groups
+        self._lost = None
+
+    def leave(self) -> None:
+        """Agree over nothing until there is a group, which is an error to do without."""
+        self._groups = None
+
+    def rank(self) -> int:
+        """Return this process's rank, for reports and callbacks; 0 on exactly one rank of a grid of groups."""
+        rank = None if self._own_rank is None else self._own_rank()
+        if rank is not None:
+            return rank
+        rank = 0
+        # Groups that are the axes of a grid of ranks give each rank a number of its own.
+        for collectives in reversed(self._groups or ()):
+            rank = rank * collectives.size + collectives.rank
+        return rank
+
+    def usable_groups(self) -> Sequence[Collectives]:
+        """Return what is agreed over; raise while there is nobody to agree with, before any gradient is touched.
+
+        Raises
+        ------
+        CallOrderError
+            After unpickling, before there is a group.
+        BackendError
+            When the group was lost.
+        """
+        if self._groups is None:
+            return self.groups
+        if self._groups and self._lost is not None:
+            msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
+            raise BackendError(msg) from self._lost
+        return self._groups
+
+    def example(self, live: LiveState, number: int) -> Array | None:
+        """Return an array for a rank that has none; None where it need not take part.
+
+        Raises
+        ------
+        CallOrderError
+            When it has to, and no library is known.
+        """
+        if self.is_alone:
+            return None
+        found = live.example()
+        if found is not None:
+            return found
+        example: Callable[[], Array] | None = getattr(self.groups[0], "example", None)
+        if example is not None:
+            return example()
+        msg = (
+            f"{whereabouts(self.groups, number)} has seen no array yet, so it is not known in which library it takes "
+            f'part: pass backend= (such as backend="numpy") to a scaler whose rank may hold no gradients'
+        )
+        raise CallOrderError(msg)
+
+    def start(
+        self, found: Any, live: LiveState, state: ScaleState, frame: Frame, groups: Sequence[Collectives]
+    ) -> Pending:
+        """Begin the agreement on what this rank has found in an optimizer's gradients.
+
+        Parameters
+        ----------
+        found : Found
+            By the scaler's unscaler.
+        live : LiveState
+            The scaler's.
+        state : ScaleState
+            What the gradients were unscaled with.
+        frame : Frame
+            Of the iteration.
+        groups : sequence of Collectives
+            What to agree over; empty for a process that decides alone.
+        """
+        return self._pending(self, found, live, state, frame, groups)
+
+    def reduce(self, groups: Sequence[Collectives], sent: Any, number: int) -> Callable[[], Any]:
+        """Begin a MAX over the first group, and return what finishes it, and then those over the others.
+
+        Parameters
+        ----------
+        groups : sequence of Collectives
+            In one order on every rank.
+        sent : array or list of int
+            What this rank sends.
+        number : int
+            Of the iteration, for the error.
+        """
+        if not groups:
+            return lambda: sent
+        first, *others = groups
+        pending = first.start_max(sent)
+
+        def finish() -> Any:
+            try:
+                agreed = pending()
+                for collectives in others:
+                    agreed = collectives.start_max(agreed)()
+            except (BackendError, CollectiveTimeoutError) as error:
+                self._lose(error, number)
+                raise
+            return agreed
+
+        return finish
+
+    def maximum(
+        self, collectives: Collectives, values: list[int], like: Array, live: LiveState, number: int
+    ) -> list[int]:
+        """Return the element-wise MAX of a few integers over a group, in the library of ``like``. One host read."""
+        xp, backend = array_namespace(like), live.backend_for(like)
+        x = xp.asarray(values, dtype=xp.int32, device=backend.placement(like))
+        try:
+            return backend.read(collectives.start_max(x)())
+        except (BackendError, CollectiveTimeoutError) as error:
+            self._lose(error, number)
+            raise
+
+    def _lose(self, error: BackendError | CollectiveTimeoutError, number: int) -> None:
+        if isinstance(error, CollectiveTimeoutError):
+            error.iteration = number
+        self._lost = error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: without groups, which do not travel."""
+        vector = AgreementVector(diagnoses=self._diagnoses)
+        return self.__dict__ | {"_groups": () if self.is_alone else None, "_lost": None, "vector": vector}
+
+    def __copy__(self) -> Agreement:
+        # A copy in the same process talks to the same ranks.
+        copied = Agreement(self._groups, diagnoses=self._diagnoses, pending=self._pending, own_rank=self._own_rank)
+        copied._lost = self._lost
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
+        memo[id(self)] = copied = copy.copy(self)
+        return copied
+
+
+class PendingVerdict:
+    """The verdict on one optimizer's gradients, from the start of the agreement until the host has read it.
+
+    Parameters
+    ----------
+    agreement, found, live, state, frame, groups
+        As for :meth:`Agreement.start`.
+    """
+
+    is_begun = True
+    is_read_later = is_scaled = is_captured = False
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        found: Any,
+        live: LiveState,
+        state: ScaleState,
+        frame: Frame,
+        groups: Sequence[Collectives],
+    ) -> None:
+        self.groups = groups
+        self.version = live.version
+        self.known: Verdict | None = None
+        self._live, self._state, self._number = live, state, frame.number
+        backend = live.backend_for(state.scale)
+        self._sent = agreement.vector.pack(backend, live.policy, state, found.nonfinite, frame.next_position())
+        self._finish = agreement.reduce(groups, self._sent, frame.number)
+        self._agreed: Any = None
+
+    def verdict(self) -> Verdict:
+        """Finish the agreement and read its verdict: the one host read of a step."""
+        if self.known is None:
+            self._agreed = self._finish()
+            backend = self._live.backend_for(self._agreed)
+            agreed, sent = vector.read_both(backend, self._agreed, self._sent)
+            if hasattr(self._agreed, "compute"):
+                # A lazy library would compute all that it depends on once more in the update.
+                xp = array_namespace(self._agreed)
+                self._agreed = xp.asarray(agreed, dtype=xp.int32)
+                self._live.settle(self._state, agreed[2:6])
+            self.known = vector.read_verdict(
+                agreed, sent, self._live.policy, lambda: whereabouts(self.groups, self._number)
+            )
+        return self.known
+
+    def count(self) -> Array:
+        """Return the agreed count, 0-d int32. No host read."""
+        return self._agreed[0]
+
+    def has_arrived(self) -> bool:
+        """Return True: the step has read it."""
+        return True
+
+
+class Exchange:
+    """A MAX of a few integers over one group, for the norms and diagnoses of one iteration.
+
+    Parameters
+    ----------
+    collectives : Collectives
+        The group.
+    agreement, live, frame
+        Of the scaler, whose iteration a failure ends.
+    """
+
+    def __init__(self, collectives: Collectives, agreement: Agreement, live: LiveState, frame: Frame) -> None:
+        self.rank, self.size = collectives.rank, collectives.size
+        self._collectives, self._agreement, self._live, self._frame = collectives, agreement, live, frame
+
+    def maximum(self, values: list[int], like: Array) -> list[int]:
+        """Return the element-wise MAX over the group, in the library and on the device of ``like``. One host read."""
+        try:
+            return self._agreement.maximum(self._collectives, values, like, self._live, self._frame.number)
+        except (BackendError, CollectiveTimeoutError) as error:
+            self._frame.failure = error
+            raise
+
+
+def whereabouts(groups: Sequence[Collectives], number: int) -> str:
+    """Say which process this is, and in which iteration, for error messages."""
+    ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in groups]
+    return f"{' / '.join(ranks) or 'this process'} in iteration {number}"
 
 
 class GroupAgreement:
@@ -54,7 +345,7 @@ class GroupAgreement:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)
-        self._packer = vector.Packer()
+        self._packer = vector.AgreementVector()
         self._calls = 0
         # Why the ranks can no longer agree.
         self._failure: GradscaleError | None = None
@@ -102,22 +393,21 @@ class GroupAgreement:
             for collectives in self._groups:
                 agreed = collectives.start_max(agreed)()
             received, own = vector.read_both(backend, agreed, sent)
-            verdict = vector.read_verdict(received, own, self._policy, self._whereabouts)
+            verdict = vector.read_verdict(received, own, self._policy, self._where)
         except (CollectiveTimeoutError, BackendError, ScaleDesyncError) as error:
             if isinstance(error, CollectiveTimeoutError):
                 error.iteration = self._calls
             self._failure = error
             raise
         self._calls += 1
-        if verdict.nonfinite and verdict.exhausted:
+        if verdict.nonfinite and verdict.at_min_scale:
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdict.scale!r}, seen by "
-                f"{self._whereabouts()}: look for inf or NaN in the unscaled loss, the data or the weights"
+                f"{self._where()}: look for inf or NaN in the unscaled loss, the data or the weights"
             )
             raise ScaleUnderflowError(msg)
         # Not by index, for which NumPy gives a scalar.
         return xp.reshape(agreed[:1], ())
 
-    def _whereabouts(self) -> str:
-        ranks = [f"rank {collectives.rank} of {collectives.size}" for collectives in self._groups]
-        return f"{' / '.join(ranks)} in iteration {self._calls}"
+    def _where(self) -> str:
+        return whereabouts(self._groups, self._calls)

@@ -1,37 +1,74 @@
-"""GradScaler: the per-iteration protocol READY -> UNSCALED -> STEPPED, a thin stateful shell around the pure core."""
+"""GradScaler and ShardedGradScaler: the per-iteration protocol READY -> UNSCALED -> STEPPED over a scaler's parts."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self, Unpack
 
-from array_api_compat import array_namespace
-
-from gradscale.core import ops, tree, vector
-from gradscale.core.backend import Backend
-from gradscale.core.clipping import Clip, NormOver
-from gradscale.core.gradients import collect_gradients
-from gradscale.core.protocols import Array, Policy, ScaleState
+from gradscale.core import registry, validation
+from gradscale.core.clipping import NormOver, checked_norm
+from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.vector import Verdict
-from gradscale.errors import (
-    BackendError,
-    CollectiveTimeoutError,
-    InvalidTypeError,
-    InvalidValueError,
-    ScaleDesyncError,
-    ScaleUnderflowError,
+from gradscale.errors import InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.reports.overflow import OverflowReport
+from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
+from gradscale.reports.steps import StepReport, UpdateReport
+from gradscale.scaler import checkpoint
+from gradscale.scaler.agreement import Agreement, Exchange
+from gradscale.scaler.diagnosis import Diagnosis
+from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.live_state import ArrayState, checked_scale
+from gradscale.scaler.options import (
+    DEFAULT_TIMEOUT,
+    CommonOptions,
+    ScalerOptions,
+    chosen_policy,
+    completed,
+    made_reports,
+    with_options,
 )
-from gradscale.reports.steps import StepReport
-from gradscale.scaler.clipping import Clipping
-from gradscale.scaler.closure import find_closure, step_with_closure
-from gradscale.scaler.iteration import Iteration, Progress, Stage
-from gradscale.scaler.reporting import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, step_report
+from gradscale.scaler.parts import LiveState, Pending, Scaling, Unscaler
+from gradscale.scaler.scaling import ArrayScaling
+from gradscale.scaler.stepper import ClosureStepper, Outcome, PlainStepper, Stepper
+from gradscale.scaler.turn import Stage, Turn
+from gradscale.scaler.unscaler import ArrayUnscaler, Clip
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "Parts", "ShardedGradScaler"]
+
+# What is made anew of the parts of a copy.
+_SPREAD = ("_live", "_scaling", "_unscaler", "_steppers", "_agreement", "_reports", "_diagnosis")
 
 
-class GradScaler(Clipping):
+class Parts(NamedTuple):
+    """What a scaler is made of.
+
+    Attributes
+    ----------
+    live : LiveState
+        Where the state lives.
+    scaling : Scaling
+        The way of outputs through ``scale``.
+    unscaler : Unscaler
+        Collects gradients; unscales, clips and judges them.
+    steppers : sequence of Stepper
+        How optimizers are stepped; the first that takes an optimizer steps it.
+    agreement : Agreement
+        With the other ranks.
+    reports : Reports
+        What is told of the steps.
+    """
+
+    live: LiveState
+    scaling: Scaling
+    unscaler: Unscaler
+    steppers: Sequence[Stepper]
+    agreement: Agreement
+    reports: Reports[Pending]
+
+
+@with_options(ScalerOptions, CommonOptions)
+class GradScaler:
     """Scale losses, unscale gradients, skip steps with non-finite gradients, and adapt the scale.
 
     Per iteration: ``scale(loss)`` and the backward pass; for each optimizer ``unscale_(optimizer)`` if its gradients
@@ -39,20 +76,7 @@ class GradScaler(Clipping):
 
     Parameters
     ----------
-    init_scale, growth_factor, backoff_factor, growth_interval : optional
-        As in :class:`DynamicScale`; default 65536.0, 2.0, 0.5, 2000.
-    policy : DynamicScale, StaticScale or a Policy of your own, optional
-        Instead of the four above.
-    enabled : bool, default True
-        False makes every method pass through: nothing is scaled, checked or skipped.
-    backend : str or Backend, optional
-        An adapter or its registered name. Default: the one for the arrays' library.
-    on_skip, on_update : callable or sequence of callables, optional
-        Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
-    diagnose : {"on_overflow"}, optional
-        Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
-    history_size : int, default 1024
-        How many StepReports ``history`` keeps.
+    **options
 
     Raises
     ------
@@ -65,38 +89,44 @@ class GradScaler(Clipping):
     The state is made on the library and device of the first floating array that comes along.
     """
 
-    def __init__(
-        self,
-        *,
-        init_scale: float | None = None,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-        policy: Policy | None = None,
-        enabled: bool = True,
-        backend: str | Backend | None = None,
-        on_skip: OnSkip | None = None,
-        on_update: OnUpdate | None = None,
-        diagnose: Diagnose | None = None,
-        history_size: int = HISTORY_SIZE,
-    ) -> None:
-        factors = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
-        super().__init__(
-            policy,
-            factors,
-            enabled,
-            backend,
-            on_skip=on_skip,
-            on_update=on_update,
-            diagnose=diagnose,
-            history_size=history_size,
+    def __init__(self, **options: Unpack[ScalerOptions]) -> None:
+        given = completed(options)
+        factors = {name: given[name] for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
+        live = ArrayState(chosen_policy(given["policy"], factors), given["backend"])
+        enabled = validation.boolean("enabled", given["enabled"])
+        reports = made_reports(given)
+        parts = Parts(
+            live=live,
+            scaling=ArrayScaling(),
+            unscaler=ArrayUnscaler(),
+            steppers=(ClosureStepper(), PlainStepper()),
+            agreement=Agreement(diagnoses=reports.diagnoses),
+            reports=reports,
         )
-        self._closure_state: ScaleState | None = None
+        self._assemble(parts, enabled)
+
+    @classmethod
+    def of(cls, parts: Parts, *, enabled: bool = True) -> Self:
+        """Return a scaler made of the parts that an adapter brings."""
+        made = cls.__new__(cls)
+        made._assemble(parts, enabled)
+        return made
+
+    def _assemble(self, parts: Parts, enabled: bool) -> None:
+        self._parts = parts
+        self._enabled = enabled
+        self._iteration = Iteration(1)
+        self._spread()
+
+    def _spread(self) -> None:
+        """Give the parts names, and put those together that work together."""
+        self._live, self._scaling, self._unscaler, self._steppers, self._agreement, self._reports = self._parts
+        self._diagnosis = Diagnosis(self._live, self._agreement, self._unscaler, self._reports, enabled=self._enabled)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(policy={self._live.policy!r}, enabled={self._enabled})"
+
+    # The iteration.
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or nested containers of arrays, by the scale.
@@ -119,24 +149,8 @@ class GradScaler(Clipping):
         """
         if not self._enabled:
             return outputs
-        self._iteration.require_sound()
-        if isinstance(outputs, int):
-            msg = f"outputs must be an array or nested containers of arrays, got {outputs!r}"
-            raise InvalidTypeError(msg)
-        leaves, rebuild = tree.flatten(outputs)
-        like = ops.first_floating(leaves)
-        if like is None:
-            ops.require_arrays(leaves, what="output", rebuild=rebuild)
-            return rebuild(leaves)
-        self._refuse_tracing(like, "scale()")
-        state = self._in_force(like)
-        scaled = ops.scale(rebuild(leaves), state)
-        if self._closure_state is None:
-            self._iteration.state = state
-        self._iteration.scaled = True
-        if self._diagnoses:
-            self._remember_loss(leaves)
-        return scaled
+        self._iteration.frame.require_sound()
+        return self._scaling.scale(outputs, self._live, self._state_beside, self._note_scaled)
 
     def unscale_(
         self, optimizer: Any, *, max_norm: float | None = None, norm_over: NormOver | None = None
@@ -173,14 +187,8 @@ class GradScaler(Clipping):
         """
         clip = self._checked_clip(optimizer, max_norm, norm_over)
         if not self._enabled:
-            return None if clip is None else self._clip_unscaled(optimizer, clip)
-        self._iteration.require_sound()
-        progress = self._iteration.of(optimizer)
-        if progress.stage is Stage.UNSCALED:
-            self._iteration.wrong_order("unscale_() has already been called on this optimizer since the last update()")
-        if progress.stage is Stage.STEPPED:
-            self._iteration.wrong_order("unscale_() is being called after step() on this optimizer")
-        return self._unscale(optimizer, progress, clip)
+            return None if clip is None else self._unscaler.clip_unscaled(optimizer, clip.max_norm, self._live)
+        return self.begin_unscale(optimizer).unscale(optimizer, clip)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -213,20 +221,16 @@ class GradScaler(Clipping):
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
         if not self._enabled:
-            self._reports[optimizer] = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
+            disabled = StepReport(False, 1.0, 0, "disabled", self._iteration.frame.number)
+            self._reports.record(optimizer, disabled)
             return optimizer.step(*args, **kwargs)
-        progress = self._enter_step(optimizer)
-        closure = find_closure(args, kwargs)
-        if closure is not None:
-            if progress.stage is Stage.UNSCALED and not progress.by_closure:
-                self._iteration.wrong_order(
-                    "step() with a closure unscales by itself, and unscale_() was called before"
-                )
-            return step_with_closure(self, optimizer, progress, closure, args, kwargs)
-        verdict = self._judge_for_step(optimizer, progress)
-        returned = None if verdict.nonfinite else optimizer.step(*args, **kwargs)
-        self._conclude(optimizer, progress, verdict)
-        return returned
+        turn = self.begin_step(optimizer)
+        for stepper in self._steppers:
+            if stepper.takes(optimizer, args, kwargs):
+                break
+        outcome = stepper.step(turn, optimizer, args, kwargs)
+        self.end_step(optimizer, turn, outcome)
+        return outcome.returned
 
     def update(self, new_scale: Any = None) -> None:
         """Adapt the scale to this iteration's verdicts, and begin the next iteration.
@@ -251,151 +255,409 @@ class GradScaler(Clipping):
         """
         if not self._enabled:
             return
-        self._iteration.require_sound()
-        wanted = None if new_scale is None else self._checked_scale(new_scale)
-        judged = self._iteration.judged()
-        verdicts = [self._judge(progress) for progress in judged if self._is_judged_by_host(progress)]
+        live, frame = self._live, self._iteration.frame
+        frame.require_sound()
+        wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
+        pending = [(turn, turn.pending) for turn in self._iteration.judged() if turn.pending is not None]
+        verdicts = [turn.verdict() for turn, one in pending if not one.is_read_later]
         if wanted is not None:
-            self._set_scale(wanted)
-        elif self._iteration.lowered is not None:
-            self._state = self._iteration.lowered
-        elif judged:
-            self._state = self._advance(judged)
-        elif not self._iteration.scaled and not self._may_unscale_unscaled():
-            self._iteration.wrong_order(
-                "update() was called, and nothing was scaled or unscaled since the last update()"
-            )
-        ended, self._iteration = self._iteration, Iteration(self._iteration.number + 1)
-        if self._on_update:
+            live.replace_scale(wanted)
+        elif frame.lowered is not None:
+            live.take(frame.lowered)
+        elif pending:
+            counts = [one.count() for _, one in pending]
+            self._apply_deferred()
+            live.advance(counts)
+        elif not frame.scaled and self._agreement.is_alone:
+            frame.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+        ended, self._iteration = self._iteration, Iteration(frame.number + 1)
+        if self._reports.on_update is not None:
             self._tell_update(ended, verdicts)
-        if wanted is None and any(verdict.nonfinite and verdict.exhausted for verdict in verdicts):
+        if wanted is None and any(verdict.nonfinite and verdict.at_min_scale for verdict in verdicts):
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
-                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {self._policy!r}'
+                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {live.policy!r}'
             )
             raise ScaleUnderflowError(msg)
 
+    # What is told.
+
+    def last_step(self, optimizer: Any) -> StepReport:
+        """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
+
+        Raises
+        ------
+        CallOrderError
+            When it has not been stepped by this scaler.
+        """
+        return self._reports.last(optimizer)
+
+    @property
+    def history(self) -> list[StepReport]:
+        """The reports of the last steps of all optimizers, oldest first; ``history_size`` of them at most.
+
+        No host read beyond those that the steps made; steps that a fused optimizer has judged on a device are read
+        now. Copies and pickles of a scaler begin with none.
+        """
+        return self._reports.history
+
+    @property
+    def on_skip(self) -> OnSkip | None:
+        """What is called with the StepReport of a skipped step, in ``step``; None for nothing.
+
+        On rank 0 only, but for callables with a true attribute ``every_rank``, such as
+        :func:`gradscale.callbacks.every_rank` gives.
+        """
+        return self._reports.on_skip
+
+    @on_skip.setter
+    def on_skip(self, callbacks: OnSkip | None) -> None:
+        self._reports.on_skip = callbacks
+
+    @property
+    def on_update(self) -> OnUpdate | None:
+        """What is called with the UpdateReport of an iteration, in ``update``; None for nothing. As for ``on_skip``."""
+        return self._reports.on_update
+
+    @on_update.setter
+    def on_update(self, callbacks: OnUpdate | None) -> None:
+        self._reports.on_update = callbacks
+
+    def diagnose(self, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False) -> OverflowReport:
+        """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and what is the cause.
+
+        May be called at any time after the backward pass: before or after ``unscale_`` and ``step``, also a skipped
+        one, and after ``update``. No gradient, state or stage is changed.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Its gradients are taken for scaled in an iteration that has called ``scale`` and not yet ``unscale_`` or
+            ``step`` for it, and their magnitudes are divided by the scale; else for unscaled. Integer ones are left
+            out.
+        names : iterable, mapping or None
+            Pairs of name and parameter, such as ``model.named_parameters()``, or a mapping; or a string for each
+            parameter or leaf. Default: the optimizer's own names (torch's ``param_names``), else the expression that
+            reaches the gradient.
+        loss : array, float or nested containers of these, optional
+            The unscaled loss. Where it is not finite, the model is at fault. Default: what ``scale`` was called with,
+            if the scaler was made with ``diagnose="on_overflow"``.
+        gather : bool, default False
+            Report all ranks of the scaler's group. Every rank must call it then, and gets the same report: the 4096
+            worst entries, or the 8 worst of each rank if that is more. Over several groups they are gathered in turn.
+
+        Returns
+        -------
+        OverflowReport
+            ``print`` shows it as a table. One host read, and two all-reduces for each group with ``gather``.
+
+        Raises
+        ------
+        InvalidValueError
+            For names that do not match the parameters.
+        InvalidTypeError
+            When the object has no gradients, or something among them is no array of one library.
+        CollectiveTimeoutError, BackendError
+            With ``gather``: when some rank does not come, or could not look at its gradients.
+        """
+        turn = self._iteration.by_id(id(optimizer))
+        return self._diagnosis.diagnose(optimizer, self._iteration.frame, turn, names, loss, gather=gather)
+
+    # Settings.
+
+    def get_scale(self) -> float:
+        """Return the scale as a float, 1.0 when disabled. One host read."""
+        return self._live.scale() if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        """Return whether the scaler is enabled."""
+        return self._enabled
+
+    def get_growth_factor(self) -> float:
+        """Return the growth factor; 1.0 for a policy without one."""
+        return float(getattr(self._live.policy, "growth_factor", 1.0))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor: above 1."""
+        self._live.replace_setting("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the backoff factor; 1.0 for a policy without one."""
+        return float(getattr(self._live.policy, "backoff_factor", 1.0))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor: between 0 and 1."""
+        self._live.replace_setting("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the growth interval in clean steps; 1 for a policy without one."""
+        return int(getattr(self._live.policy, "growth_interval", 1))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval, in clean steps; a run that is already as long grows at its next clean step."""
+        self._live.replace_setting("growth_interval", new_interval)
+
+    # Saving and loading.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain Python values; empty when disabled. One host read.
+
+        Keys: torch's five (``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``),
+        so that torch's scalers can load it; ``version``, ``iteration``, the other trackers, and ``policy`` with every
+        setting. Call it between iterations.
+        """
+        if not self._enabled:
+            return {}
+        return checkpoint.build(self._live.policy, self._live.numbers(), self._iteration.frame.number)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
+
+        The policy's settings in it replace this scaler's; leave out the key ``policy`` to keep them (torch's three
+        factors are taken over all the same). A scale outside of the bounds is moved to the nearer one.
+
+        Raises
+        ------
+        StateDictError
+            When it is empty, lacks one of torch's five keys, holds a bad value, or was written by a newer version;
+            every value is checked first, and nothing is changed.
+        CallOrderError
+            In the middle of an iteration.
+        """
+        if not self._enabled:
+            return
+        self._iteration.require_boundary("load_state_dict()")
+        loaded = checkpoint.parse(state_dict, self._live.policy)
+        before, self._iteration = self._iteration.frame, Iteration(loaded.iteration)
+        if before.failure is None:
+            # Gradients under way are unscaled by what they were scaled with.
+            self._iteration.frame.scaled, self._iteration.frame.state = before.scaled, before.state
+        self._live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
+
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_closure_state": None}
+        """Return what is pickled: settings and numbers, without arrays, groups, callbacks and reports.
 
-    # What a scaler over a group replaces.
+        Raises
+        ------
+        CallOrderError
+            In the middle of an iteration.
+        """
+        self._iteration.require_boundary("pickling or copying a scaler")
+        kept = {name: value for name, value in self.__dict__.items() if name not in _SPREAD}
+        # Each part says by itself what of it is kept.
+        parts = self._parts._replace(steppers=tuple(map(copy.copy, self._parts.steppers)))
+        single = {name: copy.copy(part) for name, part in parts._asdict().items() if name != "steppers"}
+        return kept | {"_parts": parts._replace(**single), "_iteration": copy.copy(self._iteration)}
 
-    def _start(self, progress: Progress) -> Callable[[], Array]:
-        """Begin the agreement on what is to be sent, and return what finishes it; one process agrees with itself."""
-        return lambda: progress.sent
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._spread()
 
-    def _whereabouts(self, progress: Progress) -> str:  # noqa: ARG002
-        """Say which process this is, and in which iteration, for error messages."""
-        return f"this process in iteration {self._iteration.number}"
+    # For adapters, whose scalers hold one of these.
 
-    def _is_judged_by_host(self, progress: Progress) -> bool:  # noqa: ARG002
-        """Tell whether the host needs the verdict; not where the optimizer skips on the device."""
-        return True
+    @property
+    def parts(self) -> Parts:
+        """What the scaler is made of."""
+        return self._parts
 
-    def _advance(self, judged: Sequence[Progress]) -> ScaleState:
-        """Return the state after an iteration with these verdicts: any overflow backs the scale off once."""
-        state = self._current(None)
-        maximum = array_namespace(state.scale).maximum
-        nonfinite = [progress.agreed[0] for progress in judged if progress.agreed is not None]
-        return self._policy.update(state, nonfinite=functools.reduce(maximum, nonfinite))
+    @property
+    def iteration(self) -> Iteration:
+        """The present iteration."""
+        return self._iteration
 
-    def _like_nothing(self) -> Array | None:
-        """Return an array for a process that has none; None where it need not take part."""
-        return None
+    def turn_of(self, optimizer: Any) -> Turn:
+        """Return an optimizer's turn in the present iteration."""
+        at_once = self._reports.wants_each_step
+        return self._iteration.of(optimizer, self._live, self._unscaler, self._agreement, reads_at_once=at_once)
 
-    # The steps inside; the closure module calls them, too.
+    def begin_unscale(self, optimizer: Any) -> Turn:
+        """Return an optimizer's turn, having checked that its gradients may be unscaled.
 
-    def _enter_step(self, optimizer: Any) -> Progress:
-        """Return an optimizer's progress, having checked that it may be stepped."""
-        self._iteration.require_sound()
-        progress = self._iteration.of(optimizer)
-        if progress.stage is Stage.STEPPED:
-            self._iteration.wrong_order("step() has already been called on this optimizer since the last update()")
-        return progress
+        Raises
+        ------
+        CallOrderError
+            When they were already, or the optimizer was stepped.
+        """
+        frame = self._iteration.frame
+        frame.require_sound()
+        turn = self.turn_of(optimizer)
+        if turn.stage is Stage.UNSCALED:
+            frame.wrong_order("unscale_() has already been called on this optimizer since the last update()")
+        if turn.stage is Stage.STEPPED:
+            frame.wrong_order("unscale_() is being called after step() on this optimizer")
+        self._apply_deferred()
+        return turn
 
-    def _judge_for_step(self, optimizer: Any, progress: Progress) -> Verdict:
-        """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
-        if progress.stage is Stage.READY:
-            self._unscale(optimizer, progress)
-        return self._judge(progress)
+    def begin_step(self, optimizer: Any) -> Turn:
+        """Return an optimizer's turn, having checked that it may be stepped: the first half of ``step``.
 
-    def _in_force(self, like: Array | None) -> ScaleState:
-        """Return the state that gradients are scaled and unscaled with, made where ``like`` is if there is none yet."""
-        return self._closure_state or self._iteration.state or self._current(like)
+        Raises
+        ------
+        CallOrderError
+            When it was stepped already.
+        """
+        frame = self._iteration.frame
+        frame.require_sound()
+        turn = self.turn_of(optimizer)
+        if turn.stage is Stage.STEPPED:
+            frame.wrong_order("step() has already been called on this optimizer since the last update()")
+        if turn.stage is Stage.READY:
+            self._apply_deferred()
+        return turn
 
-    def _unscale(self, optimizer: Any, progress: Progress, clip: Clip | None = None) -> Array | None:
-        """Unscale the gradients in place, clip them, start the agreement on them, and return their norm."""
-        self._require_group()
-        found, assign = collect_gradients(optimizer)
-        what = f"gradient of {type(optimizer).__name__}"
-        like = ops.first_floating(found)
-        if self._state is None and not self._restored and not self._may_unscale_unscaled():
-            self._iteration.wrong_order("gradients are to be unscaled, and scale() has never been called")
-        if like is None and self._state is None:
-            like = self._like_nothing()
-        state = self._in_force(like)
-        self._refuse_tracing(state.scale, "unscale_()")
-        backend = self._backend_for(state.scale)
-        chosen = ops.floating_leaves(found, state, what=what)
-        master_dtype = getattr(optimizer, "master_dtype", None)
-        out = chosen if master_dtype is None else None
-        # Whatever fails from here on may have unscaled some gradients, but for a refusal of their kind.
-        progress.stage = Stage.UNSCALED
-        progress.verdict = progress.finish = norm = None
-        try:
-            if clip is None:
-                unscaled, nonfinite = backend.unscale(chosen, state, dtype=master_dtype, out=out)
-            else:
-                wanted = {"dtype": master_dtype, "out": out}
-                unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, **wanted)
-        except (InvalidTypeError, InvalidValueError):
-            progress.stage = Stage.READY
-            raise
-        if clip is not None:
-            unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, clip)
-        if unscaled is not chosen:
-            assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
-        self._agree(progress, backend, state, nonfinite)
-        return norm
+    def end_step(self, optimizer: Any, turn: Turn, outcome: Outcome) -> None:
+        """Record what has become of a step: the second half of ``step``."""
+        turn.stage = Stage.STEPPED
+        number = turn.frame.number
+        if turn.pending is None or turn.pending.is_scaled:
+            self._unscaler.remember(optimizer, left_scaled=turn.pending is not None)
+        if outcome.verdict is None:
+            assert turn.pending is not None
+            self._reports.record_later(optimizer, number, turn.pending)
+            return
+        overflow = None
+        if outcome.verdict.nonfinite and self._reports.diagnoses:
+            overflow = self._diagnosis.diagnose(optimizer, turn.frame, turn, gather=True)
+        report = step_report(outcome.verdict, number, outcome.retries, overflow)
+        self._iteration.reports.append(report)
+        self._reports.record(optimizer, report, self._agreement.rank)
 
-    def _agree(self, progress: Progress, backend: Backend, state: ScaleState, nonfinite: Array) -> None:
-        """Start the agreement on a local verdict."""
-        position = self._iteration.number, self._iteration.calls
-        progress.sent = self._packer.pack(backend, self._policy, state, nonfinite, position)
-        self._iteration.calls += 1
-        progress.finish = self._start(progress)
+    def agree_over(self, groups: Sequence[Collectives]) -> None:
+        """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
+        if self._iteration.frame.failure is not None:
+            self._iteration = Iteration(self._iteration.frame.number)
+        self._agreement.join(groups)
 
-    def _may_unscale_unscaled(self) -> bool:
-        """Tell whether gradients may come scaled from elsewhere, though this process never called scale()."""
-        return False
+    # The parts put together.
 
-    def _require_group(self) -> None:
-        """Raise while there is nobody to agree with, before any gradient is touched."""
+    def _state_beside(self, like: Array) -> ScaleState:
+        return self._iteration.frame.in_force(self._live, like)
 
-    def _judge(self, progress: Progress) -> Verdict:
-        """Finish the agreement and read its verdict: the one host read of a step."""
-        self._iteration.require_sound()
-        if progress.verdict is None:
+    def _note_scaled(self, state: ScaleState, leaves: Sequence[Any]) -> None:
+        frame = self._iteration.frame
+        frame.note_scaled(state)
+        if self._reports.diagnoses:
+            count = self._diagnosis.count_nonfinite(leaves)
+            if count is not None:
+                frame.loss_nonfinite.append(count)
+
+    def _checked_clip(self, optimizer: Any, max_norm: Any, norm_over: Any) -> Clip | None:
+        """Return what to clip to, having looked at the arguments before anything is modified.
+
+        Raises
+        ------
+        InvalidValueError, InvalidTypeError
+            For a norm that is no number or negative, another ``norm_over`` or none over a group, or several groups.
+        """
+        if norm_over not in (None, "rank", "group"):
+            msg = f'norm_over must be "rank" or "group", got {norm_over!r}'
+            raise InvalidValueError(msg)
+        if max_norm is None:
+            if norm_over is not None:
+                msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"
+                raise InvalidValueError(msg)
+            return None
+        largest = checked_norm(max_norm)
+        if not self._enabled and norm_over == "group":
+            msg = (
+                'a disabled scaler talks to no group, got norm_over="group": use StaticScale(1.0) as its policy to '
+                "train in float32 with a scaler that does"
+            )
+            raise InvalidValueError(msg)
+        if not self._enabled:
+            return Clip(largest)
+        groups = self._unscaler.groups_for(optimizer, self._agreement.usable_groups())
+        if not groups or norm_over == "rank":
+            return Clip(largest)
+        if norm_over is None:
+            msg = (
+                'max_norm= over a group needs norm_over=, since gradients may be parts or copies: "group" where each '
+                'rank holds a part of the gradients, "rank" where each holds all of them, the same ones'
+            )
+            raise InvalidValueError(msg)
+        if len(groups) > 1:
+            msg = (
+                f'norm_over="group" needs one group, got {len(groups)}, of which it is not known which hold parts: '
+                f"call unscale_(optimizer), and clip the gradients by a norm of your own"
+            )
+            raise InvalidValueError(msg)
+        return Clip(largest, Exchange(groups[0], self._agreement, self._live, self._iteration.frame))
+
+    def _apply_deferred(self) -> None:
+        """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
+        for pending in self._reports.poll():
             try:
-                progress.verdict = self._read_verdict(progress)
-            except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
-                self._iteration.failure = error
+                verdict = pending.verdict()
+            except ScaleDesyncError as error:
+                self._iteration.frame.failure = error
                 raise
-        return progress.verdict
+            self._live.observe(verdict.scale, pending.version)
 
-    def _read_verdict(self, progress: Progress) -> Verdict:
-        if progress.finish is None:
-            self._iteration.wrong_order("the gradients of this optimizer could not be unscaled completely before")
-        progress.agreed = progress.finish()
-        backend = self._backend_for(progress.agreed)
-        agreed, sent = vector.read_both(backend, progress.agreed, progress.sent)
-        self._settle(progress, agreed)
-        return vector.read_verdict(agreed, sent, self._policy, lambda: self._whereabouts(progress))
+    def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict]) -> None:
+        """Tell of an iteration that the update has ended, with the verdicts on what was unscaled in it."""
+        steps = tuple(ended.reports)
+        judged: list[StepReport | Verdict] = [*steps, *verdicts]
+        # An iteration without gradients has not moved the scale.
+        scale = judged[0].scale if judged else self._live.scale()
+        skipped = any(one.nonfinite > 0 for one in judged)
+        self._reports.tell_update(UpdateReport(ended.frame.number, scale, skipped, self._agreement.rank(), steps))
 
-    def _conclude(self, optimizer: Any, progress: Progress, verdict: Verdict, retries: int = 0) -> None:
-        """Record the end of a step."""
-        progress.stage = Stage.STEPPED
-        overflow = self._diagnose_overflow(optimizer, progress) if verdict.nonfinite and self._diagnoses else None
-        report = step_report(verdict, self._iteration.number, retries, overflow)
-        self._record(optimizer, report)
+
+@with_options(ScalerOptions, CommonOptions)
+class ShardedGradScaler(GradScaler):
+    """A GradScaler whose ranks skip together, back off together, and notice when they differ.
+
+    For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
+    parallelism. One collective of 64 bytes for each optimizer, iteration and group, on every rank, whatever it found
+    and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
+    is an error on every rank instead of a silent divergence.
+
+    Parameters
+    ----------
+    group : communicator, Collectives, or list of these
+        What to agree over: an MPI communicator (duplicated, which is collective over it), an object with ``rank``,
+        ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
+    timeout : float, default 1800.0
+        Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
+    **options
+
+    Raises
+    ------
+    InvalidTypeError
+        For a group that no adapter serves.
+    BackendNotAvailableError
+        When the adapter for the group is not installed.
+    CollectiveTimeoutError
+        When some rank does not construct its scaler.
+
+    Notes
+    -----
+    Construct it on every rank, with the same options but for ``on_skip``, ``on_update`` and ``history_size``, and call
+    ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order on every rank. ``backend`` lets a
+    rank that never has an array take part. Rank 0 is the one that is rank 0 of every group. A disabled scaler makes no
+    collectives.
+    """
+
+    def __init__(self, *, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]) -> None:
+        super().__init__(**options)
+        self._timeout = validation.timeout(timeout)
+        self._agreement.leave()
+        self.set_group(group)
+
+    def set_group(self, group: Any) -> None:
+        """Agree over another group from now on; needed after unpickling, since communicators do not travel.
+
+        Parameters
+        ----------
+        group : communicator, Collectives, or list of these
+            As for the constructor. Collective over it.
+
+        Raises
+        ------
+        CallOrderError
+            In the middle of an iteration, unless its agreement has failed: it is then abandoned.
+        """
+        self._iteration.require_boundary("set_group()")
+        if self._enabled:
+            self.agree_over(registry.all_collectives_for(group, self._timeout))

@@ -231,7 +231,7 @@ def _host(backend: Backend, x: Array) -> int:
 
 
 def _flat(xp: Any, x: Array) -> Array:
-    if arithmetic.kind_of(x) is arithmetic.Kind.NARROW:
+    if arithmetic.kind_of(x) is arithmetic.Kind.HALF:
         # Exact, and there is more that can be asked of float32.
         x = xp.astype(x, xp.float32)
     return xp.reshape(x, (-1,))

@@ -104,8 +104,9 @@ def test_devices_have_one_norm_and_one_factor(cupy: Any, home: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert (optimizer.steps, scaler.get_scale()) == (1, 4.0)
-    assert scaler._state is not None
-    assert [field.device.id for field in scaler._state] == [home] * 4
+    live = scaler.parts.live
+    assert live.is_made
+    assert [field.device.id for field in live.current()] == [home] * 4
 
 
 def test_dtypes_without_a_kernel_count_in_the_norm_and_are_clipped(cupy: Any, cupy_backend: Any) -> None:

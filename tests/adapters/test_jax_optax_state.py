@@ -361,7 +361,7 @@ def test_optax_is_imported_when_it_is_asked_for() -> None:
         "from gradscale_jax import scaled",
         "print('optax' in sys.modules, scaled.__module__)",
     )
-    assert printed.splitlines() == ["False", "True gradscale_jax.optax"]
+    assert printed.splitlines() == ["False", "True gradscale_jax.transformation"]
 
 
 @pytest.mark.tier("ranks")

@@ -76,28 +76,28 @@ def test_the_extreme_hashes_fit_into_what_is_sent(monkeypatch: pytest.MonkeyPatc
     assert exchanged([[rank * largest // size, 5] for rank in range(1, size + 1)]) == [[largest, 5]] * size
 
 
-@pytest.mark.parametrize("exhausted", [False, True], ids=["not exhausted", "exhausted"])
+@pytest.mark.parametrize("at_min_scale", [False, True], ids=["not at_min_scale", "at_min_scale"])
 @pytest.mark.parametrize("scale", [2.0**-126, 1.0, 65536.0, 1.2345e30])
-def test_a_verdict_that_the_host_knows_is_packed_into_the_same_numbers(scale: float, exhausted: bool) -> None:
+def test_a_verdict_that_the_host_knows_is_packed_into_the_same_numbers(scale: float, at_min_scale: bool) -> None:
     torch = require("torch")
     from gradscale import DynamicScale, ScaleState, registry
-    from gradscale.core.vector import Packer
+    from gradscale.core.vector import AgreementVector
 
     class Policy(DynamicScale):
-        def exhausted(self, state: ScaleState) -> Any:
+        def at_min_scale(self, state: ScaleState) -> Any:
             return state.growth_tracker > 4
 
-    numbers = [torch.tensor(value, dtype=torch.int32) for value in (5 if exhausted else 4, 2**31 - 1, 7)]
+    numbers = [torch.tensor(value, dtype=torch.int32) for value in (5 if at_min_scale else 4, 2**31 - 1, 7)]
     state = ScaleState(torch.tensor(scale), *numbers)
     backend = registry.backend_for(state.scale)
-    mixed = Packer()
+    mixed = AgreementVector()
     for policy in (DynamicScale(), Policy()):
         for call, count in enumerate((0, 3)):
             position = (2**31 + 11, call)
-            packed = Packer().pack(backend, policy, state, torch.tensor(count, dtype=torch.int32), position)
+            packed = AgreementVector().pack(backend, policy, state, torch.tensor(count, dtype=torch.int32), position)
             assert packed.dtype == torch.int32
-            assert packed[1].item() == (exhausted and type(policy) is Policy)
-            assert Packer().pack(backend, policy, state, count, position) == packed.tolist()
+            assert packed[1].item() == (at_min_scale and type(policy) is Policy)
+            assert AgreementVector().pack(backend, policy, state, count, position) == packed.tolist()
             # One rank may hold gradients on the host in one step and on a device in another.
             assert mixed.pack(backend, policy, state, count, position) == packed.tolist()
             again = mixed.pack(backend, policy, state, torch.tensor(count, dtype=torch.int32), position)
@@ -108,10 +108,10 @@ def test_a_verdict_that_the_host_knows_is_packed_into_the_same_numbers(scale: fl
 def test_a_policy_that_is_changed_in_place_is_told_apart_at_the_next_state(kind: str) -> None:
     torch = require("torch")
     from gradscale import DynamicScale, registry
-    from gradscale.core.vector import Packer, identify
+    from gradscale.core.vector import AgreementVector, identify
 
     class Settings:
-        def exhausted(self, _: Any) -> None:
+        def at_min_scale(self, _: Any) -> None:
             return None
 
     if kind == "mutable":
@@ -120,7 +120,7 @@ def test_a_policy_that_is_changed_in_place_is_told_apart_at_the_next_state(kind:
         policy = dataclasses.make_dataclass("Frozen", [("factors", list)], bases=(Settings,), frozen=True)([2.0])
     state = DynamicScale().init(torch.ones(()))
     backend = registry.backend_for(state.scale)
-    packer = Packer()
+    packer = AgreementVector()
     before = packer.pack(backend, policy, state, 0, (1, 0))
     if kind == "mutable":
         policy.factor = 4.0

@@ -97,11 +97,10 @@ def test_names_that_do_not_match_are_refused_and_nothing_changes(torch: Any) -> 
 def test_every_fused_kernel_is_allowed_for(
     torch: Any, monkeypatch: pytest.MonkeyPatch, name: str, scale: float, explicit: bool, late: bool
 ) -> None:
-    from gradscale_torch import GradScaler
-    from gradscale_torch.fused import FusedSteps
+    from gradscale_torch import GradScaler, verdicts
 
     # Late is a verdict that the host reads when it is asked for it, as those of a device are.
-    monkeypatch.setattr(FusedSteps, "_would_wait", lambda *_: late)
+    monkeypatch.setattr(verdicts, "would_wait", lambda _: late)
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = getattr(torch.optim, name)([("weight", weight)], lr=0.1, fused=True)
     scaler = GradScaler("cpu", init_scale=scale)

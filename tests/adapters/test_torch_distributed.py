@@ -113,7 +113,7 @@ def test_worlds_may_end_and_begin_around_a_scaler(world: GlooWorld, tmp_path: Pa
 def test_without_a_world_everything_says_what_to_do_first() -> None:
     torch = require("torch")
     import gradscale
-    from gradscale_torch.distributed import TorchCollectives
+    from gradscale_torch.collectives import TorchCollectives
 
     collectives = TorchCollectives(None, 5.0)
     for call in (lambda: collectives.start_max(torch.zeros(1, dtype=torch.int32)), collectives.example):

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.torch
 def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return torch, with tensors of the host that are treated like those of a device."""
     torch = require("torch")
-    from gradscale_torch.fused import FusedSteps
+    from gradscale_torch import verdicts
 
-    monkeypatch.setattr(FusedSteps, "_would_wait", lambda *_: True)
+    monkeypatch.setattr(verdicts, "would_wait", lambda _: True)
     return torch
 
 
@@ -47,10 +47,11 @@ def test_the_verdict_is_read_when_somebody_asks_and_not_before(
     torch: Any, monkeypatch: pytest.MonkeyPatch, explicit: bool
 ) -> None:
     from gradscale_torch import GradScaler
+    from gradscale_torch.verdicts import TensorVerdict
 
     reads = []
-    original = GradScaler._read_verdict
-    monkeypatch.setattr(GradScaler, "_read_verdict", lambda *args: reads.append(1) or original(*args))
+    original = TensorVerdict._read
+    monkeypatch.setattr(TensorVerdict, "_read", lambda *args: reads.append(1) or original(*args))
     scaler, optimizer = GradScaler("cpu", init_scale=8.0, growth_interval=2), fused_sgd(torch)
     for gradient, weight, scale in ((1.0, 0.5, 8.0), (float("inf"), 0.5, 4.0), (1.0, 0.0, 4.0), (1.0, -0.5, 8.0)):
         iterate(torch, scaler, optimizer, gradient, explicit=explicit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +10,21 @@ import numpy as np
 
 import gradscale
 from benchmarks.measure import Call, Row, interleaved
+from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
 
 __all__ = ["CASES"]
 
 
-class _WithoutReports(gradscale.GradScaler):
+class _LastReports(Reports[Any]):
     """Keeps the last report of each optimizer, and does nothing else about reports."""
 
-    def _record(self, optimizer: Any, report: StepReport) -> None:
-        self._reports[optimizer] = report
+    def record(self, optimizer: Any, report: StepReport, rank: Callable[[], int] | None = None) -> None:  # noqa: ARG002
+        self._last[optimizer] = report
+
+
+def _without_reports(scaler: gradscale.GradScaler) -> gradscale.GradScaler:
+    return gradscale.GradScaler.of(scaler.parts._replace(reports=_LastReports()))
 
 
 def unused_reports(quick: bool) -> list[Row]:
@@ -27,10 +33,10 @@ def unused_reports(quick: bool) -> list[Row]:
     gradients = [rng.standard_normal(10, np.float32) for _ in range(300)]
     loss = np.ones((), np.float32)
 
-    def iteration_of(kind: type[gradscale.GradScaler]) -> Call:
+    def iteration_of(made: Callable[[gradscale.GradScaler], gradscale.GradScaler]) -> Call:
         parameters = [SimpleNamespace(grad=gradient.copy()) for gradient in gradients]
         optimizer = SimpleNamespace(param_groups=[{"params": parameters}], step=lambda: None)
-        scaler = kind(init_scale=1.0, growth_interval=1 << 30)
+        scaler = made(gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30))
 
         def iterate() -> None:
             scaler.scale(loss)
@@ -39,7 +45,7 @@ def unused_reports(quick: bool) -> list[Row]:
 
         return Call(iterate)
 
-    calls = {"ours": iteration_of(gradscale.GradScaler), "other": iteration_of(_WithoutReports)}
+    calls = {"ours": iteration_of(lambda scaler: scaler), "other": iteration_of(_without_reports)}
     times = interleaved(calls, 501 if quick else 5001)
     case = "an iteration, 300 float32 gradients of 10 elements, nobody asks for reports / without any"
     return [Row(case, times["ours"], times["other"], "s", 1.01)]

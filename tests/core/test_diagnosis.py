@@ -28,17 +28,21 @@ def make(arrays: Library, *values: float, **options: Any) -> tuple[GradScaler, T
 def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
     """Return everything that training depends on, as bytes and plain values."""
     grads = [arrays.to_numpy(grad).tobytes() for grad in optimizer.grads]
-    kept = {name: value for name, value in vars(scaler).items() if name not in ("_state", "_iteration", "_packer")}
-    iteration = scaler._iteration
-    stages = [(progress.stage, id(progress.sent), id(progress.agreed)) for progress in iteration._all]
-    held = (id(scaler._state), iteration.number, iteration.scaled, iteration.calls, stages, iteration.ids())
-    state = None if scaler._state is None else arrays.state(scaler._state)
+    live, *_, agreement, reports = scaler.parts
+    iteration, frame = scaler.iteration, scaler.iteration.frame
+    turns = [(turn.stage, turn.by_closure, id(turn.pending), turn.known) for turn in iteration.turns()]
+    state = live.current() if live.is_made else None
+    kept = [
+        *(repr(part) for part in scaler.parts),
+        *({name: repr(value) for name, value in vars(part).items()} for part in (live, agreement, frame)),
+        *(scaler.history, reports._last.ids(), iteration.reports, scaler._enabled),
+    ]
     return (
         grads,
         [id(grad) for grad in optimizer.grads],
-        {name: repr(value) for name, value in kept.items()},
-        held,
-        state,
+        kept,
+        (id(state), turns, iteration.ids()),
+        None if state is None else arrays.state(state),
     )
 
 
@@ -264,7 +268,7 @@ def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Libr
     with pytest.raises(InvalidValueError, match=message):
         scaler.diagnose(optimizer, names)
     assert all(parameter.grad is grad for parameter, grad in zip(optimizer.parameters, before, strict=True))
-    assert not scaler._iteration.ids()
+    assert not scaler.iteration.ids()
 
 
 @pytest.mark.parametrize(

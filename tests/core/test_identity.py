@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradscale.scaler.identity import IdentityMap
+from gradscale.core.identity import IdentityMap
 
 
 class Thing:

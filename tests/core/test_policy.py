@@ -332,24 +332,24 @@ def test_backoff_lowers_once_whatever_is_tolerated(arrays: Library) -> None:
 def test_exhausted_says_that_one_more_overflow_would_back_off_from_the_minimum(arrays: Library) -> None:
     policy = DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
     state = start(arrays, policy)
-    assert arrays.item(policy.exhausted(state)) is False
+    assert arrays.item(policy.at_min_scale(state)) is False
     state = follow(arrays, policy, "O", state)[0]
-    assert arrays.item(policy.exhausted(state)) is True
+    assert arrays.item(policy.at_min_scale(state)) is True
     state = start(arrays, policy, scale=1.5)
-    assert arrays.item(policy.exhausted(state)) is False
+    assert arrays.item(policy.at_min_scale(state)) is False
 
 
 def test_a_tolerated_overflow_at_the_minimum_does_not_exhaust(arrays: Library) -> None:
     policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise", hysteresis=2)
-    assert arrays.item(policy.exhausted(start(arrays, policy))) is False
-    assert arrays.item(policy.exhausted(follow(arrays, policy, "O")[0])) is True
-    assert arrays.item(policy.exhausted(follow(arrays, policy, "OC")[1])) is False
+    assert arrays.item(policy.at_min_scale(start(arrays, policy))) is False
+    assert arrays.item(policy.at_min_scale(follow(arrays, policy, "O")[0])) is True
+    assert arrays.item(policy.at_min_scale(follow(arrays, policy, "OC")[1])) is False
 
 
 @pytest.mark.parametrize("at_min", ["clamp", "hold"])
 def test_a_policy_that_never_raises_is_never_exhausted(arrays: Library, at_min: Any) -> None:
     policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min=at_min)
-    assert policy.exhausted(start(arrays, policy)) is None
+    assert policy.at_min_scale(start(arrays, policy)) is None
 
 
 def test_a_static_scale_never_changes(arrays: Library) -> None:
@@ -357,7 +357,7 @@ def test_a_static_scale_never_changes(arrays: Library) -> None:
     assert scales(arrays, policy, "COCO") == [128.0] * 4
     state = start(arrays, policy)
     assert policy.backoff(state) is state
-    assert policy.exhausted(state) is None
+    assert policy.at_min_scale(state) is None
     assert policy.clamp(3.0) == 3.0
 
 
@@ -370,6 +370,6 @@ def test_the_state_stays_on_the_device_of_the_array_it_was_made_like(strict: Lib
             # The verdict may be on another device.
             state = policy.update(state, nonfinite=strict.asarray(verdict, "int32", device=strict.xp.Device("device2")))
             assert {field.device for field in state} == {where}
-        exhausted: Any = policy.exhausted(state)
-        assert exhausted.device == where
+        at_min_scale: Any = policy.at_min_scale(state)
+        assert at_min_scale.device == where
         assert {field.device for field in policy.backoff(state)} == {where}

@@ -168,7 +168,7 @@ def test_an_adapter_that_does_not_derive_from_backend_is_an_error(
     install(("numpy", "gradscale_mine:backend"))
     module(monkeypatch, "gradscale_mine", backend=kind())
     for use in (lambda: registry.backend_for(np.zeros(1)), lambda: GradScaler(backend="numpy")):
-        with pytest.raises(InvalidTypeError, match=r"'numpy' must be .* derives from gradscale\.Backend, got "):
+        with pytest.raises(BackendError, match=r"'numpy' must be .* derives from gradscale\.Backend, got "):
             use()
     for use in (lambda: GradScaler(backend=kind()), lambda: check_backend(kind(), np.zeros(()))):
         with pytest.raises(InvalidTypeError, match=r"^backend must be .* derives from gradscale\.Backend, got "):

@@ -214,7 +214,7 @@ def test_optimizers_are_not_kept_alive(arrays: Library) -> None:
     del optimizer
     gc.collect()
     assert reference() is None
-    assert len(scaler._reports) == 0
+    assert len(scaler.parts.reports._last) == 0
 
 
 class Counting(Backend):
@@ -265,7 +265,7 @@ def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Libr
 def test_a_backend_may_be_named() -> None:
     with opened("numpy") as library:
         scaler = GradScaler(backend="numpy")
-        assert scaler._backend_for(None) is registry.get("numpy")
+        assert scaler.parts.live.backend_for(None) is registry.get("numpy")
         assert iterate(library, scaler, Tree(), [math.nan]).skipped is True
 
 

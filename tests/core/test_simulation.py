@@ -23,8 +23,8 @@ def stepped(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
     state = policy.init(np.asarray(0.0, dtype=np.float32))
     states = []
     for overflow in overflows:
-        exhausted = policy.exhausted(state)
-        if overflow and exhausted is not None and bool(exhausted):
+        at_min_scale = policy.at_min_scale(state)
+        if overflow and at_min_scale is not None and bool(at_min_scale):
             break
         state = policy.update(state, nonfinite=np.asarray(int(overflow), dtype=np.int32))
         states.append(tuple(field.item() for field in state))
@@ -131,7 +131,7 @@ class _Branching:
     def update(self, state: Any, *, nonfinite: Any) -> Any:
         return state if nonfinite else StaticScale().backoff(state)
 
-    def exhausted(self, _: Any) -> None:
+    def at_min_scale(self, _: Any) -> None:
         return None
 
 

@@ -116,7 +116,7 @@ def functional_step(library: Library, policy: Any) -> None:
         assert len(chosen) == len(grads)
         state = policy.backoff(policy.update(state, nonfinite=nonfinite))
         policy.update(state, nonfinite=nonfinite != library.asarray(0, "int32"))
-        policy.exhausted(state)
+        policy.at_min_scale(state)
     library.state(state)
 
 

@@ -230,7 +230,7 @@ def test_jmp_loses_its_minimum_in_any_transformation_and_the_minimum_here_stays(
     update = jax.jit(policy.update)
     for _ in range(4):
         theirs = adjust(theirs, jnp.asarray(False))
-        state = update(state, jnp.asarray(True))
+        state = update(state, nonfinite=jnp.asarray(True))
     assert (scale_of(theirs), scale_of(state)) == (1.0, 4.0)
 
 

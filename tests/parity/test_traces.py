@@ -119,10 +119,10 @@ def trace(arrays: Library, rule: Any, sequence: str) -> list[Any]:
     state = rule.init(arrays.asarray(0.0))
     got: list[Any] = []
     for step in sequence:
-        exhausted = rule.exhausted(state)
-        if step == "O" and exhausted is not None and arrays.item(exhausted):
+        at_min_scale = rule.at_min_scale(state)
+        if step == "O" and at_min_scale is not None and arrays.item(at_min_scale):
             return [*got, "raised"]
-        state = update(state, arrays.asarray(int(step == "O"), "int32"))
+        state = update(state, nonfinite=arrays.asarray(int(step == "O"), "int32"))
         if arrays.name == "dask":
             import dask
 

@@ -16,8 +16,8 @@ from worlds import Failure
 
 import gradscale
 from gradscale.testing import check_collectives
-from gradscale_torch import distributed
-from gradscale_torch.distributed import TorchCollectives
+from gradscale_torch import collectives as torch_collectives
+from gradscale_torch.collectives import TorchCollectives
 
 
 def skips(group: Any, bad_rank: int) -> tuple[bool, float]:
@@ -203,7 +203,7 @@ def dropped(group: Any) -> dict[str, Any]:
             largest.append([collectives.start_max(vector(-1))().item() for _ in range(20)])
             dist.barrier()
     collectives.start_max(vector(0))()
-    return {"largest": largest, "kept": len(distributed._under_way)}
+    return {"largest": largest, "kept": len(torch_collectives._under_way)}
 
 
 def odd_arrays(group: Any) -> list[list[int]]:

@@ -49,5 +49,5 @@ def trace_pure_functions(patch: pytest.MonkeyPatch) -> None:
     """Replace the pure functions, as tests call them, by traced ones."""
     for name in ("scale", "unscale", "select"):
         patch.setattr(gradscale, name, traced(getattr(gradscale, name)))
-    for name in ("update", "backoff", "exhausted"):
+    for name in ("update", "backoff", "at_min_scale"):
         patch.setattr(gradscale.DynamicScale, name, traced(getattr(gradscale.DynamicScale, name)))

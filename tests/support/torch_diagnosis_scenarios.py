@@ -21,7 +21,7 @@ from worlds import Failure
 import gradscale
 from gradscale import StepReport
 from gradscale.reports.callbacks import every_rank
-from gradscale_torch.fused import FusedSteps
+from gradscale_torch import verdicts
 
 LEARNING_RATE = 0.25
 SCALE = 1024.0
@@ -52,9 +52,9 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> list[dict[str, Any]
     # Callbacks and automatic diagnoses have the host read each verdict at once.
     telling = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, **({} if how == "late" else telling))
-    would_wait: Callable[..., bool] = FusedSteps._would_wait
+    would_wait: Callable[..., bool] = verdicts.would_wait
     if how == "late":
-        FusedSteps._would_wait = lambda *_: True  # type: ignore[method-assign]
+        verdicts.would_wait = lambda _: True
     records = []
     try:
         for iteration in range(group.size() + 1):
@@ -86,7 +86,7 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> list[dict[str, Any]
                 }
             )
     finally:
-        FusedSteps._would_wait = would_wait  # type: ignore[method-assign]
+        verdicts.would_wait = would_wait
     return records
 
 

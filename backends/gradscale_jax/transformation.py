@@ -16,7 +16,7 @@ from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
-from gradscale_jax.lax import agree
+from gradscale_jax.collectives import agree
 from gradscale_jax.verdict import Verdict
 
 __all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]

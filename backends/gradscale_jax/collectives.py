@@ -12,7 +12,7 @@ from jax import lax
 from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import LENGTH, Packer
+from gradscale.core.vector import LENGTH, AgreementVector
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
 from gradscale_jax.verdict import Verdict
@@ -111,10 +111,10 @@ def agree(
     """
     validation.policy(policy)
     state = trees.as_state(state)
-    vector = Packer().pack(registry.backend_for(state.scale), policy, state, nonfinite, (0, 0))
+    vector = AgreementVector().pack(registry.backend_for(state.scale), policy, state, nonfinite, (0, 0))
     if axis_name is not None:
         vector = AxisCollectives(axis_name).start_max(vector)()
     highest, lowest = vector[2 : 2 + _FIELDS], -vector[2 + _FIELDS :]
     found = vector[0]
-    exhausted = jnp.logical_and(vector[1] != 0, found != 0)
-    return Verdict(found, jnp.any(highest != lowest), exhausted, highest, lowest)
+    at_min_scale = jnp.logical_and(vector[1] != 0, found != 0)
+    return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest, lowest)

@@ -1,0 +1,220 @@
+"""Reports: what a scaler tells of its steps: the last one of each optimizer, the history, and the callbacks."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from gradscale.core import validation
+from gradscale.core.identity import IdentityMap
+from gradscale.core.vector import Verdict
+from gradscale.errors import CallOrderError, InvalidTypeError
+from gradscale.reports.overflow import OverflowReport
+from gradscale.reports.steps import StepReport, UpdateReport
+
+__all__ = ["HISTORY_SIZE", "Diagnose", "OnSkip", "OnUpdate", "Reports", "step_report"]
+
+Diagnose: TypeAlias = Literal["on_overflow"]
+OnSkip: TypeAlias = Callable[[StepReport], object] | Sequence[Callable[[StepReport], object]]
+OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[UpdateReport], object]]
+
+HISTORY_SIZE = 1024
+
+
+class Deferrable(Protocol):
+    """A verdict that the host may read later."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a captured graph writes it anew at each replay."""
+        ...
+
+    def has_arrived(self) -> bool:
+        """Tell whether it can be read without waiting."""
+        ...
+
+    def verdict(self) -> Verdict:
+        """Read it."""
+        ...
+
+
+_Pending = TypeVar("_Pending", bound=Deferrable)
+
+
+class Deferred(NamedTuple, Generic[_Pending]):
+    """A step whose verdict the host has not read yet, and its iteration."""
+
+    pending: _Pending
+    iteration: int
+
+    def report(self) -> StepReport:
+        """Read the verdict, and return the report of the step."""
+        return step_report(self.pending.verdict(), self.iteration)
+
+
+class Reports(Generic[_Pending]):
+    """The reports of a scaler's steps, also of those whose verdict the host reads only when somebody asks.
+
+    Parameters
+    ----------
+    on_skip, on_update : callable or sequence of callables, optional
+        Called with the StepReport of each skipped step, and with the UpdateReport of each iteration.
+    diagnoses : bool, default False
+        Whether a report says which parameters overflowed.
+    history_size : int, default 1024
+        How many StepReports are kept.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        For what cannot be called, or a size out of range.
+    """
+
+    def __init__(
+        self,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        *,
+        diagnoses: bool = False,
+        history_size: int = HISTORY_SIZE,
+    ) -> None:
+        self.on_skip = on_skip
+        self.on_update = on_update
+        self.diagnoses = diagnoses
+        size = validation.integer("history_size", history_size, 0, validation.LARGEST_INT32)
+        self._begin(size)
+
+    def _begin(self, size: int | None) -> None:
+        self._last: IdentityMap[StepReport] = IdentityMap()
+        self._deferred: IdentityMap[Deferred[_Pending]] = IdentityMap()
+        self._history: collections.deque[StepReport | Deferred[_Pending]] = collections.deque(maxlen=size)
+        # On their way to the host.
+        self._under_way: collections.deque[Deferred[_Pending]] = collections.deque()
+
+    @property
+    def on_skip(self) -> OnSkip | None:
+        """What is called with the report of a skipped step; None for nothing."""
+        return self._on_skip or None
+
+    @on_skip.setter
+    def on_skip(self, callbacks: OnSkip | None) -> None:
+        self._on_skip = _as_tuple("on_skip", callbacks)
+
+    @property
+    def on_update(self) -> OnUpdate | None:
+        """What is called with the report of an iteration; None for nothing."""
+        return self._on_update or None
+
+    @on_update.setter
+    def on_update(self, callbacks: OnUpdate | None) -> None:
+        self._on_update = _as_tuple("on_update", callbacks)
+
+    @property
+    def wants_each_step(self) -> bool:
+        """Whether the host needs each step's verdict within that step."""
+        return self.diagnoses or len(self._on_skip) + len(self._on_update) > 0
+
+    @property
+    def history(self) -> list[StepReport]:
+        """The last reports of all optimizers, oldest first. Deferred verdicts are read now."""
+        for index, entry in enumerate(self._history):
+            if isinstance(entry, Deferred):
+                self._history[index] = entry.report()
+        return list(self._history)  # type: ignore[arg-type]
+
+    def __contains__(self, optimizer: Any) -> bool:
+        """Tell whether there is a report of an optimizer's last step."""
+        return optimizer in self._last or optimizer in self._deferred
+
+    def last(self, optimizer: Any) -> StepReport:
+        """Return the report of an optimizer's last step; a deferred verdict is read now.
+
+        Raises
+        ------
+        CallOrderError
+            When it has not been stepped by this scaler.
+        """
+        if optimizer in self._deferred:
+            self._last[optimizer] = self._deferred.pop(optimizer).report()
+        if optimizer not in self._last:
+            msg = f"last_step() needs a step() of this optimizer first, got {optimizer!r}"
+            raise CallOrderError(msg)
+        return self._last[optimizer]
+
+    def record(self, optimizer: Any, report: StepReport, rank: Callable[[], int] | None = None) -> None:
+        """Keep the report of a step, and tell of it if the step was skipped.
+
+        Parameters
+        ----------
+        optimizer : object
+            Which was stepped.
+        report : StepReport
+            Of its step.
+        rank : callable, optional
+            Returns this process's rank; None to tell nobody.
+        """
+        if optimizer in self._deferred:
+            self._deferred.pop(optimizer)
+        self._last[optimizer] = report
+        if report.reason == "disabled":
+            return
+        self._history.append(report)
+        if report.skipped and self._on_skip and rank is not None:
+            _call(self._on_skip, report, rank())
+
+    def record_later(self, optimizer: Any, iteration: int, pending: _Pending) -> None:
+        """Keep a step whose verdict the host has not read. What a captured graph writes has no place in the history."""
+        entry = Deferred(pending, iteration)
+        self._deferred[optimizer] = entry
+        if not pending.is_captured:
+            self._under_way.append(entry)
+            self._history.append(entry)
+
+    def poll(self) -> Iterator[_Pending]:
+        """Yield the deferred verdicts that have arrived since the last call, in order; nothing is waited for."""
+        while self._under_way and self._under_way[0].pending.has_arrived():
+            yield self._under_way.popleft().pending
+
+    def tell_update(self, report: UpdateReport) -> None:
+        """Call ``on_update`` with the report of an iteration."""
+        _call(self._on_update, report, report.rank)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: no reports, and no callbacks."""
+        return {"diagnoses": self.diagnoses, "history_size": self._history.maxlen}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.on_skip = self.on_update = None
+        self.diagnoses = kept["diagnoses"]
+        self._begin(kept["history_size"])
+
+
+def step_report(
+    verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
+) -> StepReport:
+    """Return the report of a step that was made, or skipped, as a verdict says."""
+    return StepReport(
+        skipped=verdict.nonfinite > 0,
+        scale=verdict.scale,
+        nonfinite=verdict.nonfinite,
+        reason="overflow" if verdict.nonfinite else "stepped",
+        iteration=iteration,
+        retries=retries,
+        local_nonfinite=verdict.local_nonfinite,
+        overflow=overflow,
+    )
+
+
+def _call(callbacks: Sequence[Callable[[Any], object]], report: Any, rank: int) -> None:
+    for callback in callbacks:
+        if rank == 0 or getattr(callback, "every_rank", False):
+            callback(report)
+
+
+def _as_tuple(name: str, callbacks: Any) -> tuple[Callable[[Any], object], ...]:
+    listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
+        msg = f"{name} must be a callable that takes a report, or a sequence of these, got {callbacks!r}"
+        raise InvalidTypeError(msg)
+    return tuple(listed)

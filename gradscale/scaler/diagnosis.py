@@ -1,0 +1,246 @@
+"""Diagnosis: looks at an optimizer's gradients when it is asked to, and changes nothing."""
+
+from __future__ import annotations
+
+import cmath
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core import ops, tree, validation
+from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
+from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.core.summaries import Summary, count_nonfinite
+from gradscale.errors import InvalidTypeError
+from gradscale.reports.diagnose import gather as gather_reports
+from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
+from gradscale.reports.recorder import Reports
+from gradscale.scaler.agreement import Agreement, Exchange
+from gradscale.scaler.frame import Frame
+from gradscale.scaler.parts import LiveState, Unscaler
+from gradscale.scaler.turn import Stage, Turn
+
+__all__ = ["Diagnosis"]
+
+
+class Diagnosis:
+    """What ``diagnose`` does, and a scaler with ``diagnose="on_overflow"`` in its steps.
+
+    Parameters
+    ----------
+    live, agreement, unscaler, reports : LiveState, Agreement, Unscaler, Reports
+        The scaler's.
+    enabled : bool
+        Whether the scaler scales, so that gradients may be scaled and ranks may agree.
+    """
+
+    def __init__(
+        self, live: LiveState, agreement: Agreement, unscaler: Unscaler, reports: Reports[Any], *, enabled: bool
+    ) -> None:
+        self._live = live
+        self._agreement = agreement
+        self._unscaler = unscaler
+        self._reports = reports
+        self._enabled = enabled
+
+    def diagnose(
+        self,
+        optimizer: Any,
+        frame: Frame,
+        turn: Turn | None,
+        names: Any = None,
+        loss: Any = None,
+        *,
+        gather: bool = False,
+    ) -> OverflowReport:
+        """Return the report on an optimizer's gradients; one host read, and two all-reduces for each group to gather.
+
+        Parameters
+        ----------
+        optimizer : object
+            Whose gradients.
+        frame : Frame
+            Of the present iteration.
+        turn : Turn or None
+            The optimizer's in it; None where it was not met yet.
+        names, loss, gather
+            As in :meth:`gradscale.GradScaler.diagnose`.
+        """
+        if optimizer in self._reports:
+            # A verdict that the host has not read yet.
+            self._reports.last(optimizer)
+        minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
+        groups = self._groups_for(optimizer, turn) if gather and self._enabled else ()
+        if not groups:
+            return OverflowReport.of([self._look(optimizer, frame, turn, names, loss)], minimum)
+        failure: Exception | None = None
+        try:
+            own = self._look(optimizer, frame, turn, names, loss)
+        except Exception as error:
+            # Whatever it is, also of the library or of a user's iterator: the other ranks wait for this one.
+            failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
+        like = self._like_any(optimizer, frame)
+
+        def agree(collectives: Collectives, values: list[int]) -> list[int]:
+            return Exchange(collectives, self._agreement, self._live, frame).maximum(values, like)
+
+        reports = gather_reports(own, groups, agree)
+        if failure is not None:
+            raise failure
+        return OverflowReport.of(reports, minimum)
+
+    def count_nonfinite(self, leaves: Sequence[Any]) -> Array | None:
+        """Return how many arrays, of those on this rank, are not finite; None without any. No host read."""
+        return count_nonfinite([self._unscaler.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)])
+
+    def _groups_for(self, optimizer: Any, turn: Turn | None) -> Sequence[Collectives]:
+        """Return the groups to gather over; empty for a process alone."""
+        given = self._agreement.usable_groups()
+        agreed_over = () if turn is None or turn.pending is None else turn.pending.groups
+        return self._unscaler.groups_for(optimizer, agreed_over or given)
+
+    def _holds_scaled(self, optimizer: Any, frame: Frame, turn: Turn | None) -> bool:
+        """Tell whether an optimizer's gradients are still scaled."""
+        if _is_ready(turn) and self._enabled and frame.scaled:
+            return True
+        if turn is not None and turn.stage is Stage.UNSCALED:
+            return turn.pending is not None and turn.pending.is_scaled
+        if not self._unscaler.was_left_scaled(optimizer):
+            return False
+        # An optimizer that unscales by itself does so only where it steps.
+        verdict = None if turn is None else turn.known
+        return self._reports.last(optimizer).skipped if verdict is None else verdict.nonfinite > 0
+
+    def _look(self, optimizer: Any, frame: Frame, turn: Turn | None, names: Any, loss: Any) -> RankReport:
+        """Look at this rank's gradients: one host read."""
+        chosen = self._choose(optimizer, names)
+        arrays = [x for _, _, x in chosen if x is not None]
+        is_scaled = self._holds_scaled(optimizer, frame, turn)
+        # Gradients that an iteration has left behind, or that no scaler has seen.
+        is_over = _is_ready(turn) and not (self._enabled and frame.scaled)
+        scale, state, number = self._scale_of(optimizer, frame, turn, is_over=is_over)
+        counts, lost = self._judge_loss(loss, [] if is_over else frame.loss_nonfinite)
+        knows_loss = loss is not None or len(counts) > 0
+        others = [array_namespace(count).reshape(count, (1,)) for count in counts]
+        if state is not None:
+            others.append(self._live.backend_for(state.scale).fingerprint(state))
+        summaries: list[Summary] = []
+        if arrays or others:
+            backend = self._live.backend_for((arrays or others)[0])
+            summaries, values = backend.read_summaries(arrays, others)
+            if state is not None:
+                scale = validation.float32_from_bits(values.pop()[0])
+            lost += sum(value for (value,) in values)
+        remaining = iter(summaries)
+        divisor = scale if is_scaled else 1.0
+        entries = [
+            ParameterReport(one.name, index=index, missing=True)
+            if x is None
+            else _entry(index, one.name, self._unscaler.shape_of(one.gradient), x, next(remaining), divisor)
+            for index, one, x in chosen
+        ]
+        entries.sort(key=lambda entry: entry.badness)
+        return RankReport(
+            rank=(),
+            entries=tuple(entries),
+            scale=scale,
+            iteration=number,
+            is_scaled=is_scaled,
+            loss_nonfinite=lost if knows_loss else None,
+        )
+
+    def _choose(self, optimizer: Any, names: Any) -> list[tuple[int, NamedGradient, Array | None]]:
+        """Return the floating gradients with their positions and values, and those that are missing."""
+        located = name_gradients(named_gradients(optimizer), names)
+        what = f"gradient of {type(optimizer).__name__}"
+        ops.require_arrays([one.gradient for one in located], what=what)
+        chosen = []
+        library = None
+        for index, one in enumerate(located):
+            if isinstance(one.gradient, int) or (one.gradient is not None and kind_of(one.gradient) is Kind.INTEGRAL):
+                continue
+            values = None if one.gradient is None else self._unscaler.values_of(one.gradient)
+            if values is not None:
+                xp = array_namespace(values)
+                library = library or xp
+                if kind_of(values) is Kind.UNKNOWN or xp is not library:
+                    msg = (
+                        f"{what} {one.name} must be a floating array of one library, {library.__name__}, got one of "
+                        f"{xp.__name__} with dtype {values.dtype!r}"
+                    )
+                    raise InvalidTypeError(msg)
+            chosen.append((index, one, values))
+        return chosen
+
+    def _judge_loss(self, loss: Any, remembered: list[Array]) -> tuple[list[Array], int]:
+        """Return the counts of arrays of the unscaled loss that are not finite, on the device, and that of floats."""
+        if loss is None:
+            return remembered, 0
+        leaves = [leaf for _, leaf in tree.leaves_with_paths(loss)]
+        # NumPy's float64 is both a number and an array.
+        numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
+        for number in numbers:
+            if not isinstance(number, (int, float, complex)):
+                msg = f"loss must hold arrays and numbers, got {number!r} of type {type(number).__name__}"
+                raise InvalidTypeError(msg)
+        count = self.count_nonfinite(leaves)
+        # Integers are finite, also those that no float holds.
+        lost = sum(not isinstance(number, int) and not cmath.isfinite(number) for number in numbers)
+        return [] if count is None else [count], lost
+
+    def _scale_of(
+        self, optimizer: Any, frame: Frame, turn: Turn | None, *, is_over: bool
+    ) -> tuple[float, ScaleState | None, int]:
+        """Return the scale of an optimizer's gradients, or the state it is to be read from, and their iteration."""
+        number = frame.number
+        if not self._enabled:
+            return 1.0, None, number
+        if is_over and optimizer in self._reports:
+            report = self._reports.last(optimizer)
+            return report.scale, None, report.iteration
+        if turn is not None and turn.known is not None:
+            return turn.known.scale, None, number
+        if not self._live.is_made and frame.state is None:
+            return self._live.scale(), None, number
+        return 1.0, frame.in_force(self._live), number
+
+    def _like_any(self, optimizer: Any, frame: Frame) -> Array:
+        """Return an array of the library that this rank agrees in."""
+        if self._live.is_made:
+            return self._live.current().scale
+        try:
+            gradients = [one.gradient for one in named_gradients(optimizer) if one.gradient is not None]
+            found = [self._unscaler.values_of(gradient) for gradient in gradients]
+        except Exception:
+            # What is wrong with them has been found by looking at them, and is told once all ranks know.
+            found = []
+        like = ops.first_floating(found)
+        if like is None:
+            like = self._live.example()
+        return self._agreement.example(self._live, frame.number) if like is None else like
+
+
+def _is_ready(turn: Turn | None) -> bool:
+    return turn is None or turn.stage is Stage.READY
+
+
+def _entry(
+    index: int, name: str, shape: tuple[int, ...], values: Array, summary: Summary, divisor: float
+) -> ParameterReport:
+    has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
+    return ParameterReport(
+        name=name,
+        index=index,
+        shape=shape,
+        dtype=str(values.dtype).rpartition(".")[2],
+        size=summary.size,
+        inf=summary.inf,
+        nan=summary.nan,
+        zeros=summary.zeros,
+        subnormals=summary.subnormals,
+        # A scale below 1 may leave float64 no room.
+        largest=min(summary.largest / divisor, sys.float_info.max) if has_finite else None,
+    )

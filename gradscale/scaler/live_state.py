@@ -1,0 +1,218 @@
+"""ArrayState: a policy and its state, which is made on the library and device of the first array that comes along."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from gradscale.core import registry, validation
+from gradscale.core.arithmetic import Kind, has_float64, kind_of
+from gradscale.core.backend import Backend
+from gradscale.core.protocols import Array, Policy, ScaleState
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import DynamicScale
+
+__all__ = ["ArrayState", "checked_scale", "numbers_of", "placed", "with_setting"]
+
+
+class ArrayState:
+    """The state of a scaler, as 0-d arrays that each update replaces by new ones.
+
+    Parameters
+    ----------
+    policy : Policy
+        The rule that adapts it.
+    backend : str, Backend or None
+        An adapter or its registered name; None for the one of the arrays' library.
+
+    Raises
+    ------
+    InvalidTypeError, BackendNotAvailableError
+        For what is no adapter, or the name of none.
+    """
+
+    def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
+        if isinstance(backend, str):
+            registry.array_backend(backend)
+        elif backend is not None and not isinstance(backend, Backend):
+            msg = (
+                f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
+                f"derives from gradscale.Backend, got {backend!r}"
+            )
+            raise InvalidTypeError(msg)
+        self.policy = policy
+        self.version = 0
+        self._backend = backend
+        self._state: ScaleState | None = None
+        # What a checkpoint or the user has set before there was an array.
+        self._restored: dict[str, Any] = {}
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a state."""
+        return self._state is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a state, or numbers that were loaded or set."""
+        return self._state is not None or len(self._restored) > 0
+
+    def backend_for(self, x: Array) -> Backend:
+        """Return the adapter of an array: the scaler's own, or the one of the array's library."""
+        if self._backend is None:
+            return registry.backend_for(x)
+        if isinstance(self._backend, str):
+            return registry.array_backend(self._backend)
+        return self._backend
+
+    def example(self) -> Array | None:
+        """Return an array of the scaler's own adapter; None where it has none of its own."""
+        return None if self._backend is None else self.backend_for(None).example()
+
+    def current(self, like: Array | None = None) -> ScaleState:
+        """Return the state, made on the library and device of ``like`` if there is none yet."""
+        if self._state is None:
+            self._state = placed(self.policy.init(like), self._restored)
+            self._restored = {}
+        return self._state
+
+    def take(self, state: ScaleState) -> None:
+        """Go on with a state from elsewhere, such as a lowered one."""
+        self._state = state
+
+    def advance(self, counts: Sequence[Array | int]) -> None:
+        """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
+        state = self.current()
+        maximum = array_namespace(state.scale).maximum
+        self.version += 1
+        self._state = self.policy.update(state, nonfinite=functools.reduce(maximum, counts))
+
+    def lowered(self, state: ScaleState) -> ScaleState:
+        """Return a state with its scale backed off once; the very same one where the policy cannot."""
+        return self.policy.backoff(state)
+
+    def settle(self, state: ScaleState, values: Sequence[int]) -> None:
+        """Put what the host has read of a state, its fingerprint, in the place of what a lazy library only plans.
+
+        Its plans would otherwise hold all iterations before, and each read compute them again.
+        """
+        if self._state is state:
+            fields = (validation.float32_from_bits(values[0]), *values[1:])
+            self._state = placed(state, dict(zip(ScaleState._fields, fields, strict=True)))
+
+    def observe(self, scale: float, version: int) -> None:
+        """Take note of the scale that a verdict carries; nothing depends on it here."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the state as numbers, by the names of its fields. One host read."""
+        if self._state is None:
+            return {"scale": self.policy.init_scale, **self._restored}
+        return numbers_of(self._state, self.backend_for(self._state.scale))
+
+    def scale(self) -> float:
+        """Return the scale as a number. One host read."""
+        scale: float = self.numbers()["scale"]
+        return scale
+
+    def replace_scale(self, scale: float) -> None:
+        """Set the scale and keep the trackers."""
+        if self._state is None:
+            self._restored["scale"] = scale
+        else:
+            self._state = placed(self._state, {"scale": scale})
+
+    def replace_setting(self, name: str, value: Any) -> None:
+        """Set one of a DynamicScale's settings."""
+        self.policy = with_setting(self.policy, name, value)
+
+    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:  # noqa: ARG002
+        """Go on with another policy and other numbers; the arrays of the present state are never written to."""
+        self.policy = policy
+        if self._state is None:
+            self._restored = numbers
+        else:
+            self._state = placed(self._state, numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: numbers instead of arrays, so that the next array says where the state goes."""
+        restored = dict(self._restored) if self._state is None else self.numbers()
+        return self.__dict__ | {"_restored": restored, "_state": None}
+
+
+def placed(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
+    """Return a state with some fields replaced by numbers, in the library and on the device of the others."""
+    xp = array_namespace(state.scale)
+    where = registry.backend_for(state.scale).placement(state.scale)
+    arrays = {
+        name: xp.asarray(number, dtype=getattr(state, name).dtype, device=where) for name, number in numbers.items()
+    }
+    return state._replace(**arrays)
+
+
+def numbers_of(state: ScaleState, backend: Backend) -> dict[str, Any]:
+    """Return a state as numbers, by the names of its fields. One host read."""
+    bits, *trackers = backend.read(backend.fingerprint(state))
+    fields = (validation.float32_from_bits(bits), *trackers)
+    return dict(zip(ScaleState._fields, fields, strict=True))
+
+
+def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
+    """Return a policy with one of its settings replaced.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a policy that is no DynamicScale.
+    InvalidValueError
+        For a value out of range.
+    """
+    if not isinstance(policy, DynamicScale):
+        msg = f"{name} can be set only of a DynamicScale, got the policy {policy!r}"
+        raise InvalidTypeError(msg)
+    # A validated copy: nothing is changed when the value is refused.
+    return dataclasses.replace(policy, **{name: value})
+
+
+def checked_scale(new_scale: Any, policy: Policy) -> float:
+    """Return a scale that a user sets as a float: a number, or a 1-element array, which the host reads.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        For what is no number, not finite or not above zero, and outside of the policy's bounds.
+    """
+    shape = getattr(new_scale, "shape", None)
+    if shape is None or isinstance(new_scale, float):
+        value = validation.scale("new_scale", new_scale)
+    else:
+        value = _read_scale(new_scale)
+    if policy.clamp(value) != value:
+        msg = f"new_scale must lie within the policy's bounds, got {new_scale!r} with {policy!r}"
+        raise InvalidValueError(msg)
+    return value
+
+
+def _read_scale(array: Array) -> float:
+    xp = array_namespace(array)
+    is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
+    if math.prod(array.shape) != 1 or not is_real:
+        msg = f"new_scale must be a number or a real array of 1 element, got {array!r}"
+        raise InvalidTypeError(msg)
+    wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
+    wide = xp.reshape(xp.astype(array, wide_dtype), ())
+    smallest, largest = (xp.full_like(wide, x) for x in (validation.SMALLEST_NORMAL, validation.LARGEST_FLOAT32))
+    valid = xp.logical_and(wide >= smallest, wide <= largest)
+    scale = xp.astype(xp.where(valid, wide, xp.full_like(wide, 1.0)), xp.float32)
+    state = DynamicScale().init(scale)._replace(scale=xp.asarray(scale))
+    backend = registry.backend_for(state.scale)
+    flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
+    is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))
+    if not is_valid:
+        msg = f"new_scale must be above 0, finite and a normal float32, got {array!r}"
+        raise InvalidValueError(msg)
+    return validation.float32_from_bits(bits)

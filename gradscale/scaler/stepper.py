@@ -1,0 +1,155 @@
+"""How an optimizer is stepped under a verdict: plainly, or with a closure that is evaluated again at a lower scale."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from gradscale.core.vector import Verdict
+from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
+from gradscale.scaler.turn import Stage, Turn
+
+__all__ = ["ClosureStepper", "Outcome", "PlainStepper", "Stepper", "find_closure"]
+
+# From the default scale, 65536, down to 1.
+_LARGEST_RETRIES = 16
+
+
+class Outcome(NamedTuple):
+    """What has become of a step.
+
+    Attributes
+    ----------
+    returned : object
+        What ``optimizer.step`` returned; None for a skipped step.
+    verdict : Verdict or None
+        What it was stepped under; None where the host reads it later.
+    retries : int
+        How often a closure was evaluated again at a lower scale.
+    """
+
+    returned: Any
+    verdict: Verdict | None
+    retries: int = 0
+
+
+class Stepper(Protocol):
+    """Steps an optimizer under a verdict."""
+
+    def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether this is how an optimizer is stepped with these arguments."""
+        ...
+
+    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """Step an optimizer, or leave it out, and return what has become of it."""
+        ...
+
+
+class PlainStepper:
+    """Steps an optimizer when all of its gradients are finite, and leaves the step out when one is not."""
+
+    def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
+
+    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """Step an optimizer, or leave it out. One host read."""
+        verdict = turn.verdict_for_step(optimizer)
+        return Outcome(None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict)
+
+
+class ClosureStepper:
+    """Steps an optimizer that evaluates a closure.
+
+    LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. It wraps
+    the closure instead: after each evaluation the ranks agree on the gradients, and when one is not finite the scale is
+    backed off and the closure called again, until the scale cannot fall or enough has been tried. Then the step is
+    skipped.
+    """
+
+    def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Tell whether there is a closure among the arguments."""
+        return find_closure(args, kwargs) is not None
+
+    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """Call ``optimizer.step`` with its closure wrapped. One host read for each evaluation.
+
+        Raises
+        ------
+        CallOrderError
+            When the gradients were unscaled before, or the optimizer does not call its closure.
+        ClosureOverflowError
+            When the closure overflows at every scale after its first evaluation was fine.
+        """
+        if turn.stage is Stage.UNSCALED and not turn.by_closure:
+            turn.frame.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
+        closure = find_closure(args, kwargs)
+        assert closure is not None
+        evaluation = _Evaluation(turn, optimizer, closure)
+        if "closure" in kwargs:
+            kwargs = {**kwargs, "closure": evaluation}
+        else:
+            args = (evaluation, *args[1:])
+        returned = None
+        with contextlib.suppress(_SkippedStepError):
+            returned = optimizer.step(*args, **kwargs)
+        if evaluation.verdict is None:
+            msg = (
+                f"{type(optimizer).__name__}.step() did not call its closure, so its gradients were neither unscaled "
+                f"nor judged: step it without a closure"
+            )
+            raise CallOrderError(msg)
+        return Outcome(returned, evaluation.verdict, evaluation.retries)
+
+
+def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
+    if not args and not kwargs:
+        return None
+    candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
+    return candidate if callable(candidate) else None
+
+
+class _SkippedStepError(GradscaleError):
+    """Leaves ``optimizer.step`` when its first evaluation overflows at every scale; never reaches the user."""
+
+
+class _Evaluation:
+    """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
+
+    def __init__(self, turn: Turn, optimizer: Any, closure: Callable[..., Any]) -> None:
+        self._closure = closure
+        self._turn = turn
+        self._optimizer = optimizer
+        self._completed = 0
+        self.verdict: Verdict | None = None
+        self.retries = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn = self._turn
+        turn.by_closure = True
+        before = turn.frame.lowered
+        previous_scale = None
+        for attempt in range(_LARGEST_RETRIES + 1):
+            self.retries += attempt > 0
+            turn.stage = Stage.READY
+            with turn.frame.inside_closure():
+                loss = self._closure(*args, **kwargs)
+                verdict = self.verdict = turn.verdict_for_step(self._optimizer)
+            if not verdict.nonfinite:
+                self._completed += 1
+                return loss
+            if verdict.scale == previous_scale or not turn.lower():
+                break
+            previous_scale = verdict.scale
+        # The scale is not to blame, so update() backs it off once, as for any overflow.
+        turn.frame.lowered = before
+        if self._completed == 0:
+            raise _SkippedStepError
+        msg = (
+            f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients down to "
+            f"the scale {verdict.scale!r}, so the cause is not the scale. The optimizer has begun its step: restore "
+            f"its parameters from a copy or a checkpoint before going on"
+        )
+        raise ClosureOverflowError(msg)

@@ -1,0 +1,188 @@
+"""ArrayUnscaler: an optimizer's gradients collected, unscaled, clipped and judged, by the adapter of their library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from gradscale.core import ops, validation
+from gradscale.core.arithmetic import as_0d_array, float32_bits
+from gradscale.core.backend import Backend
+from gradscale.core.clipping import clip_factor, clip_factor_of
+from gradscale.core.gradients import collect_gradients
+from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import DynamicScale
+from gradscale.scaler.agreement import Exchange
+from gradscale.scaler.parts import LiveState
+
+__all__ = ["ArrayFound", "ArrayGradients", "ArrayUnscaler", "Clip"]
+
+_INFINITY_BITS = 0x7F800000
+_LOWEST_INT32 = -(2**31)
+
+
+class Clip(NamedTuple):
+    """What gradients are clipped to.
+
+    Attributes
+    ----------
+    max_norm : float
+        The largest 2-norm of all of them together.
+    exchange : Exchange or None
+        Over the group whose ranks hold parts of the gradients; None where this rank's are all there are.
+    """
+
+    max_norm: float
+    exchange: Exchange | None = None
+
+
+class ArrayGradients:
+    """An optimizer's gradients, and how unscaled ones go back to it.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Whose gradients.
+    clip : Clip or None
+        What they are clipped to.
+
+    Raises
+    ------
+    InvalidTypeError
+        When the optimizer has no gradients.
+    """
+
+    def __init__(self, optimizer: Any, clip: Clip | None) -> None:
+        self.leaves, self.assign = collect_gradients(optimizer)
+        self.what = f"gradient of {type(optimizer).__name__}"
+        self.master_dtype = getattr(optimizer, "master_dtype", None)
+        self.clip = clip
+        self.is_touched = False
+
+    @property
+    def like(self) -> Array | None:
+        """The first floating array, beside which the state belongs."""
+        return ops.first_floating(self.leaves)
+
+    def groups(self) -> Sequence[Collectives]:
+        """Return no groups: arrays of the standard are this process's own."""
+        return ()
+
+
+class ArrayFound(NamedTuple):
+    """What has been found in an optimizer's gradients.
+
+    Attributes
+    ----------
+    nonfinite : array
+        0-d int32 on the state's device: how many are not finite.
+    norm : array or None
+        0-d float32: their norm before clipping.
+    """
+
+    nonfinite: Array
+    norm: Array | None
+
+
+class ArrayUnscaler:
+    """Unscales in place where the library can, else assigns new arrays. No host read, but for a norm over ranks."""
+
+    def collect(self, optimizer: Any, request: Clip | None = None) -> ArrayGradients:
+        """Return an optimizer's gradients; nothing is modified."""
+        return ArrayGradients(optimizer, request)
+
+    def unscale(self, gradients: ArrayGradients, live: LiveState, state: ScaleState) -> ArrayFound:
+        """Divide gradients by the scale of a state, clip and judge them.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidValueError
+            For gradients of another library, or that share memory; none is modified.
+        """
+        backend = live.backend_for(state.scale)
+        backend.refuse_tracing("unscale_()")
+        chosen = ops.floating_leaves(gradients.leaves, state, what=gradients.what)
+        dtype, clip, norm = gradients.master_dtype, gradients.clip, None
+        out = chosen if dtype is None else None
+        gradients.is_touched = True
+        try:
+            if clip is None:
+                unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=out)
+            else:
+                unscaled, nonfinite, squares = backend.unscale_with_squares(chosen, state, dtype=dtype, out=out)
+        except (InvalidTypeError, InvalidValueError):
+            gradients.is_touched = False
+            raise
+        if clip is not None:
+            unscaled, nonfinite, norm = _clip(backend, unscaled, nonfinite, squares, clip)
+        if unscaled is not chosen:
+            gradients.assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
+        return ArrayFound(nonfinite, norm)
+
+    def clip_unscaled(self, optimizer: Any, max_norm: float, live: LiveState) -> Array | None:
+        """Clip gradients that are not scaled, and return their norm; None if there are none. No host read."""
+        gradients = self.collect(optimizer, Clip(max_norm))
+        like = gradients.like
+        if like is None:
+            return None
+        # Dividing by one changes nothing.
+        return self.unscale(gradients, live, DynamicScale(init_scale=1.0).init(like)).norm
+
+    def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:  # noqa: ARG002
+        """Return the scaler's groups."""
+        return groups
+
+    def values_of(self, gradient: Any) -> Array | None:
+        """Return the gradient itself."""
+        return gradient
+
+    def shape_of(self, gradient: Any) -> tuple[int, ...]:
+        """Return the gradient's shape."""
+        return tuple(gradient.shape)
+
+    def was_left_scaled(self, optimizer: Any) -> bool:  # noqa: ARG002
+        """Return False: no optimizer unscales by itself."""
+        return False
+
+    def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
+        """Do nothing: no optimizer unscales by itself."""
+
+
+def _clip(
+    backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, clip: Clip
+) -> tuple[Sequence[Array], Array, Array]:
+    """Clip unscaled arrays, in place where their library can.
+
+    Returns
+    -------
+    arrays : sequence of arrays
+        The same ones, or new ones.
+    nonfinite : array
+        0-d int32: one more than before where the norm is an overflow.
+    norm : array
+        0-d float32, before clipping. Over a group two host reads and one all-reduce; else none.
+    """
+    norm, factor, overflows = clip_factor(squares, clip.max_norm)
+    if clip.exchange is not None:
+        total = _norm_over_ranks(backend, norm, clip.exchange)
+        norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)
+    nonfinite = as_0d_array(array_namespace(nonfinite), nonfinite + overflows)
+    return backend.multiply_in_place(arrays, factor), nonfinite, norm
+
+
+def _norm_over_ranks(backend: Backend, norm: Array, exchange: Exchange) -> float:
+    """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
+    xp = array_namespace(norm)
+    is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
+    kept = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
+    cast = backend.bits(kept)
+    bits = float32_bits(kept) if cast is None else cast
+    infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
+    sent = as_0d_array(xp, xp.where(is_normal, bits, infinite))
+    slots = [_LOWEST_INT32] * exchange.size
+    (slots[exchange.rank],) = backend.read(xp.reshape(sent, (1,)))
+    return math.hypot(*map(validation.float32_from_bits, exchange.maximum(slots, norm)))

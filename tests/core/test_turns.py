@@ -1,0 +1,192 @@
+"""The parts of an iteration: turns, what they share, and steppers; none keeps another, an optimizer or gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from optimizers import Tree
+
+from gradscale import CallOrderError, DynamicScale, GradScaler, StaticScale
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.frame import Frame
+from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.live_state import ArrayState
+from gradscale.scaler.stepper import ClosureStepper, PlainStepper
+from gradscale.scaler.turn import Stage, Turn
+from gradscale.scaler.unscaler import ArrayUnscaler
+
+pytestmark = pytest.mark.numpy
+
+
+class Gradient(np.ndarray):  # type: ignore[type-arg]
+    """An array that can be referenced weakly."""
+
+
+def gradient(*values: float) -> Any:
+    return np.array(values, np.float32).view(Gradient)
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def parts(policy: Any = None) -> tuple[ArrayState, ArrayUnscaler, Agreement]:
+    live = ArrayState(policy or DynamicScale(init_scale=4.0))
+    live.current(np.zeros((), np.float32))
+    return live, ArrayUnscaler(), Agreement()
+
+
+def turn_of(iteration: Iteration, optimizer: Any, policy: Any = None) -> Turn:
+    return iteration.of(optimizer, *parts(policy), reads_at_once=False)
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("steps", [False, True], ids=["unscaled", "stepped"])
+def test_a_turn_keeps_neither_its_iteration_nor_its_optimizer_nor_gradients(steps: bool) -> None:
+    iteration, optimizer = Iteration(1), Tree([gradient(4.0, 8.0)])
+    turn = turn_of(iteration, optimizer)
+    held = [weakref.ref(one) for one in (iteration, optimizer, optimizer.grads[0])]
+    if steps:
+        PlainStepper().step(turn, optimizer, (), {})
+        optimizer.seen.clear()
+    else:
+        turn.unscale(optimizer)
+    assert optimizer.grads[0].tolist() == [1.0, 2.0]
+    del iteration, optimizer
+    assert [reference() for reference in held] == [None] * 3
+    assert turn.verdict().nonfinite == 0
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_an_iteration_goes_with_its_last_reference_and_its_turns_with_it() -> None:
+    iteration, optimizer = Iteration(1), Tree([gradient(4.0)])
+    turn = turn_of(iteration, optimizer)
+    turn.unscale(optimizer)
+    held = [weakref.ref(one) for one in (iteration, turn)]
+    del iteration, turn
+    assert [reference() for reference in held] == [None] * 2
+    assert optimizer.grads
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_a_scaler_keeps_no_gradients_from_one_iteration_to_the_next() -> None:
+    scaler, optimizer = GradScaler(init_scale=4.0), Tree()
+    scaler.scale(np.float32(1.0))
+    optimizer.grads = [gradient(4.0)]
+    held = weakref.ref(optimizer.grads[0])
+    scaler.unscale_(optimizer, max_norm=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.grads = []
+    optimizer.seen.clear()
+    assert held() is None
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_a_scaler_is_in_no_cycle() -> None:
+    scaler, optimizer = GradScaler(init_scale=4.0), Tree([gradient(4.0)])
+    scaler.scale(np.float32(1.0))
+    scaler.step(optimizer)
+    held = weakref.ref(scaler)
+    del scaler
+    assert held() is None
+
+
+def test_a_refusal_leaves_a_turn_ready_and_a_failure_does_not() -> None:
+    class Interrupted(ArrayUnscaler):
+        def __init__(self, touches: bool) -> None:
+            self.touches = touches
+
+        def unscale(self, gradients: Any, *_: Any) -> Any:
+            gradients.is_touched = self.touches
+            raise KeyboardInterrupt
+
+    live, _, agreement = parts()
+    for touches, stage in ((False, Stage.READY), (True, Stage.UNSCALED)):
+        optimizer = Tree([gradient(4.0)])
+        turn = Turn(Frame(1), live, Interrupted(touches), agreement, reads_at_once=False)
+        with pytest.raises(KeyboardInterrupt):
+            turn.unscale(optimizer)
+        assert turn.stage is stage
+        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
+            turn.verdict()
+
+
+def test_the_state_in_force_is_the_closures_then_the_iterations_then_the_live_one() -> None:
+    live, *_ = parts()
+    frame, first = Frame(1), live.current()
+    assert frame.in_force(live) is first
+    live.replace_scale(64.0)
+    assert frame.in_force(live) is live.current() is not first
+    frame.note_scaled(first)
+    assert frame.in_force(live) is first
+    frame.lowered = live.lowered(first)
+    assert frame.in_force(live) is first
+    with contextlib.suppress(KeyError), frame.inside_closure():
+        assert frame.in_force(live) is frame.lowered
+        frame.note_scaled(frame.lowered)
+        raise KeyError
+    assert frame.in_force(live) is first
+    with pytest.raises(CallOrderError, match=r"no array has been seen yet.*\(iteration 7\)"):
+        Frame(7).in_force(ArrayState(DynamicScale()))
+
+
+def test_a_turn_is_lowered_as_long_as_the_policy_lowers() -> None:
+    turn = turn_of(Iteration(1), Tree(), DynamicScale(init_scale=4.0, min_scale=1.0))
+    assert [turn.lower(), turn.lower()] == [True, True]
+    assert turn.frame.lowered is not None
+    assert turn.frame.lowered.scale == 1.0
+    assert not turn_of(Iteration(1), Tree(), StaticScale(4.0)).lower()
+
+
+def test_steppers_take_what_they_are_for() -> None:
+    def closure() -> None:
+        """Do nothing."""
+
+    for args, kwargs, has_closure in (
+        ((), {}, False),
+        ((closure,), {}, True),
+        ((None,), {}, False),
+        ((0.1,), {"closure": closure}, True),
+        ((closure,), {"closure": None}, False),
+    ):
+        assert ClosureStepper().takes(Tree(), args, kwargs) is has_closure
+        assert PlainStepper().takes(Tree(), args, kwargs)
+
+
+@pytest.mark.parametrize("value", [4.0, np.inf])
+def test_a_plain_stepper_says_what_has_become_of_a_step(value: float) -> None:
+    optimizer = Tree([gradient(value)])
+    outcome = PlainStepper().step(turn_of(Iteration(1), optimizer), optimizer, (1,), {"two": 2})
+    assert outcome.verdict is not None
+    assert (outcome.returned, outcome.verdict.nonfinite) == (("stepped", 0) if value == 4.0 else (None, 1))
+    assert optimizer.calls == ([((1,), {"two": 2})] if value == 4.0 else [])
+
+
+def test_a_closure_stepper_counts_what_it_evaluates_again() -> None:
+    class Evaluating(Tree):
+        def step(self, closure: Any) -> Any:
+            return closure()
+
+    optimizer = Evaluating()
+    turn = turn_of(Iteration(1), optimizer)
+    scales = []
+
+    def closure() -> str:
+        scales.append(float(turn.state.scale))
+        optimizer.grads = [gradient(np.inf if len(scales) < 3 else 8.0)]
+        return "loss"
+
+    outcome = ClosureStepper().step(turn, optimizer, (closure,), {})
+    assert (outcome.returned, outcome.retries, scales) == ("loss", 2, [4.0, 2.0, 1.0])
+    assert optimizer.grads[0].tolist() == [8.0]
