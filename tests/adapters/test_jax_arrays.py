@@ -234,7 +234,7 @@ def test_dtypes_are_the_same_under_every_promotion_and_precision(jax: Any, promo
             grads, nonfinite = gradscale.unscale([jnp.ones(3, dtype=half)], state)
             assert (loss.dtype, grads[0].dtype, nonfinite.dtype) == (jnp.float32, half, jnp.int32)
         for run in (policy.update, jax.jit(policy.update)):
-            new = run(state, nonfinite)
+            new = run(state, nonfinite=nonfinite)
             assert [str(field.dtype) for field in new] == ["float32", "int32", "int32", "int32"]
             assert not any(field.weak_type for field in new)
 
