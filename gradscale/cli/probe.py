@@ -37,27 +37,13 @@ Details = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """A library with an adapter, or what an extra of gradscale brings.
-
-    Attributes
-    ----------
-    name : str
-        What ``--require`` calls it.
-    modules : tuple of str
-        What has to be importable.
-    extra : str
-        The extra of gradscale that brings it; empty where nothing is known.
-    aliases : tuple of str
-        Other names.
-    use : callable, optional
-        Uses it and returns what it found. Default: use the adapter of that name.
-    """
+    """A library with an adapter, or what an extra of gradscale brings."""
 
     name: str
-    modules: tuple[str, ...]
-    extra: str = ""
+    modules: tuple[str, ...]  # what has to be importable
+    extra: str = ""  # the one of gradscale that brings it; empty where nothing is known
     aliases: tuple[str, ...] = ()
-    use: Callable[[], Details] | None = None
+    use: Callable[[], Details] | None = None  # returns what it found; None to use the adapter of that name
 
     @property
     def command(self) -> str:
