@@ -42,7 +42,8 @@ _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _SLICE = 0.2  # seconds
 _BLOCK = 1 << 16
 _MOST_RANKS = 16
-_GROUPS = {"mpi": "MPI", "torch": "torch.distributed"}
+# What people call a group, and the module that it needs; the extra that brings that one has the group's name.
+_GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
 
 
 class Group(StrEnum):
@@ -86,17 +87,10 @@ def check(
     """
     chosen = group or _detect()
     if backend is not None and chosen is not Group.torch:
-        msg = f"--backend is for --group torch, got --backend {backend.value} with --group {chosen.value}"
+        msg = f"--backend is for --group torch, got --backend {backend} with --group {chosen}"
         raise typer.BadParameter(msg)
-    settings = {
-        "group": chosen.value,
-        "timeout": timeout,
-        "backend": backend.value if backend else None,
-        "fault": _parse_fault(fault),
-    }
-    # A module of each group, and the extra that brings it.
-    module, extra = {Group.mpi: ("mpi4py", "mpi"), Group.torch: ("torch", "torch")}[chosen]
-    with needs(f"check --group {chosen.value}", extra, module):
+    settings = {"group": chosen, "timeout": timeout, "backend": backend, "fault": _parse_fault(fault)}
+    with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
         pass
 
     def show(page: dict[str, Any]) -> None:
@@ -140,8 +134,8 @@ def _parse_fault(text: str) -> tuple[str, int]:
 class _Rank:
     """What is known of the rank."""
 
-    def __init__(self, child: subprocess.Popen[bytes], show: Callable[[dict[str, Any]], None]) -> None:
-        self.child = child
+    def __init__(self, process: int, show: Callable[[dict[str, Any]], None]) -> None:
+        self._process = process
         self._show = show
         self.rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
         self.size = next((os.environ[name] for name in _SIZES if name in os.environ), "1")
@@ -151,7 +145,7 @@ class _Rank:
         self.code: int | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self.child.pid})"
+        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self._process})"
 
     def heed(self, message: dict[str, Any]) -> None:
         """Act on one message of the rank's."""
@@ -162,9 +156,6 @@ class _Rank:
             self.rank, self.size, self.has_joined = message["rank"], message["size"], True
         if "page" in message:
             self._show(message["page"])
-            assert self.child.stdin is not None
-            self.child.stdin.write(b"shown\n")
-            self.child.stdin.flush()
         if "line" in message:
             seen = f"{message['line']} (seen by {self})" if self.has_joined else f"{self} {message['line']}"
             error_line(f"check: {seen}")
@@ -173,28 +164,35 @@ class _Rank:
 
 def _supervise(settings: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> int:
     """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
-    reading, writing = os.pipe()
+    messages, writing = os.pipe()
+    reading, answers = os.pipe()
     os.set_inheritable(writing, True)
     command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": writing})]
     # The rank inherits the launcher's connections, too.
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, close_fds=False)
+    child = subprocess.Popen(command, stdin=reading, close_fds=False)
     os.close(writing)
-    rank = _Rank(child, show)
+    os.close(reading)
+
+    def show_and_answer(page: dict[str, Any]) -> None:
+        show(page)
+        os.write(answers, b"shown\n")
+
     try:
-        return _watch(rank, reading, settings["timeout"])
+        return _watch(child, messages, _Rank(child.pid, show_and_answer), settings["timeout"])
     finally:
         child.kill()
         child.wait()
-        os.close(reading)
+        os.close(messages)
+        os.close(answers)
 
 
-def _watch(rank: _Rank, reading: int, timeout: float) -> int:
+def _watch(child: subprocess.Popen[bytes], messages: int, rank: _Rank, timeout: float) -> int:
     """Heed the rank's messages until it ends or its time is over."""
     unread = b""
     while True:
-        ready, _, _ = select.select([reading], [], [], _SLICE)
+        ready, _, _ = select.select([messages], [], [], _SLICE)
         if ready:
-            block = os.read(reading, _BLOCK)
+            block = os.read(messages, _BLOCK)
             if not block:
                 break
             *lines, unread = (unread + block).split(b"\n")
@@ -204,7 +202,7 @@ def _watch(rank: _Rank, reading: int, timeout: float) -> int:
             hint = "it hangs" if rank.has_joined else "some rank has not come to it"
             error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
             return 1
-    status = rank.child.wait()
+    status = child.wait()
     if rank.code is not None:
         return rank.code
     ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
@@ -218,7 +216,7 @@ def _watch(rank: _Rank, reading: int, timeout: float) -> int:
 def _print_page(out: Console, page: dict[str, Any]) -> None:
     """Print the page for people, as ``check --json`` has it for programs."""
     size = "1 rank" if page["size"] == 1 else f"{page['size']} ranks"
-    out.print(f"gradscale check, {size} over {_GROUPS[page['group']]}: ", style="bold", end="")
+    out.print(f"gradscale check, {size} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
     out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
     if ranks := page["ranks"]:
         rows = table("rank", "host", "process", "device", "gradscale")

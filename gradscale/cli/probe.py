@@ -25,7 +25,7 @@ from gradscale.core.protocols import GroupBackend
 from gradscale.errors import BackendError
 from gradscale.extras import install_command
 
-__all__ = ["Component", "components", "find", "main", "probe"]
+__all__ = ["Component", "components", "find", "main", "mpi_library", "probe"]
 
 _SCALE = 1024.0
 _TIMEOUT = 20.0  # seconds
@@ -145,6 +145,14 @@ def _fast() -> Details:
     return details | {"kernels": "active" if is_active else "off (GRADSCALE_NUMPY_FAST=0)"}
 
 
+def mpi_library() -> str:
+    """Return the name and version of the MPI that mpi4py uses; initializes MPI."""
+    from mpi4py import MPI
+
+    first = MPI.Get_library_version().replace("\0", "").strip().splitlines()[0]
+    return " ".join(first.split())
+
+
 def _mpi4py() -> Details:
     import numpy as np
     from mpi4py import MPI
@@ -156,11 +164,10 @@ def _mpi4py() -> Details:
         msg = f"MPI gives a wrong maximum of one rank: {found}, not {sent.tolist()}"
         raise BackendError(msg)
     registry.collectives_for(MPI.COMM_WORLD, timeout=_TIMEOUT)
-    library = MPI.Get_library_version().replace("\0", "").strip().splitlines()[0]
     threads = {getattr(MPI, f"THREAD_{level.upper()}"): level for level in _LEVELS}
     return {
         "did": "MAX all-reduce on one process",
-        "library": " ".join(library.split()),
+        "library": mpi_library(),
         "standard": ".".join(map(str, MPI.Get_version())),
         "threads": threads[MPI.Query_thread()],
     }
