@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from itertools import groupby
+from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
 import typer
@@ -39,8 +40,6 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_SLICE = 0.2  # seconds
-_BLOCK = 1 << 16
 _MOST_RANKS = 16
 # What people call a group, and the module that it needs; the extra that brings that one has the group's name.
 _GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
@@ -134,28 +133,37 @@ def _parse_fault(text: str) -> tuple[str, int]:
 class _Rank:
     """What is known of the rank."""
 
-    def __init__(self, process: int, show: Callable[[dict[str, Any]], None]) -> None:
-        self._process = process
+    def __init__(
+        self, child: subprocess.Popen[bytes], connection: Connection, show: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.child = child
+        self.connection = connection
         self._show = show
         self.rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
         self.size = next((os.environ[name] for name in _SIZES if name in os.environ), "1")
         self.stage = "its start"
-        self.limit = self.deadline = float("inf")
+        self.limit = 0.0
+        self._deadline: float | None = None
         self.has_joined = False
         self.code: int | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self._process})"
+        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self.child.pid})"
+
+    def seconds_left(self) -> float | None:
+        """Return the time that it has left in its stage, or None before the first one."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def heed(self, message: dict[str, Any]) -> None:
         """Act on one message of the rank's."""
         if "stage" in message:
             self.stage, self.limit = message["stage"], message["limit"]
-            self.deadline = time.monotonic() + self.limit
+            self._deadline = time.monotonic() + self.limit
         if "rank" in message:
             self.rank, self.size, self.has_joined = message["rank"], message["size"], True
         if "page" in message:
             self._show(message["page"])
+            self.connection.send("shown")
         if "line" in message:
             seen = f"{message['line']} (seen by {self})" if self.has_joined else f"{self} {message['line']}"
             error_line(f"check: {seen}")
@@ -164,45 +172,36 @@ class _Rank:
 
 def _supervise(settings: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> int:
     """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
-    messages, writing = os.pipe()
-    reading, answers = os.pipe()
-    os.set_inheritable(writing, True)
-    command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": writing})]
+    ours, theirs = multiprocessing.Pipe()
+    os.set_inheritable(theirs.fileno(), True)
+    command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": theirs.fileno()})]
     # The rank inherits the launcher's connections, too.
-    child = subprocess.Popen(command, stdin=reading, close_fds=False)
-    os.close(writing)
-    os.close(reading)
-
-    def show_and_answer(page: dict[str, Any]) -> None:
-        show(page)
-        os.write(answers, b"shown\n")
-
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
+    theirs.close()
     try:
-        return _watch(child, messages, _Rank(child.pid, show_and_answer), settings["timeout"])
+        return _watch(_Rank(child, ours, show), settings["timeout"])
     finally:
         child.kill()
         child.wait()
-        os.close(messages)
-        os.close(answers)
+        ours.close()
 
 
-def _watch(child: subprocess.Popen[bytes], messages: int, rank: _Rank, timeout: float) -> int:
+def _watch(rank: _Rank, timeout: float) -> int:
     """Heed the rank's messages until it ends or its time is over."""
-    unread = b""
-    while True:
-        ready, _, _ = select.select([messages], [], [], _SLICE)
-        if ready:
-            block = os.read(messages, _BLOCK)
-            if not block:
-                break
-            *lines, unread = (unread + block).split(b"\n")
-            for line in lines:
-                rank.heed(json.loads(line))
-        elif time.monotonic() > rank.deadline:
-            hint = "it hangs" if rank.has_joined else "some rank has not come to it"
-            error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
-            return 1
-    status = child.wait()
+    while rank.connection.poll(rank.seconds_left()):
+        try:
+            message = rank.connection.recv()
+        except (EOFError, OSError):
+            return _code(rank, timeout)
+        rank.heed(message)
+    hint = "it hangs" if rank.has_joined else "some rank has not come to it"
+    error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
+    return 1
+
+
+def _code(rank: _Rank, timeout: float) -> int:
+    """Return the exit code of a rank that has ended: what it has said, or 1 after a line about its death."""
+    status = rank.child.wait()
     if rank.code is not None:
         return rank.code
     ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"

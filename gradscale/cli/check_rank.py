@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import gradscale
@@ -126,7 +127,7 @@ class _MPIWorld:
 
 
 class _TorchWorld:
-    """The same of torch's default process group, as torchrun starts them.
+    """The ranks of torch's default process group, as torchrun starts them; the methods are those of _MPIWorld.
 
     The backend is one of torch.distributed's: None for NCCL where each rank of this machine has a CUDA device of its
     own, else gloo.
@@ -443,20 +444,21 @@ class _Supervisor:
     """The process that started this one: it is told where this one is, prints the page, and outlives it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._connection = Connection(descriptor)
         self._answered = threading.Event()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for _ in sys.stdin:
-            self._answered.set()
+        with contextlib.suppress(EOFError, OSError):
+            while self._connection.recv():
+                self._answered.set()
         # A rank whose supervisor has ended has no business left.
         os._exit(1)
 
     def tell(self, **message: Any) -> None:
-        os.write(self._descriptor, json.dumps(message).encode() + b"\n")
+        self._connection.send(message)
 
     def show(self, page: dict[str, Any]) -> None:
         self.tell(page=page)

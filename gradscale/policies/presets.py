@@ -24,9 +24,6 @@ __all__ = [
 ]
 
 
-# The arguments of a preset are locals(), under the names of DynamicScale's fields.
-
-
 def _both(growth_factor: float) -> tuple[float, float]:
     """Return growth and backoff factor of a system that has one for both, in the float32 that it computes in."""
     factor = _single("growth_factor", growth_factor, above=1.0)
@@ -35,6 +32,9 @@ def _both(growth_factor: float) -> tuple[float, float]:
 
 def _single(name: str, factor: float, **limits: float) -> float:
     return validation.round_to_float32(validation.number(name, factor, at_most=validation.LARGEST_FLOAT32, **limits))
+
+
+# In each preset, locals() are its arguments, under the names that DynamicScale's fields have.
 
 
 def torch(
