@@ -32,12 +32,13 @@ class Device:
 
     count: ClassVar[int] = 2
 
+    attributes: ClassVar[dict[str, int]] = {"MultiProcessorCount": 2}
+
     def __init__(self, device: Any = None) -> None:
         self.id: int = _device_id() if device is None else getattr(device, "id", device)
-        if self.id not in range(self.count):
+        if not 0 <= self.id < self.count:
             msg = f"there is no device {self.id}"
             raise ValueError(msg)
-        self.attributes = {"MultiProcessorCount": 2}
 
     @property
     def pci_bus_id(self) -> str:
@@ -110,16 +111,27 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             msg = f"implicit conversion to a host value: {name}"
             raise AttributeError(msg)
         found = getattr(self._x, name)
+        if isinstance(found, np.ndarray):
+            return Ndarray(found, self.device)
         if callable(found):
             return lambda *args, **options: _call(found, args, options, self.device)
-        return _wrapped(found, self.device) if isinstance(found, np.ndarray) else found
+        return found
+
+    # Asked for most.
+    shape = property(lambda self: self._x.shape)
+    dtype = property(lambda self: self._x.dtype)
+    strides = property(lambda self: self._x.strides)
+    size = property(lambda self: self._x.size)
+    ndim = property(lambda self: self._x.ndim)
+    nbytes = property(lambda self: self._x.nbytes)
 
     def __getitem__(self, key: Any) -> Any:
-        return _wrapped(self._x[_plain(key)], self.device)
+        return _wrapped(self._x[_plain(key, [])], self.device)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        assert _devices(value) <= {self.device.id}
-        self._x[_plain(key)] = _plain(value)
+        used = [self.device]
+        self._x[_plain(key, [])] = _plain(value, used)
+        assert all(device == self.device for device in used), f"assignment of arrays on {used}"
 
     def __len__(self) -> int:
         return len(self._x)
@@ -146,18 +158,13 @@ def _finish_copies(device_id: int) -> None:
         ctypes.memmove(target, source, size)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Ndarray):
+def _plain(value: Any, used: list[Device]) -> Any:
+    """Return what NumPy can work with, and note the devices of the arrays in it."""
+    kind = type(value)
+    if kind is Ndarray:
+        used.append(value.device)
         return value._x
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_plain, value))
-    return value
-
-
-def _devices(value: Any) -> set[int]:
-    if isinstance(value, Ndarray):
-        return {value.device.id}
-    return set().union(*map(_devices, value)) if isinstance(value, (tuple, list)) else set()
+    return kind([_plain(one, used) for one in value]) if kind is tuple or kind is list else value
 
 
 def _wrapped(value: Any, device: Device) -> Any:
@@ -169,14 +176,19 @@ def _wrapped(value: Any, device: Device) -> Any:
 
 
 def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home: Device | None = None) -> Any:
-    used = _devices(tuple(args)) | _devices(tuple(options.values())) | ({home.id} if home else set())
-    assert len(used) <= 1, f"{function} of arrays on {used}"
-    given = options.get("out")
+    used = [home] if home else []
+    plain = [_plain(one, used) for one in args]
+    named = {name: _plain(value, used) for name, value in options.items()} if options else {}
+    first = used[0] if used else Device()
+    for device in used:
+        # Thousands of calls go through here.
+        assert device is first or device.id == first.id, f"{function} of arrays on {used}"
     with np.errstate(all="ignore"):
-        made = function(*map(_plain, args), **{name: _plain(value) for name, value in options.items()})
+        made = function(*plain, **named)
+    given = options.get("out")
     if given is not None:
         return given[0] if isinstance(given, tuple) else given
-    return _wrapped(made, Device(used.pop()) if used else Device())
+    return _wrapped(made, first)
 
 
 class Stream:
@@ -286,13 +298,15 @@ class HostCupy(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         found = getattr(np, name)
-        if isinstance(found, type) or not callable(found):
-            return found
-        return lambda *args, **options: _call(found, args, options)
+        if not isinstance(found, type) and callable(found):
+            # Asked for thousands of times, and found at once from now on.
+            vars(self)[name] = lambda *args, **options: _call(found, args, options)
+            return vars(self)[name]
+        return found
 
     def array(self, x: Any, dtype: Any = None, **options: Any) -> Any:
         """Return a copy on the current device, also of an array of another one."""
-        made = np.array(_plain(x), dtype=dtype, **options)
+        made = np.array(_plain(x, []), dtype=dtype, **options)
         return _wrapped(made, Device())
 
     def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Any:
