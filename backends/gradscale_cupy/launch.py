@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
-from numpy.typing import NDArray
 
 from gradscale_cupy.plan import CHUNK, Layout, plan
 
-__all__ = ["Prepared", "clip", "empty_pinned", "is_over", "prepare", "unscale", "unscale_with_squares"]
+__all__ = ["Prepared", "clip", "prepare", "unscale", "unscale_with_squares"]
 
 Array = Any
 
@@ -22,18 +20,15 @@ Array = Any
 _THREADS = 256
 _BLOCKS_EACH = 8
 
-_NOT_READY = 600  # cudaErrorNotReady
-
 
 class _Table(NamedTuple):
-    """One launch: its table on the device, the pinned memory that this is copied from, and a sum for each chunk."""
+    """One launch: its table on the device, and a sum of squares for each chunk."""
 
     pair: str
     rows: Array
     first_chunks: Array
     arrays: int
     blocks: int
-    pinned: tuple[NDArray[Any], ...]
     squares: Array
 
 
@@ -87,48 +82,15 @@ def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
     tables: list[_Table] = []
     begin = 0
     for launch in launches:
-        host = (_pinned(launch.table.view(np.uint8)), _pinned(launch.first_chunks))
-        rows, first_chunks = (_upload(x) for x in host)
+        # CuPy copies it into pinned memory, which it keeps until the device has read it: the host does not wait.
+        rows, first_chunks = cupy.array(launch.table.view(np.uint8)), cupy.array(launch.first_chunks)
         blocks = min(launch.chunks, most_blocks)
         sums = squares[begin : begin + launch.chunks]
-        tables.append(_Table(launch.pair, rows, first_chunks, len(launch.table), blocks, host, sums))
+        tables.append(_Table(launch.pair, rows, first_chunks, len(launch.table), blocks, sums))
         begin += launch.chunks
     uploaded = cupy.cuda.Event(disable_timing=True)
     uploaded.record()
     return Prepared(tables, others, squares, uploaded, set())
-
-
-def is_over(event: Any) -> bool:
-    """Tell whether a device has come to an event; no wait.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        When the device has failed, which ``Event.done`` takes for not being ready.
-    """
-    status = runtime.eventQuery(event.ptr)
-    if status not in (0, _NOT_READY):
-        raise runtime.CUDARuntimeError(status)
-    return bool(status == 0)
-
-
-def empty_pinned(size: int, dtype: Any) -> NDArray[Any]:
-    """Return a 1-d array in memory of the host that a device reads and writes by itself, while the host goes on."""
-    memory = cupy.cuda.alloc_pinned_memory(size * np.dtype(dtype).itemsize)
-    return np.frombuffer(memory, dtype, size)
-
-
-def _pinned(x: NDArray[Any]) -> NDArray[Any]:
-    made = empty_pinned(x.size, x.dtype)
-    made[...] = x
-    return made
-
-
-def _upload(x: NDArray[Any]) -> Array:
-    made = cupy.empty(x.shape, x.dtype)
-    # Unlike ``set``, it never waits.
-    made.data.copy_from_host_async(x.ctypes.data, x.nbytes, cupy.cuda.get_current_stream())
-    return made
 
 
 def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:

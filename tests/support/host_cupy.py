@@ -86,17 +86,13 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def data(self) -> Any:
         """The memory."""
 
-        def copy_from_host_async(address: int, size: int, stream: Any) -> None:
-            assert stream.device_id == self.device.id
-            # As late as it may be: before the next kernel, or when the host has waited.
-            _copies.setdefault(self.device.id, []).append((self._x.ctypes.data, address, size, self._x))
-
         def copy_to_host_async(address: int, size: int, stream: Any) -> None:
             assert stream.device_id == self.device.id
-            _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
+            # As late as it may be: before the next kernel, or when the host has waited.
+            with _copying:
+                _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
 
-        functions = {"copy_from_host_async": copy_from_host_async, "copy_to_host_async": copy_to_host_async}
-        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, **functions)
+        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, copy_to_host_async=copy_to_host_async)
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
@@ -149,13 +145,17 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
 
 log: list[tuple[Any, ...]] = []
-# Copies between a device and the host that are on their way, by device: to, from, bytes, and the device's array.
+# Copies from a device to the host that are on their way, by device: to, from, bytes, and the device's array.
 _copies: dict[int, list[tuple[int, int, int, Any]]] = {}
 
 
+_copying = threading.Lock()
+
+
 def _finish_copies(device_id: int) -> None:
-    for target, source, size, _ in _copies.pop(device_id, []):
-        ctypes.memmove(target, source, size)
+    with _copying:
+        for target, source, size, _ in _copies.pop(device_id, []):
+            ctypes.memmove(target, source, size)
 
 
 def _plain(value: Any, used: list[Device]) -> Any:
