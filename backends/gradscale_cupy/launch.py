@@ -57,10 +57,16 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
-def _module(*, clips: bool) -> Any:
-    """Return the kernels, compiled for each device when they are first called there, and cached on disk by CuPy."""
+def _kernel(name: str) -> Any:
+    """Return a kernel, compiled alone for each device when it is first called there, and cached on disk by CuPy."""
     source = resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
-    return cupy.RawModule(code=source, options=("-std=c++17", f"-DGRADSCALE_CLIPPING={int(clips)}"))
+    kind, *types = name.split("_")
+    macros = {"ONLY": f"GRADSCALE_{kind}"}
+    if kind != "add":
+        macros |= {"SOURCE": types[0], "TARGET": types[-1]}
+    return cupy.RawKernel(
+        source, name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items()))
+    )
 
 
 @functools.cache
@@ -107,23 +113,22 @@ def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
     """
     _wait_for_tables(prepared)
     for table in prepared.tables:
-        _launch(f"unscale_{table.pair}", table, scale, nonfinite, clips=False)
+        _launch(f"unscale_{table.pair}", table, scale, nonfinite)
 
 
 def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, total: Array) -> None:
     """Do what ``unscale`` does, and store the sum of the squares of what is stored, in a 0-d float64."""
     _wait_for_tables(prepared)
     for table in prepared.tables:
-        _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares, clips=True)
-    add = _module(clips=True).get_function("add_squares")
-    add((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
+        _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares)
+    _kernel("add_squares")((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
 
 
 def clip(prepared: Prepared, factor: Array) -> None:
     """Multiply arrays prepared for work in place by a 0-d float32; nothing is written unless it is below 1."""
     _wait_for_tables(prepared)
     for table in prepared.tables:
-        _launch(f"clip_{table.pair.partition('_')[0]}", table, factor, clips=True)
+        _launch(f"clip_{table.pair.partition('_')[0]}", table, factor)
 
 
 def _wait_for_tables(prepared: Prepared) -> None:
@@ -134,8 +139,7 @@ def _wait_for_tables(prepared: Prepared) -> None:
         stream.wait_event(prepared.uploaded)
 
 
-def _launch(kernel: str, table: _Table, *arguments: Array, clips: bool) -> None:
+def _launch(kernel: str, table: _Table, *arguments: Array) -> None:
     """Launch a kernel on the current device and stream."""
     sizes = (np.int32(table.arrays), np.int64(CHUNK))
-    function = _module(clips=clips).get_function(kernel)
-    function((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, *arguments))
+    _kernel(kernel)((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, *arguments))

@@ -202,7 +202,7 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
     def fail(*_: Any, **_options: Any) -> Any:
         raise failure[0]
 
-    monkeypatch.setattr(cupy.RawModule, "get_function", fail)
+    monkeypatch.setattr(cupy.RawKernel, "__call__", fail)
     for name, call in {
         "gradients were unscaled": lambda: cupy_backend.unscale(grads, state, out=grads),
         "gradients were clipped": lambda: cupy_backend.multiply_in_place(grads, state.scale),

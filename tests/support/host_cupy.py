@@ -238,32 +238,27 @@ class Event:
         return 0
 
 
-class RawModule:
-    """The kernels, on the host."""
+class RawKernel:
+    """A kernel, on the host."""
 
-    def __init__(self, code: str, options: tuple[str, ...]) -> None:
+    def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
         assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
-        assert options[0].startswith("-std=")
-        (self._clips,) = {"-DGRADSCALE_CLIPPING=0": (False,), "-DGRADSCALE_CLIPPING=1": (True,)}[options[1]]
+        assert options == host_kernels.options_of(name)
+        self._name = name
 
-    def get_function(self, name: str) -> Callable[..., None]:
-        """Return a kernel as CuPy calls it."""
-        assert self._clips is not name.startswith("unscale_")
-        expected = host_kernels.ARGUMENTS[name.partition("_")[0]]
-
-        def call(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
-            assert (grid[0] > 0, block) == (True, (256,))
-            assert len(args) == len(expected)
-            assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
-            assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
-            _finish_copies(_device_id())
-            # Fewer blocks and threads than are asked for do the same, more slowly.
-            kernel = getattr(host_kernels.library(), name)
-            blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
-            kernel(*map(_c_value, args), blocks, threads)
-            log.append(("launch", name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
-
-        return call
+    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+        """Launch it as CuPy does."""
+        expected = host_kernels.ARGUMENTS[self._name.partition("_")[0]]
+        assert (grid[0] > 0, block) == (True, (256,))
+        assert len(args) == len(expected)
+        assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
+        assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
+        _finish_copies(_device_id())
+        # Fewer blocks and threads than are asked for do the same, more slowly.
+        kernel = getattr(host_kernels.library(), self._name)
+        blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
+        kernel(*map(_c_value, args), blocks, threads)
+        log.append(("launch", self._name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
 
 
 def _c_value(x: Any) -> Any:
@@ -284,7 +279,7 @@ class HostCupy(types.ModuleType):
         self.__all__ = [name for name in np.__all__ if name not in hidden and not name.startswith("__")]
         self.__path__: list[str] = []
         self.ndarray = Ndarray
-        self.RawModule = RawModule
+        self.RawKernel = RawKernel
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.Device, self.cuda.Event, self.cuda.Stream = Device, Event, Stream
         self.cuda.get_current_stream = lambda device_id=-1: Stream(_device_id() if device_id < 0 else device_id)

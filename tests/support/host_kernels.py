@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from axes import require_program
 
-__all__ = ["ARGUMENTS", "FOLDER", "SOURCE", "add_squares", "launch", "library"]
+__all__ = ["ARGUMENTS", "FOLDER", "SOURCE", "add_squares", "launch", "library", "options_of"]
 
 FOLDER = "GRADSCALE_TEST_KERNELS"
 """The variable that names the folder where the processes of a session share what they compile."""
@@ -37,6 +37,15 @@ _package = importlib.util.find_spec("gradscale_cupy")
 assert _package is not None
 assert _package.origin is not None
 SOURCE = Path(_package.origin).with_name("unscale.cu")
+
+
+def options_of(kernel: str) -> tuple[str, ...]:
+    """Return the options by which a compiler makes one kernel of the source alone."""
+    kind, *types = kernel.split("_")
+    only = f"-DGRADSCALE_ONLY=GRADSCALE_{kind}"
+    if kind == "add":
+        return "-std=c++17", only
+    return "-std=c++17", only, f"-DGRADSCALE_SOURCE={types[0]}", f"-DGRADSCALE_TARGET={types[-1]}"
 
 
 @functools.cache
