@@ -180,11 +180,20 @@ def require_device() -> None:
 
 def require_nccl() -> None:
     """Raise BackendNotAvailableError where CuPy finds no NCCL, with the package; or first, where there is no device."""
-    if not nccl_module().available:
-        require_device()
-        package = nccl_package(_runtime().runtimeGetVersion())
-        msg = f"CuPy finds no NCCL library, which its wheels do not bring: python -m pip install {package}"
-        raise BackendNotAvailableError(msg)
+    if nccl_module().available:
+        return
+    import cupy
+
+    require_device()
+    built_for = _runtime().runtimeGetVersion()
+    # Before 13.5 CuPy does not look where pip puts it.
+    is_old = tuple(map(int, cupy.__version__.split(".")[:2])) < (13, 5)
+    newer = f"'cupy-cuda{built_for // 1000}x>=13.5' " if is_old else ""
+    msg = (
+        f"CuPy {cupy.__version__} finds no NCCL library, which its wheels do not bring: python -m pip install "
+        f"{newer}{nccl_package(built_for)}"
+    )
+    raise BackendNotAvailableError(msg)
 
 
 def nccl_module() -> Any:

@@ -58,6 +58,27 @@ def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
         assert bool(cupy.isnan(out[place]))
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("target", ["bfloat16", "float32"])
+def test_a_bad_bfloat16_is_found_and_all_others_are_divided(cupy: Any, backend: Any, target: str, bad: float) -> None:
+    ml_dtypes = require("ml_dtypes")
+    if int(cupy.__version__.partition(".")[0]) < 14:
+        pytest.skip("cupy: bfloat16 came with CuPy 14")
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    for place in (0, 7, 500, 999):
+        # Made on the host: not all of CuPy's functions take bfloat16.
+        values = np.full(1000, 8.0, ml_dtypes.bfloat16)
+        values[place] = bad
+        x = cupy.asarray(values)
+        assert x.dtype == ml_dtypes.bfloat16
+        out = x if target == "bfloat16" else cupy.zeros(1000, dtype=np.float32)
+        _, nonfinite = backend.unscale([x], state, out=[out])
+        assert int(nonfinite) == 1
+        wide = cupy.asnumpy(out).astype(np.float32)
+        assert not np.isfinite(wide[place])
+        assert np.count_nonzero(wide == 2.0) == 999
+
+
 def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, backend: Any) -> None:
     rng = np.random.default_rng(0)
     whole = [cupy.asarray(rng.standard_normal(int(n)), dtype=np.float32) for n in rng.integers(0, 5000, 3000)]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import host_kernels
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -303,6 +304,15 @@ class HostCupy(types.ModuleType):
         """Return a copy on the current device, also of an array of another one."""
         made = np.array(_plain(x, []), dtype=dtype, **options)
         return _wrapped(made, Device())
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Return elements of either array; as in CuPy 14.2 there is nothing for bfloat16, which becomes float32."""
+
+        def choose(condition: Any, x: Any, y: Any) -> Any:
+            made = np.where(condition, x, y)
+            return made.astype(np.float32) if made.dtype == ml_dtypes.bfloat16 else made
+
+        return _call(choose, (condition, x, y), {})
 
     def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Any:
         """Return an array of the current device: itself where it is one."""
