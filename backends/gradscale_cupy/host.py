@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import cupy
@@ -11,7 +12,7 @@ from cupy.cuda import runtime
 from gradscale.errors import CallOrderError
 from gradscale_cupy.availability import explained
 
-__all__ = ["HostCopy", "is_over", "moved", "refuse_capture"]
+__all__ = ["HostCopy", "is_over", "moved", "refuse_capture", "require_one_capture"]
 
 Array = Any
 
@@ -103,5 +104,23 @@ def refuse_capture(what: str) -> None:
         msg = (
             f"{what} cannot be part of a CUDA graph, since a replay runs no Python, got a stream that is capturing: "
             f"capture gradscale.unscale(grads, state, out=grads) and policy.update, and step outside of the graph"
+        )
+        raise CallOrderError(msg)
+
+
+def require_one_capture(devices: Iterable[Any]) -> None:
+    """Raise CallOrderError where the current streams of some devices are capturing a CUDA graph and others are not.
+
+    These would join the capture in the midst of it, with tables that nobody keeps for the graph.
+    """
+    captured: dict[bool, set[int]] = {False: set(), True: set()}
+    for device in devices:
+        with device:
+            captured[cupy.cuda.get_current_stream().is_capturing()].add(device.id)
+    if all(captured.values()):
+        msg = (
+            f"arrays on several devices are captured into a CUDA graph together, got streams that are capturing on "
+            f"devices {sorted(captured[True])} and others on {sorted(captured[False])}: let these wait for an event of "
+            f"the former before"
         )
         raise CallOrderError(msg)

@@ -179,8 +179,8 @@ def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: An
     HostCupy.capturing = {0}
     with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):
         cupy_backend.unscale(grads, state, out=grads)
-    assert as_host(grads[0]).tolist() == [1.0] * 3
     HostCupy.capturing = set()
+    assert as_host(grads[0]).tolist() == [1.0] * 3
     cupy_backend.unscale(grads, state, out=grads)
     HostCupy.capturing = {0}
     cupy.log.clear()

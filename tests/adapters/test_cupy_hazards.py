@@ -152,6 +152,50 @@ def test_a_graph_captures_only_the_kernels_that_have_run_before(cupy: Any, cupy_
             call()
 
 
+@pytest.mark.parametrize("captured", [0, 1])
+def test_devices_are_captured_together(cupy: Any, cupy_backend: Any, captured: int) -> None:
+    grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
+    with cupy.cuda.Device(1):
+        grads.append(cupy.ones(3, dtype=np.float32))
+    calls = [
+        lambda: cupy_backend.unscale(grads, state, out=grads),
+        lambda: cupy_backend.unscale_with_squares(grads, state, out=grads),
+        lambda: cupy_backend.multiply_in_place(grads, state.scale),
+    ]
+    for call in calls:
+        call()
+    HostCupy.capturing = {captured}
+    for call in calls:
+        with pytest.raises(CallOrderError, match=rf"capturing on devices \[{captured}\] and others on \["):
+            call()
+    HostCupy.capturing = {0, 1}
+    for call in calls:
+        call()
+    HostCupy.capturing = set()
+    # No clip has changed anything, as the factor is above 1; the refused calls have not, either.
+    assert [x.get().tolist() for x in grads] == [[0.25**4] * 3] * 2
+
+
+def test_the_stand_in_refuses_what_cuda_refuses_in_a_capture(cupy: Any) -> None:
+    x, before = cupy.zeros(3, dtype=np.float32), cupy.cuda.Event()
+    before.record()
+    HostCupy.capturing = {0}
+    inside = cupy.cuda.Event()
+    inside.record()
+    cupy.cuda.get_current_stream().wait_event(inside)
+    cupy.asarray(3.0, dtype=np.float32)
+    for call in (
+        x.get,
+        before.synchronize,
+        lambda: cupy.cuda.runtime.eventQuery(before.ptr),
+        lambda: cupy.cuda.alloc_pinned_memory(4),
+        lambda: cupy.array([1.0, 2.0]),
+        lambda: cupy.cuda.get_current_stream().wait_event(before),
+    ):
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorStreamCapture"):
+            call()
+
+
 def test_a_scaler_is_not_captured_and_says_what_can_be(cupy: Any) -> None:
     scaler, optimizer = GradScaler(init_scale=4.0), Tree([cupy.ones(3, dtype=np.float32)])
     scaler.scale(cupy.ones((), dtype=np.float32))

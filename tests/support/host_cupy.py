@@ -1,7 +1,8 @@
 """A ``cupy`` over NumPy: what gradscale_cupy needs of it, with kernels that run on the host and two devices.
 
 It proves what the adapter asks for, in which order and on which device, and not that a GPU does it. Reading a value
-other than by ``get`` is an error here, so that every host read is seen.
+other than by ``get`` is an error here, so that every host read is seen. While a stream is captured it refuses what CUDA
+does: to wait for a device, to ask for an event, to wait for one of outside, and to allocate memory of the host.
 """
 
 from __future__ import annotations
@@ -68,6 +69,27 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
 
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's: a status, and the text of CUDA."""
+
+    __module__ = "cupy_backends.cuda.api.runtime"
+
+    def __init__(self, status: int) -> None:
+        super().__init__(_CAPTURE_ERRORS.get(status, f"status {status}"))
+        self.status = status
+
+
+_CAPTURE_ERRORS = {
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
+}
+
+
+def _refuse_capture(status: int = 900) -> None:
+    if HostCupy.capturing:
+        raise CUDARuntimeError(status)
+
+
 def _device_id() -> int:
     stack: list[int] = getattr(_current, "stack", [])
     return stack[-1] if stack else 0
@@ -97,6 +119,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
+        _refuse_capture()
         log.append(("read", self.device.id))
         return self._x.copy()
 
@@ -206,7 +229,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Note that the stream waits."""
-        assert not self.is_capturing()
+        if self.is_capturing() and not event.is_captured:
+            raise CUDARuntimeError(905)
         log.append(("wait", self.device_id, event.device_id))
 
 
@@ -217,15 +241,18 @@ class Event:
 
     def __init__(self, **_options: bool) -> None:
         self.device_id: int | None = None
+        self.is_captured = False
         self.ptr = len(self._all)
         self._all.append(self)
 
     def record(self, stream: Stream | None = None) -> None:
         """Note the stream."""
         self.device_id = _device_id() if stream is None else stream.device_id
+        self.is_captured = self.device_id in HostCupy.capturing
 
     def synchronize(self) -> None:
         """Make the host wait: a host read."""
+        _refuse_capture()
         assert self.device_id is not None
         log.append(("read", self.device_id))
         _finish_copies(self.device_id)
@@ -233,6 +260,7 @@ class Event:
     @classmethod
     def query(cls, ptr: int) -> int:
         """Return that an event is over, and what has to be done by then."""
+        _refuse_capture()
         device_id = cls._all[ptr].device_id
         assert device_id is not None
         _finish_copies(device_id)
@@ -268,6 +296,11 @@ def _c_value(x: Any) -> Any:
     return (ctypes.c_int if x.dtype == np.int32 else ctypes.c_longlong)(int(x))
 
 
+def _pinned(size: int) -> bytearray:
+    _refuse_capture()
+    return bytearray(size)
+
+
 class HostCupy(types.ModuleType):
     """The module: NumPy's functions, on arrays of the current device."""
 
@@ -284,10 +317,12 @@ class HostCupy(types.ModuleType):
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.Device, self.cuda.Event, self.cuda.Stream = Device, Event, Stream
         self.cuda.get_current_stream = lambda device_id=-1: Stream(_device_id() if device_id < 0 else device_id)
-        self.cuda.alloc_pinned_memory = bytearray
+        self.cuda.alloc_pinned_memory = _pinned
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
-        self.cuda.runtime = SimpleNamespace(getDeviceCount=lambda: 2, eventQuery=Event.query)
+        self.cuda.runtime = SimpleNamespace(
+            getDeviceCount=lambda: 2, eventQuery=Event.query, CUDARuntimeError=CUDARuntimeError
+        )
         self.log = log
 
     def __getattr__(self, name: str) -> Any:
@@ -303,6 +338,9 @@ class HostCupy(types.ModuleType):
     def array(self, x: Any, dtype: Any = None, **options: Any) -> Any:
         """Return a copy on the current device, also of an array of another one."""
         made = np.array(_plain(x, []), dtype=dtype, **options)
+        if not isinstance(x, Ndarray) and made.ndim:
+            # It goes through pinned memory; a number is what a kernel is called with.
+            _refuse_capture()
         return _wrapped(made, Device())
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
