@@ -64,7 +64,8 @@ def test_threads_begin_copies_at_once_and_each_gets_its_own(
 ) -> None:
     from gradscale_cupy import host
 
-    barrier, wrong = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
+    wrong: list[Any] = []
     is_over = host.is_over
 
     def query(event: Any) -> bool:
