@@ -118,17 +118,22 @@ def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backen
 def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) -> None:
     grads = [cupy.ones(1 << 20, dtype=np.float32) for _ in range(8)]
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
-    _, _, one = backend.unscale_with_squares(grads, state, out=grads)
-    backend.multiply_in_place(grads, one.astype(np.float32))
     stream = cupy.cuda.Stream(non_blocking=True)
-    stall(cupy, 0)
-    with stream:
-        stall(cupy, 200)
+
+    def iterate() -> Any:
         backend.unscale(grads, state, out=grads)
         backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
         _, nonfinite, squares = backend.unscale_with_squares(grads, state, out=grads)
         backend.multiply_in_place(grads, squares.astype(np.float32))
-        finish = backend.start_read(cupy.stack([nonfinite]))
+        return backend.start_read(cupy.stack([nonfinite]))
+
+    with stream:
+        # Kernels are compiled and loaded, and memory is allocated, before the stream is kept busy.
+        stall(cupy, 0)
+        iterate()
+        stream.synchronize()
+        stall(cupy, 200)
+        finish = iterate()
         # A host that had waited would find the stream done.
         assert not stream.done
     stream.synchronize()
