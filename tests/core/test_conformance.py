@@ -267,7 +267,7 @@ def test_an_adapter_that_loses_the_sign_of_zero_fails() -> None:
         state = gradscale.DynamicScale().init(np.zeros(()))
         with pytest.raises(AssertionError, match="must become"):
             gradscale.testing.conformance._check_unscale(
-                LosesTheSignOfZero(library), state, [np.array([-0.0], np.float32)], None, "new arrays", 65536.0
+                LosesTheSignOfZero(library), state, [np.array([-0.0], np.float32)], 65536.0
             )
 
 
