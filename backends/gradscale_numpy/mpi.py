@@ -137,23 +137,30 @@ class MPICollectives:
     def __repr__(self) -> str:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
-    def start_max(self, x: Array, /) -> Callable[[], Array]:
+    takes_lists = True
+    """That ``start_max`` takes lists, too."""
+
+    def start_max(self, x: Array | list[int], /) -> Callable[[], Any]:
         """Begin an element-wise MAX all-reduce; the returned call finishes it.
 
         Parameters
         ----------
-        x : array
-            1-d int32 of any library; left alone, and not to be modified until the call has returned. Arrays that are
-            not NumPy's pass through the host, those of a device in memory that it copies to by itself, if its adapter
-            can: they are sent when the host has to wait for them anyway, in the call or before the next array is sent.
+        x : array or list of int
+            1-d int32 of any library, or numbers that int32 holds; left alone, and not to be modified until the call has
+            returned. Arrays that are not NumPy's pass through the host, those of a device in memory that it copies to
+            by itself, if its adapter can: they are sent when the host has to wait for them anyway, in the call or
+            before the next array is sent.
 
         Returns
         -------
         callable
-            Returns a new array of the same library and device. It raises CollectiveTimeoutError when some rank does
-            not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
+            Returns a new array of the same library and device, or a list. It raises CollectiveTimeoutError when some
+            rank does not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
         """
         self._group.require_usable()
+        if isinstance(x, list):
+            finish_array = self.start_max(np.array(x, dtype=np.int32))
+            return lambda: finish_array().tolist()
         is_host = isinstance(x, np.ndarray)
         if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"

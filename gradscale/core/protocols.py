@@ -14,6 +14,8 @@ Array: TypeAlias = Any
 class ScaleState(NamedTuple):
     """Scale and trackers; a pytree as it stands, every field a 0-d array of one library on one device.
 
+    Inside of a scaler whose arrays are the host's, they are Python numbers instead.
+
     A fresh state has trackers of zero whatever the policy, so that a state of any policy, or of a
     system that keeps only a scale, can be continued by another.
 

@@ -21,6 +21,7 @@ from gradscale.errors import (
     ScaleUnderflowError,
 )
 from gradscale.scaler.frame import Frame
+from gradscale.scaler.live_state import ArrayState
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 from gradscale.scaler.parts import LiveState, Pending
 
@@ -244,7 +245,7 @@ class PendingVerdict:
         self,
         agreement: Agreement,
         found: Any,
-        live: LiveState,
+        live: ArrayState,
         state: ScaleState,
         frame: Frame,
         groups: Sequence[Collectives],
@@ -253,17 +254,30 @@ class PendingVerdict:
         self.version = live.version
         self.known: Verdict | None = None
         self._live, self._state, self._number = live, state, frame.number
-        backend = live.backend_for(state.scale)
-        self._sent = agreement.vector.pack(backend, live.policy, state, found.nonfinite, frame.next_position())
-        self._finish = agreement.reduce(groups, self._sent, frame.number)
+        count = found.nonfinite
         self._agreed: Any = None
+        self._is_plain = isinstance(count, int)
+        if isinstance(count, int):
+            at_min_scale = live.at_min_scale(state) is True
+            if not groups:
+                self.known = Verdict(count, count, at_min_scale, state.scale)
+                return
+            position = frame.next_position()
+            self._sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
+            if not all(getattr(collectives, "takes_lists", False) for collectives in groups):
+                self._sent = live.home.asarray(self._sent, dtype=live.home.int32)
+        else:
+            self._sent = agreement.vector.pack(live.backend, live.policy, state, count, frame.next_position())
+        self._finish = agreement.reduce(groups, self._sent, frame.number)
 
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""
         if self.known is None:
             self._agreed = self._finish()
-            backend = self._live.backend_for(self._agreed)
-            agreed, sent = vector.read_both(backend, self._agreed, self._sent)
+            if isinstance(self._agreed, list):
+                agreed, sent = self._agreed, self._sent
+            else:
+                agreed, sent = vector.read_both(self._live.backend_for(self._agreed), self._agreed, self._sent)
             if hasattr(self._agreed, "compute"):
                 # A lazy library would compute all that it depends on once more in the update.
                 xp = array_namespace(self._agreed)
@@ -274,9 +288,9 @@ class PendingVerdict:
             )
         return self.known
 
-    def count(self) -> Array:
-        """Return the agreed count, 0-d int32. No host read."""
-        return self._agreed[0]
+    def count(self) -> Array | int:
+        """Return the agreed count, 0-d int32, or an int for a state of numbers. No host read."""
+        return self.known.nonfinite if self._is_plain and self.known is not None else self._agreed[0]
 
     def has_arrived(self) -> bool:
         """Return True: the step has read it."""

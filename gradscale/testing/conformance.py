@@ -59,17 +59,24 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     # What is not overridden is the pure function, with which it would be compared.
     checks = [
         check
-        for member, check in (("unscale_with_squares", _check_squares), ("multiply_in_place", _check_multiplication))
+        for member, check in (
+            ("scale", _check_scale),
+            ("unscale_with_squares", _check_squares),
+            ("multiply_in_place", _check_multiplication),
+        )
         if _overrides(backend, member)
     ]
+    if backend.computes_on_host:
+        checks.append(_check_plain)
     for dtype in dtypes if _overrides(backend, "summarize") or _overrides(backend, "bits") else ():
         _check_summaries(backend, xp, device, dtype)
+    swept = _SWEPT if _overrides(backend, "unscale") else ()
     for dtype in dtypes:
         few, many = (list(_value_sets(xp, device, dtype, everywhere=everywhere)) for everywhere in (False, True))
         for scale in _SCALES:
             state = DynamicScale(init_scale=scale).init(like)
             _check_fingerprint(backend, state)
-            for values in many if scale in _SWEPT else few:
+            for values in many if scale in swept else few:
                 _check_unscale(backend, state, values, scale)
             for values in few if scale in _SWEPT else ():
                 for check in checks:
@@ -171,7 +178,12 @@ def _check_unscale(backend: Backend, state: ScaleState, values: list[Array], sca
             case = f"scale {scale}, dtype {dtype if out is None else None}, {how}"
             if len(got) != len(expected):
                 _fail(f"{case}: {len(expected)} arrays must come back, got {len(got)}")
-            if count.shape != () or count.dtype != xp.int32 or not min(highest, 1) <= _host(backend, count) <= highest:
+            if (
+                isinstance(count, int)
+                or count.shape != ()
+                or count.dtype != xp.int32
+                or not min(highest, 1) <= _host(backend, count) <= highest
+            ):
                 _fail(
                     f"{case}: the count must be {expected_count!r}, or at least 1 where that is above 0, got {count!r}"
                 )
@@ -184,6 +196,35 @@ def _check_unscale(backend: Backend, state: ScaleState, values: list[Array], sca
             if how != "in place" and not _holds_same(backend, _joined(given), untouched):
                 index = _first_other(backend, given, values)
                 _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
+
+
+def _check_scale(backend: Backend, state: ScaleState, values: list[Array]) -> None:
+    """Check ``scale`` against the pure form."""
+    expected, got = Backend.scale(backend, values, state), backend.scale(values, state)
+    shapes = [x.shape for x in got] == [x.shape for x in values]
+    if not shapes or not _same_all(backend, got, expected):
+        _fail(f"scale of {values!r} by {state.scale!r} must give {expected!r}, got {got!r}")
+
+
+def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> None:
+    """Check that a state of Python numbers does what the same state of arrays does."""
+    xp = array_namespace(state.scale)
+    scale = validation.float32_from_bits(backend.read(backend.fingerprint(state))[0])
+    plain: Any = ScaleState(scale, 0, 0, 0)
+    if not _same_all(backend, backend.scale(values, plain), backend.scale(values, state)):
+        _fail(f"scale of {values!r} by the number {scale!r} must be what it is by the array")
+    for member in ("unscale", "unscale_with_squares"):
+        given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
+        expected, expected_count, *squares = getattr(backend, member)(given, state, out=given)
+        got, count, *others = getattr(backend, member)(other, plain, out=other)
+        if type(count) is not int or count != _host(backend, expected_count):
+            _fail(f"{member} by the number {scale!r} must count {expected_count!r} as an int, got {count!r}")
+        if not _same_all(backend, got, expected) or not _same_all(backend, others, squares):
+            _fail(f"{member} of {values!r} by the number {scale!r} must be what it is by the array, got {got!r}")
+
+
+def _same_all(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
+    return [x.dtype for x in ones] == [x.dtype for x in others] and _same(backend, ones, others)
 
 
 def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> None:

@@ -183,6 +183,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.rows("all")
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
 def test_a_wrong_adapter_fails(arrays: Library, kind: type[Core]) -> None:
     with pytest.raises(AssertionError):
@@ -242,6 +243,7 @@ def test_an_adapter_that_clips_wrongly_fails(strict: Library, kind: type[Clips])
         check_backend(kind(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
 
 
+@pytest.mark.rows("all")
 @pytest.mark.parametrize("kind", [TakesSubnormalsForZero, MissesTheLastElement], ids=lambda kind: kind.__name__)
 def test_an_adapter_that_summarizes_wrongly_fails(arrays: Library, kind: type[Core]) -> None:
     with pytest.raises(AssertionError, match=r"^summarize of "):

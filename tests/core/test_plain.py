@@ -1,0 +1,142 @@
+"""plain_rule: any policy's rule over plain numbers, held to the rule over arrays bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from array_api_compat import array_namespace
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscale import DynamicScale, GradScaler, ScaleState, StaticScale, presets
+from gradscale.policies.plain import plain_rule
+from gradscale.scaler.live_state import ArrayState
+
+pytestmark = pytest.mark.numpy
+
+
+def plain(state: ScaleState) -> ScaleState:
+    """Return a state of NumPy arrays as Python numbers."""
+    return ScaleState(float(state.scale), *(int(tracker) for tracker in state[1:]))  # type: ignore[arg-type]
+
+
+def assert_same_life(policy: Any, counts: list[int]) -> None:
+    """Compare the states after each count, what a backoff makes of them, and whether an overflow must be raised."""
+    rule = plain_rule(policy)
+    assert rule is not None
+    arrays = policy.init(np.zeros((), np.float32))
+    numbers = plain(arrays)
+    for count in counts:
+        arrays, numbers = policy.update(arrays, nonfinite=np.asarray(count)), rule.update(numbers, count)
+        assert plain(arrays) == numbers
+        assert [type(field) for field in numbers] == [float, int, int, int]
+        assert plain(policy.backoff(arrays)) == rule.backoff(numbers)
+        at_min_scale = policy.at_min_scale(arrays)
+        assert bool(at_min_scale) == (rule.at_min_scale is not None and rule.at_min_scale(numbers))
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_lives_as_over_arrays(name: str) -> None:
+    rng = np.random.default_rng(5)
+    counts = np.where(rng.random(400) < rng.choice([0.01, 0.5], 400), rng.integers(1, 9, 400), 0).tolist()
+    assert_same_life(presets.named(name), counts)
+
+
+@given(
+    counts=st.lists(st.sampled_from([0, 0, 0, 1, 7]), max_size=40),
+    settings=st.fixed_dictionaries(
+        {
+            "growth_factor": st.sampled_from([2.0, 1.1, 3.7]),
+            "backoff_factor": st.sampled_from([0.5, 0.3, 0.9]),
+            "growth_interval": st.integers(1, 4),
+            "at_min": st.sampled_from(["clamp", "hold", "raise"]),
+            "init_scale": st.just(300.0),
+        },
+        optional={
+            "min_scale": st.sampled_from([100.0, 300.0]),
+            "max_scale": st.sampled_from([300.0, 1000.0]),
+            "tolerance": st.just(0.3),
+        },
+    ),
+)
+def test_any_setting_lives_as_over_arrays(counts: list[int], settings: dict[str, Any]) -> None:
+    assert_same_life(DynamicScale(**settings), counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(StaticScale):
+    """Backs off by more for more bad gradients, so that the count itself matters."""
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
+        xp = np if isinstance(nonfinite, np.ndarray) else nonfinite.__array_namespace__()
+        many = nonfinite > 3
+        return state._replace(scale=xp.where(many, state.scale * 0.25, state.scale))
+
+
+def test_a_rule_may_look_at_the_count() -> None:
+    rule = plain_rule(Counting(8.0))
+    assert rule is not None
+    scales = [rule.update(ScaleState(8.0, 0, 0, 0), count).scale for count in (0, 3, 4)]  # type: ignore[arg-type]
+    assert scales == [8.0, 8.0, 2.0]
+
+
+@dataclasses.dataclass
+class Mutable:
+    """A policy whose settings may be changed from one update to the next."""
+
+    init_scale: float = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AsksForValues(StaticScale):
+    """Looks at an array's value, as a rule for NumPy alone may."""
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
+        return state._replace(scale=state.scale / 2) if int(nonfinite) else state
+
+
+@dataclasses.dataclass(frozen=True)
+class WidensTheScale(StaticScale):
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+        xp = array_namespace(state.scale)
+        return state._replace(scale=xp.astype(state.scale, xp.float64))
+
+
+@pytest.mark.parametrize("policy", [Mutable(), AsksForValues(8.0), WidensTheScale(8.0)], ids=lambda p: type(p).__name__)
+def test_a_policy_that_may_change_or_needs_arrays_has_none(policy: Any) -> None:
+    assert plain_rule(policy) is None
+
+
+class Optimizer:
+    def __init__(self, grads: Any) -> None:
+        self.grads = grads
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
+    scaler, optimizer = GradScaler(policy=AsksForValues(8.0)), Optimizer([np.ones(2, np.float32)])
+    for bad in (False, True, False):
+        scaler.scale(np.ones((), np.float32))
+        optimizer.grads = [np.full(2, np.inf if bad else 8.0, np.float32)]
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.get_scale(), optimizer.steps) == (4.0, 2)
+
+
+@pytest.mark.parametrize("needs_arrays", ["before", "after"])
+def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str) -> None:
+    first, second = AsksForValues(8.0), DynamicScale(init_scale=8.0)
+    if needs_arrays == "after":
+        first, second = second, first  # type: ignore[assignment]
+    live = ArrayState(first)
+    live.current(np.zeros((), np.float32))
+    live.advance([0])
+    live.load(second, {"scale": 4.0}, keep=False)
+    live.advance([np.asarray(1, np.int32) if needs_arrays == "after" else 1])
+    assert live.scale() == 2.0
