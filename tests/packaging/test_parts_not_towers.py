@@ -19,12 +19,17 @@ WITHOUT_CODE = {"Protocol", "TypedDict"}
 PYTHONS = {"_replace", "_make", "_fields", "_asdict", "_exit", "_getframe"}
 # Torch has no public names for these; adapters for it use them, and nobody else.
 TORCHS = {
+    "_C",
+    "_FrameAction",
+    "_FrameExecStrategy",
     "_amp_foreach_non_finite_check_and_unscale_",
     "_amp_update_scale_",
     "_debug_has_internal_overlap",
+    "_dynamo",
     "_foreach_mul_",
     "_foreach_norm",
     "_get_default_store",
+    "_torchdynamo_disable",
     "_values",
 }
 
