@@ -1,0 +1,149 @@
+"""The parts of torch's scalers, each by itself: the live state, the unscaler and the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+from axes import require
+
+from gradscale import DynamicScale, ScaleState, StaticScale
+from gradscale.core.vector import Verdict
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.frame import Frame
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return require("torch")
+
+
+@pytest.fixture
+def live(torch: Any) -> Any:
+    from gradscale_torch.state import TensorState
+
+    made = TensorState(DynamicScale(init_scale=8.0, growth_interval=2), "cpu")
+    made.current(torch.zeros(()))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedsTensors(StaticScale):
+    """Looks at a value, which plain numbers do not have while they are traced."""
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
+        return state._replace(scale=state.scale / 2) if bool(nonfinite) else state
+
+
+# The live state.
+
+
+def test_a_state_of_the_cpu_is_of_numbers_until_its_tensors_are_asked_for(torch: Any, live: Any) -> None:
+    assert live.current() == (8.0, 0, 0, 0)
+    live.advance([0])
+    tensors = live.tensors()
+    assert [tensor.item() for tensor in tensors] == [8.0, 1, 0, 0]
+    live.advance([0])
+    live.advance([torch.ones(())])
+    live.replace_scale(4.0)
+    # The same tensors, which a host may hold on to.
+    assert all(now is before for now, before in zip(live.tensors(), tensors, strict=True))
+    assert (tensors.scale.item(), tensors.growth_tracker.item()) == (4.0, 0)
+    assert live.numbers() == {"scale": 4.0, "growth_tracker": 0, "overflow_tracker": 0, "rescale_tracker": 0}
+
+
+def test_numbers_and_tensors_live_the_same_life(torch: Any, live: Any) -> None:
+    from gradscale_torch.state import TensorState
+
+    other = TensorState(live.policy, "cpu")
+    other.current(torch.zeros(()))
+    other.tensors()
+    for count in (0, 0, 3, 0, 1, 1, 0, 0):
+        live.advance([count])
+        other.advance([torch.tensor(float(count > 0))])
+        assert live.numbers() == other.numbers()
+
+
+def test_the_scale_and_its_reciprocal_are_made_anew_when_the_scale_changes(live: Any) -> None:
+    scale, inverse = live.scale_and_inverse(live.current())
+    live.advance([0])
+    assert live.scale_and_inverse(live.current())[0] is scale
+    live.advance([1])
+    assert [tensor.item() for tensor in live.scale_and_inverse(live.current())] == [4.0, 0.25]
+    assert (scale.item(), inverse.item()) == (8.0, 0.125)
+
+
+def test_a_policy_that_needs_tensors_keeps_them_from_the_beginning(torch: Any) -> None:
+    from gradscale_torch.state import TensorState
+
+    live = TensorState(NeedsTensors(8.0), "cpu")
+    assert isinstance(live.current(torch.zeros(())).scale, torch.Tensor)
+    live.advance([1])
+    assert live.scale() == 4.0
+
+
+def test_settings_and_checkpoints_replace_what_numbers_are_updated_by(live: Any) -> None:
+    live.replace_setting("growth_interval", 1)
+    live.advance([0])
+    assert live.scale() == 16.0
+    live.load(NeedsTensors(8.0), {"scale": 2.0, "growth_tracker": 0}, keep=False)
+    live.advance([1])
+    assert live.scale() == 1.0
+    copied = pickle.loads(pickle.dumps(live))
+    assert (copied.is_made, copied.numbers()["scale"]) == (False, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["torch's", "ours"])
+def test_what_a_host_writes_to_the_scale_between_scaling_and_unscaling_holds(torch: Any, kind: str) -> None:
+    import gradscale_torch
+
+    cls = torch.amp.GradScaler if kind == "torch's" else gradscale_torch.GradScaler
+    scaler = cls("cpu", init_scale=8.0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    scaler._scale.fill_(4.0)
+    scaler.unscale_(optimizer)
+    assert weight.grad.tolist() == [2.0, 2.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+# The unscaler and the verdict.
+
+
+@pytest.mark.parametrize("form", ["numbers", "tensors"])
+@pytest.mark.parametrize(("bad", "count"), [(1.0, 0), (math.inf, 1), (math.nan, 1)])
+def test_gradients_are_unscaled_judged_and_agreed_on_alone(
+    torch: Any, live: Any, form: str, bad: float, count: int
+) -> None:
+    from gradscale_torch.unscaler import TensorUnscaler
+    from gradscale_torch.verdicts import TensorVerdict
+
+    if form == "tensors":
+        live.tensors()
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    parameters[0].grad, parameters[1].grad = torch.full((2,), 8.0), torch.tensor([8.0 * bad, 16.0])
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    unscaler = TensorUnscaler("cpu", allows_fp16=False, timeout=1.0)
+    gradients = unscaler.collect(optimizer)
+    assert (gradients.is_touched, gradients.groups(), gradients.like is parameters[0].grad) == (False, (), True)
+    found = unscaler.unscale(gradients, live, live.current())
+    assert (gradients.is_touched, found.count, found.norm) == (True, count, None)
+    assert parameters[0].grad.tolist() == [1.0, 1.0]
+    pending = Agreement(pending=TensorVerdict).start(found, live, live.current(), Frame(3), ())
+    assert pending.verdict() == Verdict(count, count, False, 8.0)
+    assert (pending.is_read_later, pending.has_arrived(), int(pending.count())) == (False, True, count)
+    [shown] = pending.show().values()
+    assert shown.item() == float(count > 0)
+    # What a host says instead counts.
+    pending.override({torch.device("cpu"): 1.0 - shown})
+    assert (pending.verdict().nonfinite > 0) is (count == 0)
+    live.advance([pending.count()])
+    assert live.scale() == (4.0 if count == 0 else 8.0)
