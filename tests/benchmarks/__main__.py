@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.cases import Outcome, case_names, machine, report, run_cases, use_one_thread
+from benchmarks.cases import Outcome, busy, case_names, machine, report, run_cases, use_one_thread
 from benchmarks.measure import Row, readable
 
 __all__ = ["main"]
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if not chosen.lines:
         print(machine())
+        _warn()
     outcomes: list[Outcome] = []
     for outcome in run_cases(chosen.only, quick=chosen.quick, before=_announce if chosen.lines else None):
         outcomes.append(outcome)
@@ -45,11 +46,17 @@ def main(arguments: list[str] | None = None) -> int:
         for outcome in outcomes:
             if outcome.reason:
                 print(f"{'failed' if outcome.failed else 'not run'}: {outcome.name}, because {outcome.reason}")
+        _warn()
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report(outcomes), indent=2) + "\n")
     if any(outcome.failed for outcome in outcomes):
         return 1
     return int(chosen.check and not all(outcome.met for outcome in outcomes))
+
+
+def _warn() -> None:
+    if (warning := busy()) is not None:
+        print(warning, file=sys.stderr)
 
 
 def _announce(name: str) -> None:

@@ -15,9 +15,12 @@ from benchmarks.measure import NotOnThisMachineError, Row
 from gradscale.errors import MissingExtraError
 from gradscale.extras import remedy
 
-__all__ = ["Outcome", "case_names", "machine", "report", "run_cases", "use_one_thread"]
+__all__ = ["Outcome", "busy", "case_names", "machine", "report", "run_cases", "use_one_thread"]
 
-_MODULES = ("unscaling", "agreement", "torch_scalers", "jax_scaling", "cupy_unscaling", "reports", "diagnosis")
+_MODULES = (
+    *("unscaling", "iterations", "agreement", "torch_scalers", "jax_scaling"),
+    *("cupy_unscaling", "reports", "diagnosis"),
+)
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 _DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
 # CuPy has one for each version of CUDA.
@@ -141,6 +144,15 @@ def machine() -> str:
     """Return one line about the machine and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
     return f"{platform.machine()}, {os.cpu_count()} cores, {versions}"
+
+
+def busy() -> str | None:
+    """Return a warning when other programs keep this machine busy, which spoils the times; None when they do not."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    load = os.getloadavg()[0]
+    # This process is one of those that run.
+    return f"warning: {load:.1f} programs run on this machine, and the times will tell" if load > 1.5 else None
 
 
 def report(outcomes: list[Outcome]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The replacements of torch's scalers against torch's own, on the CPU: unscale_, an iteration, clipping, a group."""
+"""The replacements of torch's scalers against torch's own, on the CPU: unscale_, clipping, a group."""
 
 from __future__ import annotations
 
@@ -66,26 +66,6 @@ def unscaling(quick: bool) -> list[Row]:
         case = f"torch unscale_, {count} float32 gradients of {_readable(size)} / torch's"
         rows.append(Row(case, times["ours"], times["torch"], "s", target))
     return rows
-
-
-def iteration(quick: bool) -> list[Row]:
-    """Time ``scale``, ``step`` with an optimizer that does nothing, and ``update``."""
-    import torch
-
-    loss = torch.ones(())
-    calls = {}
-    for name, scaler in _scalers(torch).items():
-        optimizer = _optimizer(torch, [_SMALL])
-
-        def iterate(scaler: Any = scaler, optimizer: Any = optimizer) -> None:
-            scaler.scale(loss)
-            scaler.step(optimizer)
-            scaler.update()
-
-        calls[name] = Call(iterate)
-    times = interleaved(calls, 201 if quick else 1001)
-    case = f"torch whole iteration, {_SMALL[0]} float32 gradients of {_SMALL[1]} / torch's"
-    return [Row(case, times["ours"], times["torch"], "s", 0.6)]
 
 
 def clipping(quick: bool) -> list[Row]:
@@ -226,7 +206,6 @@ def _readable(size: int) -> str:
 
 CASES = {
     "torch-unscale": unscaling,
-    "torch-iteration": iteration,
     "torch-clip": clipping,
     "torch-sharded": sharded,
     "torch-cuda": cuda,

@@ -1,0 +1,92 @@
+"""Whole iterations (scale, step, update) of many small gradients, of each library, against torch's scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import gradscale
+from benchmarks.measure import Call, Row, interleaved
+from gradscale_numpy import NumpyBackend
+
+__all__ = ["CASES"]
+
+_COUNTS = (1, 10, 100, 300, 1_000, 10_000)
+_SIZE = 10  # elements
+# An iteration of many gradients is timed alone, one of few so often that a round takes as long.
+_TOGETHER = 300
+_SETTINGS: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
+_TARGETS = {
+    ("numpy", 1): 0.75,
+    ("numpy", 300): 0.75,
+    ("numpy with fast", 1): 0.4,
+    ("numpy with fast", 300): 0.35,
+    ("torch", 1): 0.85,
+    ("torch", 300): 0.45,
+}
+
+
+def _iterated(scaler: Any, loss: Any, optimizer: Any, times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return run
+
+
+def _numpy(count: int, times: int, *, fast: bool) -> Callable[[], None]:
+    parameters = [SimpleNamespace(grad=np.ones(_SIZE, np.float32)) for _ in range(count)]
+    optimizer = SimpleNamespace(param_groups=[{"params": parameters}], step=lambda: None)
+    scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=fast))
+    return _iterated(scaler, np.ones((), np.float32), optimizer, times)
+
+
+def _torch(kind: Any, count: int, times: int) -> Callable[[], None]:
+    import torch
+
+    class Idle:
+        def __init__(self, parameters: list[Any]) -> None:
+            self.param_groups = [{"params": parameters}]
+
+        def step(self) -> None: ...
+
+    parameters = [torch.nn.Parameter(torch.zeros(_SIZE)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(_SIZE)
+    return _iterated(kind("cpu", **_SETTINGS), torch.ones(()), Idle(parameters), times)
+
+
+def iterations(quick: bool) -> list[Row]:
+    """Time an optimizer that does nothing, with more and more gradients of 10 elements."""
+    import torch
+
+    import gradscale_torch
+
+    torch.set_num_threads(1)
+    rows = []
+    for count in _COUNTS:
+        times = max(1, _TOGETHER // (10 + count))
+        runs = {
+            "numpy": _numpy(count, times, fast=False),
+            "numpy with fast": _numpy(count, times, fast=True),
+            "torch": _torch(gradscale_torch.GradScaler, count, times),
+            "peer": _torch(torch.amp.GradScaler, count, times),
+        }
+        for run in runs.values():
+            run()
+        rounds = max(11, 20_000 // (10 + count) // times) // (5 if quick else 1)
+        medians = interleaved({name: Call(run) for name, run in runs.items()}, rounds)
+        for name in ("numpy", "numpy with fast", "torch"):
+            case = f"iteration of {count} gradients of {_SIZE} elements, {name} / torch's"
+            target = _TARGETS.get((name, count), 1.0)
+            rows.append(Row(case, medians[name] / times, medians["peer"] / times, "s", target))
+    return rows
+
+
+CASES = {"iterations": iterations}
+"""By name, what measures some rows of the table; called with whether to be quick."""
