@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax_devices import COUNT as DEVICES
 from jax_devices import require_jax, require_mesh
+from tiers import later
 
 import gradscale
 from gradscale import DynamicScale, InvalidTypeError, registry
@@ -32,13 +33,15 @@ def bits(x: Any) -> Any:
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", *later("all", *(name for name in NAMES if name not in {"float32", "bfloat16"}))]
+)
 def test_the_adapter_gives_the_pure_cores_bits(backend: Any, jnp: Any, name: str) -> None:
     gradscale.testing.check_backend(backend, jnp.zeros(()), dtypes=[jnp.dtype(name)])
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("name", ["float64", "complex128"])
+@pytest.mark.parametrize("name", ["float64", *later("all", "complex128")])
 def test_the_adapter_gives_the_pure_cores_bits_in_float64(jax: Any, backend: Any, name: str) -> None:
     with jax.enable_x64(True):
         gradscale.testing.check_backend(backend, jax.numpy.zeros(()), dtypes=[jax.numpy.dtype(name)])
@@ -173,13 +176,13 @@ def test_a_scaler_keeps_no_arrays_of_iterations_that_are_over(jax: Any, jnp: Any
 
     scaler, optimizer = gradscale.GradScaler(policy=gradscale.StaticScale(2.0)), Optimizer()
     counts = []
-    for _ in range(30):
+    for _ in range(16):
         optimizer.grads = [scaler.scale(jnp.ones(2))]
         scaler.step(optimizer)
         scaler.update()
         gc.collect()
         counts.append(len(jax.live_arrays()))
-    assert max(counts[12:]) <= max(counts[:12])
+    assert max(counts[8:]) <= max(counts[:8])
 
 
 def test_a_scaler_outside_jit_follows_every_change_of_the_scale(jax: Any, jnp: Any) -> None:

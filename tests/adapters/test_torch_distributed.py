@@ -33,7 +33,9 @@ def scenario(name: str):  # type: ignore[no-untyped-def]
     return getattr(gloo_scenarios, name)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1), (4,), (2, 2), (1, 2, 2)], ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize(
+    "shape", [(2, 1), (2, 2), *later("all", (2,), (4,), (1, 2, 2))], ids=lambda shape: "x".join(map(str, shape))
+)
 def test_a_mesh_of_any_dimensions_is_one_group_of_all_its_ranks(shape: tuple[int, ...]) -> None:
     size = 2 if shape in {(2,), (2, 1)} else 4
     for bad_rank, results in enumerate(
@@ -300,8 +302,8 @@ def run_program(
     return subprocess.CompletedProcess(arguments, first.returncode, printed, errors), seconds
 
 
-@pytest.mark.parametrize("how", ["is killed", "ends"])
-@pytest.mark.parametrize("timeout", [1000.0, float("inf")], ids=["1000 s", "for ever"])
+@pytest.mark.parametrize("how", ["is killed", *later("all", "ends")])
+@pytest.mark.parametrize("timeout", [1000.0, *later("all", float("inf"))])
 def test_a_program_with_a_rank_that_dies_ends_with_torchs_error(tmp_path: Path, how: str, timeout: float) -> None:
     completed, seconds = run_program(tmp_path, how, timeout)
     assert completed.returncode != 0
@@ -319,8 +321,8 @@ def test_a_program_with_a_rank_that_hangs_ends_with_the_timeout(tmp_path: Path, 
     assert 0.9 < seconds < 60
 
 
-@pytest.mark.parametrize("how", ["hangs", "constructs alone"])
-@pytest.mark.parametrize("timeout", [1000.0, float("inf")], ids=["1000 s", "for ever"])
+@pytest.mark.parametrize("how", ["hangs", *later("all", "constructs alone")])
+@pytest.mark.parametrize("timeout", [1000.0, *later("all", float("inf"))])
 def test_ctrl_c_ends_the_wait_and_the_program(tmp_path: Path, how: str, timeout: float) -> None:
     completed, seconds = run_program(tmp_path, how, timeout, interrupt=True)
     assert completed.returncode != 0
@@ -328,6 +330,7 @@ def test_ctrl_c_ends_the_wait_and_the_program(tmp_path: Path, how: str, timeout:
     assert seconds < 60
 
 
+@pytest.mark.tier("all")
 def test_a_program_that_fails_between_unscale_and_step_ends(tmp_path: Path) -> None:
     completed, seconds = run_program(tmp_path, "leaves one under way", 1000.0)
     assert completed.returncode != 0

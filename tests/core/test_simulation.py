@@ -46,8 +46,8 @@ def unrolled(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_is_simulated_bit_for_bit_over_a_long_random_run(name: str) -> None:
-    rng = np.random.default_rng(3)
-    overflows = (rng.random(10_000) < rng.choice([0.001, 0.3], 10_000)).tolist()
+    rng, steps = np.random.default_rng(3), examples(10_000)
+    overflows = (rng.random(steps) < rng.choice([0.001, 0.3], steps)).tolist()
     assert unrolled(presets.named(name), overflows) == stepped(presets.named(name), overflows)
 
 

@@ -40,7 +40,9 @@ def test_a_rank_that_has_drifted_is_an_error_on_every_rank(world: World, what: s
 def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, how: str, tmp_path: Path) -> None:
     for absent_rank in range(world.size):
         (folder := tmp_path / str(absent_rank)).mkdir()
-        results = world.run(scenarios.absence, absent_rank, how, {"timeout": 2.0, "folder": str(folder)})
+        results = world.run(
+            scenarios.absence, absent_rank, how, {"timeout": world.short_timeout, "folder": str(folder)}
+        )
         for rank, result in enumerate(results):
             if rank == absent_rank:
                 if how == "raises":
@@ -53,12 +55,11 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, how:
             assert failure.attributes == {
                 "rank": rank,
                 "size": world.size,
-                "seconds": 2.0,
+                "seconds": world.short_timeout,
                 "iteration": 2,
                 "operation": "the agreement on a step",
             }
-            assert (
-                f"rank {rank} of {world.size} waited 2 s for the agreement on a step in iteration 2" in failure.message
-            )
-            assert 1.9 <= result["seconds"] < 30.0
+            waited = f"rank {rank} of {world.size} waited {world.short_timeout:g} s"
+            assert f"{waited} for the agreement on a step in iteration 2" in failure.message
+            assert 0.9 * world.short_timeout <= result["seconds"] < 30.0
             assert result["steps"] == 1

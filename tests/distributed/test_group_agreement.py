@@ -52,14 +52,16 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, tmp_
     for absent_rank in range(world.size):
         # Each with a group of its own: one that was given up cannot be used again.
         (folder := tmp_path / str(absent_rank)).mkdir()
-        results = world.run(group_scenarios.lateness, absent_rank, {"timeout": 2.0, "folder": str(folder)})
+        results = world.run(
+            group_scenarios.lateness, absent_rank, {"timeout": world.short_timeout, "folder": str(folder)}
+        )
         for rank, result in enumerate(results):
             if rank == absent_rank:
                 continue
             assert result["failure"].kind == "CollectiveTimeoutError", result
-            assert f"rank {rank} of {world.size} waited 2 s" in result["failure"].message
+            assert f"rank {rank} of {world.size} waited {world.short_timeout:g} s" in result["failure"].message
             assert "in iteration 1" in result["failure"].message
-            assert 1.9 <= result["seconds"] < 30.0
+            assert 0.9 * world.short_timeout <= result["seconds"] < 30.0
 
 
 def test_an_overflow_at_a_minimum_that_must_be_raised_is_raised_on_every_rank(world: World) -> None:

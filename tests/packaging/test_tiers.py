@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.tier("ranks")
+pytestmark = pytest.mark.tier("all")
 
 TESTS = Path(__file__).parents[1]
 

@@ -228,13 +228,15 @@ def test_the_rules_are_the_originals(name: str) -> None:
 def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str) -> None:
     for sequence, steps in SEQUENCES.items():
         original = copy.copy(RULES[name])
+        stride = len(steps) // examples(len(steps))
         for cut in range(len(steps)):
-            loaded = original.load()
-            assert loaded.format == ("nemo" if "amp_C" in name else name.partition(".")[0])
-            expected = theirs(copy.copy(original), steps[cut:])
-            if "fairseq" not in name:
-                assert expected == recorded(name, sequence)[cut:]
-            assert ours(loaded, steps[cut:]) == expected, (sequence, cut)
+            if cut % stride == 0:
+                loaded = original.load()
+                assert loaded.format == ("nemo" if "amp_C" in name else name.partition(".")[0])
+                expected = theirs(copy.copy(original), steps[cut:])
+                if "fairseq" not in name:
+                    assert expected == recorded(name, sequence)[cut:]
+                assert ours(loaded, steps[cut:]) == expected, (sequence, cut)
             if theirs(original, steps[cut]) == ["raised"]:
                 break
 

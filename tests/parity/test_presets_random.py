@@ -195,7 +195,7 @@ json.dump(results, sys.stdout)
 """
 
 
-@pytest.mark.tier("ranks")
+@pytest.mark.tier("all")
 @pytest.mark.jax
 @pytest.mark.usefixtures("jax_arrays")
 def test_keras() -> None:

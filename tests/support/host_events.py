@@ -84,7 +84,7 @@ def with_events(module: Any) -> Iterator[HostStream]:
         def __exit__(self, *_: object) -> None:
             queue.hooks.remove(self)
 
-    get, memory, empty = host_cupy.Ndarray.get, host_cupy.Ndarray.data.fget, module.empty
+    get, memory = host_cupy.Ndarray.get, host_cupy.Ndarray.data.fget
 
     def waiting_get(x: Any) -> Any:
         queue.synchronize()
@@ -99,18 +99,22 @@ def with_events(module: Any) -> Iterator[HostStream]:
 
         return SimpleNamespace(**vars(found), copy_from_device_async=copy_from_device_async)
 
-    def counted_empty(*args: Any, **options: Any) -> Any:
-        made = empty(*args, **options)
-        for hook in queue.hooks:
-            size = -(-made.nbytes // _UNIT) * _UNIT
-            hook.malloc_postprocess(device_id=0, size=made.nbytes, mem_size=size, mem_ptr=1, pmem_id=1)
-        return made
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made_and_counted(*args: Any, **options: Any) -> Any:
+            made = make(*args, **options)
+            for hook in queue.hooks:
+                size = -(-made.nbytes // _UNIT) * _UNIT
+                hook.malloc_postprocess(device_id=0, size=made.nbytes, mem_size=size, mem_ptr=1, pmem_id=1)
+            return made
+
+        return made_and_counted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_cupy.Ndarray, "get", waiting_get)
         patch.setattr(host_cupy.Ndarray, "data", property(data))
         patch.setattr(host_cupy.Stream, "synchronize", lambda _stream: queue.synchronize(), raising=False)
-        patch.setattr(module, "empty", counted_empty, raising=False)
+        patch.setattr(module, "empty", counted(module.empty), raising=False)
+        patch.setattr(module, "array", counted(module.array), raising=False)
         vars(module).update(RawKernel=RawKernel)
         vars(module.cuda).update(
             Event=Event, MemoryHook=MemoryHook, get_elapsed_time=lambda begin, end: (end.at - begin.at) * 1e3

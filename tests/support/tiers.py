@@ -8,7 +8,7 @@ tier that runs a test is, in this order:
 - ``ranks`` for a world of real processes, else ``quick``.
 
 A row of ``arrays`` comes later still in a module that does not say ``PURE = True``: its tests are of the shell, which
-runs the same Python on every library.
+runs the same Python on every library. In ``ranks``, or where ``pytest.mark.rows(name)`` says.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _tier_of(item: pytest.Item) -> str:
         and parameters.get("arrays", "numpy") not in _ROWS_OF_THE_SHELL
         and not getattr(item.module, "PURE", False)  # type: ignore[attr-defined]
     )
-    return max(said, "ranks" if is_late else "quick", key=_position)
+    mark = item.get_closest_marker("rows")
+    rows = "ranks" if mark is None else mark.args[0]
+    return max(said, rows if is_late else "quick", key=_position)
 
 
 def _position(tier: str) -> int:

@@ -20,7 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pool import Pool
 
@@ -89,6 +89,8 @@ class ThreadWorld:
     """Ranks that are threads of this process."""
 
     size: int
+    # A timeout that a healthy rank does not pass, in seconds.
+    short_timeout: ClassVar[float] = 1.0
 
     def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a scenario on every rank; results, or a Failure for a rank that raised."""
@@ -111,6 +113,7 @@ class ProcessWorld:
     """Ranks that are processes, which are given a task and answer what they returned."""
 
     size: int
+    short_timeout: ClassVar[float] = 2.0
 
     def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a scenario on every rank; results, or a Failure for a rank that raised."""
