@@ -6,6 +6,7 @@ byte-swapped arrays, a cast to a narrower type) is left to `kernels`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
@@ -37,6 +38,9 @@ _TOGETHER = 32
 _SINGLE = np.dtype(np.float32)
 _DOUBLE = np.dtype(np.float64)
 _BITS = np.dtype(np.uint16)
+
+_dtype, _ndim = operator.attrgetter("dtype"), operator.attrgetter("ndim")
+_ONLY_SINGLES, _ONLY_FLAT = frozenset([_SINGLE]), frozenset([1])
 
 _f4 = np.float32
 _i4 = np.int32
@@ -236,31 +240,34 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     int
         How many outs hold an infinity or a NaN.
     """
+    # Thousands of small arrays are known by their few types, in less time than each is looked at.
+    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)) and _ONLY_FLAT.issuperset(map(_ndim, outs)):
+        return _unscale_plain(outs, inverse)
     nonfinite = 0
-    inverse = np.float32(inverse)
     plain: list[Array] = []
     small_sources: list[Array] = []
     small_outs: list[Array] = []
-    # Thousands of small arrays are known by their few types, in less time than each is looked at.
-    if sources is outs and {out.dtype for out in outs} == {_SINGLE} and {out.ndim for out in outs} == {1}:
-        plain = list(outs)
-    else:
-        with np.errstate(all="ignore"):
-            for source, out in zip(sources, outs, strict=True):
-                if source is out and out.dtype is _SINGLE and out.ndim == 1 and out.flags.carray:
-                    plain.append(out)
-                elif out.size > kernels.SMALL:
-                    nonfinite += _unscale_one(source, out, inverse)
-                else:
-                    small_sources.append(source)
-                    small_outs.append(out)
-    whole = len(plain) - len(plain) % _TOGETHER
-    for start in range(0, whole, _TOGETHER):
-        nonfinite += _count_scaled(tuple(plain[start : start + _TOGETHER]), inverse)
-    for array in plain[whole:]:
-        nonfinite += _scale_singles(array, inverse)
+    with np.errstate(all="ignore"):
+        for source, out in zip(sources, outs, strict=True):
+            if source is out and out.dtype is _SINGLE and out.ndim == 1 and out.flags.carray:
+                plain.append(out)
+            elif out.size > kernels.SMALL:
+                nonfinite += _unscale_one(source, out, inverse)
+            else:
+                small_sources.append(source)
+                small_outs.append(out)
     if small_outs:
         nonfinite += kernels.unscale_all(small_sources, small_outs, inverse)
+    return nonfinite + _unscale_plain(plain, inverse)
+
+
+def _unscale_plain(arrays: Sequence[Array], inverse: np.float32) -> int:
+    """Unscale contiguous 1-d arrays of float32, and return how many are then not finite."""
+    nonfinite, whole = 0, len(arrays) - len(arrays) % _TOGETHER
+    for start in range(0, whole, _TOGETHER):
+        nonfinite += _count_scaled(tuple(arrays[start : start + _TOGETHER]), inverse)
+    for array in arrays[whole:] if whole else arrays:
+        nonfinite += _scale_singles(array, inverse)
     return nonfinite
 
 

@@ -154,15 +154,19 @@ def _neither(optimizer: Any) -> InvalidTypeError:
     return InvalidTypeError(msg)
 
 
-def _parameter_lists(optimizer: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield each group of ``param_groups`` and its parameters."""
+def _parameter_lists(optimizer: Any) -> list[tuple[Any, list[Any]]]:
+    """Return each group of ``param_groups`` and its parameters."""
+    found = []
     for index, group in enumerate(optimizer.param_groups):
         try:
             listed = group["params"]
         except (TypeError, KeyError, IndexError):
             msg = f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {group!r}"
             raise InvalidTypeError(msg) from None
-        yield group, [listed] if hasattr(listed, "grad") else list(listed)
+        if type(listed) is not list:
+            listed = [listed] if hasattr(listed, "grad") else list(listed)
+        found.append((group, listed))
+    return found
 
 
 def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
@@ -178,7 +182,7 @@ def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
 def _from_param_groups(optimizer: Any) -> tuple[list[Any], Assign]:
     parameters: dict[int, Any] = {}
     for _, listed in _parameter_lists(optimizer):
-        parameters.update(zip(map(id, listed), listed, strict=True))
+        parameters.update(zip(map(id, listed), listed))  # noqa: B905
     gradients = _gradients_of(optimizer, parameters.values())
 
     def assign(replacements: dict[int, Array]) -> None:

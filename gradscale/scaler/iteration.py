@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
-from gradscale.core.identity import IdentityMap
 from gradscale.errors import CallOrderError
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
@@ -34,28 +35,35 @@ class Iteration:
     def __init__(self, number: int) -> None:
         self.frame = Frame(number)
         self.reports: list[StepReport] = []
-        self._turns: IdentityMap[Turn] = IdentityMap()
-        # The map forgets an optimizer that is deleted before the update; its verdict counts all the same.
+        # By the optimizer's id, with what returns the optimizer, or None once it is deleted.
+        self._turns: dict[int, tuple[Callable[[], Any], Turn]] = {}
+        # The verdict of an optimizer that is deleted before the update counts all the same.
         self._all: list[Turn] = []
 
     def of(
         self, optimizer: Any, live: LiveState, unscaler: Unscaler, agreement: Agreement, *, reads_at_once: bool
     ) -> Turn:
         """Return an optimizer's turn, with these parts if it is new."""
-        turn = self._turns.by_id(id(optimizer))
-        if turn is None:
-            turn = Turn(self.frame, live, unscaler, agreement, reads_at_once=reads_at_once)
-            self._turns[optimizer] = turn
-            self._all.append(turn)
+        known = self._turns.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        turn = Turn(self.frame, live, unscaler, agreement, reads_at_once=reads_at_once)
+        try:
+            reference: Callable[[], Any] = weakref.ref(optimizer)
+        except TypeError:
+            reference = lambda: optimizer  # noqa: E731
+        self._turns[id(optimizer)] = reference, turn
+        self._all.append(turn)
         return turn
 
     def by_id(self, identity: int) -> Turn | None:
         """Return the turn of the optimizer with this ``id()``; None if it was not met in this iteration."""
-        return self._turns.by_id(identity)
+        known = self._turns.get(identity)
+        return None if known is None or known[0]() is None else known[1]
 
     def ids(self) -> list[int]:
         """Return the ``id()`` of each optimizer met in this iteration."""
-        return self._turns.ids()
+        return [identity for identity, (reference, _) in self._turns.items() if reference() is not None]
 
     def turns(self) -> list[Turn]:
         """Return the turns, in the order in which the optimizers were met."""
