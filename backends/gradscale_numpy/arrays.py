@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
+from gradscale.core import arithmetic
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
 from gradscale_numpy import summaries
@@ -25,6 +26,9 @@ UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], 
 
 # C-contiguous, the owner of its memory, aligned and writable, as bits of ndarray.flags.num.
 _OWN_AND_PLAIN = 0x0001 | 0x0004 | 0x0100 | 0x0400
+
+_SINGLE = np.dtype(np.float32)
+_EXAMPLE = np.zeros((), dtype=np.float32)
 
 _FAST_VARIABLE = "GRADSCALE_NUMPY_FAST"
 
@@ -41,6 +45,7 @@ class NumpyBackend(Backend):
     """
 
     name = "numpy"
+    computes_on_host = True
 
     def __init__(self, fast: bool | None = None) -> None:
         self._fast = fast
@@ -104,6 +109,13 @@ class NumpyBackend(Backend):
         """
         return np.array(self._summarize_all(arrays), dtype=np.int32)
 
+    def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:
+        """Multiply arrays by the scale: new arrays of the same dtypes, but float32 for 0-d ones of half precision."""
+        factor = np.asarray(state.scale, dtype=np.float32)
+        return [
+            np.asarray(np.multiply(x, factor)) if x.dtype is _SINGLE else arithmetic.scaled(x, factor) for x in outputs
+        ]
+
     def unscale(
         self,
         grads: Sequence[NumpyArray],
@@ -112,7 +124,7 @@ class NumpyBackend(Backend):
         *,
         dtype: Any = None,
         out: Sequence[NumpyArray] | None = None,
-    ) -> tuple[Sequence[NumpyArray], NumpyArray]:
+    ) -> tuple[Sequence[NumpyArray], NumpyArray | int]:
         """Divide arrays by the scale and count those with a non-finite value.
 
         Parameters
@@ -131,22 +143,27 @@ class NumpyBackend(Backend):
         -------
         arrays : sequence of arrays
             ``out``, or new ones.
-        nonfinite : array
-            0-d int32.
+        nonfinite : array or int
+            0-d int32; an int for a state of numbers.
 
         Raises
         ------
         InvalidValueError
             When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
-        inverse = np.float32(1.0 / float(state.scale))
+        unscaled, nonfinite = self._unscale(grads, np.float32(1.0 / float(state.scale)), dtype, out)
+        return unscaled, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
+
+    def _unscale(
+        self, grads: Sequence[NumpyArray], inverse: np.float32, dtype: Any, out: Sequence[NumpyArray] | None
+    ) -> tuple[Sequence[NumpyArray], int]:
         if out is grads and {*map(type, grads)} == {np.ndarray}:
             # Thousands of small arrays are told by their few combinations of flags.
             combinations = {grad.flags.num for grad in grads}
             if all(combination & _OWN_AND_PLAIN == _OWN_AND_PLAIN for combination in combinations):
-                return grads, np.asarray(self._unscale_all(grads, grads, inverse), dtype=np.int32)
+                return grads, self._unscale_all(grads, grads, inverse)
         if out is None:
-            check_real_dtype(state.scale, dtype)
+            check_real_dtype(_EXAMPLE, dtype)
             sources = [np.asarray(grad) for grad in grads]
             targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
             returned = targets
@@ -161,7 +178,7 @@ class NumpyBackend(Backend):
             returned = [
                 target if isinstance(given, np.generic) else given for given, target in zip(out, targets, strict=True)
             ]
-        return returned, np.asarray(self._unscale_all(sources, targets, inverse), dtype=np.int32)
+        return returned, self._unscale_all(sources, targets, inverse)
 
     def unscale_with_squares(
         self,
@@ -171,7 +188,7 @@ class NumpyBackend(Backend):
         *,
         dtype: Any = None,
         out: Sequence[NumpyArray] | None = None,
-    ) -> tuple[Sequence[NumpyArray], NumpyArray, NumpyArray]:
+    ) -> tuple[Sequence[NumpyArray], NumpyArray | int, NumpyArray]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
         from gradscale_numpy import kernels
 

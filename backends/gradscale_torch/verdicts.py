@@ -133,7 +133,7 @@ class TensorVerdict:
         is_bad = any(flag.item() for flag in self._shown.values())
         if is_bad == (self.known.nonfinite > 0):
             return self.known
-        return dataclasses.replace(self.known, nonfinite=int(is_bad))
+        return self.known._replace(nonfinite=int(is_bad))
 
     def count(self) -> Tensor | int:
         """Return the agreed verdict for the live state: a number where the host has read it, else a flag."""

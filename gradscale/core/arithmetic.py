@@ -35,6 +35,7 @@ __all__ = [
     "multiply_arrays",
     "nonfinite_flag",
     "reciprocal",
+    "scaled",
     "significand_and_exponent",
     "sum_of_squares",
     "unscale_arrays",
@@ -115,6 +116,13 @@ def kind_of(x: Array) -> Kind:
 def widened(x: Array) -> Array:
     """Return an array narrower than float32 as float32, which is exact, and any other as it is."""
     return array_namespace(x).astype(x, array_namespace(x).float32) if kind_of(x) is Kind.HALF else x
+
+
+def scaled(x: Array, factor: Array) -> Array:
+    """Multiply a floating array by a 0-d float32 on its device; a 0-d one of half precision comes back as float32."""
+    xp = array_namespace(x)
+    wide = multiply(xp, widened(x), factor)
+    return wide if wide.dtype == x.dtype or x.ndim == 0 else xp.astype(wide, x.dtype)
 
 
 def nonfinite_flag(x: Array, home: Any) -> Array:

@@ -37,9 +37,14 @@ class Backend:
     ----------
     name : str
         The entry point's name.
+    computes_on_host : bool
+        Whether arrays are the host's, which computes with them at once. Then a state may be one of Python numbers,
+        which a policy updates in a fraction of the time: ``scale`` takes it, and ``unscale`` and
+        ``unscale_with_squares``, which return the count as an int for it.
     """
 
     name: str = "generic"
+    computes_on_host: bool = False
 
     def read(self, x: Array, /) -> list[int]:
         """Return a 1-d int32 array as Python ints: the one place where the host waits for the device.
@@ -96,9 +101,21 @@ class Backend:
         """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker. No host read."""
         return arithmetic.fingerprint(state, self.bits(state.scale))
 
+    def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
+        """Multiply floating arrays by the scale.
+
+        Returns
+        -------
+        list of arrays
+            New ones of the same dtypes, but float32 for a 0-d one of half precision, which cannot hold a loss times
+            65536. No host read.
+        """
+        factors = arithmetic.DeviceReplicas(state.scale, self.placement, self.move)
+        return [arithmetic.scaled(x, factors.on(x)) for x in outputs]
+
     def unscale(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
-    ) -> tuple[Sequence[Array], Array]:
+    ) -> tuple[Sequence[Array], Array | int]:
         """Divide floating arrays by the scale and count those that are not finite afterwards.
 
         Parameters
@@ -119,14 +136,14 @@ class Backend:
         -------
         arrays : sequence of arrays
             ``out``, or new ones.
-        nonfinite : array
-            0-d int32. A kernel that judges many arrays at once may understate it, but never to 0. No host read.
+        nonfinite : array or int
+            0-d int32; an int for a state of numbers. A kernel that judges many arrays at once may understate it, but never to 0. No host read.
         """
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
 
     def unscale_with_squares(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
-    ) -> tuple[Sequence[Array], Array, Array]:
+    ) -> tuple[Sequence[Array], Array | int, Array]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
 
         It is 0-d float64 on the state's device, float32 where there is no float64. No host read.

@@ -8,7 +8,7 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
-from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of, multiply, widened
+from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -39,14 +39,10 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     """
     _require_state(state)
     leaves, rebuild = tree.flatten(outputs)
-    chosen = floating_leaves(leaves, state, what="output", rebuild=rebuild)
-    factors = _per_device(state.scale)
-    scaled = {}
-    for x in chosen:
-        xp = array_namespace(x)
-        wide = multiply(xp, widened(x), factors.on(x))
-        scaled[id(x)] = wide if wide.dtype == x.dtype or x.ndim == 0 else xp.astype(wide, x.dtype)
-    return rebuild(scaled.get(id(leaf), leaf) for leaf in leaves)
+    chosen = floating_leaves(leaves, array_namespace(state.scale), what="output", rebuild=rebuild)
+    scaled = registry.backend_for(state.scale).scale(chosen, state)
+    by_identity = {id(old): new for old, new in zip(chosen, scaled, strict=True)}
+    return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
 
 
 def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None) -> tuple[Any, Array]:
@@ -86,7 +82,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
     """
     _require_state(state)
     leaves, rebuild = tree.flatten(grads)
-    chosen = floating_leaves(leaves, state, what="gradient", rebuild=rebuild)
+    chosen = floating_leaves(leaves, array_namespace(state.scale), what="gradient", rebuild=rebuild)
     backend = registry.backend_for(state.scale)
     outs = None if out is None else _matching_outs(rebuild(leaves), out, chosen, state)
     if outs is not None and dtype is not None:
@@ -116,7 +112,7 @@ def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleSt
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
             msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
             raise InvalidValueError(msg)
-    if len(floating_leaves(outs, state, what="out")) != len(outs):
+    if len(floating_leaves(outs, array_namespace(state.scale), what="out")) != len(outs):
         msg = "out must hold a floating array for each gradient, each once"
         raise InvalidValueError(msg)
     return outs
@@ -147,7 +143,8 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
         msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"
         raise InvalidTypeError(msg)
-    chosen = _per_device(pred)
+    backend = registry.backend_for(pred)
+    chosen = DeviceReplicas(pred, backend.placement, backend.move)
 
     def choose(a: Any, b: Any) -> Any:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
@@ -165,11 +162,6 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         return as_0d_array(xp, xp.where(chosen.on(a), a, b))
 
     return tree.map_leaves(choose, on_true, on_false)
-
-
-def _per_device(x: Array) -> DeviceReplicas:
-    backend = registry.backend_for(x)
-    return DeviceReplicas(x, backend.placement, backend.move)
 
 
 def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> None:
@@ -198,15 +190,15 @@ def first_floating(leaves: Sequence[Any]) -> Array | None:
     return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
 
 
-def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebuild: Any = None) -> Sequence[Array]:
+def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any = None) -> Sequence[Array]:
     """Return the floating arrays among leaves, each object once.
 
     Parameters
     ----------
     leaves : sequence
         Arrays, ``None`` and Python integers.
-    state : ScaleState
-        Its library is the one that all floating arrays must belong to.
+    home : namespace
+        Of the library that the state is in, to which all floating arrays must belong.
     what : str
         The name of a leaf in error messages, such as "gradient".
     rebuild : callable, optional
@@ -217,7 +209,6 @@ def floating_leaves(leaves: Sequence[Any], state: ScaleState, *, what: str, rebu
     InvalidTypeError
         For a leaf that is no array, or of another library than the state.
     """
-    home = array_namespace(state.scale)
     if _all_floating(leaves, home):
         # Thousands of gradients of one type are told by their few dtypes.
         return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())

@@ -13,6 +13,7 @@ __all__ = [
     "LARGEST_FLOAT32",
     "LARGEST_INT32",
     "SMALLEST_NORMAL",
+    "bits_of_float32",
     "boolean",
     "choice",
     "choices",
@@ -187,6 +188,12 @@ def round_to_float32(value: float) -> float:
     return rounded
 
 
+def bits_of_float32(value: float) -> int:
+    """Return the bits of the nearest float32 as an int32."""
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
+
+
 def float32_from_bits(bits: int) -> float:
     """Return the float32 that an int32 holds the bits of."""
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
@@ -198,7 +205,7 @@ def largest_with_finite_product(factor: float) -> float:
     """Return the largest float32 whose product with a factor above 1 rounds to a finite float32."""
     # A product rounds to inf from half a unit above the largest float32 on.
     limit = 2.0**128 - 2.0**103
-    bits: int = struct.unpack("<i", struct.pack("<f", min(limit / factor, LARGEST_FLOAT32)))[0]
+    bits = bits_of_float32(min(limit / factor, LARGEST_FLOAT32))
     while float32_from_bits(bits) * factor >= limit:
         bits -= 1
     while bits < 0x7F7FFFFF and float32_from_bits(bits + 1) * factor < limit:

@@ -15,16 +15,25 @@ import dataclasses
 import operator
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Policy, ScaleState
-from gradscale.core.validation import LARGEST_INT32, float32_from_bits
+from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits
 from gradscale.errors import ScaleDesyncError
 
-__all__ = ["LENGTH", "AgreementVector", "Verdict", "describe_differences", "identify", "read_both", "read_verdict"]
+__all__ = [
+    "LENGTH",
+    "AgreementVector",
+    "Verdict",
+    "describe_differences",
+    "identify",
+    "is_fixed",
+    "read_both",
+    "read_verdict",
+]
 
 _FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
 LENGTH = 2 + 2 * len(_FIELDS)
@@ -32,8 +41,7 @@ LENGTH = 2 + 2 * len(_FIELDS)
 _KEPT = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the group agreed on, on the host.
 
     Attributes
@@ -97,9 +105,8 @@ class AgreementVector:
             The iteration, and the number of this agreement in it: ranks that leave one out are found.
         """
         if self._state is not state or self._policy is not policy:
-            if self._policy is not policy or not self._is_fixed:
-                self._identity, self._is_fixed = identify(policy) ^ self._diagnoses, _is_fixed(policy)
-            self._state, self._policy = state, policy
+            self._identify(policy)
+            self._state = state
             self._fingerprint = self._numbers = None
             self._constants = {}
         iteration, call = position
@@ -108,8 +115,7 @@ class AgreementVector:
             if self._numbers is None:
                 self._numbers = _read_state(backend, policy, state)
             flag, *first = self._numbers
-            numbers = [*first, *key]
-            return [nonfinite, flag, *numbers, *map(operator.neg, numbers)]
+            return _vector(nonfinite, flag, [*first, *key])
         xp = array_namespace(state.scale)
         where = backend.placement(state.scale)
         if self._fingerprint is None:
@@ -126,6 +132,24 @@ class AgreementVector:
         fields = xp.concat([self._fingerprint, self._constants[key]])
         return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
 
+    def pack_plain(
+        self, policy: Policy, state: ScaleState, nonfinite: int, position: tuple[int, int], *, at_min_scale: bool
+    ) -> list[int]:
+        """Return the vector of a state of Python numbers, as a list; ``at_min_scale`` is what the policy says of it."""
+        self._identify(policy)
+        iteration, call = position
+        fields = [bits_of_float32(state.scale), *state[1:], self._identity, iteration & LARGEST_INT32, call]
+        return _vector(nonfinite, at_min_scale, fields)
+
+    def _identify(self, policy: Policy) -> None:
+        if self._policy is not policy or not self._is_fixed:
+            self._identity, self._is_fixed = identify(policy) ^ self._diagnoses, is_fixed(policy)
+            self._policy = policy
+
+
+def _vector(nonfinite: int, flag: int, fields: list[int]) -> list[int]:
+    return [nonfinite, flag, *fields, *map(operator.neg, fields)]
+
 
 def _read_state(backend: Backend, policy: Policy, state: ScaleState) -> list[int]:
     """Return whether an overflow now must be raised, and the state's fingerprint, read by the host."""
@@ -137,7 +161,7 @@ def _read_state(backend: Backend, policy: Policy, state: ScaleState) -> list[int
     return backend.read(xp.concat([xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)), fingerprint]))
 
 
-def _is_fixed(policy: Any) -> bool:
+def is_fixed(policy: Any) -> bool:
     """Tell whether a policy is a frozen dataclass of settings that cannot change either."""
     parameters = getattr(type(policy), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
-from gradscale.core.protocols import Policy
+from gradscale.core.protocols import Policy, ScaleState
+from gradscale.core.vector import is_fixed
 from gradscale.errors import InvalidTypeError
 
-__all__ = ["HELPERS", "LARGEST_FLOAT16", "Symbol", "Unrolled", "constant", "unroll"]
+__all__ = ["HELPERS", "LARGEST_FLOAT16", "PlainRule", "Symbol", "Unrolled", "constant", "plain_rule", "unroll"]
 
 _INT32 = (-(2**31), 2**31 - 1)
 _EXACT_IN_FLOAT32 = (-(2**24), 2**24)
@@ -216,7 +218,14 @@ def _arithmetic(operation: str) -> Callable[[Any, Any], Symbol]:
 
 
 def _comparison(operation: str) -> Callable[[Any, Any], Symbol]:
-    return lambda x, y: _record(operation, _pair(x, y)[:2], "bool")
+    def apply(x: Any, y: Any) -> Symbol:
+        first, second, dtype = _pair(x, y)
+        (a, b), (c, d) = first.bounds, second.bounds
+        if dtype == "int32" and operation in ("equal", "not_equal") and (b < c or d < a):
+            return constant(operation == "not_equal", "bool")
+        return _record(operation, (first, second), "bool")
+
+    return apply
 
 
 def _extremum(operation: str, choose: Callable[[int, int], int]) -> Callable[[Any, Any], Symbol]:
@@ -420,6 +429,75 @@ def unroll(policy: Policy) -> Unrolled:
     namespace = dict(HELPERS)
     exec(compile(source, f"<{type(policy).__name__}, unrolled>", "exec"), namespace)
     return Unrolled(start, scale_index, source, namespace["run"])
+
+
+class PlainRule(NamedTuple):
+    """A policy's rule over states of Python numbers.
+
+    Attributes
+    ----------
+    update : callable
+        ``update(state, nonfinite) -> state``, for a count as an int.
+    backoff : callable
+        ``backoff(state) -> state``; the very same one where the policy returns the same.
+    at_min_scale : callable
+        ``at_min_scale(state) -> bool``.
+    """
+
+    update: Callable[[ScaleState, int], ScaleState]
+    backoff: Callable[[ScaleState], ScaleState]
+    at_min_scale: Callable[[ScaleState], bool]
+
+
+def plain_rule(policy: Policy) -> PlainRule | None:
+    """Return a policy's rule over plain numbers; None for a policy that may change, or does more than the standard."""
+    return _traced_rule(policy) if is_fixed(policy) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_rule(policy: Policy) -> PlainRule | None:
+    dtypes = ("float32", *["int32"] * (len(ScaleState._fields) - 1))
+    symbols = ScaleState(*(Symbol("input", (), dtype, f"s{index}") for index, dtype in enumerate(dtypes)))  # type: ignore[arg-type]
+    # A policy may look at the count of an overflow.
+    count = Symbol("input", (), "int32", "nonfinite", (1, _INT32[1]))
+    try:
+        after = [
+            policy.update(symbols, nonfinite=constant(0, "int32")),  # type: ignore[arg-type]
+            policy.update(symbols, nonfinite=count),  # type: ignore[arg-type]
+            policy.backoff(symbols),
+        ]
+        at_min_scale = policy.at_min_scale(symbols)
+        if any(type(state) is not ScaleState or tuple(x.dtype for x in state) != dtypes for state in after):
+            return None
+        source = "\n".join(_rule(symbols, after, at_min_scale))
+    except Exception:
+        # It needs arrays, as some do; whatever is wrong with it is told when it gets them.
+        return None
+    namespace = {**HELPERS, "state_of": functools.partial(tuple.__new__, ScaleState)}
+    exec(compile(source, f"<{type(policy).__name__}, plain>", "exec"), namespace)
+    return PlainRule(namespace["update"], namespace["backoff"], namespace["at_min_scale"])
+
+
+def _rule(symbols: Any, after: list[Any], at_min_scale: Any) -> Iterator[str]:
+    """Yield the lines of the three functions of a PlainRule."""
+    names = ", ".join(symbol.value for symbol in symbols)
+    clean, overflow, lowered = ([*_assignments(symbols, state)] for state in after)
+    yield "def update(state, nonfinite):"
+    yield f"    {names} = state"
+    yield "    if nonfinite:"
+    yield from (f"        {line}" for line in overflow or ["return state"])
+    yield "    else:"
+    yield from (f"        {line}" for line in clean or ["return state"])
+    yield f"    return state_of(({names}))"
+    yield "def backoff(state):"
+    yield f"    {names} = state"
+    yield from (f"    {line}" for line in lowered)
+    yield f"    return state_of(({names}))" if lowered else "    return state"
+    yield "def at_min_scale(state):"
+    writer = _Writer([] if at_min_scale is None else [at_min_scale])
+    yield f"    {names} = state"
+    yield from (f"    {line}" for line in writer.lines)
+    yield f"    return {(writer.expressions or ['False'])[0]}"
 
 
 def _loop(symbols: Any, scale_index: int, clean: Any, overflow: Any, at_min_scale: Any) -> Iterator[str]:

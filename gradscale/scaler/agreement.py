@@ -253,17 +253,30 @@ class PendingVerdict:
         self.version = live.version
         self.known: Verdict | None = None
         self._live, self._state, self._number = live, state, frame.number
-        backend = live.backend_for(state.scale)
-        self._sent = agreement.vector.pack(backend, live.policy, state, found.nonfinite, frame.next_position())
+        count, self._agreed = found.nonfinite, None
+        if isinstance(count, int):
+            at_min_scale = bool(live.at_min_scale(state))
+            if not groups:
+                self.known = Verdict(count, count, at_min_scale, state.scale)
+                return
+            position = frame.next_position()
+            self._sent = agreement.vector.pack_plain(
+                live.policy, state, count, position, at_min_scale=at_min_scale
+            )
+            if not all(getattr(collectives, "takes_lists", False) for collectives in groups):
+                self._sent = live.home.asarray(self._sent, dtype=live.home.int32)
+        else:
+            self._sent = agreement.vector.pack(live.backend, live.policy, state, count, frame.next_position())
         self._finish = agreement.reduce(groups, self._sent, frame.number)
-        self._agreed: Any = None
 
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""
         if self.known is None:
             self._agreed = self._finish()
-            backend = self._live.backend_for(self._agreed)
-            agreed, sent = vector.read_both(backend, self._agreed, self._sent)
+            if isinstance(self._agreed, list):
+                agreed, sent = self._agreed, self._sent
+            else:
+                agreed, sent = vector.read_both(self._live.backend_for(self._agreed), self._agreed, self._sent)
             if hasattr(self._agreed, "compute"):
                 # A lazy library would compute all that it depends on once more in the update.
                 xp = array_namespace(self._agreed)
@@ -274,8 +287,10 @@ class PendingVerdict:
             )
         return self.known
 
-    def count(self) -> Array:
-        """Return the agreed count, 0-d int32. No host read."""
+    def count(self) -> Array | int:
+        """Return the agreed count, 0-d int32, or an int for a state of numbers. No host read."""
+        if self._agreed is None or isinstance(self._state.scale, float):
+            return self.verdict().nonfinite
         return self._agreed[0]
 
     def has_arrived(self) -> bool:

@@ -205,12 +205,15 @@ class Diagnosis:
             return turn.known.scale, None, number
         if not self._live.is_made and frame.state is None:
             return self._live.scale(), None, number
-        return 1.0, frame.in_force(self._live), number
+        state = frame.in_force(self._live)
+        if isinstance(state.scale, float):
+            return state.scale, None, number
+        return 1.0, state, number
 
     def _like_any(self, optimizer: Any, frame: Frame) -> Array:
         """Return an array of the library that this rank agrees in."""
         if self._live.is_made:
-            return self._live.current().scale
+            return self._live.arrays(self._live.current()).scale
         try:
             gradients = [one.gradient for one in named_gradients(optimizer) if one.gradient is not None]
             found = [self._unscaler.values_of(gradient) for gradient in gradients]

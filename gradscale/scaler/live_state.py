@@ -1,4 +1,8 @@
-"""ArrayState: a policy and its state, which is made on the library and device of the first array that comes along."""
+"""ArrayState: a policy and its state, made on the library and device of the first array that comes along.
+
+Where the host computes with the arrays anyway, the state is one of Python numbers, and the policy's rule the one that
+:func:`gradscale.policies.plain.plain_rule` derives from it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,13 @@ from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
+from gradscale.policies.plain import PlainRule, plain_rule
 
 __all__ = ["ArrayState", "checked_scale", "numbers_of", "placed", "with_setting"]
 
 
 class ArrayState:
-    """The state of a scaler, as 0-d arrays that each update replaces by new ones.
+    """The state of a scaler, as 0-d arrays or Python numbers that each update replaces by new ones.
 
     Parameters
     ----------
@@ -47,8 +52,14 @@ class ArrayState:
             raise InvalidTypeError(msg)
         self.policy = policy
         self.version = 0
-        self._backend = backend
+        self._given = backend
         self._state: ScaleState | None = None
+        # Of the state's library, once there is a state.
+        self._backend: Backend | None = None
+        self._home: Any = None
+        # None where the state is of arrays.
+        self._rule: PlainRule | None = None
+        self._like: Array | None = None
         # What a checkpoint or the user has set before there was an array.
         self._restored: dict[str, Any] = {}
 
@@ -64,37 +75,80 @@ class ArrayState:
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
-        if self._backend is None:
+        if self._given is None:
             return registry.backend_for(x)
-        if isinstance(self._backend, str):
-            return registry.array_backend(self._backend)
+        if isinstance(self._given, str):
+            return registry.array_backend(self._given)
+        return self._given
+
+    @property
+    def backend(self) -> Backend:
+        """The adapter of the library that the state is in."""
+        assert self._backend is not None
         return self._backend
+
+    @property
+    def home(self) -> Any:
+        """The namespace of the library that the state is in; None without a state."""
+        return self._home
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None where it has none of its own."""
-        return None if self._backend is None else self.backend_for(None).example()
+        return None if self._given is None else self.backend_for(None).example()
 
     def current(self, like: Array | None = None) -> ScaleState:
         """Return the state, made on the library and device of ``like`` if there is none yet."""
         if self._state is None:
-            self._state = placed(self.policy.init(like), self._restored)
+            state = placed(self.policy.init(like), self._restored)
             self._restored = {}
-        return self._state
+            self._like, self._home = state.scale, array_namespace(state.scale)
+            self._backend = self.backend_for(state.scale)
+            self._settle_on(state)
+        return self._state  # type: ignore[return-value]
+
+    def _settle_on(self, state: ScaleState) -> None:
+        """Go on with a state as the policy allows: of numbers, or of arrays."""
+        self._rule = plain_rule(self.policy) if self.backend.computes_on_host else None
+        self._state = self.arrays(state) if self._rule is None else self._numbers_of(state)
+
+    def arrays(self, state: ScaleState) -> ScaleState:
+        """Return a state as arrays, which one of numbers is made into."""
+        if not isinstance(state.scale, float):
+            return state
+        like = self.policy.init(self._like)
+        return placed(like, state._asdict())
+
+    def _numbers_of(self, state: ScaleState) -> ScaleState:
+        if isinstance(state.scale, float):
+            return state
+        return ScaleState(**numbers_of(state, self.backend))
+
+    def at_min_scale(self, state: ScaleState) -> Array | bool | None:
+        """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
+        if isinstance(state.scale, float) and self._rule is not None:
+            return self._rule.at_min_scale(state)
+        return self.policy.at_min_scale(self.arrays(state))
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
-        self._state = state
+        self._settle_on(state)
 
     def advance(self, counts: Sequence[Array | int]) -> None:
         """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
         state = self.current()
-        maximum = array_namespace(state.scale).maximum
         self.version += 1
-        self._state = self.policy.update(state, nonfinite=functools.reduce(maximum, counts))
+        if self._rule is not None:
+            self._state = self._rule.update(state, max(counts))  # type: ignore[arg-type, type-var]
+            return
+        xp = self._home
+        arrays = [xp.asarray(x, dtype=xp.int32) if isinstance(x, int) else x for x in counts]
+        self._state = self.policy.update(state, nonfinite=functools.reduce(xp.maximum, arrays))
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one where the policy cannot."""
-        return self.policy.backoff(state)
+        if isinstance(state.scale, float) and self._rule is not None:
+            return self._rule.backoff(state)
+        return self.policy.backoff(self.arrays(state))
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Put what the host has read of a state, its fingerprint, in the place of what a lazy library only plans.
@@ -112,7 +166,7 @@ class ArrayState:
         """Return the state as numbers, by the names of its fields. One host read."""
         if self._state is None:
             return {"scale": self.policy.init_scale, **self._restored}
-        return numbers_of(self._state, self.backend_for(self._state.scale))
+        return self._numbers_of(self._state)._asdict()
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
@@ -124,11 +178,13 @@ class ArrayState:
         if self._state is None:
             self._restored["scale"] = scale
         else:
-            self._state = placed(self._state, {"scale": scale})
+            self._state = replaced(self._state, {"scale": scale})
 
     def replace_setting(self, name: str, value: Any) -> None:
         """Set one of a DynamicScale's settings."""
         self.policy = with_setting(self.policy, name, value)
+        if self._state is not None:
+            self._settle_on(self._state)
 
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:  # noqa: ARG002
         """Go on with another policy and other numbers; the arrays of the present state are never written to."""
@@ -136,12 +192,18 @@ class ArrayState:
         if self._state is None:
             self._restored = numbers
         else:
-            self._state = placed(self._state, numbers)
+            self._settle_on(replaced(self._state, numbers))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers instead of arrays, so that the next array says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
-        return self.__dict__ | {"_restored": restored, "_state": None}
+        forgotten = dict.fromkeys(("_state", "_backend", "_home", "_rule", "_like"))
+        return self.__dict__ | {"_restored": restored} | forgotten
+
+
+def replaced(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
+    """Return a state of arrays or of numbers with some fields replaced."""
+    return state._replace(**numbers) if isinstance(state.scale, float) else placed(state, numbers)
 
 
 def placed(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:

@@ -36,12 +36,30 @@ class LiveState(Protocol):
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
         ...
 
+    @property
+    def backend(self) -> Backend:
+        """The adapter of the library that the state is in, once there is a state."""
+        ...
+
+    @property
+    def home(self) -> Any:
+        """The namespace of that library."""
+        ...
+
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None where it has none of its own."""
         ...
 
     def current(self, like: Array | None = None) -> ScaleState:
         """Return the state, made on the library and device of ``like`` if there is none yet."""
+        ...
+
+    def arrays(self, state: ScaleState) -> ScaleState:
+        """Return a state as arrays, which one of numbers is made into."""
+        ...
+
+    def at_min_scale(self, state: ScaleState) -> Array | bool | None:
+        """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
         ...
 
     def take(self, state: ScaleState) -> None:

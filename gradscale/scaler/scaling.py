@@ -14,7 +14,11 @@ __all__ = ["ArrayScaling"]
 
 
 class ArrayScaling:
-    """The way of outputs through ``scale()``: all leaves at once, by the pure functions."""
+    """The way of outputs through ``scale()``: all leaves at once, by the library's adapter."""
+
+    def __init__(self) -> None:
+        # Types and dtypes of single arrays that are floating ones of the state's library.
+        self._met: set[tuple[type, Any]] = set()
 
     def scale(
         self,
@@ -30,6 +34,14 @@ class ArrayScaling:
         InvalidTypeError
             For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
+        kind = (type(outputs), getattr(outputs, "dtype", None))
+        if kind in self._met and live.is_made:
+            backend = live.backend
+            backend.refuse_tracing("scale()")
+            state = in_force(outputs)
+            (product,) = backend.scale((outputs,), state)
+            note(state, (outputs,))
+            return product
         if isinstance(outputs, int):
             msg = f"outputs must be an array or nested containers of arrays, got {outputs!r}"
             raise InvalidTypeError(msg)
@@ -40,6 +52,13 @@ class ArrayScaling:
             return rebuild(leaves)
         live.backend_for(like).refuse_tracing("scale()")
         state = in_force(like)
-        scaled = ops.scale(rebuild(leaves), state)
+        chosen = ops.floating_leaves(leaves, live.home, what="output", rebuild=rebuild)
+        products = live.backend.scale(chosen, state)
         note(state, leaves)
-        return scaled
+        if len(leaves) == 1 and leaves[0] is outputs:
+            self._met.add(kind)
+        by_identity = {id(old): new for old, new in zip(chosen, products, strict=True)}
+        return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
+
+    def __reduce__(self) -> tuple[type[ArrayScaling], tuple[()]]:
+        return type(self), ()

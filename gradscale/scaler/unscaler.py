@@ -78,13 +78,13 @@ class ArrayFound(NamedTuple):
 
     Attributes
     ----------
-    nonfinite : array
-        0-d int32 on the state's device: how many are not finite.
+    nonfinite : array or int
+        How many are not finite: 0-d int32 on the state's device; an int for a state of numbers.
     norm : array or None
         0-d float32: their norm before clipping.
     """
 
-    nonfinite: Array
+    nonfinite: Array | int
     norm: Array | None
 
 
@@ -103,9 +103,11 @@ class ArrayUnscaler:
         InvalidTypeError, InvalidValueError
             For gradients of another library, or that share memory; none is modified.
         """
-        backend = live.backend_for(state.scale)
+        return self._unscale(gradients, live.backend, live.home, state)
+
+    def _unscale(self, gradients: ArrayGradients, backend: Backend, home: Any, state: ScaleState) -> ArrayFound:
         backend.refuse_tracing("unscale_()")
-        chosen = ops.floating_leaves(gradients.leaves, state, what=gradients.what)
+        chosen = ops.floating_leaves(gradients.leaves, home, what=gradients.what)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
         out = chosen if dtype is None else None
         gradients.is_touched = True
@@ -130,7 +132,8 @@ class ArrayUnscaler:
         if like is None:
             return None
         # Dividing by one changes nothing.
-        return self.unscale(gradients, live, DynamicScale(init_scale=1.0).init(like)).norm
+        state = DynamicScale(init_scale=1.0).init(like)
+        return self._unscale(gradients, live.backend_for(like), array_namespace(like), state).norm
 
     def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the scaler's groups."""
@@ -153,16 +156,16 @@ class ArrayUnscaler:
 
 
 def _clip(
-    backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, clip: Clip
-) -> tuple[Sequence[Array], Array, Array]:
+    backend: Backend, arrays: Sequence[Array], nonfinite: Array | int, squares: Array, clip: Clip
+) -> tuple[Sequence[Array], Array | int, Array]:
     """Clip unscaled arrays, in place where their library can.
 
     Returns
     -------
     arrays : sequence of arrays
         The same ones, or new ones.
-    nonfinite : array
-        0-d int32: one more than before where the norm is an overflow.
+    nonfinite : array or int
+        One more than before where the norm is an overflow.
     norm : array
         0-d float32, before clipping. Over a group two host reads and one all-reduce; else none.
     """
@@ -170,7 +173,10 @@ def _clip(
     if clip.exchange is not None:
         total = _norm_over_ranks(backend, norm, clip.exchange)
         norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)
-    nonfinite = as_0d_array(array_namespace(nonfinite), nonfinite + overflows)
+    if isinstance(nonfinite, int):
+        nonfinite += backend.read(array_namespace(overflows).reshape(overflows, (1,)))[0]
+    else:
+        nonfinite = as_0d_array(array_namespace(nonfinite), nonfinite + overflows)
     return backend.multiply_in_place(arrays, factor), nonfinite, norm
 
 
