@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale import Backend, ScaleState
-from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core import arithmetic
+from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
 from gradscale_numpy import summaries
@@ -24,8 +25,10 @@ __all__ = ["NumpyBackend"]
 NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
 
-# C-contiguous, the owner of its memory, aligned and writable, as bits of ndarray.flags.num.
-_OWN_AND_PLAIN = 0x0001 | 0x0004 | 0x0100 | 0x0400
+_ONLY_ARRAYS = frozenset([np.ndarray])
+_flags = operator.attrgetter("flags.num")
+# C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
+_OWN_AND_PLAIN = frozenset(0x0001 | fortran | 0x0004 | 0x0100 | 0x0400 for fortran in (0, 0x0002))
 
 _SINGLE = np.dtype(np.float32)
 _EXAMPLE = np.zeros((), dtype=np.float32)
@@ -151,17 +154,18 @@ class NumpyBackend(Backend):
         InvalidValueError
             When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
-        unscaled, nonfinite = self._unscale(grads, np.float32(1.0 / float(state.scale)), dtype, out)
+        inverse = np.float32(1.0 / float(state.scale))
+        # Thousands of small arrays are told by their few types and combinations of flags.
+        if out is grads and _ONLY_ARRAYS.issuperset(map(type, grads)) and _OWN_AND_PLAIN.issuperset(map(_flags, grads)):
+            unscaled, nonfinite = grads, self._unscale_all(grads, grads, inverse)
+        else:
+            unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out)
         return unscaled, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
 
-    def _unscale(
+    def _unscale_into(
         self, grads: Sequence[NumpyArray], inverse: np.float32, dtype: Any, out: Sequence[NumpyArray] | None
     ) -> tuple[Sequence[NumpyArray], int]:
-        if out is grads and {*map(type, grads)} == {np.ndarray}:
-            # Thousands of small arrays are told by their few combinations of flags.
-            combinations = {grad.flags.num for grad in grads}
-            if all(combination & _OWN_AND_PLAIN == _OWN_AND_PLAIN for combination in combinations):
-                return grads, self._unscale_all(grads, grads, inverse)
+        """Unscale arrays into others, or into themselves, having looked at each."""
         if out is None:
             check_real_dtype(_EXAMPLE, dtype)
             sources = [np.asarray(grad) for grad in grads]

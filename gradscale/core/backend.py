@@ -137,7 +137,8 @@ class Backend:
         arrays : sequence of arrays
             ``out``, or new ones.
         nonfinite : array or int
-            0-d int32; an int for a state of numbers. A kernel that judges many arrays at once may understate it, but never to 0. No host read.
+            0-d int32; an int for a state of numbers. A kernel that judges many arrays at once may understate it, but
+            never to 0. No host read.
         """
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
 

@@ -178,7 +178,7 @@ def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
 def _from_param_groups(optimizer: Any) -> tuple[list[Any], Assign]:
     parameters: dict[int, Any] = {}
     for _, listed in _parameter_lists(optimizer):
-        parameters |= {id(parameter): parameter for parameter in listed}
+        parameters.update(zip(map(id, listed), listed, strict=True))
     gradients = _gradients_of(optimizer, parameters.values())
 
     def assign(replacements: dict[int, Array]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,11 @@ from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
+
+
+_dtype_of = operator.attrgetter("dtype")
+# Of a type, a dtype and a namespace, whether such leaves are floating arrays of that library.
+_known: dict[tuple[type, Any, Any], bool] = {}
 
 
 def scale(outputs: Any, state: ScaleState) -> Any:
@@ -239,10 +245,22 @@ def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any
 
 def _all_floating(leaves: Sequence[Any], home: Any) -> bool:
     """Tell, without a look at each of them, whether leaves are floating arrays of one type and library."""
-    if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
+    kinds = set(map(type, leaves))
+    if len(kinds) != 1 or not hasattr(leaves[0], "dtype"):
         return False
-    dtypes = {leaf.dtype for leaf in leaves}
-    return all(dtype_kind(dtype, home) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX) for dtype in dtypes)
+    (kind,) = kinds
+    for dtype in set(map(_dtype_of, leaves)):
+        key = kind, dtype, home
+        if key not in _known:
+            example = next(leaf for leaf in leaves if leaf.dtype == dtype)
+            _known[key] = (
+                is_array_api_obj(example)
+                and array_namespace(example) is home
+                and dtype_kind(dtype, home) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX)
+            )
+        if not _known[key]:
+            return False
+    return True
 
 
 def _path(leaves: Sequence[Any], index: int, rebuild: Any) -> str:

@@ -16,9 +16,9 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from gradscale.core.protocols import Policy, ScaleState
 from gradscale.core.vector import is_fixed
@@ -440,30 +440,30 @@ class PlainRule(NamedTuple):
         ``update(state, nonfinite) -> state``, for a count as an int.
     backoff : callable
         ``backoff(state) -> state``; the very same one where the policy returns the same.
-    at_min_scale : callable
-        ``at_min_scale(state) -> bool``.
+    at_min_scale : callable or None
+        ``at_min_scale(state) -> bool``; None where the policy never raises.
     """
 
     update: Callable[[ScaleState, int], ScaleState]
     backoff: Callable[[ScaleState], ScaleState]
-    at_min_scale: Callable[[ScaleState], bool]
+    at_min_scale: Callable[[ScaleState], bool] | None
 
 
 def plain_rule(policy: Policy) -> PlainRule | None:
     """Return a policy's rule over plain numbers; None for a policy that may change, or does more than the standard."""
-    return _traced_rule(policy) if is_fixed(policy) else None
+    return _traced_rule(cast("Hashable", policy)) if is_fixed(policy) else None
 
 
 @functools.lru_cache(maxsize=64)
-def _traced_rule(policy: Policy) -> PlainRule | None:
+def _traced_rule(policy: Any) -> PlainRule | None:
     dtypes = ("float32", *["int32"] * (len(ScaleState._fields) - 1))
-    symbols = ScaleState(*(Symbol("input", (), dtype, f"s{index}") for index, dtype in enumerate(dtypes)))  # type: ignore[arg-type]
+    symbols = ScaleState(*(Symbol("input", (), dtype, f"s{index}") for index, dtype in enumerate(dtypes)))
     # A policy may look at the count of an overflow.
     count = Symbol("input", (), "int32", "nonfinite", (1, _INT32[1]))
     try:
         after = [
-            policy.update(symbols, nonfinite=constant(0, "int32")),  # type: ignore[arg-type]
-            policy.update(symbols, nonfinite=count),  # type: ignore[arg-type]
+            policy.update(symbols, nonfinite=constant(0, "int32")),
+            policy.update(symbols, nonfinite=count),
             policy.backoff(symbols),
         ]
         at_min_scale = policy.at_min_scale(symbols)
@@ -475,7 +475,7 @@ def _traced_rule(policy: Policy) -> PlainRule | None:
         return None
     namespace = {**HELPERS, "state_of": functools.partial(tuple.__new__, ScaleState)}
     exec(compile(source, f"<{type(policy).__name__}, plain>", "exec"), namespace)
-    return PlainRule(namespace["update"], namespace["backoff"], namespace["at_min_scale"])
+    return PlainRule(namespace["update"], namespace["backoff"], namespace.get("at_min_scale"))
 
 
 def _rule(symbols: Any, after: list[Any], at_min_scale: Any) -> Iterator[str]:
@@ -493,11 +493,12 @@ def _rule(symbols: Any, after: list[Any], at_min_scale: Any) -> Iterator[str]:
     yield f"    {names} = state"
     yield from (f"    {line}" for line in lowered)
     yield f"    return state_of(({names}))" if lowered else "    return state"
-    yield "def at_min_scale(state):"
-    writer = _Writer([] if at_min_scale is None else [at_min_scale])
-    yield f"    {names} = state"
-    yield from (f"    {line}" for line in writer.lines)
-    yield f"    return {(writer.expressions or ['False'])[0]}"
+    if at_min_scale is not None:
+        writer = _Writer([at_min_scale])
+        yield "def at_min_scale(state):"
+        yield f"    {names} = state"
+        yield from (f"    {line}" for line in writer.lines)
+        yield f"    return {writer.expressions[0]}"
 
 
 def _loop(symbols: Any, scale_index: int, clean: Any, overflow: Any, at_min_scale: Any) -> Iterator[str]:

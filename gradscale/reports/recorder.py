@@ -65,6 +65,13 @@ class Reports(Generic[_Pending]):
     history_size : int, default 1024
         How many StepReports are kept.
 
+    Attributes
+    ----------
+    wants_each_step : bool
+        Whether the host needs each step's verdict within that step.
+    under_way : deque
+        The deferred steps whose verdicts are on their way to the host.
+
     Raises
     ------
     InvalidTypeError, InvalidValueError
@@ -79,9 +86,10 @@ class Reports(Generic[_Pending]):
         diagnoses: bool = False,
         history_size: int = HISTORY_SIZE,
     ) -> None:
-        self.on_skip = on_skip
-        self.on_update = on_update
         self.diagnoses = diagnoses
+        self._on_skip = _as_tuple("on_skip", on_skip)
+        self._on_update = _as_tuple("on_update", on_update)
+        self._note_wishes()
         size = validation.integer("history_size", history_size, 0, validation.LARGEST_INT32)
         self._begin(size)
 
@@ -89,8 +97,7 @@ class Reports(Generic[_Pending]):
         self._last: IdentityMap[StepReport] = IdentityMap()
         self._deferred: IdentityMap[Deferred[_Pending]] = IdentityMap()
         self._history: collections.deque[StepReport | Deferred[_Pending]] = collections.deque(maxlen=size)
-        # On their way to the host.
-        self._under_way: collections.deque[Deferred[_Pending]] = collections.deque()
+        self.under_way: collections.deque[Deferred[_Pending]] = collections.deque()
 
     @property
     def on_skip(self) -> OnSkip | None:
@@ -100,6 +107,7 @@ class Reports(Generic[_Pending]):
     @on_skip.setter
     def on_skip(self, callbacks: OnSkip | None) -> None:
         self._on_skip = _as_tuple("on_skip", callbacks)
+        self._note_wishes()
 
     @property
     def on_update(self) -> OnUpdate | None:
@@ -109,11 +117,10 @@ class Reports(Generic[_Pending]):
     @on_update.setter
     def on_update(self, callbacks: OnUpdate | None) -> None:
         self._on_update = _as_tuple("on_update", callbacks)
+        self._note_wishes()
 
-    @property
-    def wants_each_step(self) -> bool:
-        """Whether the host needs each step's verdict within that step."""
-        return self.diagnoses or len(self._on_skip) + len(self._on_update) > 0
+    def _note_wishes(self) -> None:
+        self.wants_each_step = self.diagnoses or len(self._on_skip) + len(self._on_update) > 0
 
     @property
     def history(self) -> list[StepReport]:
@@ -168,13 +175,13 @@ class Reports(Generic[_Pending]):
         entry = Deferred(pending, iteration)
         self._deferred[optimizer] = entry
         if not pending.is_captured:
-            self._under_way.append(entry)
+            self.under_way.append(entry)
             self._history.append(entry)
 
     def poll(self) -> Iterator[_Pending]:
         """Yield the deferred verdicts that have arrived since the last call, in order; nothing is waited for."""
-        while self._under_way and self._under_way[0].pending.has_arrived():
-            yield self._under_way.popleft().pending
+        while self.under_way and self.under_way[0].pending.has_arrived():
+            yield self.under_way.popleft().pending
 
     def tell_update(self, report: UpdateReport) -> None:
         """Call ``on_update`` with the report of an iteration."""
@@ -185,8 +192,9 @@ class Reports(Generic[_Pending]):
         return {"diagnoses": self.diagnoses, "history_size": self._history.maxlen}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.on_skip = self.on_update = None
         self.diagnoses = kept["diagnoses"]
+        self._on_skip = self._on_update = ()
+        self._note_wishes()
         self._begin(kept["history_size"])
 
 

@@ -253,16 +253,16 @@ class PendingVerdict:
         self.version = live.version
         self.known: Verdict | None = None
         self._live, self._state, self._number = live, state, frame.number
-        count, self._agreed = found.nonfinite, None
+        count = found.nonfinite
+        self._agreed: Any = None
+        self._is_plain = isinstance(count, int)
         if isinstance(count, int):
             at_min_scale = bool(live.at_min_scale(state))
             if not groups:
                 self.known = Verdict(count, count, at_min_scale, state.scale)
                 return
             position = frame.next_position()
-            self._sent = agreement.vector.pack_plain(
-                live.policy, state, count, position, at_min_scale=at_min_scale
-            )
+            self._sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
             if not all(getattr(collectives, "takes_lists", False) for collectives in groups):
                 self._sent = live.home.asarray(self._sent, dtype=live.home.int32)
         else:
@@ -289,9 +289,7 @@ class PendingVerdict:
 
     def count(self) -> Array | int:
         """Return the agreed count, 0-d int32, or an int for a state of numbers. No host read."""
-        if self._agreed is None or isinstance(self._state.scale, float):
-            return self.verdict().nonfinite
-        return self._agreed[0]
+        return self.known.nonfinite if self._is_plain and self.known is not None else self._agreed[0]
 
     def has_arrived(self) -> bool:
         """Return True: the step has read it."""

@@ -42,12 +42,12 @@ class Iteration:
         self, optimizer: Any, live: LiveState, unscaler: Unscaler, agreement: Agreement, *, reads_at_once: bool
     ) -> Turn:
         """Return an optimizer's turn, with these parts if it is new."""
-        if optimizer not in self._turns:
+        turn = self._turns.by_id(id(optimizer))
+        if turn is None:
             turn = Turn(self.frame, live, unscaler, agreement, reads_at_once=reads_at_once)
             self._turns[optimizer] = turn
             self._all.append(turn)
-            return turn
-        return self._turns[optimizer]
+        return turn
 
     def by_id(self, identity: int) -> Turn | None:
         """Return the turn of the optimizer with this ``id()``; None if it was not met in this iteration."""
@@ -60,10 +60,6 @@ class Iteration:
     def turns(self) -> list[Turn]:
         """Return the turns, in the order in which the optimizers were met."""
         return list(self._all)
-
-    def judged(self) -> list[Turn]:
-        """Return the turn of every optimizer whose gradients have been judged."""
-        return [turn for turn in self._all if turn.is_judged]
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError unless nothing is unscaled or stepped yet, or the iteration has failed anyway."""

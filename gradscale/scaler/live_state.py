@@ -126,7 +126,7 @@ class ArrayState:
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
         if isinstance(state.scale, float) and self._rule is not None:
-            return self._rule.at_min_scale(state)
+            return self._rule.at_min_scale is not None and self._rule.at_min_scale(state)
         return self.policy.at_min_scale(self.arrays(state))
 
     def take(self, state: ScaleState) -> None:
@@ -138,7 +138,7 @@ class ArrayState:
         state = self.current()
         self.version += 1
         if self._rule is not None:
-            self._state = self._rule.update(state, max(counts))  # type: ignore[arg-type, type-var]
+            self._state = self._rule.update(state, max(counts))
             return
         xp = self._home
         arrays = [xp.asarray(x, dtype=xp.int32) if isinstance(x, int) else x for x in counts]

@@ -258,15 +258,20 @@ class GradScaler:
         live, frame = self._live, self._iteration.frame
         frame.require_sound()
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
-        pending = [(turn, turn.pending) for turn in self._iteration.judged() if turn.pending is not None]
-        verdicts = [turn.verdict() for turn, one in pending if not one.is_read_later]
+        pending, verdicts = [], []
+        for turn in self._iteration.turns():
+            if turn.pending is not None and turn.pending.is_begun:
+                pending.append(turn.pending)
+                if not turn.pending.is_read_later:
+                    verdicts.append(turn.verdict())
         if wanted is not None:
             live.replace_scale(wanted)
         elif frame.lowered is not None:
             live.take(frame.lowered)
         elif pending:
-            counts = [one.count() for _, one in pending]
-            self._apply_deferred()
+            counts = [one.count() for one in pending]
+            if self._reports.under_way:
+                self._apply_deferred()
             live.advance(counts)
         elif not frame.scaled and self._agreement.is_alone:
             frame.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
@@ -486,7 +491,8 @@ class GradScaler:
             frame.wrong_order("unscale_() has already been called on this optimizer since the last update()")
         if turn.stage is Stage.STEPPED:
             frame.wrong_order("unscale_() is being called after step() on this optimizer")
-        self._apply_deferred()
+        if self._reports.under_way:
+            self._apply_deferred()
         return turn
 
     def begin_step(self, optimizer: Any) -> Turn:
@@ -502,7 +508,7 @@ class GradScaler:
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             frame.wrong_order("step() has already been called on this optimizer since the last update()")
-        if turn.stage is Stage.READY:
+        if turn.stage is Stage.READY and self._reports.under_way:
             self._apply_deferred()
         return turn
 

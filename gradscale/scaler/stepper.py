@@ -70,7 +70,7 @@ class ClosureStepper:
 
     def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002
         """Tell whether there is a closure among the arguments."""
-        return find_closure(args, kwargs) is not None
+        return (len(args) > 0 or len(kwargs) > 0) and find_closure(args, kwargs) is not None
 
     def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Call ``optimizer.step`` with its closure wrapped. One host read for each evaluation.
@@ -105,8 +105,6 @@ class ClosureStepper:
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
-    if not args and not kwargs:
-        return None
     candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
     return candidate if callable(candidate) else None
 

@@ -126,11 +126,12 @@ class Turn:
         ScaleDesyncError, CollectiveTimeoutError, BackendError
             When the ranks differ or do not come. The iteration can then only be abandoned.
         """
-        self.frame.require_sound()
-        if self.pending is None or not self.pending.is_begun:
+        pending = self.pending
+        if pending is None or not pending.is_begun or self.frame.failure is not None:
+            self.frame.require_sound()
             self.frame.wrong_order("the gradients of this optimizer could not be unscaled completely before")
         try:
-            return self.pending.verdict()
+            return pending.verdict()
         except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
             self.frame.failure = error
             raise

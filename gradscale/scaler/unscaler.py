@@ -15,8 +15,9 @@ from gradscale.core.clipping import clip_factor, clip_factor_of
 from gradscale.core.gradients import collect_gradients
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.dynamic import DynamicScale
+from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler.agreement import Exchange
+from gradscale.scaler.live_state import ArrayState
 from gradscale.scaler.parts import LiveState
 
 __all__ = ["ArrayFound", "ArrayGradients", "ArrayUnscaler", "Clip"]
@@ -103,11 +104,9 @@ class ArrayUnscaler:
         InvalidTypeError, InvalidValueError
             For gradients of another library, or that share memory; none is modified.
         """
-        return self._unscale(gradients, live.backend, live.home, state)
-
-    def _unscale(self, gradients: ArrayGradients, backend: Backend, home: Any, state: ScaleState) -> ArrayFound:
+        backend = live.backend
         backend.refuse_tracing("unscale_()")
-        chosen = ops.floating_leaves(gradients.leaves, home, what=gradients.what)
+        chosen = ops.floating_leaves(gradients.leaves, live.home, what=gradients.what)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
         out = chosen if dtype is None else None
         gradients.is_touched = True
@@ -132,8 +131,8 @@ class ArrayUnscaler:
         if like is None:
             return None
         # Dividing by one changes nothing.
-        state = DynamicScale(init_scale=1.0).init(like)
-        return self._unscale(gradients, live.backend_for(like), array_namespace(like), state).norm
+        one = ArrayState(StaticScale(1.0), live.backend_for(like))
+        return self.unscale(gradients, one, one.current(like)).norm
 
     def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the scaler's groups."""

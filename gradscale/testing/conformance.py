@@ -59,9 +59,15 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     # What is not overridden is the pure function, with which it would be compared.
     checks = [
         check
-        for member, check in (("unscale_with_squares", _check_squares), ("multiply_in_place", _check_multiplication))
+        for member, check in (
+            ("scale", _check_scale),
+            ("unscale_with_squares", _check_squares),
+            ("multiply_in_place", _check_multiplication),
+        )
         if _overrides(backend, member)
     ]
+    if backend.computes_on_host:
+        checks.append(_check_plain)
     for dtype in dtypes if _overrides(backend, "summarize") or _overrides(backend, "bits") else ():
         _check_summaries(backend, xp, device, dtype)
     for scale in _SCALES:
@@ -69,10 +75,12 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
         _check_fingerprint(backend, state)
         for dtype in dtypes:
             for values in _value_sets(xp, device, dtype, everywhere=scale in _SWEPT):
-                for wanted in (None, xp.float32):
-                    _check_unscale(backend, state, values, wanted, "new arrays", scale)
-                _check_unscale(backend, state, values, None, "in place", scale)
-                _check_unscale(backend, state, values, None, "into float32", scale)
+                own = arithmetic.unscale_arrays(values, state)
+                single = own if dtype == xp.float32 else arithmetic.unscale_arrays(values, state, dtype=xp.float32)
+                _check_unscale(backend, state, values, None, "new arrays", scale, own)
+                _check_unscale(backend, state, values, xp.float32, "new arrays", scale, single)
+                _check_unscale(backend, state, values, None, "in place", scale, own)
+                _check_unscale(backend, state, values, None, "into float32", scale, single)
             for values in _value_sets(xp, device, dtype, everywhere=False) if scale in _SWEPT else ():
                 for check in checks:
                     check(backend, state, values)
@@ -157,18 +165,29 @@ def _ramp(xp: Any, device: Any, dtype: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _check_unscale(
-    backend: Backend, state: ScaleState, values: list[Array], dtype: Any, how: str, scale: float
+    backend: Backend,
+    state: ScaleState,
+    values: list[Array],
+    dtype: Any,
+    how: str,
+    scale: float,
+    wanted: tuple[Sequence[Array], Array],
 ) -> None:
     xp = array_namespace(state.scale)
     given = [xp.asarray(value, copy=True) for value in values]
     out = {"new arrays": None, "in place": given, "into float32": [_single_like(x) for x in given]}[how]
-    expected, expected_count = arithmetic.unscale_arrays(values, state, dtype=dtype, out=out)
+    expected, expected_count = wanted
     got, count = backend.unscale(given, state, dtype=dtype, out=out)
     case = f"scale {scale}, dtype {dtype}, {how}"
     if len(got) != len(expected):
         _fail(f"{case}: {len(expected)} arrays must come back, got {len(got)}")
     highest = _host(backend, expected_count)
-    if count.shape != () or count.dtype != xp.int32 or not min(highest, 1) <= _host(backend, count) <= highest:
+    if (
+        isinstance(count, int)
+        or count.shape != ()
+        or count.dtype != xp.int32
+        or not min(highest, 1) <= _host(backend, count) <= highest
+    ):
         _fail(f"{case}: the count must be {expected_count!r}, or at least 1 where that is above 0, got {count!r}")
     for after, want in zip(got, expected, strict=True):
         if after.dtype != want.dtype or after.shape != want.shape:
@@ -179,6 +198,35 @@ def _check_unscale(
     if how != "in place" and not _same(backend, given, values):
         index = _first_other(backend, given, values)
         _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
+
+
+def _check_scale(backend: Backend, state: ScaleState, values: list[Array]) -> None:
+    """Check ``scale`` against the pure form."""
+    expected, got = Backend.scale(backend, values, state), backend.scale(values, state)
+    shapes = [x.shape for x in got] == [x.shape for x in values]
+    if not shapes or not _same_all(backend, got, expected):
+        _fail(f"scale of {values!r} by {state.scale!r} must give {expected!r}, got {got!r}")
+
+
+def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> None:
+    """Check that a state of Python numbers does what the same state of arrays does."""
+    xp = array_namespace(state.scale)
+    scale = validation.float32_from_bits(backend.read(backend.fingerprint(state))[0])
+    plain: Any = ScaleState(scale, 0, 0, 0)
+    if not _same_all(backend, backend.scale(values, plain), backend.scale(values, state)):
+        _fail(f"scale of {values!r} by the number {scale!r} must be what it is by the array")
+    for member in ("unscale", "unscale_with_squares"):
+        given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
+        expected, expected_count, *squares = getattr(backend, member)(given, state, out=given)
+        got, count, *others = getattr(backend, member)(other, plain, out=other)
+        if type(count) is not int or count != _host(backend, expected_count):
+            _fail(f"{member} by the number {scale!r} must count {expected_count!r} as an int, got {count!r}")
+        if not _same_all(backend, got, expected) or not _same_all(backend, others, squares):
+            _fail(f"{member} of {values!r} by the number {scale!r} must be what it is by the array, got {got!r}")
+
+
+def _same_all(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
+    return [x.dtype for x in ones] == [x.dtype for x in others] and _same(backend, ones, others)
 
 
 def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> None:

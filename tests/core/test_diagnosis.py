@@ -42,7 +42,7 @@ def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
         [id(grad) for grad in optimizer.grads],
         kept,
         (id(state), turns, iteration.ids()),
-        None if state is None else arrays.state(state),
+        None if state is None else arrays.state(live.arrays(state)),
     )
 
 

@@ -35,7 +35,8 @@ def test_a_state_is_made_beside_the_first_array_of_what_was_set_before(arrays: L
     state = live.current(arrays.asarray(1.0))
     assert live.is_made
     assert live.current() is state
-    arrays.assert_array(state.scale, 16.0)
+    arrays.assert_array(live.arrays(state).scale, 16.0)
+    assert isinstance(state.scale, float) is live.backend.computes_on_host
     assert live.numbers() == {"scale": 16.0, "growth_tracker": 3, "overflow_tracker": 0, "rescale_tracker": 0}
 
 
@@ -45,7 +46,7 @@ def test_arrays_of_a_state_are_never_written_to(arrays: Library) -> None:
     live.advance([arrays.asarray(0, "int32"), arrays.asarray(2, "int32")])
     live.replace_scale(3.0)
     live.load(live.policy, {"scale": 5.0}, keep=False)
-    arrays.assert_array(first.scale, 8.0)
+    arrays.assert_array(live.arrays(first).scale, 8.0)
     assert live.scale() == 5.0
     assert live.version == 1
 
@@ -61,7 +62,7 @@ def test_the_worst_of_several_counts_adapts_the_state_once(arrays: Library) -> N
 def test_a_lowered_state_is_another_one_or_the_same_where_the_policy_cannot(arrays: Library) -> None:
     live = ArrayState(DynamicScale(init_scale=8.0))
     state = live.current(arrays.asarray(1.0))
-    arrays.assert_array(live.lowered(state).scale, 4.0)
+    arrays.assert_array(live.arrays(live.lowered(state)).scale, 4.0)
     assert live.current() is state
     fixed = ArrayState(StaticScale(8.0))
     assert fixed.lowered(fixed.current(arrays.asarray(1.0))) is fixed.current()
@@ -136,7 +137,11 @@ def test_gradients_are_collected_untouched_and_then_unscaled_and_judged(arrays: 
     found = ArrayUnscaler().unscale(gradients, live, live.current(gradients.like))
     assert gradients.is_touched
     arrays.assert_array(optimizer.grads[0], [2.0])
-    arrays.assert_array(found.nonfinite, 1, "int32")
+    if live.backend.computes_on_host:
+        assert found.nonfinite == 1
+        assert type(found.nonfinite) is int
+    else:
+        arrays.assert_array(found.nonfinite, 1, "int32")
     assert found.norm is None
 
 
@@ -156,7 +161,7 @@ def test_gradients_are_clipped_in_the_same_pass_scaled_or_not(arrays: Library) -
 
 
 def found(count: int) -> ArrayFound:
-    return ArrayFound(np.asarray(count, np.int32), None)
+    return ArrayFound(count, None)
 
 
 @pytest.mark.numpy
@@ -164,7 +169,6 @@ def test_a_process_alone_agrees_with_itself_and_sends_nothing() -> None:
     agreement, live, frame = Agreement(), ArrayState(DynamicScale(init_scale=4.0)), Frame(3)
     state = live.current(np.float32(1.0))
     pending = agreement.start(found(2), live, state, frame, ())
-    assert pending.known is None
     assert pending.verdict() is pending.known == Verdict(2, 2, False, 4.0)
     assert pending.count() == 2
     assert (agreement.is_alone, agreement.rank(), agreement.example(live, 1)) == (True, 0, None)
