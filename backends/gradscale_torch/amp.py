@@ -386,7 +386,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def _scale(self: Replacement) -> Tensor | None:
         """The scale, 0-d float32; None before the first ``scale``. Kept by identity through ``update``."""
-        state = _live(self).state
+        state = _live(self).tensors()
         return None if state is None else state.scale
 
     @_scale.setter
@@ -396,7 +396,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def _growth_tracker(self: Replacement) -> Tensor | None:
         """The number of clean steps in a row, 0-d int32; None before the first ``scale``."""
-        state = _live(self).state
+        state = _live(self).tensors()
         return None if state is None else state.growth_tracker
 
     @_growth_tracker.setter

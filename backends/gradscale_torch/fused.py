@@ -43,11 +43,12 @@ class FusedStepper:
         state = turn.state
         # A policy that raises at its minimum needs the host, and so does a verdict that may have been replaced.
         may_be_late = pending.may_be_late and not turn.reads_at_once
-        pending.is_read_later = may_be_late and live.policy.at_min_scale(state) is None
+        pending.is_read_later = may_be_late and live.at_min_scale(state) is None
         verdict = None if pending.is_read_later else turn.verdict()
         preset = getattr(optimizer, "grad_scale", None)
         if pending.is_scaled:
-            optimizer.grad_scale = state.scale.clone() if preset is None else state.scale * preset
+            scale, _ = live.scale_and_inverse(state)
+            optimizer.grad_scale = scale.clone() if preset is None else scale * preset
         else:
             optimizer.grad_scale = preset
         # Copies: what an optimizer does to them is its own affair.

@@ -53,8 +53,8 @@ def unscale_in_place(groups: Groups, inverse: Tensor, found: Found, *, judge_aga
         For a tensor whose elements share memory; others may have been overwritten by then.
     """
     for (device, dtype), tensors in groups.items():
-        factor = inverse.to(device, non_blocking=True)
-        flag = found[device] if device in found else found.setdefault(device, torch.zeros((), device=device))
+        factor = inverse if inverse.device == device else inverse.to(device, non_blocking=True)
+        flag = found[device] if device in found else found.setdefault(device, torch.zeros_like(factor))
         _apply(device, dtype, tensors, flag, factor)
         if judge_again:
             _apply(device, dtype, tensors, flag, torch.ones((), device=device))

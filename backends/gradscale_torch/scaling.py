@@ -30,7 +30,7 @@ class TensorScaling:
     def scale(
         self,
         outputs: Any,
-        live: Any,  # noqa: ARG002
+        live: Any,
         in_force: Callable[[Array], ScaleState],
         note: Callable[[ScaleState, Sequence[Any]], None],
     ) -> Any:
@@ -48,7 +48,7 @@ class TensorScaling:
         def multiply(tensor: Tensor) -> Tensor:
             state = in_force(tensor)
             note(state, (tensor,))
-            scale = state.scale
+            scale, _ = live.scale_and_inverse(state)
             if scale.device != tensor.device:
                 scale = scale.to(tensor.device, non_blocking=True)
             scaled: Tensor = tensor * scale

@@ -1,4 +1,7 @@
-"""TensorState: a state that keeps its tensors, so that hosts and captured CUDA graphs see the new scale in them."""
+"""TensorState: a state that keeps its tensors, so that hosts and captured CUDA graphs see the new scale in them.
+
+On the CPU it is one of Python numbers, until somebody asks for its tensors; from then on it is of tensors for good.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import gradscale
 from gradscale import registry
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Policy, ScaleState
+from gradscale.policies.plain import PlainRule, plain_rule
 from gradscale.scaler.live_state import numbers_of, placed, with_setting
 from gradscale_torch import kernels
 from gradscale_torch.verdicts import is_capturing
@@ -21,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class TensorState:
-    """The state of a scaler, in tensors that are adapted in place, by torch's kernel where that is the whole rule.
+    """The state of a scaler: numbers, or tensors adapted in place, by torch's kernel where that is the whole rule.
 
     Parameters
     ----------
@@ -44,6 +48,12 @@ class TensorState:
         self._floor = 0.0
         self._judged_policy: Policy | None = None
         self._is_fused = False
+        # None where the state is of tensors.
+        self._rule: PlainRule | None = None
+        # The state of numbers that has become tensors in this iteration.
+        self._left: ScaleState | None = None
+        # Of a state of numbers: its scale, and that and its reciprocal as tensors.
+        self._shown: tuple[float, Tensor, Tensor] | None = None
 
     @property
     def is_made(self) -> bool:
@@ -55,10 +65,20 @@ class TensorState:
         """Whether there is a state, or numbers that were loaded or set."""
         return self._state is not None or len(self._restored) > 0
 
-    @property
-    def state(self) -> ScaleState | None:
-        """The state, where there is one."""
+    def tensors(self) -> ScaleState | None:
+        """Return the state in the tensors that it is kept in from now on; None without one."""
+        if self._state is not None and self._rule is not None:
+            self._keep_tensors()
         return self._state
+
+    def _keep_tensors(self) -> None:
+        assert self._state is not None
+        self._left, self._state = self._state, self.arrays(self._state)
+        self._rule, self._is_regular = None, False
+
+    def resolved(self, state: ScaleState) -> ScaleState:
+        """Return the tensors that have taken the place of a state of numbers, or the state itself."""
+        return self._state if state is self._left and self._state is not None else state
 
     @property
     def first(self) -> dict[str, Any]:
@@ -79,16 +99,55 @@ class TensorState:
             self._floor = float(self._restored.get("scale", self.policy.init_scale))
             self._state = placed(self.policy.init(like), self._restored)
             self._restored = {}
+            if self._state.scale.device.type == "cpu":
+                self._settle_on(plain_rule(self.policy))
         return self._state
+
+    def _settle_on(self, rule: PlainRule | None) -> None:
+        assert self._state is not None
+        self._rule = rule
+        if rule is not None and not isinstance(self._state.scale, float):
+            self._state = ScaleState(**numbers_of(self._state, self.backend_for(self._state.scale)))
+        elif rule is None:
+            self._state = self.arrays(self._state)
+
+    def arrays(self, state: ScaleState) -> ScaleState:
+        """Return a state in tensors; new ones on the CPU for one of numbers."""
+        if not isinstance(state.scale, float):
+            return state
+        trackers = (torch.tensor(tracker, dtype=torch.int32) for tracker in state[1:])
+        return ScaleState(torch.tensor(state.scale), *trackers)
+
+    def scale_and_inverse(self, state: ScaleState) -> tuple[Tensor, Tensor | None]:
+        """Return the scale of a state, and of one of numbers its reciprocal, as 0-d float32; not to be written to."""
+        scale: Any = state.scale
+        if not isinstance(scale, float):
+            return scale, None
+        if self._shown is None or self._shown[0] != scale:
+            shown = torch.tensor(scale)
+            self._shown = scale, shown, kernels.inverse_of(shown)
+        return self._shown[1:]
+
+    def at_min_scale(self, state: ScaleState) -> Array | bool | None:
+        """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
+        if isinstance(state.scale, float) and self._rule is not None:
+            return self._rule.at_min_scale is not None and self._rule.at_min_scale(state)
+        return self.policy.at_min_scale(self.arrays(state))
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one; its tensors are the state's from now on."""
         self._state = state
+        if self._rule is not None or isinstance(state.scale, float):
+            self._settle_on(self._rule)
 
     def advance(self, counts: Sequence[Array | int]) -> None:
         """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
         state = self.current()
         self.version += 1
+        self._left = None
+        if self._rule is not None:
+            self._state = self._rule.update(state, max(map(int, counts)))
+            return
         self._floor *= getattr(self.policy, "backoff_factor", 1.0)
         first = counts[0]
         found = first if len(counts) == 1 and isinstance(first, Tensor) else _worst(counts, state.scale.device)
@@ -102,7 +161,9 @@ class TensorState:
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one where the policy cannot."""
-        return self.policy.backoff(state)
+        if isinstance(state.scale, float) and self._rule is not None:
+            return self._rule.backoff(state)
+        return self.policy.backoff(self.arrays(state))
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Do nothing: torch computes at once."""
@@ -115,6 +176,8 @@ class TensorState:
 
     def may_be_below_one(self, state: ScaleState) -> bool:
         """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
+        if isinstance(state.scale, float):
+            return state.scale < 1.0
         if state.scale.device.type == "cpu":
             return bool(state.scale.item() < 1.0)
         return self._floor < 1.0 or is_capturing(state.scale.device)
@@ -123,24 +186,31 @@ class TensorState:
         """Return the state as numbers, by the names of its fields. One host read."""
         if self._state is None:
             return {"scale": self.policy.init_scale, **self._restored}
+        if isinstance(self._state.scale, float):
+            return self._state._asdict()
         return numbers_of(self._state, self.backend_for(self._state.scale))
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
-        return float(self.first["scale"] if self._state is None else self._state.scale.item())
+        scale: Any = self.first["scale"] if self._state is None else self._state.scale
+        return float(scale)
 
     def replace_scale(self, scale: float) -> None:
         """Set the scale in place, and keep the trackers."""
         self._floor = scale
         if self._state is None:
             self._restored["scale"] = scale
+        elif self._rule is not None:
+            self._state = self._state._replace(scale=scale)
         else:
             self._state.scale.fill_(scale)
             self._state = ScaleState(*self._state)
 
     def replace_field(self, name: str, value: Tensor) -> None:
         """Put a tensor of a host's in the place of a field, by identity where it fits."""
-        state = self.current(value)
+        self.current(value)
+        state = self.tensors()
+        assert state is not None
         fields = {name: value.to(getattr(state, name).dtype).reshape(())}
         self._state = state._replace(**fields)
         self._is_regular = False
@@ -149,6 +219,8 @@ class TensorState:
         """Set one of a DynamicScale's settings."""
         self.policy = with_setting(self.policy, name, value)
         self._is_regular = False
+        if self._state is not None and self._rule is not None:
+            self._settle_on(plain_rule(self.policy))
 
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
         """Go on with another policy and other numbers, in the same tensors unless the present ones are in use."""
@@ -158,13 +230,18 @@ class TensorState:
         if self._state is None:
             self._restored = numbers
             return
+        if self._rule is not None:
+            self._state = self._state._replace(**numbers)
+            self._settle_on(plain_rule(policy))
+            return
         loaded = placed(self._state, numbers)
         self._state = loaded if keep else _copied_into(self._state, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers instead of tensors, so that the next tensor says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
-        forgotten = {"_state": None, "_is_regular": False, "_floor": 0.0, "_judged_policy": None}
+        forgotten: dict[str, Any] = {"_is_regular": False, "_floor": 0.0}
+        forgotten |= dict.fromkeys(("_state", "_judged_policy", "_rule", "_left", "_shown"))
         return self.__dict__ | {"_restored": restored} | forgotten
 
     def _has_fused_update(self) -> bool:

@@ -56,6 +56,7 @@ class Request:
 
 
 _PLAIN = Request()
+_CPU = torch.device("cpu")
 
 
 class TensorGradients:
@@ -139,9 +140,9 @@ class TensorUnscaler:
             When a parameter is no tensor, and for gradients that are refused: float16, or elements that share memory.
         """
         request = request or _PLAIN
-        if optimizer not in self._known or not self._known[optimizer].are_those_of(optimizer):
-            self._known[optimizer] = parameters_of(optimizer)
-        parameters = self._known[optimizer]
+        parameters = self._known.by_id(id(optimizer))
+        if parameters is None or not parameters.are_those_of(optimizer):
+            parameters = self._known[optimizer] = parameters_of(optimizer)
         grouped = collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
         return TensorGradients(self, optimizer, parameters, grouped, request)
 
@@ -165,7 +166,9 @@ class TensorUnscaler:
         norm = None
         with torch.no_grad():
             if request.unscales:
-                inverse = kernels.inverse_of(state.scale)
+                scale, inverse = live.scale_and_inverse(state)
+                if inverse is None:
+                    inverse = kernels.inverse_of(scale)
                 if request.max_norm is not None:
                     inverse, norm = self._clipped(inverse, gradients, request.max_norm, found)
                 kernels.unscale_in_place(grouped.groups, inverse, found, judge_again=live.may_be_below_one(state))
@@ -175,7 +178,8 @@ class TensorUnscaler:
                 # What the optimizer will see are the sums of duplicates.
                 kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in grouped.uncoalesced]), found)
             count = count_nonfinite(found, grouped)
-        return TensorFound(found, state.scale.device, count, not request.unscales, norm)
+        home = _CPU if isinstance(state.scale, float) else state.scale.device
+        return TensorFound(found, home, count, not request.unscales, norm)
 
     def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""

@@ -97,18 +97,29 @@ class TensorVerdict:
         self._finish: Callable[[], Any] | None = None
         self._late: Callable[[bool], list[float] | None] | None = None
         if groups and agreement is not None:
-            count = found.nonfinite if found.count is None or self._needs_tensors() else found.count
-            backend = live.backend_for(state.scale)
-            self._sent = agreement.vector.pack(backend, live.policy, state, count, frame.next_position())
+            self._sent = self._message(agreement, frame)
             self._finish = agreement.reduce(groups, self._sent, frame.number)
 
     @classmethod
     def unjudged(cls, live: LiveState, frame: Frame) -> TensorVerdict:
         """Return the verdict of an optimizer that has not been judged, and may tell its own (``override``)."""
         state = live.current()
-        made = cls(None, TensorFound({}, state.scale.device), live, state, frame, ())
+        home = torch.device("cpu") if isinstance(state.scale, float) else state.scale.device
+        made = cls(None, TensorFound({}, home), live, state, frame, ())
         made.is_begun = False
         return made
+
+    def _message(self, agreement: Agreement, frame: Frame) -> Any:
+        """Return what this rank sends: a list where the groups take one and the host knows the numbers."""
+        found, live, state, position = self._found, self._live, self._state, frame.next_position()
+        count = found.count
+        if isinstance(state.scale, float) and count is not None:
+            at_min_scale = bool(live.at_min_scale(state))
+            sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
+            return torch.tensor(sent, dtype=torch.int32) if self._needs_tensors() else sent
+        known = found.nonfinite if count is None or self._needs_tensors() else count
+        arrays = live.arrays(state)
+        return agreement.vector.pack(live.backend_for(arrays.scale), live.policy, arrays, known, position)
 
     @property
     def may_be_late(self) -> bool:
@@ -137,7 +148,7 @@ class TensorVerdict:
 
     def count(self) -> Tensor | int:
         """Return the agreed verdict for the live state: a number where the host has read it, else a flag."""
-        if isinstance(self._sent, list) and self._shown is None:
+        if (isinstance(self._sent, list) or isinstance(self._state.scale, float)) and self._shown is None:
             return self.verdict().nonfinite
         return self.flag()
 
@@ -180,7 +191,7 @@ class TensorVerdict:
         if self.groups:
             values = torch.cat([self._finished(), self._sent])
         else:
-            values = torch.stack([self._found.flag, self._state.scale])
+            values = torch.stack([self._found.flag, self._live.arrays(self._state).scale])
         self._late = start_reading(values)
         self.is_captured = is_capturing(values.device)
 
@@ -211,7 +222,10 @@ class TensorVerdict:
 
     def _read_alone(self) -> Verdict:
         found, state = self._found, self._state
-        at_min_scale = self._live.policy.at_min_scale(state)
+        at_min_scale: Any = self._live.at_min_scale(state)
+        if isinstance(state.scale, float):
+            count = int(found.flag.item()) if found.count is None else found.count
+            return Verdict(count, count, bool(at_min_scale), state.scale)
         if found.count is not None and found.home.type == "cpu":
             is_at_min_scale = at_min_scale is not None and bool(at_min_scale.item())
             return Verdict(found.count, found.count, is_at_min_scale, state.scale.item())
@@ -240,9 +254,12 @@ def would_wait(device: torch.device) -> bool:
 
 def count_nonfinite(found: Found, gradients: GradientGroups) -> int | None:
     """Return how many gradients are not finite; None unless all of them are the host's own."""
-    if not all(device.type == "cpu" for device in found):
-        return None
-    if not any(flag.item() for flag in found.values()):
+    is_bad = False
+    for device, flag in found.items():
+        if device.type != "cpu":
+            return None
+        is_bad = is_bad or flag.item() != 0
+    if not is_bad:
         return 0
     tensors = [tensor for tensors in gradients.groups.values() for tensor in tensors]
     # Duplicates of a sparse gradient may be finite one by one.

@@ -21,6 +21,7 @@ from gradscale.errors import (
     ScaleUnderflowError,
 )
 from gradscale.scaler.frame import Frame
+from gradscale.scaler.live_state import ArrayState
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 from gradscale.scaler.parts import LiveState, Pending
 
@@ -244,7 +245,7 @@ class PendingVerdict:
         self,
         agreement: Agreement,
         found: Any,
-        live: LiveState,
+        live: ArrayState,
         state: ScaleState,
         frame: Frame,
         groups: Sequence[Collectives],

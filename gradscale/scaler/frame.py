@@ -60,7 +60,7 @@ class Frame:
         """
         state = self._closure_state or self.state
         if state is not None:
-            return state
+            return live.resolved(state)
         if like is None and not live.is_made:
             self.wrong_order("no array has been seen yet, so it is not known where the scale belongs")
         return live.current(like)

@@ -36,16 +36,6 @@ class LiveState(Protocol):
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
         ...
 
-    @property
-    def backend(self) -> Backend:
-        """The adapter of the library that the state is in, once there is a state."""
-        ...
-
-    @property
-    def home(self) -> Any:
-        """The namespace of that library."""
-        ...
-
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None where it has none of its own."""
         ...
@@ -56,6 +46,10 @@ class LiveState(Protocol):
 
     def arrays(self, state: ScaleState) -> ScaleState:
         """Return a state as arrays, which one of numbers is made into."""
+        ...
+
+    def resolved(self, state: ScaleState) -> ScaleState:
+        """Return what has taken a state's place since it was current, such as its tensors, or the state itself."""
         ...
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:

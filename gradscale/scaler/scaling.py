@@ -8,7 +8,7 @@ from typing import Any
 from gradscale.core import ops, tree
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
-from gradscale.scaler.parts import LiveState
+from gradscale.scaler.live_state import ArrayState
 
 __all__ = ["ArrayScaling"]
 
@@ -23,7 +23,7 @@ class ArrayScaling:
     def scale(
         self,
         outputs: Any,
-        live: LiveState,
+        live: ArrayState,
         in_force: Callable[[Array], ScaleState],
         note: Callable[[ScaleState, Sequence[Any]], None],
     ) -> Any:

@@ -96,7 +96,7 @@ class ArrayUnscaler:
         """Return an optimizer's gradients; nothing is modified."""
         return ArrayGradients(optimizer, request)
 
-    def unscale(self, gradients: ArrayGradients, live: LiveState, state: ScaleState) -> ArrayFound:
+    def unscale(self, gradients: ArrayGradients, live: ArrayState, state: ScaleState) -> ArrayFound:
         """Divide gradients by the scale of a state, clip and judge them.
 
         Raises
