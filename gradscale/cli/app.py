@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,13 +30,6 @@ app = typer.Typer(
 )
 
 
-def _help(command: Callable[..., Any]) -> str:
-    """Return a command's docstring with a line for each paragraph, which the terminal breaks."""
-    return "\n\n".join(
-        " ".join(paragraph.split()) for paragraph in inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    )
-
-
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(f"gradscale {gradscale.__version__}")
@@ -53,29 +45,22 @@ def _main(
     """Take the options that come before a command."""
 
 
-app.command(
-    help=_help(doctor),
-    epilog="Examples: gradscale doctor · gradscale doctor numpy mpi · gradscale doctor --require numpy,mpi",
-)(doctor)
-app.command(
-    help=_help(check),
-    epilog="Examples: mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale "
-    "check --group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1",
-)(check)
-app.command(
-    help=_help(simulate),
-    epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate --synthetic --steps 1e6",
-)(simulate)
+for command, examples in (
+    (doctor, "gradscale doctor · gradscale doctor numpy mpi · gradscale doctor --require numpy,mpi"),
+    (
+        check,
+        "mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale check "
+        "--group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1",
+    ),
+    (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate --synthetic --steps 1e6"),
+):
+    # A line for each paragraph of the docstring, which the terminal breaks.
+    text = "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(command.__doc__ or "").split("\n\n"))
+    app.command(help=text, epilog=f"Examples: {examples}")(command)
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit.
-
-    Parameters
-    ----------
-    arguments : list of str, optional
-        In place of those of the process.
-    """
+    """Run the command line, with these arguments in place of those of the process, and exit."""
     try:
         app(args=arguments, prog_name="gradscale")
     except GradscaleError as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from itertools import groupby
+from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
 import typer
@@ -39,10 +40,9 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_SLICE = 0.2  # seconds
-_BLOCK = 1 << 16
 _MOST_RANKS = 16
-_GROUPS = {"mpi": "MPI", "torch": "torch.distributed"}
+# What people call a group, and the module that it needs; the extra that brings that one has the group's name.
+_GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
 
 
 class Group(StrEnum):
@@ -86,17 +86,10 @@ def check(
     """
     chosen = group or _detect()
     if backend is not None and chosen is not Group.torch:
-        msg = f"--backend is for --group torch, got --backend {backend.value} with --group {chosen.value}"
+        msg = f"--backend is for --group torch, got --backend {backend} with --group {chosen}"
         raise typer.BadParameter(msg)
-    settings = {
-        "group": chosen.value,
-        "timeout": timeout,
-        "backend": backend.value if backend else None,
-        "fault": _parse_fault(fault),
-    }
-    # A module of each group, and the extra that brings it.
-    module, extra = {Group.mpi: ("mpi4py", "mpi"), Group.torch: ("torch", "torch")}[chosen]
-    with needs(f"check --group {chosen.value}", extra, module):
+    settings = {"group": chosen, "timeout": timeout, "backend": backend, "fault": _parse_fault(fault)}
+    with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
         pass
 
     def show(page: dict[str, Any]) -> None:
@@ -140,31 +133,37 @@ def _parse_fault(text: str) -> tuple[str, int]:
 class _Rank:
     """What is known of the rank."""
 
-    def __init__(self, child: subprocess.Popen[bytes], show: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], connection: Connection, show: Callable[[dict[str, Any]], None]
+    ) -> None:
         self.child = child
+        self.connection = connection
         self._show = show
         self.rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
         self.size = next((os.environ[name] for name in _SIZES if name in os.environ), "1")
         self.stage = "its start"
-        self.limit = self.deadline = float("inf")
+        self.limit = 0.0
+        self._deadline: float | None = None
         self.has_joined = False
         self.code: int | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self.child.pid})"
 
+    def seconds_left(self) -> float | None:
+        """Return the time that it has left in its stage, or None before the first one."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
     def heed(self, message: dict[str, Any]) -> None:
         """Act on one message of the rank's."""
         if "stage" in message:
             self.stage, self.limit = message["stage"], message["limit"]
-            self.deadline = time.monotonic() + self.limit
+            self._deadline = time.monotonic() + self.limit
         if "rank" in message:
             self.rank, self.size, self.has_joined = message["rank"], message["size"], True
         if "page" in message:
             self._show(message["page"])
-            assert self.child.stdin is not None
-            self.child.stdin.write(b"shown\n")
-            self.child.stdin.flush()
+            self.connection.send("shown")
         if "line" in message:
             seen = f"{message['line']} (seen by {self})" if self.has_joined else f"{self} {message['line']}"
             error_line(f"check: {seen}")
@@ -173,37 +172,35 @@ class _Rank:
 
 def _supervise(settings: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> int:
     """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
-    reading, writing = os.pipe()
-    os.set_inheritable(writing, True)
-    command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": writing})]
+    ours, theirs = multiprocessing.Pipe()
+    os.set_inheritable(theirs.fileno(), True)
+    command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": theirs.fileno()})]
     # The rank inherits the launcher's connections, too.
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, close_fds=False)
-    os.close(writing)
-    rank = _Rank(child, show)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
+    theirs.close()
     try:
-        return _watch(rank, reading, settings["timeout"])
+        return _watch(_Rank(child, ours, show), settings["timeout"])
     finally:
         child.kill()
         child.wait()
-        os.close(reading)
+        ours.close()
 
 
-def _watch(rank: _Rank, reading: int, timeout: float) -> int:
+def _watch(rank: _Rank, timeout: float) -> int:
     """Heed the rank's messages until it ends or its time is over."""
-    unread = b""
-    while True:
-        ready, _, _ = select.select([reading], [], [], _SLICE)
-        if ready:
-            block = os.read(reading, _BLOCK)
-            if not block:
-                break
-            *lines, unread = (unread + block).split(b"\n")
-            for line in lines:
-                rank.heed(json.loads(line))
-        elif time.monotonic() > rank.deadline:
-            hint = "it hangs" if rank.has_joined else "some rank has not come to it"
-            error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
-            return 1
+    while rank.connection.poll(rank.seconds_left()):
+        try:
+            message = rank.connection.recv()
+        except (EOFError, OSError):
+            return _code(rank, timeout)
+        rank.heed(message)
+    hint = "it hangs" if rank.has_joined else "some rank has not come to it"
+    error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
+    return 1
+
+
+def _code(rank: _Rank, timeout: float) -> int:
+    """Return the exit code of a rank that has ended: what it has said, or 1 after a line about its death."""
     status = rank.child.wait()
     if rank.code is not None:
         return rank.code
@@ -218,7 +215,7 @@ def _watch(rank: _Rank, reading: int, timeout: float) -> int:
 def _print_page(out: Console, page: dict[str, Any]) -> None:
     """Print the page for people, as ``check --json`` has it for programs."""
     size = "1 rank" if page["size"] == 1 else f"{page['size']} ranks"
-    out.print(f"gradscale check, {size} over {_GROUPS[page['group']]}: ", style="bold", end="")
+    out.print(f"gradscale check, {size} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
     out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
     if ranks := page["ranks"]:
         rows = table("rank", "host", "process", "device", "gradscale")

@@ -27,9 +27,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import gradscale
+from gradscale.cli.probe import mpi_library
 from gradscale.core import registry
 from gradscale.errors import BackendError, BackendNotAvailableError, CollectiveTimeoutError
 
@@ -67,82 +69,57 @@ class _Stage(NamedTuple):
     judge: Callable[[_Reports], list[_Problem]]  # what rank 0 finds wrong in the reports of all ranks
 
 
-class _World(Protocol):
-    """The ranks: who they are, and messages between them that need no collective."""
-
-    rank: int  # known, as the size, once it is entered
-    size: int
-    device: str  # what the gradients are on, for people
-    entrance: str  # what enter() waits in, for people
-
-    def enter(self) -> None:
-        """Become one of the ranks."""
-
-    def join(self) -> Any:
-        """Return the group; collective over all ranks."""
-
-    def array(self, values: list[Any], dtype: str) -> Any:
-        """Return an array on this rank's device, also before it is entered."""
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions of what the group is made with."""
-
-    def put(self, key: str, value: Any) -> None:
-        """Leave a message under a key: rank 0 for all others, each of those for rank 0."""
-
-    def get(self, key: str) -> Any:
-        """Return the message under a key, or None if it has not come yet."""
-
-    def leave(self, code: int) -> None:
-        """Leave the group; with a code other than 0, end all ranks, as far as the group's library can."""
-
-
 class _MPIWorld:
-    """The ranks of MPI.COMM_WORLD."""
+    """The ranks of MPI.COMM_WORLD: who they are, and messages between them that need no collective."""
 
-    device = "cpu"
-    entrance = "MPI_Init"
+    device = "cpu"  # what the gradients are on, for people
+    entrance = "MPI_Init"  # what enter() waits in, for people
 
     def __init__(self) -> None:
+        # Known once it is entered.
         self.rank, self.size = 0, 1
-        self._mpi: Any = None
         self._comm: Any = None
         self._received: dict[str, Any] = {}
         # Requests and buffers live as long as this.
         self._sent: list[Any] = []
 
     def enter(self) -> None:
+        """Become one of the ranks."""
         # It initializes MPI, which waits for all ranks, however long it takes.
         from mpi4py import MPI
 
-        self._mpi = MPI
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.rank, self._comm.size
 
     def join(self) -> Any:
+        """Return the group; collective over all ranks."""
         return self._comm
 
     def array(self, values: list[Any], dtype: str) -> Any:
+        """Return an array on this rank's device, also before it is entered."""
         import numpy as np
 
         return np.array(values, dtype)
 
     def versions(self) -> dict[str, str]:
-        library = self._mpi.Get_library_version().replace("\0", "").strip().splitlines()[0]
+        """Return the versions of what the group is made with."""
         found = {name: importlib.metadata.version(name) for name in ("numpy", "mpi4py")}
-        return found | {"MPI": " ".join(library.split())}
+        return found | {"MPI": mpi_library()}
 
     def put(self, key: str, value: Any) -> None:
+        """Leave a message under a key: rank 0 for all others, each of those for rank 0."""
         others = (0,) if self.rank else range(1, self.size)
         self._sent += [self._comm.isend((key, value), rank, _TAG) for rank in others]
 
     def get(self, key: str) -> Any:
+        """Return the message under a key, or None if it has not come yet."""
         while (found := self._comm.improbe(tag=_TAG)) is not None:
             sent_key, value = found.recv()
             self._received[sent_key] = value
         return self._received.get(key)
 
     def leave(self, code: int) -> None:
+        """Leave the group; with a code other than 0, end all ranks, as far as the group's library can."""
         if code:
             self._comm.Abort(code)
         for request in self._sent:
@@ -150,7 +127,7 @@ class _MPIWorld:
 
 
 class _TorchWorld:
-    """The ranks of torch's default process group, as torchrun starts them.
+    """The ranks of torch's default process group, as torchrun starts them; the methods are those of _MPIWorld.
 
     The backend is one of torch.distributed's: None for NCCL where each rank of this machine has a CUDA device of its
     own, else gloo.
@@ -231,6 +208,9 @@ class _TorchWorld:
         # torch has no way to end the other ranks, which their launcher does.
         if not code:
             self._dist.destroy_process_group()
+
+
+_World = _MPIWorld | _TorchWorld
 
 
 class _Optimizer:
@@ -464,20 +444,21 @@ class _Supervisor:
     """The process that started this one: it is told where this one is, prints the page, and outlives it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._connection = Connection(descriptor)
         self._answered = threading.Event()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for _ in sys.stdin:
-            self._answered.set()
+        with contextlib.suppress(EOFError, OSError):
+            while self._connection.recv():
+                self._answered.set()
         # A rank whose supervisor has ended has no business left.
         os._exit(1)
 
     def tell(self, **message: Any) -> None:
-        os.write(self._descriptor, json.dumps(message).encode() + b"\n")
+        self._connection.send(message)
 
     def show(self, page: dict[str, Any]) -> None:
         self.tell(page=page)
@@ -491,7 +472,6 @@ class _Conversation:
         self._world, self._supervisor = world, supervisor
         self._timeout: float = settings["timeout"]
         self._words = 0
-        self._reports: dict[int, _Reports] = {}
         self.is_deputy = False
         self.page: dict[str, Any] = {
             "ok": True,
@@ -523,17 +503,19 @@ class _Conversation:
         except Exception as error:
             is_consequence = isinstance(error, (CollectiveTimeoutError, BackendError))
             report = {"error": f"{type(error).__name__}: {error}", "consequence": is_consequence}
-        self._post(number, report)
         if self._world.rank:
+            self._report(number, report)
             return self._listen(stage, begin + self._timeout + 2 * MARGIN)
-        problems = self._judge(number, stage, begin)
+        # At first ranks need not come at the same time; then each one's collectives end by the timeout.
+        end = time.monotonic() + self._timeout if number == 0 else begin + self._timeout + MARGIN
+        reports = self._gather(number, report, end)
+        problems = self._judge(stage, reports)
         seconds = round(time.monotonic() - begin, 3)
         self.page["stages"].append({"name": stage.name, "kind": stage.kind, "ok": not problems, "seconds": seconds})
         self.page["problems"] += [{"rank": rank, "problem": f"{text}, in: {stage.name}"} for rank, text in problems]
         self.page["ok"] = not problems
-        reports = self._reports[number]
         if number == 0:
-            self.page["ranks"] = [{"rank": rank} | report for rank, report in sorted(reports.items())]
+            self.page["ranks"] = [{"rank": rank} | report for rank, report in reports.items()]
         if problems:
             return False
         if stage.name == "latency":
@@ -571,11 +553,8 @@ class _Conversation:
             self._supervisor.tell(line=f"rank 0 of {size}: {problem}")
         return False
 
-    def _judge(self, number: int, stage: _Stage, begin: float) -> list[_Problem]:
-        """Gather the reports of a stage, and return what is wrong in them."""
-        # At first ranks need not come at the same time; then each one's collectives end by the timeout.
-        end = time.monotonic() + self._timeout if number == 0 else begin + self._timeout + MARGIN
-        reports = self._gather(number, end)
+    def _judge(self, stage: _Stage, reports: _Reports) -> list[_Problem]:
+        """Return what is wrong in the reports of a stage, or that some are missing."""
         missing = [rank for rank in range(self._world.size) if rank not in reports]
         if missing:
             return [(rank, f"did not answer within {self._timeout:g} s") for rank in missing]
@@ -584,9 +563,9 @@ class _Conversation:
         blamed = {rank: report for rank, report in failed.items() if not report["consequence"]} or failed
         return [(rank, report["error"]) for rank, report in blamed.items()] or stage.judge(reports)
 
-    def _gather(self, number: int, end: float) -> _Reports:
+    def _gather(self, number: int, own: dict[str, Any], end: float) -> _Reports:
         """Return the reports of a stage in the order of ranks, having waited for all of them until some time."""
-        found = self._reports.setdefault(number, {})
+        found = {0: own}
         for _ in _until(end):
             for rank in range(self._world.size):
                 if rank not in found and (report := self._world.get(f"report {number} {rank}")) is not None:
@@ -595,12 +574,9 @@ class _Conversation:
                 break
         return dict(sorted(found.items()))
 
-    def _post(self, number: int, report: dict[str, Any]) -> None:
+    def _report(self, number: int, report: dict[str, Any]) -> None:
         """Let rank 0 have what this rank has found in a stage."""
-        if self._world.rank:
-            self._world.put(f"report {number} {self._world.rank}", report)
-        else:
-            self._reports[number] = {0: report}
+        self._world.put(f"report {number} {self._world.rank}", report)
 
     def say(self, goes_on: bool) -> None:
         """Tell the other ranks whether to go on; on rank 0."""
@@ -609,10 +585,11 @@ class _Conversation:
 
     def part(self) -> None:
         """Say goodbye; rank 0 waits for all, since the store of their messages may be in its process."""
-        self._post(_GOODBYE, {})
-        if self._world.rank == 0:
+        if self._world.rank:
+            self._report(_GOODBYE, {})
+        else:
             self._supervisor.show(self.page)
-            self._gather(_GOODBYE, time.monotonic() + MARGIN)
+            self._gather(_GOODBYE, {}, time.monotonic() + MARGIN)
 
 
 def _until(end: float) -> Iterator[None]:

@@ -35,27 +35,14 @@ _STYLES = {"ok": "green", "broken": "bold red", "missing": "dim"}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found out about one component.
-
-    Attributes
-    ----------
-    name : str
-        The component's.
-    status : {"ok", "missing", "broken"}
-        Whether it was used and gave the right answers; is not installed; failed; or has no adapter.
-    reason : str
-        Why it is missing or broken.
-    command : str
-        The pip command that may help; empty where there is none, or the reason says what to do.
-    details : dict
-        What was done with it, versions, devices.
-    """
+    """What was found out about one component."""
 
     name: str
+    # It was used and gave the right answers; is not installed; or failed.
     status: Literal["ok", "missing", "broken"]
-    reason: str = ""
-    command: str = ""
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str = ""  # why it is missing or broken
+    command: str = ""  # the pip command that may help; empty where there is none, or the reason says what to do
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was done with it, versions, devices
 
     @property
     def remedy(self) -> str:
@@ -64,15 +51,7 @@ class Finding:
 
 
 def examine(component: Component, timeout: float) -> Finding:
-    """Use one component in a process of its own, so that whatever it does ends with that one.
-
-    Parameters
-    ----------
-    component : Component
-        What to use.
-    timeout : float
-        Seconds until it counts as hanging.
-    """
+    """Use one component in a process of its own, so that whatever it does ends with that one, or after some seconds."""
     missing = [module for module in component.modules if not _is_installed(module)]
     if missing:
         return Finding(component.name, "missing", f"{', '.join(missing)} not installed", component.command)

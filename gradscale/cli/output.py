@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "error_line", "print_json", "require_writable", "table"]
+__all__ = ["console", "error_line", "print_json", "table"]
 
 _WIDTH = 120  # columns, where there is no terminal to ask
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console: colours on a terminal, plain text elsewhere.
-
-    Parameters
-    ----------
-    stderr : bool, default False
-        Whether it writes to stderr, for progress that must not be mixed with results.
-    """
+    """Return a console, on stderr for what must not be mixed with results: colours on a terminal, else plain text."""
     made = Console(stderr=stderr, highlight=False, markup=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=_WIDTH)
 
 
 def table(*columns: str) -> Table:
-    """Return an empty table.
-
-    Parameters
-    ----------
-    *columns : str
-        The headings; text that is too long for its column goes on in the next line.
-    """
+    """Return an empty table with these headings; text that is too long for its column goes on in the next line."""
     made = Table(box=box.SIMPLE, pad_edge=False)
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -52,22 +37,3 @@ def error_line(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print JSON, and nothing else, on stdout."""
     print(json.dumps(value, indent=2), flush=True)
-
-
-def require_writable(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written before any work is done for it, and leave nothing behind.
-
-    Raises
-    ------
-    typer.BadParameter
-        With the option's name and the reason.
-    """
-    try:
-        if path.exists():
-            with path.open("ab"):
-                return
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        msg = f"cannot write {str(path)!r}: {error.strerror}"
-        raise typer.BadParameter(msg, param_hint=option) from None

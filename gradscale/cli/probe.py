@@ -25,7 +25,7 @@ from gradscale.core.protocols import GroupBackend
 from gradscale.errors import BackendError
 from gradscale.extras import install_command
 
-__all__ = ["Component", "components", "find", "main", "probe"]
+__all__ = ["Component", "components", "find", "main", "mpi_library", "probe"]
 
 _SCALE = 1024.0
 _TIMEOUT = 20.0  # seconds
@@ -37,27 +37,13 @@ Details = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """A library with an adapter, or what an extra of gradscale brings.
-
-    Attributes
-    ----------
-    name : str
-        What ``--require`` calls it.
-    modules : tuple of str
-        What has to be importable.
-    extra : str
-        The extra of gradscale that brings it; empty where nothing is known.
-    aliases : tuple of str
-        Other names.
-    use : callable, optional
-        Uses it and returns what it found. Default: use the adapter of that name.
-    """
+    """A library with an adapter, or what an extra of gradscale brings."""
 
     name: str
-    modules: tuple[str, ...]
-    extra: str = ""
+    modules: tuple[str, ...]  # what has to be importable
+    extra: str = ""  # the one of gradscale that brings it; empty where nothing is known
     aliases: tuple[str, ...] = ()
-    use: Callable[[], Details] | None = None
+    use: Callable[[], Details] | None = None  # returns what it found; None to use the adapter of that name
 
     @property
     def command(self) -> str:
@@ -159,6 +145,14 @@ def _fast() -> Details:
     return details | {"kernels": "active" if is_active else "off (GRADSCALE_NUMPY_FAST=0)"}
 
 
+def mpi_library() -> str:
+    """Return the name and version of the MPI that mpi4py uses; initializes MPI."""
+    from mpi4py import MPI
+
+    first = MPI.Get_library_version().replace("\0", "").strip().splitlines()[0]
+    return " ".join(first.split())
+
+
 def _mpi4py() -> Details:
     import numpy as np
     from mpi4py import MPI
@@ -170,11 +164,10 @@ def _mpi4py() -> Details:
         msg = f"MPI gives a wrong maximum of one rank: {found}, not {sent.tolist()}"
         raise BackendError(msg)
     registry.collectives_for(MPI.COMM_WORLD, timeout=_TIMEOUT)
-    library = MPI.Get_library_version().replace("\0", "").strip().splitlines()[0]
     threads = {getattr(MPI, f"THREAD_{level.upper()}"): level for level in _LEVELS}
     return {
         "did": "MAX all-reduce on one process",
-        "library": " ".join(library.split()),
+        "library": mpi_library(),
         "standard": ".".join(map(str, MPI.Get_version())),
         "threads": threads[MPI.Query_thread()],
     }

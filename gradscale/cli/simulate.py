@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gradscale.cli.output import console, print_json, require_writable, table
+from gradscale.cli.output import console, print_json, table
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_FLOAT32
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError
@@ -160,12 +163,17 @@ def _count(option: str, text: str) -> int:
 
 
 def _require_picture(path: Path) -> None:
-    """Refuse a picture that cannot be written before anything is simulated."""
+    """Refuse a picture that cannot be written before anything is simulated, and leave nothing behind."""
     suffixes = (".png", ".svg", ".pdf")
     if path.suffix.lower() not in suffixes:
         msg = f"the plot must end in {', '.join(suffixes)}, got {str(path)!r}"
         raise typer.BadParameter(msg, param_hint="--plot")
-    require_writable(path, "--plot")
+    try:
+        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        msg = f"cannot write {str(path)!r}: {error.strerror}"
+        raise typer.BadParameter(msg, param_hint="--plot") from None
 
 
 def _read(trace: str | None) -> Gradients:
@@ -174,7 +182,8 @@ def _read(trace: str | None) -> Gradients:
         msg = "give a trace (a log file, or steps such as CCOC) or --synthetic"
         raise typer.BadParameter(msg, param_hint="TRACE")
     looks_like_path = trace.lower().endswith((".jsonl", ".json", ".csv")) or "/" in trace
-    if not looks_like_path and not _is_file(trace):
+    # Path's is_file() raises for steps that are too many for a file's name.
+    if not looks_like_path and not os.path.isfile(trace):  # noqa: PTH113
         return recorded(trace)
     rows = read_log(trace)
     if all(row.get("magnitude") is not None for row in rows):
@@ -182,14 +191,6 @@ def _read(trace: str | None) -> Gradients:
         if not any(map(_is_unexplained, rows)):
             return measured(magnitudes)
     return recorded([_is_overflow(trace, row) for row in rows])
-
-
-def _is_file(trace: str) -> bool:
-    try:
-        return Path(trace).is_file()
-    except (OSError, ValueError):
-        # Such as steps that are too many for a file's name.
-        return False
 
 
 def _is_unexplained(row: dict[str, Any]) -> bool:
@@ -221,26 +222,18 @@ def _run(chosen: list[tuple[str, Policy]], source: Gradients | SyntheticGradient
     """Simulate each policy, with a progress bar on a terminal where that takes long."""
     count = source.steps if isinstance(source, SyntheticGradients) else len(source.largest)
     errors = console(stderr=True)
-    if count < _LONG or not errors.is_terminal:
-        return _simulated(chosen, source, lambda _: None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
-        task = progress.add_task("", total=count)
+    progress = Progress(*columns, console=errors, transient=True)
+    task = progress.add_task("", total=count)
 
-        def start(name: str) -> Callable[[int], None]:
-            progress.reset(task, description=name, total=count)
-            return lambda done: progress.update(task, completed=done)
+    def start(name: str) -> Callable[[int], None]:
+        progress.reset(task, description=name, total=count)
+        return lambda done: progress.update(task, completed=done)
 
-        return _simulated(chosen, source, start)
-
-
-def _simulated(
-    chosen: list[tuple[str, Policy]],
-    source: Gradients | SyntheticGradients,
-    start: Callable[[str], Callable[[int], None] | None],
-) -> list[Simulation]:
-    gradients = source.gradients(start("gradients")) if isinstance(source, SyntheticGradients) else source
-    return [run_policy(policy, gradients, name=name, progress=start(name)) for name, policy in chosen]
+    # Nothing is shown of a bar that is not started.
+    with progress if count >= _LONG and errors.is_terminal else contextlib.nullcontext():
+        gradients = source.gradients(start("gradients")) if isinstance(source, SyntheticGradients) else source
+        return [run_policy(policy, gradients, name=name, progress=start(name)) for name, policy in chosen]
 
 
 def _print(results: list[Simulation]) -> None:

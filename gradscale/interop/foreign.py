@@ -48,9 +48,9 @@ class _Layout:
     assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what it does not save, beside settings
 
     @property
-    def vocabulary(self) -> frozenset[str]:
+    def vocabulary(self) -> set[str]:
         """Every key that it may have."""
-        return frozenset((*self.required, *self.optional))
+        return {*self.required, *self.optional}
 
     def key(self, names: tuple[str, ...]) -> str:
         """Return the one of some keys that it has, or an empty string."""
@@ -120,8 +120,7 @@ def _listed(fields: Mapping[Any, Any]) -> str:
 
 def _is_numbered(fields: Mapping[Any, Any]) -> bool:
     """Tell whether these are the variables that Keras' LossScaleOptimizer saves under numbers."""
-    names = list(fields)
-    is_counted = len(names) > 0 and all(isinstance(name, str) and name.isdecimal() for name in names)
+    is_counted = all(isinstance(name, str) and name.isdecimal() for name in fields)
     return is_counted and all(getattr(fields.get(at), "shape", None) == () for at in _KERAS_POSITIONS.values())
 
 
@@ -357,6 +356,7 @@ def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, A
             msg = f"this {layout.system} state {reason}, got {name}={value!r}; {wanted}{_nearest(name, missing)}"
             raise InvalidValueError(msg)
     try:
+        fields = {key: _scalar(value) if key in layout.vocabulary else value for key, value in fields.items()}
         if not layout.preset:
             return _translate_static(fields, layout)
         return _translate_dynamic(fields, layout, defaults, said, missing, settings)
@@ -369,9 +369,10 @@ def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, A
 
 def _translate_static(fields: Mapping[Any, Any], layout: _Layout) -> ForeignState:
     for flag in ("dynamic", "dynamic_loss_scale"):
-        if flag in layout.required and validation.boolean(flag, _scalar(fields[flag])):
+        if flag in layout.required and validation.boolean(flag, fields[flag]):
             raise _cut_short(next(other for other in _LAYOUTS if flag in other.vocabulary), fields)
-    policy = StaticScale(_scale(fields, layout)[1])
+    scale_key = layout.key(_SCALE)
+    policy = StaticScale(validation.scale(scale_key, fields[scale_key]))
     saved = checkpoint.build(policy, {"scale": policy.init_scale}, 1)
     return ForeignState(layout.system, policy, saved, (), MappingProxyType({}))
 
@@ -388,15 +389,17 @@ def _translate_dynamic(
     left_key, left = layout.key(_OVERFLOWS_LEFT), 0
     if left_key:
         # Systems other than DeepSpeed go on counting down where every overflow backs off.
-        left = _count(fields, left_key, 1 if layout.system == "deepspeed" else -validation.LARGEST_INT32)
+        least = 1 if layout.system == "deepspeed" else -validation.LARGEST_INT32
+        left = validation.integer(left_key, fields[left_key], least, validation.LARGEST_INT32)
         if "hysteresis" in assumed:
             # More are still tolerated than there are by default: there must have been as many.
             assumed["hysteresis"] = max(left, assumed["hysteresis"])
-    saved = {name: _setting(name, key, fields) for name, key in said.items()}
+    saved = {name: _setting(name, key, fields[key]) for name, key in said.items()}
     chosen = {**layout.fixed, **saved, **given, **assumed}
-    scale_key, scale = _scale(fields, layout)
+    scale_key = layout.key(_SCALE)
+    scale = validation.scale(scale_key, fields[scale_key])
+    preset = getattr(presets, layout.preset)
     try:
-        preset = getattr(presets, layout.preset)
         policy = preset(init_scale=scale, **{name: value for name, value in chosen.items() if name in defaults})
     except InvalidValueError as error:
         remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
@@ -404,12 +407,10 @@ def _translate_dynamic(
         raise InvalidValueError(msg) from error
     # What the system's own settings do not reach, and its state says all the same.
     policy = dataclasses.replace(policy, **{name: value for name, value in chosen.items() if name not in defaults})
-    overflows = 0
-    if left_key and left > policy.hysteresis:
+    if left > policy.hysteresis:
         msg = f"{left_key} must be at most the hysteresis, got {left!r} and {policy.hysteresis!r}"
         raise InvalidValueError(msg)
-    if left_key and policy.hysteresis > 1:
-        overflows = policy.hysteresis - max(left, 0)
+    overflows = policy.hysteresis - max(left, 0) if left_key and policy.hysteresis > 1 else 0
     growth = _clean_steps(fields, layout, policy, "growth_interval" in said)
     snapshot = {"scale": scale, "growth_tracker": growth, "overflow_tracker": overflows}
     return ForeignState(
@@ -427,21 +428,10 @@ def _scalar(value: Any) -> Any:
     return value if shape is None or any(length != 1 for length in shape) else value[(0,) * len(shape)]
 
 
-def _scale(fields: Mapping[Any, Any], layout: _Layout) -> tuple[str, float]:
-    """Return the scale's key and the scale."""
-    key = layout.key(_SCALE)
-    return key, validation.scale(key, _scalar(fields[key]))
-
-
-def _count(fields: Mapping[Any, Any], key: str, least: int, most: int = validation.LARGEST_INT32) -> int:
-    return validation.integer(key, _scalar(fields[key]), least, most)
-
-
-def _setting(name: str, key: str, fields: Mapping[Any, Any]) -> Any:
+def _setting(name: str, key: str, value: Any) -> Any:
     """Return a saved setting as a plain number of the policy's, or raise naming its key."""
     if name in ("growth_interval", "hysteresis"):
-        return _count(fields, key, 1)
-    value = _scalar(fields[key])
+        return validation.integer(key, value, 1, validation.LARGEST_INT32)
     if name in ("consecutive_hysteresis", "raise_at_min"):
         return validation.boolean(key, value)
     if name == "min_scale":
@@ -456,15 +446,15 @@ def _setting(name: str, key: str, fields: Mapping[Any, Any]) -> Any:
 def _clean_steps(fields: Mapping[Any, Any], layout: _Layout, policy: Any, is_interval_said: bool) -> int:
     """Return the growth tracker."""
     if "last_overflow_iter" in layout.required:
-        done = _count(fields, "cur_iter", 0, _LARGEST_COUNT)
-        run = done - 1 - _count(fields, "last_overflow_iter", -1, done - 1)
+        done = validation.integer("cur_iter", fields["cur_iter"], 0, _LARGEST_COUNT)
+        run = done - 1 - validation.integer("last_overflow_iter", fields["last_overflow_iter"], -1, done - 1)
         interval: int = policy.growth_interval
         # DeepSpeed's first growth of a run comes after one step more, with which the next interval begins.
         return (run - 1) % interval + 1 if run and policy.growth_after != "interval" else run % interval
     key = layout.key(_CLEAN_STEPS)
     if not key:
         return 0
-    count = _count(fields, key, 0)
+    count = validation.integer(key, fields[key], 0, validation.LARGEST_INT32)
     if not is_interval_said and count >= policy.growth_interval + (policy.growth_after != "interval"):
         msg = (
             f"{key} must be below the interval after which the scale grows, got {count!r} and "

@@ -24,19 +24,17 @@ __all__ = [
 ]
 
 
-def _dynamic(given: dict[str, Any], **rule: Any) -> Policy:
-    """Return the DynamicScale of a preset's arguments, under their names, and of what makes its rule."""
-    return DynamicScale(**(given | rule))
-
-
-def _both(growth_factor: float) -> dict[str, float]:
-    """Return the factors of a system that has one for both, in the float32 that it computes in."""
+def _both(growth_factor: float) -> tuple[float, float]:
+    """Return growth and backoff factor of a system that has one for both, in the float32 that it computes in."""
     factor = _single("growth_factor", growth_factor, above=1.0)
-    return {"growth_factor": factor, "backoff_factor": 1.0 / factor}
+    return factor, 1.0 / factor
 
 
 def _single(name: str, factor: float, **limits: float) -> float:
     return validation.round_to_float32(validation.number(name, factor, at_most=validation.LARGEST_FLOAT32, **limits))
+
+
+# In each preset, locals() are its arguments, under the names that DynamicScale's fields have.
 
 
 def torch(
@@ -48,7 +46,7 @@ def torch(
 
     Not reproduced: a scale that reaches 0 after many overflows, and one that inf keeps.
     """
-    return _dynamic(locals())
+    return DynamicScale(**locals())
 
 
 def apex(
@@ -65,7 +63,7 @@ def apex(
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
     """
-    return _dynamic(locals())
+    return DynamicScale(**locals())
 
 
 def apex_hysteresis(
@@ -82,7 +80,7 @@ def apex_hysteresis(
 
     Not reproduced: the scale may reach 0; NeMo loses the count of overflows in a checkpoint by a misspelt key.
     """
-    return _dynamic(locals(), hysteresis_refill=("clean_step",))
+    return DynamicScale(**locals(), hysteresis_refill=("clean_step",))
 
 
 def megatron(
@@ -101,7 +99,7 @@ def megatron(
 
     Not reproduced: growth to inf, which nothing there stops.
     """
-    return _dynamic(locals(), hysteresis_refill=("growth",))
+    return DynamicScale(**locals(), hysteresis_refill=("growth",))
 
 
 def deepspeed(
@@ -141,7 +139,7 @@ def deepspeed_stage0(*, init_scale: float = 2.0**16, growth_interval: int = 1000
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
     """
-    return _dynamic(locals(), growth_after="first_interval_plus_one")
+    return DynamicScale(**locals(), growth_after="first_interval_plus_one")
 
 
 def fairseq(
@@ -162,18 +160,17 @@ def fairseq(
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
     """
-    factors = _both(growth_factor)
+    growth_factor, backoff_factor = _both(growth_factor)
     smallest = validation.number("min_scale", min_scale, at_least=0.0)
     at_min: AtMin = "raise"
     if threshold is not None and validation.scale("threshold", threshold) > smallest:
         smallest, at_min = threshold, "clamp"
     else:
-        smallest = validation.last_above(
-            smallest, validation.scale("init_scale", init_scale), factors["backoff_factor"]
-        )
-    return _dynamic(
-        factors,
+        smallest = validation.last_above(smallest, validation.scale("init_scale", init_scale), backoff_factor)
+    return DynamicScale(
         init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         tolerance=tolerance,
         min_scale=smallest,
@@ -221,11 +218,8 @@ def colossalai(
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
     """
-    return _dynamic(
-        locals(),
-        hysteresis=max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1),
-        hysteresis_refill=("growth",),
-    )
+    hysteresis = max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1)
+    return DynamicScale(**locals(), hysteresis_refill=("growth",))
 
 
 def paddle(
@@ -243,7 +237,7 @@ def paddle(
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
     """
-    return _dynamic(locals(), hysteresis_refill=("clean_step", "backoff"))
+    return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"))
 
 
 def paddle_static(
@@ -259,7 +253,7 @@ def paddle_static(
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
     ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
     """
-    return _dynamic(locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
+    return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
 
 def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth_interval: int = 2000) -> Policy:
@@ -269,7 +263,8 @@ def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth
 
     Not reproduced: RuntimeError after 1000 consecutive overflows, at which the scale has long been 1; growth to inf.
     """
-    return _dynamic(locals(), **_both(growth_factor), min_scale=1.0)
+    growth_factor, backoff_factor = _both(growth_factor)
+    return DynamicScale(**locals(), min_scale=1.0)
 
 
 def mxnet(*, init_scale: float = 2.0**16, growth_interval: int = 2000, max_scale: float | None = 2.0**24) -> Policy:
@@ -317,7 +312,8 @@ def jmp(
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
     """
-    return _dynamic(locals(), **_both(growth_factor))
+    growth_factor, backoff_factor = _both(growth_factor)
+    return DynamicScale(**locals())
 
 
 def flax(
@@ -337,7 +333,7 @@ def flax(
     """
     growth_factor = _single("growth_factor", growth_factor)
     backoff_factor = _single("backoff_factor", backoff_factor)
-    return _dynamic(locals(), growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
+    return DynamicScale(**locals(), growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
 
 
 def mpx(
@@ -354,7 +350,8 @@ def mpx(
 
     Not reproduced: loss and gradients divided by the scale after the update, halved on each growth step.
     """
-    return _dynamic(locals(), **_both(growth_factor))
+    growth_factor, backoff_factor = _both(growth_factor)
+    return DynamicScale(**locals())
 
 
 def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Policy:
@@ -364,7 +361,7 @@ def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Policy
 
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
     """
-    return _dynamic(locals())
+    return DynamicScale(**locals())
 
 
 _PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}

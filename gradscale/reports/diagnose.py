@@ -26,24 +26,14 @@ def gather(
 ) -> list[RankReport]:
     """Return the reports of all ranks, the same on every one; every rank calls it.
 
-    Parameters
-    ----------
-    own : RankReport
-        Of this rank; with ``failure`` where it could not look.
-    groups : sequence of Collectives
-        Gathered over in turn. Two all-reduces over each: the longest message, and all messages side by side.
-    agree : callable
-        Returns the element-wise MAX over a group of a list of int32.
-
-    Returns
-    -------
-    list of RankReport
-        At most 4096 entries, or 8 of each rank if that is more: the worst ones, and how many are left out.
+    They hold at most 4096 entries, or 8 of each rank if that is more: the worst ones, and how many are left out. The
+    groups are gathered over in turn, by two all-reduces each: the longest message, and all messages side by side.
+    ``agree`` returns the element-wise MAX over a group of a list of int32.
 
     Raises
     ------
     BackendError
-        When some rank could not look at its gradients; on every rank.
+        When some rank could not look at its gradients, which its own report's ``failure`` says; on every rank.
     """
     # Its ranks in all groups tell a rank from the others, also where it comes by two ways.
     rank = tuple(collectives.rank for collectives in groups)

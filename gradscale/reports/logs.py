@@ -109,8 +109,15 @@ class _RowFile:
                 )
                 raise InvalidTypeError(msg)
             file = self._open(Path(self.path.replace(_RANK, str(row["rank"]))))
+        line = self._format.line(row)
         try:
-            self._write(file, row)
+            if not self._has_rows:
+                line = self._beginning(file) + line
+            written = file.write(line)
+            if written != len(line):
+                msg = f"only {written} of {len(line)} bytes were written"
+                raise OSError(msg)
+            self._has_rows = True
         except OSError as error:
             # What was written of the row gets its line end before the next one.
             self._has_rows = False
@@ -147,24 +154,16 @@ class _RowFile:
             raise InvalidValueError(msg)
         return file
 
-    def _write(self, file: BinaryIO, row: dict[str, Any]) -> None:
-        line = self._format.line(row)
-        if not self._has_rows:
-            # Not at construction: every rank makes the object, and only those that call it may touch the file.
-            if not self._append:
-                file.truncate(0)
-                self._append = True
-            if file.seek(0, os.SEEK_END) == 0:
-                line = self._format.header + line
-            else:
-                file.seek(-1, os.SEEK_END)
-                # A row that a crash has cut.
-                line = (b"" if file.read(1) == b"\n" else b"\n") + line
-        written = file.write(line)
-        if written != len(line):
-            msg = f"only {written} of {len(line)} bytes were written"
-            raise OSError(msg)
-        self._has_rows = True
+    def _beginning(self, file: BinaryIO) -> bytes:
+        """Return what comes before the first row: a header, or the line end of a row that a crash has cut."""
+        # Not at construction: every rank makes the object, and only those that call it may touch the file.
+        if not self._append:
+            file.truncate(0)
+            self._append = True
+        if file.seek(0, os.SEEK_END) == 0:
+            return self._format.header
+        file.seek(-1, os.SEEK_END)
+        return b"" if file.read(1) == b"\n" else b"\n"
 
 
 _JSON_LINES = _Format(

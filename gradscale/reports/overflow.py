@@ -107,37 +107,17 @@ class ParameterReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank has found, as it is sent to the others.
+    """What one rank has found, as it is sent to the others; the fields of these names are OverflowReport's."""
 
-    Attributes
-    ----------
-    rank : tuple of int
-        In each group gathered over.
-    entries : tuple of ParameterReport
-        The worst ones, sorted.
-    omitted_nonfinite, omitted_finite : int
-        How many parameters are not among them.
-    scale : float
-        That the gradients are scaled with, or were divided by.
-    iteration : int
-        In which they were made.
-    is_scaled : bool
-        Whether they are still scaled.
-    loss_nonfinite : int or None
-        How many arrays of the unscaled loss are not finite; None where it is not known.
-    failure : str
-        Why this rank could not look at its gradients.
-    """
-
-    rank: tuple[int, ...]
+    rank: tuple[int, ...]  # in each group gathered over
     entries: tuple[ParameterReport, ...] = ()
     omitted_nonfinite: int = 0
     omitted_finite: int = 0
     scale: float = 1.0
     iteration: int = 0
-    is_scaled: bool = False
+    is_scaled: bool = False  # whether the gradients still are
     loss_nonfinite: int | None = None
-    failure: str = ""
+    failure: str = ""  # why this rank could not look at its gradients
 
     def worst(self, limit: int) -> RankReport:
         """Return the same with at most so many entries."""
@@ -247,16 +227,8 @@ def find_cause(
 ) -> tuple[Cause, str]:
     """Return what is wrong with gradients, and a sentence that says it and what to do.
 
-    Parameters
-    ----------
-    entries : sequence of ParameterReport
-        The worst first.
-    scale, minimum : float
-        The scale, and the smallest one that the policy allows.
-    loss_nonfinite : int or None
-        How many arrays of the unscaled loss are not finite; None where it is not known.
-    is_scaled : bool
-        Whether the gradients are still scaled.
+    The entries are the worst first, ``minimum`` is the smallest scale that the policy allows, and ``is_scaled`` tells
+    whether the gradients still are.
     """
     look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
     if loss_nonfinite:

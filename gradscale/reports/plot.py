@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
+from gradscale.policies.plain import LARGEST_FLOAT16
 from gradscale.policies.simulation import Simulation
 from gradscale.reports.logs import read_log, row_of
 from gradscale.reports.steps import StepReport, UpdateReport
@@ -25,11 +26,10 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 _SKIPPED = "#D55E00"
 _GREY = "#666666"
 
-_LARGEST_FLOAT16 = 65504.0
 _SMALLEST_FLOAT16 = 2.0**-24
 # Where a line is drawn across fp16's range, its text, and whether that stands above or below.
 _LIMITS = (
-    (_LARGEST_FLOAT16, "65504, fp16's largest", "bottom"),
+    (LARGEST_FLOAT16, "65504, fp16's largest", "bottom"),
     (2.0**-14, "2⁻¹⁴, below it fp16 loses bits", "bottom"),
     (_SMALLEST_FLOAT16, "2⁻²⁴, fp16's smallest", "top"),
 )
@@ -198,8 +198,8 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         raise InvalidValueError(msg)
     iterations: list[Any] = [row.get("iteration") for row in found]
     # A resumed run may have made some iterations twice.
-    numbers = [x for x in iterations if type(x) is int and abs(x) < _LARGEST_ITERATION]
-    is_in_order = len(numbers) == len(found) and all(x <= y for x, y in itertools.pairwise(numbers))
+    are_numbers = all(type(x) is int and abs(x) < _LARGEST_ITERATION for x in iterations)
+    is_in_order = are_numbers and all(x <= y for x, y in itertools.pairwise(iterations))
     rows = []
     for number, row in enumerate(found, 1):
         magnitude = row.get("magnitude")
@@ -265,7 +265,7 @@ def _columns(x: Sequence[float], span: float) -> list[float]:
 def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
     """Draw the largest finite gradients, as fp16 had to hold them."""
     scaled = [(row.magnitude or 0.0) * row.scale for row in rows]
-    ax.axhspan(_SMALLEST_FLOAT16, _LARGEST_FLOAT16, color=_COLOURS[2], alpha=0.10, linewidth=0)
+    ax.axhspan(_SMALLEST_FLOAT16, LARGEST_FLOAT16, color=_COLOURS[2], alpha=0.10, linewidth=0)
     size = 16 if len(rows) < 300 else 5
     ax.scatter([row.x for row in rows], scaled, s=size, color=_COLOURS[0], label="largest finite gradient")
     for value, text, side in _LIMITS:
@@ -281,7 +281,7 @@ def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
             fontsize=8,
             color=_GREY,
         )
-    _style(ax, [*scaled, _LARGEST_FLOAT16 * 8.0, _SMALLEST_FLOAT16 / 8.0])
+    _style(ax, [*scaled, LARGEST_FLOAT16 * 8.0, _SMALLEST_FLOAT16 / 8.0])
     ax.set_ylabel("gradient × scale")
     _legend(ax)
 
