@@ -12,7 +12,7 @@ from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_
 from gradscale.core.summaries import layout_of
 from gradscale_cupy import launch
 from gradscale_cupy.availability import explained
-from gradscale_cupy.host import HostCopy, moved, refuse_capture
+from gradscale_cupy.host import HostCopy, moved, refuse_capture, require_one_capture
 from gradscale_cupy.launch import Prepared
 from gradscale_cupy.tables import Tables
 
@@ -103,7 +103,8 @@ class CupyBackend(Backend):
         InvalidValueError
             When arrays to be written share memory, or are on other devices than their gradients; nothing is modified.
         CallOrderError
-            When a stream is capturing a CUDA graph and these arrays were not unscaled before.
+            When a stream is capturing a CUDA graph and these arrays were not unscaled before, or those of other devices
+            with arrays are not.
         """
         with explained("gradients were unscaled"):
             targets, nonfinite, _ = self._unscale(grads, state, dtype, out, squares=False)
@@ -137,7 +138,9 @@ class CupyBackend(Backend):
         One launch for each device and dtype, which writes nothing where the factor is 1. No host read.
         """
         with explained("gradients were clipped"):
-            for device, indices in _by_device(arrays):
+            parts = _by_device(arrays)
+            require_one_capture([factor.device, *(device for device, _ in parts)])
+            for device, indices in parts:
                 self._clip_there([arrays[index] for index in indices], factor, device)
         return arrays
 
@@ -163,7 +166,9 @@ class CupyBackend(Backend):
         sums: list[Array] = []
         kind = "square" if squares else "unscale"
         ready = []
-        for device, indices in _by_device(grads):
+        parts = _by_device(grads)
+        require_one_capture([home, *(device for device, _ in parts)])
+        for device, indices in parts:
             sources, made = [grads[index] for index in indices], [targets[index] for index in indices]
             with device:
                 # What is refused is refused before anything is modified, on any device.

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 from gradscale.errors import CallOrderError
 from gradscale_cupy.availability import explained
-from gradscale_cupy.launch import empty_pinned, is_over
 
-__all__ = ["HostCopy", "moved", "refuse_capture"]
+__all__ = ["HostCopy", "is_over", "moved", "refuse_capture", "require_one_capture"]
 
 Array = Any
 
-# Copies under way, also those that nobody asks for: their memory must not be handed out again before.
-_under_way: deque[HostCopy] = deque()
+_NOT_READY = 600  # cudaErrorNotReady
+
+# Copies under way, also those that nobody asks for: their memory must not be handed out again before. Threads share it,
+# and each change of it is one step.
+_under_way: dict[HostCopy, None] = {}
 
 
 class HostCopy:
@@ -39,13 +42,16 @@ class HostCopy:
             refuse_capture("a copy to the host")
             stream = cupy.cuda.get_current_stream()
             self._sent = cupy.ascontiguousarray(x)
-            self._received = empty_pinned(self._sent.size, np.int32)
+            size = self._sent.size
+            self._received = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * size), np.int32, size)
             self._sent.data.copy_to_host_async(self._received.ctypes.data, self._sent.nbytes, stream)
             self._copied = cupy.cuda.Event(disable_timing=True)
             self._copied.record(stream)
-        while _under_way and is_over(_under_way[0]._copied):
-            _under_way.popleft()
-        _under_way.append(self)
+        for copy in list(_under_way):
+            if is_over(copy._copied):
+                # Another thread may have been first.
+                _under_way.pop(copy, None)
+        _under_way[self] = None
 
     def is_done(self) -> bool:
         """Tell whether the host has it; no wait."""
@@ -58,6 +64,20 @@ class HostCopy:
             self._copied.synchronize()
         values: list[int] = self._received.tolist()
         return values
+
+
+def is_over(event: Any) -> bool:
+    """Tell whether a device has come to an event; no wait.
+
+    Raises
+    ------
+    cupy.cuda.runtime.CUDARuntimeError
+        When the device has failed, which ``Event.done`` takes for not being ready.
+    """
+    status = runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)
 
 
 def moved(x: Array, device: Any) -> Array:
@@ -84,5 +104,23 @@ def refuse_capture(what: str) -> None:
         msg = (
             f"{what} cannot be part of a CUDA graph, since a replay runs no Python, got a stream that is capturing: "
             f"capture gradscale.unscale(grads, state, out=grads) and policy.update, and step outside of the graph"
+        )
+        raise CallOrderError(msg)
+
+
+def require_one_capture(devices: Iterable[Any]) -> None:
+    """Raise CallOrderError where the current streams of some devices are capturing a CUDA graph and others are not.
+
+    These would join the capture in the midst of it, with tables that nobody keeps for the graph.
+    """
+    captured: dict[bool, set[int]] = {False: set(), True: set()}
+    for device in devices:
+        with device:
+            captured[cupy.cuda.get_current_stream().is_capturing()].add(device.id)
+    if all(captured.values()):
+        msg = (
+            f"arrays on several devices are captured into a CUDA graph together, got streams that are capturing on "
+            f"devices {sorted(captured[True])} and others on {sorted(captured[False])}: let these wait for an event of "
+            f"the former before"
         )
         raise CallOrderError(msg)

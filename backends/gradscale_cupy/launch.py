@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
-from numpy.typing import NDArray
 
 from gradscale_cupy.plan import CHUNK, Layout, plan
 
-__all__ = ["Prepared", "clip", "empty_pinned", "is_over", "prepare", "unscale", "unscale_with_squares"]
+__all__ = ["Prepared", "clip", "prepare", "unscale", "unscale_with_squares"]
 
 Array = Any
 
@@ -22,18 +20,15 @@ Array = Any
 _THREADS = 256
 _BLOCKS_EACH = 8
 
-_NOT_READY = 600  # cudaErrorNotReady
-
 
 class _Table(NamedTuple):
-    """One launch: its table on the device, the pinned memory that this is copied from, and a sum for each chunk."""
+    """One launch: its table on the device, and a sum of squares for each chunk."""
 
     pair: str
     rows: Array
     first_chunks: Array
     arrays: int
     blocks: int
-    pinned: tuple[NDArray[Any], ...]
     squares: Array
 
 
@@ -62,10 +57,16 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
-def _module(*, clips: bool) -> Any:
-    """Return the kernels, compiled for each device when they are first called there, and cached on disk by CuPy."""
+def _kernel(name: str) -> Any:
+    """Return a kernel, compiled alone for each device when it is first called there, and cached on disk by CuPy."""
     source = resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
-    return cupy.RawModule(code=source, options=("-std=c++17", f"-DGRADSCALE_CLIPPING={int(clips)}"))
+    kind, *types = name.split("_")
+    macros = {"ONLY": f"GRADSCALE_{kind}"}
+    if kind != "add":
+        macros |= {"SOURCE": types[0], "TARGET": types[-1]}
+    return cupy.RawKernel(
+        source, name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items()))
+    )
 
 
 @functools.cache
@@ -87,48 +88,15 @@ def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
     tables: list[_Table] = []
     begin = 0
     for launch in launches:
-        host = (_pinned(launch.table.view(np.uint8)), _pinned(launch.first_chunks))
-        rows, first_chunks = (_upload(x) for x in host)
+        # CuPy copies it into pinned memory, which it keeps until the device has read it: the host does not wait.
+        rows, first_chunks = cupy.array(launch.table.view(np.uint8)), cupy.array(launch.first_chunks)
         blocks = min(launch.chunks, most_blocks)
         sums = squares[begin : begin + launch.chunks]
-        tables.append(_Table(launch.pair, rows, first_chunks, len(launch.table), blocks, host, sums))
+        tables.append(_Table(launch.pair, rows, first_chunks, len(launch.table), blocks, sums))
         begin += launch.chunks
     uploaded = cupy.cuda.Event(disable_timing=True)
     uploaded.record()
     return Prepared(tables, others, squares, uploaded, set())
-
-
-def is_over(event: Any) -> bool:
-    """Tell whether a device has come to an event; no wait.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        When the device has failed, which ``Event.done`` takes for not being ready.
-    """
-    status = runtime.eventQuery(event.ptr)
-    if status not in (0, _NOT_READY):
-        raise runtime.CUDARuntimeError(status)
-    return bool(status == 0)
-
-
-def empty_pinned(size: int, dtype: Any) -> NDArray[Any]:
-    """Return a 1-d array in memory of the host that a device reads and writes by itself, while the host goes on."""
-    memory = cupy.cuda.alloc_pinned_memory(size * np.dtype(dtype).itemsize)
-    return np.frombuffer(memory, dtype, size)
-
-
-def _pinned(x: NDArray[Any]) -> NDArray[Any]:
-    made = empty_pinned(x.size, x.dtype)
-    made[...] = x
-    return made
-
-
-def _upload(x: NDArray[Any]) -> Array:
-    made = cupy.empty(x.shape, x.dtype)
-    # Unlike ``set``, it never waits.
-    made.data.copy_from_host_async(x.ctypes.data, x.nbytes, cupy.cuda.get_current_stream())
-    return made
 
 
 def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
@@ -145,23 +113,22 @@ def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
     """
     _wait_for_tables(prepared)
     for table in prepared.tables:
-        _launch(f"unscale_{table.pair}", table, scale, nonfinite, clips=False)
+        _launch(f"unscale_{table.pair}", table, scale, nonfinite)
 
 
 def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, total: Array) -> None:
     """Do what ``unscale`` does, and store the sum of the squares of what is stored, in a 0-d float64."""
     _wait_for_tables(prepared)
     for table in prepared.tables:
-        _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares, clips=True)
-    add = _module(clips=True).get_function("add_squares")
-    add((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
+        _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares)
+    _kernel("add_squares")((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
 
 
 def clip(prepared: Prepared, factor: Array) -> None:
     """Multiply arrays prepared for work in place by a 0-d float32; nothing is written unless it is below 1."""
     _wait_for_tables(prepared)
     for table in prepared.tables:
-        _launch(f"clip_{table.pair.partition('_')[0]}", table, factor, clips=True)
+        _launch(f"clip_{table.pair.partition('_')[0]}", table, factor)
 
 
 def _wait_for_tables(prepared: Prepared) -> None:
@@ -172,8 +139,7 @@ def _wait_for_tables(prepared: Prepared) -> None:
         stream.wait_event(prepared.uploaded)
 
 
-def _launch(kernel: str, table: _Table, *arguments: Array, clips: bool) -> None:
+def _launch(kernel: str, table: _Table, *arguments: Array) -> None:
     """Launch a kernel on the current device and stream."""
     sizes = (np.int32(table.arrays), np.int64(CHUNK))
-    function = _module(clips=clips).get_function(kernel)
-    function((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, *arguments))
+    _kernel(kernel)((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, *arguments))

@@ -18,7 +18,7 @@ from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.groups import GroupWait
 from gradscale_cupy.availability import nccl_module, require_nccl
-from gradscale_cupy.launch import is_over
+from gradscale_cupy.host import is_over
 
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "Pending", "backend"]
 

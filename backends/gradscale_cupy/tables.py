@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import cupy
 
 from gradscale.errors import CallOrderError, InvalidValueError
-from gradscale_cupy.launch import Prepared, is_over, prepare
+from gradscale_cupy.launch import Prepared, prepare
 from gradscale_cupy.plan import layout_of, require_disjoint
 
 __all__ = ["MOST_PLANS", "Tables"]
@@ -34,8 +34,6 @@ class Tables:
         self._plans: OrderedDict[Any, Prepared] = OrderedDict()
         # What captured graphs read.
         self._captured: dict[Any, tuple[Prepared, Sequence[Array], Sequence[Array]]] = {}
-        # Those that are dropped once the device has read their pinned memory, which may be handed out again then.
-        self._leaving: deque[Prepared] = deque()
 
     def of(self, sources: Sequence[Array], targets: Sequence[Array], kind: str) -> Prepared:
         """Return the tables of arrays of the current device: kept ones, where each lies where one has lain before.
@@ -76,15 +74,9 @@ class Tables:
                 self._plans.move_to_end(key)
                 if is_capturing:
                     self._captured[key] = (self._plans.pop(key), sources, targets)
-            if not is_capturing:
-                self._drop_oldest()
+            if not is_capturing and len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
         return prepared
-
-    def _drop_oldest(self) -> None:
-        while len(self._plans) > MOST_PLANS:
-            self._leaving.append(self._plans.popitem(last=False)[1])
-        while self._leaving and is_over(self._leaving[0].uploaded):
-            self._leaving.popleft()
 
 
 def _prepared(sources: Sequence[Array], targets: Sequence[Array], *, in_place: bool) -> Prepared:

@@ -8,8 +8,10 @@
 // array by bisection. A chunk of dense arrays is read and written in 16 bytes at once, but for its ends.
 //
 // For clipping, other kernels store a sum of squares for each chunk while they divide, one more adds these up, always
-// in one order, and a last one multiplies what was stored. GRADSCALE_CLIPPING is 0 to compile the first kernels alone,
-// 1 for those of clipping; without it all are compiled.
+// in one order, and a last one multiplies what was stored.
+//
+// GRADSCALE_ONLY is GRADSCALE_unscale, GRADSCALE_square, GRADSCALE_clip or GRADSCALE_add to compile kernels of that kind
+// alone, and GRADSCALE_SOURCE and GRADSCALE_TARGET are the types to compile them for; without these all are compiled.
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GRADSCALE_ON_DEVICE 1
@@ -45,6 +47,12 @@ static_assert(sizeof(Row) == 224, "plan.py writes rows of 224 bytes");
 // The types of the elements: half precision as its bits, and complex numbers as pairs of their parts.
 struct Half { unsigned short bits; };
 struct BFloat { unsigned short bits; };
+
+// As the kernels' names have them.
+typedef Half float16;
+typedef BFloat bfloat16;
+typedef float float32;
+typedef double float64;
 
 // CuPy compiles with -ftz=true, which takes subnormal float32 for 0; instructions that do not say .ftz keep them.
 #if GRADSCALE_ON_DEVICE
@@ -194,7 +202,11 @@ GRADSCALE_FUNCTION void unscale_dense(
         GRADSCALE_UNROLL
         for (int n = 0; n < kInFlight; ++n) store(i + n * threads, read[n]);
     }
-    for (; i < packs; i += threads) store(i, from[i]);
+    for (; i < packs; i += threads) {
+        // Read at once: through a reference each element would be.
+        const Sources read = from[i];
+        store(i, read);
+    }
     for (Index k = tail + thread; k < end; k += threads) unscale_one(source + k, target + k, inverse, found);
 }
 
@@ -335,51 +347,67 @@ void square_block(const Table& table, float factor, int* nonfinite, double* squa
 #define GRADSCALE_TABLE \
     const gradscale::Row* rows, const gradscale::Index* first_chunks, int count, gradscale::Index chunk_size
 
-// Of each pair of a gradient's type and that of the array it is written to.
-#define GRADSCALE_PAIRS(kernel)                                                                                      \
-    kernel(float16, float16, gradscale::Half, gradscale::Half) kernel(float16, float32, gradscale::Half, float)       \
-    kernel(float16, float64, gradscale::Half, double) kernel(bfloat16, bfloat16, gradscale::BFloat, gradscale::BFloat) \
-    kernel(bfloat16, float32, gradscale::BFloat, float) kernel(bfloat16, float64, gradscale::BFloat, double)          \
-    kernel(float32, float16, float, gradscale::Half) kernel(float32, bfloat16, float, gradscale::BFloat)              \
-    kernel(float32, float32, float, float) kernel(float32, float64, float, double)                                    \
-    kernel(float64, float32, double, float) kernel(float64, float64, double, double)
+#define GRADSCALE_unscale 1
+#define GRADSCALE_square 2
+#define GRADSCALE_clip 3
+#define GRADSCALE_add 4
 
-#if !defined(GRADSCALE_CLIPPING) || !GRADSCALE_CLIPPING
+// Of each pair of a gradient's type and that of the array it is written to; and of each type.
+#ifdef GRADSCALE_SOURCE
+#define GRADSCALE_ONE(kernel, ...) kernel(__VA_ARGS__)
+#define GRADSCALE_PAIRS(kernel) GRADSCALE_ONE(kernel, GRADSCALE_SOURCE, GRADSCALE_TARGET)
+#define GRADSCALE_TYPES(kernel) GRADSCALE_ONE(kernel, GRADSCALE_SOURCE)
+#else
+#define GRADSCALE_PAIRS(kernel)                                                                 \
+    kernel(float16, float16) kernel(float16, float32) kernel(float16, float64)                  \
+    kernel(bfloat16, bfloat16) kernel(bfloat16, float32) kernel(bfloat16, float64)              \
+    kernel(float32, float16) kernel(float32, bfloat16) kernel(float32, float32)                 \
+    kernel(float32, float64) kernel(float64, float32) kernel(float64, float64)
+#define GRADSCALE_TYPES(kernel) kernel(float16) kernel(bfloat16) kernel(float32) kernel(float64)
+#endif
 
-#define GRADSCALE_UNSCALE(source, target, In, Out)                                                         \
-    GRADSCALE_KERNEL unscale_##source##_##target(                                                          \
-        GRADSCALE_TABLE, const float* scale, int* nonfinite GRADSCALE_LAUNCH                               \
-    ) {                                                                                                    \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                            \
-        gradscale::unscale_block<In, Out>(table, gradscale::reciprocal(*scale), nonfinite GRADSCALE_GRID); \
+#if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_unscale
+
+#define GRADSCALE_UNSCALE(source, target)                                            \
+    GRADSCALE_KERNEL unscale_##source##_##target(                                    \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite GRADSCALE_LAUNCH         \
+    ) {                                                                              \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};      \
+        gradscale::unscale_block<gradscale::source, gradscale::target>(              \
+            table, gradscale::reciprocal(*scale), nonfinite GRADSCALE_GRID);         \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
 
 #endif
-#if !defined(GRADSCALE_CLIPPING) || GRADSCALE_CLIPPING
+#if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_square
 
-#define GRADSCALE_SQUARE(source, target, In, Out)                                                                  \
-    GRADSCALE_KERNEL square_##source##_##target(                                                                   \
-        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares GRADSCALE_LAUNCH                      \
-    ) {                                                                                                            \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                                    \
-        gradscale::square_block<In, Out>(table, gradscale::reciprocal(*scale), nonfinite, squares GRADSCALE_GRID); \
+#define GRADSCALE_SQUARE(source, target)                                                        \
+    GRADSCALE_KERNEL square_##source##_##target(                                                \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares GRADSCALE_LAUNCH   \
+    ) {                                                                                         \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                 \
+        gradscale::square_block<gradscale::source, gradscale::target>(                          \
+            table, gradscale::reciprocal(*scale), nonfinite, squares GRADSCALE_GRID);           \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_SQUARE)
 
+#endif
+#if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_clip
+
 // Gradients that need no clipping are not touched: neither by 1, nor by a factor that is not a number.
-#define GRADSCALE_CLIP(type, T)                                                                    \
-    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor GRADSCALE_LAUNCH) {          \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                    \
-        if (*factor < 1.0f) gradscale::unscale_block<T, T>(table, *factor, nullptr GRADSCALE_GRID); \
+#define GRADSCALE_CLIP(type)                                                                                     \
+    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor GRADSCALE_LAUNCH) {                        \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                                  \
+        if (*factor < 1.0f)                                                                                      \
+            gradscale::unscale_block<gradscale::type, gradscale::type>(table, *factor, nullptr GRADSCALE_GRID);  \
     }
 
-GRADSCALE_CLIP(float16, gradscale::Half)
-GRADSCALE_CLIP(bfloat16, gradscale::BFloat)
-GRADSCALE_CLIP(float32, float)
-GRADSCALE_CLIP(float64, double)
+GRADSCALE_TYPES(GRADSCALE_CLIP)
+
+#endif
+#if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_add
 
 // One block adds up what the chunks have left.
 GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum GRADSCALE_LAUNCH) {

@@ -165,7 +165,9 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
             msg = f"both trees must have one shape leaf by leaf, got {a.shape} and {b.shape}"
             raise InvalidValueError(msg)
         xp = array_namespace(a, b)
-        return as_0d_array(xp, xp.where(chosen.on(a), a, b))
+        made = xp.where(chosen.on(a), a, b)
+        # CuPy has no where() of bfloat16 and makes it float32; that and the way back are exact.
+        return as_0d_array(xp, made if made.dtype == a.dtype else xp.astype(made, a.dtype))
 
     return tree.map_leaves(choose, on_true, on_false)
 

@@ -126,7 +126,7 @@ class AgreementVector:
             self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
         at_min_scale = policy.at_min_scale(state)
         if at_min_scale is None:
-            is_at_min_scale = xp.zeros((1,), dtype=xp.int32, device=where)
+            is_at_min_scale = xp.asarray([0], dtype=xp.int32, device=where)
         else:
             is_at_min_scale = xp.reshape(xp.astype(at_min_scale, xp.int32), (1,))
         fields = xp.concat([self._fingerprint, self._constants[key]])

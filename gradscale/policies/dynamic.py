@@ -365,8 +365,9 @@ def _first_state(scale: float, like: Array) -> ScaleState:
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
     where = registry.backend_for(like).placement(like)
-    trackers = [xp.zeros((), dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
-    return ScaleState(xp.full((), scale, dtype=xp.float32, device=where), *trackers)
+    # Under CuPy, zeros and full leave out the device.
+    trackers = [xp.asarray(0, dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
+    return ScaleState(xp.asarray(scale, dtype=xp.float32, device=where), *trackers)
 
 
 def new_state(xp: Any, *fields: Array) -> ScaleState:

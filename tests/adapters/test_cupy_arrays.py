@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from array_api_compat import array_namespace
 from host_cupy import HostCupy
 
 import gradscale
@@ -24,6 +25,7 @@ from gradscale import (
     GradScaler,
     InvalidValueError,
 )
+from gradscale.testing import conformance
 
 pytestmark = pytest.mark.numpy
 
@@ -44,6 +46,19 @@ def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
     dtypes.append(np.dtype(ml_dtypes.bfloat16))
     gradscale.testing.check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
+
+
+def test_bfloat16_is_tested_and_chosen_although_cupy_has_no_where_of_it(cupy: Any) -> None:
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    ones, twos = cupy.ones(3, dtype=bfloat16), cupy.ones(3, dtype=bfloat16) + cupy.ones(3, dtype=bfloat16)
+    is_true = cupy.ones((), dtype=bool)
+    assert cupy.where(is_true, ones, twos).dtype == np.float32
+    chosen = gradscale.select(is_true, [ones, twos[0]], [twos, ones[0]])
+    assert [x.dtype for x in chosen] == [bfloat16] * 2
+    assert as_host(chosen[0]).tolist() == [1.0] * 3
+    tested = [x for values in conformance._value_sets(array_namespace(ones), None, bfloat16) for x in values]
+    assert {x.dtype for x in tested} == {bfloat16}
+    assert any(not np.isfinite(as_host(x).astype(np.float32)).all() for x in tested)
 
 
 def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: Any, cupy_backend: Any) -> None:
@@ -85,7 +100,6 @@ def test_the_same_memory_is_planned_once(cupy: Any, cupy_backend: Any, monkeypat
     for size in range(100):
         cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
     assert len(cupy_backend._tables._plans) == tables.MOST_PLANS
-    assert not cupy_backend._tables._leaving
 
 
 def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, cupy_backend: Any) -> None:
@@ -165,8 +179,8 @@ def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: An
     HostCupy.capturing = {0}
     with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):
         cupy_backend.unscale(grads, state, out=grads)
-    assert as_host(grads[0]).tolist() == [1.0] * 3
     HostCupy.capturing = set()
+    assert as_host(grads[0]).tolist() == [1.0] * 3
     cupy_backend.unscale(grads, state, out=grads)
     HostCupy.capturing = {0}
     cupy.log.clear()
@@ -203,7 +217,7 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
     def fail(*_: Any, **_options: Any) -> Any:
         raise failure[0]
 
-    monkeypatch.setattr(cupy.RawModule, "get_function", fail)
+    monkeypatch.setattr(cupy.RawKernel, "__call__", fail)
     for name, call in {
         "gradients were unscaled": lambda: cupy_backend.unscale(grads, state, out=grads),
         "gradients were clipped": lambda: cupy_backend.multiply_in_place(grads, state.scale),

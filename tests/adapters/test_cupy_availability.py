@@ -223,6 +223,25 @@ def test_a_device_is_required_and_none_is_touched(runtime: Any, monkeypatch: pyt
         require_device()
 
 
+@pytest.mark.parametrize(
+    ("version", "packages"),
+    [
+        ("13.0.0", "'cupy-cuda13x>=13.5' nvidia-nccl-cu13"),
+        ("13.4.1", "'cupy-cuda13x>=13.5' nvidia-nccl-cu13"),
+        ("13.5.0", "nvidia-nccl-cu13"),
+        ("14.0.0rc1", "nvidia-nccl-cu13"),
+    ],
+)
+def test_without_nccl_a_group_names_what_brings_it_and_a_cupy_that_finds_it(version: str, packages: str) -> None:
+    with fake_nccl.installed() as fake:
+        fake.cupy.nccl.available = False
+        fake.cupy.__version__ = version
+        vars(fake.cupy.runtime).update(driverGetVersion=lambda: 13020, getDeviceCount=lambda: 1)
+        said = rf"^CuPy {version} finds no NCCL library, .*: python -m pip install {packages}$"
+        with pytest.raises(BackendNotAvailableError, match=said):
+            fake.nccl.NCCLCollectives(None, 1.0)
+
+
 def test_without_a_device_a_group_says_that_and_names_no_library() -> None:
     with fake_nccl.installed() as fake:
         fake.cupy.nccl.available = False

@@ -58,6 +58,27 @@ def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
         assert bool(cupy.isnan(out[place]))
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("target", ["bfloat16", "float32"])
+def test_a_bad_bfloat16_is_found_and_all_others_are_divided(cupy: Any, backend: Any, target: str, bad: float) -> None:
+    ml_dtypes = require("ml_dtypes")
+    if int(cupy.__version__.partition(".")[0]) < 14:
+        pytest.skip("cupy: bfloat16 came with CuPy 14")
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    for place in (0, 7, 500, 999):
+        # Made on the host: not all of CuPy's functions take bfloat16.
+        values = np.full(1000, 8.0, ml_dtypes.bfloat16)
+        values[place] = bad
+        x = cupy.asarray(values)
+        assert x.dtype == ml_dtypes.bfloat16
+        out = x if target == "bfloat16" else cupy.zeros(1000, dtype=np.float32)
+        _, nonfinite = backend.unscale([x], state, out=[out])
+        assert int(nonfinite) == 1
+        wide = cupy.asnumpy(out).astype(np.float32)
+        assert not np.isfinite(wide[place])
+        assert np.count_nonzero(wide == 2.0) == 999
+
+
 def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, backend: Any) -> None:
     rng = np.random.default_rng(0)
     whole = [cupy.asarray(rng.standard_normal(int(n)), dtype=np.float32) for n in rng.integers(0, 5000, 3000)]
@@ -97,17 +118,22 @@ def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backen
 def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) -> None:
     grads = [cupy.ones(1 << 20, dtype=np.float32) for _ in range(8)]
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
-    _, _, one = backend.unscale_with_squares(grads, state, out=grads)
-    backend.multiply_in_place(grads, one.astype(np.float32))
     stream = cupy.cuda.Stream(non_blocking=True)
-    stall(cupy, 0)
-    with stream:
-        stall(cupy, 200)
+
+    def iterate() -> Any:
         backend.unscale(grads, state, out=grads)
         backend.unscale([*grads, cupy.ones(3, dtype=np.float32)], state)
         _, nonfinite, squares = backend.unscale_with_squares(grads, state, out=grads)
         backend.multiply_in_place(grads, squares.astype(np.float32))
-        finish = backend.start_read(cupy.stack([nonfinite]))
+        return backend.start_read(cupy.stack([nonfinite]))
+
+    with stream:
+        # Kernels are compiled and loaded, and memory is allocated, before the stream is kept busy.
+        stall(cupy, 0)
+        iterate()
+        stream.synchronize()
+        stall(cupy, 200)
+        finish = iterate()
         # A host that had waited would find the stream done.
         assert not stream.done
     stream.synchronize()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -41,25 +43,6 @@ def test_what_is_refused_on_one_device_leaves_the_others_alone(cupy: Any, max_no
     assert (first.get().tolist(), second.get().tolist()) == ([2.0], [0.25] * 4)
 
 
-def test_tables_are_dropped_when_the_device_has_read_their_pinned_memory(
-    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gradscale_cupy import tables
-
-    over = [False]
-    is_over = tables.is_over
-    monkeypatch.setattr(tables, "is_over", lambda event: over[0] and is_over(event))
-    state = state_of(cupy)
-    for size in range(1, 41):
-        cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state)
-    kept = cupy_backend._tables
-    assert (len(kept._plans), len(kept._leaving)) == (tables.MOST_PLANS, 8)
-    assert all(table.pinned for prepared in kept._leaving for table in prepared.tables)
-    over[0] = True
-    cupy_backend.unscale([cupy.ones(50, dtype=np.float32)], state)
-    assert (len(kept._plans), len(kept._leaving)) == (tables.MOST_PLANS, 0)
-
-
 def test_a_copy_that_nobody_asks_for_is_kept_until_it_is_made(
     cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +55,46 @@ def test_a_copy_that_nobody_asks_for_is_kept_until_it_is_made(
         cupy_backend.start_read(cupy.array([3], dtype=np.int32))
     assert len(host._under_way) == 3
     over[0] = True
+    assert cupy_backend.start_read(cupy.array([3], dtype=np.int32))() == [3]
+    assert len(host._under_way) == 1
+
+
+def test_threads_begin_copies_at_once_and_each_gets_its_own(
+    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscale_cupy import host
+
+    barrier = threading.Barrier(4)
+    wrong: list[Any] = []
+    is_over = host.is_over
+
+    def query(event: Any) -> bool:
+        found = is_over(event)
+        # Another thread may look at the same copies before this one forgets them.
+        time.sleep(0)
+        return found
+
+    monkeypatch.setattr(host, "is_over", query)
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            for k in range(200):
+                if cupy_backend.start_read(cupy.array([number, k], dtype=np.int32))() != [number, k]:
+                    wrong.append((number, k))
+        except BaseException as error:
+            wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert wrong == []
+    # What was begun last is kept; the copies before it are over and forgotten.
     assert cupy_backend.start_read(cupy.array([3], dtype=np.int32))() == [3]
     assert len(host._under_way) == 1
 
@@ -127,6 +150,50 @@ def test_a_graph_captures_only_the_kernels_that_have_run_before(cupy: Any, cupy_
         lambda: cupy_backend.multiply_in_place(grads, state.scale),
     ):
         with pytest.raises(CallOrderError, match="and clipped if the graph does"):
+            call()
+
+
+@pytest.mark.parametrize("captured", [0, 1])
+def test_devices_are_captured_together(cupy: Any, cupy_backend: Any, captured: int) -> None:
+    grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
+    with cupy.cuda.Device(1):
+        grads.append(cupy.ones(3, dtype=np.float32))
+    calls = [
+        lambda: cupy_backend.unscale(grads, state, out=grads),
+        lambda: cupy_backend.unscale_with_squares(grads, state, out=grads),
+        lambda: cupy_backend.multiply_in_place(grads, state.scale),
+    ]
+    for call in calls:
+        call()
+    HostCupy.capturing = {captured}
+    for call in calls:
+        with pytest.raises(CallOrderError, match=rf"capturing on devices \[{captured}\] and others on \["):
+            call()
+    HostCupy.capturing = {0, 1}
+    for call in calls:
+        call()
+    HostCupy.capturing = set()
+    # No clip has changed anything, as the factor is above 1; the refused calls have not, either.
+    assert [x.get().tolist() for x in grads] == [[0.25**4] * 3] * 2
+
+
+def test_the_stand_in_refuses_what_cuda_refuses_in_a_capture(cupy: Any) -> None:
+    x, before = cupy.zeros(3, dtype=np.float32), cupy.cuda.Event()
+    before.record()
+    HostCupy.capturing = {0}
+    inside = cupy.cuda.Event()
+    inside.record()
+    cupy.cuda.get_current_stream().wait_event(inside)
+    cupy.asarray(3.0, dtype=np.float32)
+    for call in (
+        x.get,
+        before.synchronize,
+        lambda: cupy.cuda.runtime.eventQuery(before.ptr),
+        lambda: cupy.cuda.alloc_pinned_memory(4),
+        lambda: cupy.array([1.0, 2.0]),
+        lambda: cupy.cuda.get_current_stream().wait_event(before),
+    ):
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorStreamCapture"):
             call()
 
 

@@ -5,8 +5,10 @@ Nothing here runs on a device.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 from axes import require_program
 from host_cupy import installed
-from host_kernels import SOURCE, add_squares, launch
+from host_kernels import SOURCE, add_squares, launch, options_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -251,10 +253,42 @@ def test_nvcc_compiles_the_kernels_without_a_warning(architecture: str, tmp_path
     assert all(name.encode() in made.read_bytes() for name in names)
 
 
-def test_subnormal_numbers_are_kept_although_cupy_asks_nvcc_to_flush_them(tmp_path: Path) -> None:
-    made = tmp_path / "unscale.ptx"
-    command = [require_program("nvcc"), "-std=c++17", "-arch=sm_75", "-ftz=true", "-ptx", str(SOURCE), "-o", str(made)]
-    subprocess.run(command, check=True)
-    lines = made.read_text().splitlines()
+@pytest.mark.parametrize("name", ["unscale_float16_float32", "square_bfloat16_bfloat16", "clip_float64", "add_squares"])
+def test_the_launchers_options_compile_one_kernel_alone(name: str, tmp_path: Path) -> None:
+    made = tmp_path / "kernel.ptx"
+    subprocess.run([require_program("nvcc"), *options_of(name), "-arch=sm_75", "-ptx", SOURCE, "-o", made], check=True)
+    assert re.findall(r"\.entry (\w+)", made.read_text()) == [name]
+
+
+@functools.cache
+def compiled_as_by_cupy() -> str:
+    """Return the instructions of all kernels for a virtual machine, PTX, with CuPy's options."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "unscale.ptx"
+        command = [require_program("nvcc"), "-std=c++17", "-arch=sm_75", "-ftz=true", "-ptx", str(SOURCE)]
+        subprocess.run([*command, "-o", str(made)], check=True)
+        return made.read_text()
+
+
+@pytest.mark.parametrize("kernel", [f"{kind}_{a}_{b}" for kind in ("unscale", "square") for a, b in PAIRS])
+def test_dense_arrays_are_read_and_written_in_packs(kernel: str) -> None:
+    _, source, target = kernel.split("_")
+    _, _, body = compiled_as_by_cupy().partition(f".entry {kernel}(")
+    body = body.partition(".entry ")[0]
+    # The tables and the results are known to be global, and the arrays are not.
+    moved = re.findall(r"\t(ld|st)\.(v\d\.)?[a-z](\d+) ", body)
+    wide = max(np.dtype(TYPES[source]).itemsize, np.dtype(TYPES[target]).itemsize)
+    for direction, dtype in (("ld", source), ("st", target)):
+        size = np.dtype(TYPES[dtype]).itemsize
+        found = [(vector, int(bits) // 8) for way, vector, bits in moved if way == direction]
+        # One element at a time: in front of the packs, behind them, and in an array with gaps.
+        assert [one for one in found if not one[0]] == [("", size)] * 3
+        # Four packs in flight, and those that are left: each of 16 bytes of the wider type.
+        packs = [int(vector[1:-1]) * bytes_ for vector, bytes_ in found if vector]
+        assert packs == [16 * size // wide] * 5
+
+
+def test_subnormal_numbers_are_kept_although_cupy_asks_nvcc_to_flush_them() -> None:
+    lines = compiled_as_by_cupy().splitlines()
     assert any("mul.rn.f32" in line for line in lines)
     assert [line for line in lines if re.search(r"\b(mul|cvt|add|sub|fma|div|rcp)\.[\w.]*ftz", line)] == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,18 @@ def row(source: Layout, target: Layout | None = None) -> Any:
     launches, others = plan([source], [target or source])
     assert not others
     return launches[0].table[0]
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[list[int]]:
+    """Give a list that holds the most bytes that the block has used, once it is left."""
+    peak = [0]
+    tracemalloc.start()
+    try:
+        yield peak
+        peak[0] = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
@@ -136,6 +151,39 @@ def test_memory_that_would_be_divided_twice_is_refused(layouts: list[Layout], me
     elsewhere = [one._replace(address=one.address + (1 << 30)) for one in layouts]
     with pytest.raises(InvalidValueError, match=message):
         require_disjoint(elsewhere, layouts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((30_000_000,), (0,)),
+        ((3, 30_000_000), (1, 0)),
+        ((5_000, 6_000), (0, 0)),
+        ((30_000_000, 2), (1, 1)),
+        ((30_000_000, 1), (0, 7)),
+    ],
+    ids=["one axis", "rows", "one element", "windows", "a length of one"],
+)
+def test_broadcast_targets_are_refused_without_a_look_at_their_elements(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    layouts = [Layout(4096, shape, strides, "float32", 4)]
+    with traced_memory() as peak:
+        for sources in (layouts, [Layout(1 << 40, shape, strides, "float32", 4)]):
+            with pytest.raises(InvalidValueError, match=r"gradient 0, shape .* overlaps itself"):
+                require_disjoint(sources, layouts)
+    # A list of the elements would take hundreds of megabytes.
+    assert peak[0] < 100_000
+
+
+def test_gradients_that_are_only_read_may_be_broadcast() -> None:
+    source = Layout(4096, (30_000_000,), (0,), "float32", 4)
+    with traced_memory() as peak:
+        require_disjoint([source], [dense(30_000_000, 1 << 20)])
+    assert peak[0] < 100_000
+    assert row(source, dense(30_000_000, 1 << 20))["source_strides"][0] == 0
+    with pytest.raises(InvalidValueError, match="gradient 0 and the array that it is written to share memory"):
+        require_disjoint([source], [dense(30_000_000, 4096)])
 
 
 def test_memory_that_only_interleaves_is_fine() -> None:

@@ -219,7 +219,7 @@ REFUSALS = {
         r"python -m pip install '\.\[cupy,examples\]'",
     ),
     "no-device": ("devices=0", r"\S+: there is no CUDA driver here, and CuPy was built for CUDA 13\.2: .*"),
-    "no-nccl": ("has_nccl=False", r"CuPy finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13"),
+    "no-nccl": ("has_nccl=False", r"CuPy 14.2.0 finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13"),
     "too-few-gpus": (
         "devices=1",
         r"NCCL needs a GPU for each rank, got 2 ranks on \S+, which share 1: start fewer ranks \(mpiexec -n\), or give "

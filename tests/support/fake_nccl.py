@@ -331,6 +331,7 @@ class FakeCupy(types.ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.__version__ = "14.2.0"
         self.ndarray = ndarray
         self.runtime = SimpleNamespace(
             eventQuery=_event_query, CUDARuntimeError=CUDARuntimeError, runtimeGetVersion=lambda: 13020

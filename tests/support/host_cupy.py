@@ -1,7 +1,8 @@
 """A ``cupy`` over NumPy: what gradscale_cupy needs of it, with kernels that run on the host and two devices.
 
 It proves what the adapter asks for, in which order and on which device, and not that a GPU does it. Reading a value
-other than by ``get`` is an error here, so that every host read is seen.
+other than by ``get`` is an error here, so that every host read is seen. While a stream is captured it refuses what CUDA
+does: to wait for a device, to ask for an event, to wait for one of outside, and to allocate memory of the host.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import host_kernels
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -32,12 +34,13 @@ class Device:
 
     count: ClassVar[int] = 2
 
+    attributes: ClassVar[dict[str, int]] = {"MultiProcessorCount": 2}
+
     def __init__(self, device: Any = None) -> None:
         self.id: int = _device_id() if device is None else getattr(device, "id", device)
-        if self.id not in range(self.count):
+        if not 0 <= self.id < self.count:
             msg = f"there is no device {self.id}"
             raise ValueError(msg)
-        self.attributes = {"MultiProcessorCount": 2}
 
     @property
     def pci_bus_id(self) -> str:
@@ -66,6 +69,27 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
 
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's: a status, and the text of CUDA."""
+
+    __module__ = "cupy_backends.cuda.api.runtime"
+
+    def __init__(self, status: int) -> None:
+        super().__init__(_CAPTURE_ERRORS.get(status, f"status {status}"))
+        self.status = status
+
+
+_CAPTURE_ERRORS = {
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
+}
+
+
+def _refuse_capture(status: int = 900) -> None:
+    if HostCupy.capturing:
+        raise CUDARuntimeError(status)
+
+
 def _device_id() -> int:
     stack: list[int] = getattr(_current, "stack", [])
     return stack[-1] if stack else 0
@@ -85,20 +109,17 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def data(self) -> Any:
         """The memory."""
 
-        def copy_from_host_async(address: int, size: int, stream: Any) -> None:
-            assert stream.device_id == self.device.id
-            # As late as it may be: before the next kernel, or when the host has waited.
-            _copies.setdefault(self.device.id, []).append((self._x.ctypes.data, address, size, self._x))
-
         def copy_to_host_async(address: int, size: int, stream: Any) -> None:
             assert stream.device_id == self.device.id
-            _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
+            # As late as it may be: before the next kernel, or when the host has waited.
+            with _copying:
+                _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
 
-        functions = {"copy_from_host_async": copy_from_host_async, "copy_to_host_async": copy_to_host_async}
-        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, **functions)
+        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, copy_to_host_async=copy_to_host_async)
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
+        _refuse_capture()
         log.append(("read", self.device.id))
         return self._x.copy()
 
@@ -110,16 +131,27 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             msg = f"implicit conversion to a host value: {name}"
             raise AttributeError(msg)
         found = getattr(self._x, name)
+        if isinstance(found, np.ndarray):
+            return Ndarray(found, self.device)
         if callable(found):
             return lambda *args, **options: _call(found, args, options, self.device)
-        return _wrapped(found, self.device) if isinstance(found, np.ndarray) else found
+        return found
+
+    # Asked for most.
+    shape = property(lambda self: self._x.shape)
+    dtype = property(lambda self: self._x.dtype)
+    strides = property(lambda self: self._x.strides)
+    size = property(lambda self: self._x.size)
+    ndim = property(lambda self: self._x.ndim)
+    nbytes = property(lambda self: self._x.nbytes)
 
     def __getitem__(self, key: Any) -> Any:
-        return _wrapped(self._x[_plain(key)], self.device)
+        return _wrapped(self._x[_plain(key, [])], self.device)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        assert _devices(value) <= {self.device.id}
-        self._x[_plain(key)] = _plain(value)
+        used = [self.device]
+        self._x[_plain(key, [])] = _plain(value, used)
+        assert all(device == self.device for device in used), f"assignment of arrays on {used}"
 
     def __len__(self) -> int:
         return len(self._x)
@@ -137,27 +169,26 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
 
 log: list[tuple[Any, ...]] = []
-# Copies between a device and the host that are on their way, by device: to, from, bytes, and the device's array.
+# Copies from a device to the host that are on their way, by device: to, from, bytes, and the device's array.
 _copies: dict[int, list[tuple[int, int, int, Any]]] = {}
 
 
+_copying = threading.Lock()
+
+
 def _finish_copies(device_id: int) -> None:
-    for target, source, size, _ in _copies.pop(device_id, []):
-        ctypes.memmove(target, source, size)
+    with _copying:
+        for target, source, size, _ in _copies.pop(device_id, []):
+            ctypes.memmove(target, source, size)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Ndarray):
+def _plain(value: Any, used: list[Device]) -> Any:
+    """Return what NumPy can work with, and note the devices of the arrays in it."""
+    kind = type(value)
+    if kind is Ndarray:
+        used.append(value.device)
         return value._x
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_plain, value))
-    return value
-
-
-def _devices(value: Any) -> set[int]:
-    if isinstance(value, Ndarray):
-        return {value.device.id}
-    return set().union(*map(_devices, value)) if isinstance(value, (tuple, list)) else set()
+    return kind([_plain(one, used) for one in value]) if kind is tuple or kind is list else value
 
 
 def _wrapped(value: Any, device: Device) -> Any:
@@ -169,14 +200,19 @@ def _wrapped(value: Any, device: Device) -> Any:
 
 
 def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home: Device | None = None) -> Any:
-    used = _devices(tuple(args)) | _devices(tuple(options.values())) | ({home.id} if home else set())
-    assert len(used) <= 1, f"{function} of arrays on {used}"
-    given = options.get("out")
+    used = [home] if home else []
+    plain = [_plain(one, used) for one in args]
+    named = {name: _plain(value, used) for name, value in options.items()} if options else {}
+    first = used[0] if used else Device()
+    for device in used:
+        # Thousands of calls go through here.
+        assert device is first or device.id == first.id, f"{function} of arrays on {used}"
     with np.errstate(all="ignore"):
-        made = function(*map(_plain, args), **{name: _plain(value) for name, value in options.items()})
+        made = function(*plain, **named)
+    given = options.get("out")
     if given is not None:
         return given[0] if isinstance(given, tuple) else given
-    return _wrapped(made, Device(used.pop()) if used else Device())
+    return _wrapped(made, first)
 
 
 class Stream:
@@ -193,7 +229,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Note that the stream waits."""
-        assert not self.is_capturing()
+        if self.is_capturing() and not event.is_captured:
+            raise CUDARuntimeError(905)
         log.append(("wait", self.device_id, event.device_id))
 
 
@@ -204,15 +241,18 @@ class Event:
 
     def __init__(self, **_options: bool) -> None:
         self.device_id: int | None = None
+        self.is_captured = False
         self.ptr = len(self._all)
         self._all.append(self)
 
     def record(self, stream: Stream | None = None) -> None:
         """Note the stream."""
         self.device_id = _device_id() if stream is None else stream.device_id
+        self.is_captured = self.device_id in HostCupy.capturing
 
     def synchronize(self) -> None:
         """Make the host wait: a host read."""
+        _refuse_capture()
         assert self.device_id is not None
         log.append(("read", self.device_id))
         _finish_copies(self.device_id)
@@ -220,44 +260,45 @@ class Event:
     @classmethod
     def query(cls, ptr: int) -> int:
         """Return that an event is over, and what has to be done by then."""
+        _refuse_capture()
         device_id = cls._all[ptr].device_id
         assert device_id is not None
         _finish_copies(device_id)
         return 0
 
 
-class RawModule:
-    """The kernels, on the host."""
+class RawKernel:
+    """A kernel, on the host."""
 
-    def __init__(self, code: str, options: tuple[str, ...]) -> None:
+    def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
         assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
-        assert options[0].startswith("-std=")
-        (self._clips,) = {"-DGRADSCALE_CLIPPING=0": (False,), "-DGRADSCALE_CLIPPING=1": (True,)}[options[1]]
+        assert options == host_kernels.options_of(name)
+        self._name = name
 
-    def get_function(self, name: str) -> Callable[..., None]:
-        """Return a kernel as CuPy calls it."""
-        assert self._clips is not name.startswith("unscale_")
-        expected = host_kernels.ARGUMENTS[name.partition("_")[0]]
-
-        def call(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
-            assert (grid[0] > 0, block) == (True, (256,))
-            assert len(args) == len(expected)
-            assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
-            assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
-            _finish_copies(_device_id())
-            # Fewer blocks and threads than are asked for do the same, more slowly.
-            kernel = getattr(host_kernels.library(), name)
-            blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
-            kernel(*map(_c_value, args), blocks, threads)
-            log.append(("launch", name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
-
-        return call
+    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+        """Launch it as CuPy does."""
+        expected = host_kernels.ARGUMENTS[self._name.partition("_")[0]]
+        assert (grid[0] > 0, block) == (True, (256,))
+        assert len(args) == len(expected)
+        assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
+        assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
+        _finish_copies(_device_id())
+        # Fewer blocks and threads than are asked for do the same, more slowly.
+        kernel = getattr(host_kernels.library(), self._name)
+        blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
+        kernel(*map(_c_value, args), blocks, threads)
+        log.append(("launch", self._name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
 
 
 def _c_value(x: Any) -> Any:
     if isinstance(x, Ndarray):
         return ctypes.c_void_p(x.ctypes.data)
     return (ctypes.c_int if x.dtype == np.int32 else ctypes.c_longlong)(int(x))
+
+
+def _pinned(size: int) -> bytearray:
+    _refuse_capture()
+    return bytearray(size)
 
 
 class HostCupy(types.ModuleType):
@@ -272,28 +313,44 @@ class HostCupy(types.ModuleType):
         self.__all__ = [name for name in np.__all__ if name not in hidden and not name.startswith("__")]
         self.__path__: list[str] = []
         self.ndarray = Ndarray
-        self.RawModule = RawModule
+        self.RawKernel = RawKernel
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.Device, self.cuda.Event, self.cuda.Stream = Device, Event, Stream
         self.cuda.get_current_stream = lambda device_id=-1: Stream(_device_id() if device_id < 0 else device_id)
-        self.cuda.alloc_pinned_memory = bytearray
+        self.cuda.alloc_pinned_memory = _pinned
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
-        self.cuda.runtime = SimpleNamespace(getDeviceCount=lambda: 2, eventQuery=Event.query)
+        self.cuda.runtime = SimpleNamespace(
+            getDeviceCount=lambda: 2, eventQuery=Event.query, CUDARuntimeError=CUDARuntimeError
+        )
         self.log = log
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         found = getattr(np, name)
-        if isinstance(found, type) or not callable(found):
-            return found
-        return lambda *args, **options: _call(found, args, options)
+        if not isinstance(found, type) and callable(found):
+            # Asked for thousands of times, and found at once from now on.
+            vars(self)[name] = lambda *args, **options: _call(found, args, options)
+            return vars(self)[name]
+        return found
 
     def array(self, x: Any, dtype: Any = None, **options: Any) -> Any:
         """Return a copy on the current device, also of an array of another one."""
-        made = np.array(_plain(x), dtype=dtype, **options)
+        made = np.array(_plain(x, []), dtype=dtype, **options)
+        if not isinstance(x, Ndarray) and made.ndim:
+            # It goes through pinned memory; a number is what a kernel is called with.
+            _refuse_capture()
         return _wrapped(made, Device())
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Return elements of either array; as in CuPy 14.2 there is nothing for bfloat16, which becomes float32."""
+
+        def choose(condition: Any, x: Any, y: Any) -> Any:
+            made = np.where(condition, x, y)
+            return made.astype(np.float32) if made.dtype == ml_dtypes.bfloat16 else made
+
+        return _call(choose, (condition, x, y), {})
 
     def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Any:
         """Return an array of the current device: itself where it is one."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import importlib.util
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,7 +16,12 @@ from typing import Any
 import numpy as np
 from axes import require_program
 
-__all__ = ["ARGUMENTS", "SOURCE", "add_squares", "launch", "library"]
+__all__ = ["ARGUMENTS", "FOLDER", "SOURCE", "add_squares", "launch", "library", "options_of"]
+
+FOLDER = "GRADSCALE_TEST_KERNELS"
+"""The variable that names the folder where the processes of a session share what they compile."""
+
+_FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC")
 
 _TABLE = (np.uint8, np.int64, np.int32, np.int64)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -31,14 +39,30 @@ assert _package.origin is not None
 SOURCE = Path(_package.origin).with_name("unscale.cu")
 
 
+def options_of(kernel: str) -> tuple[str, ...]:
+    """Return the options by which a compiler makes one kernel of the source alone."""
+    kind, *types = kernel.split("_")
+    only = f"-DGRADSCALE_ONLY=GRADSCALE_{kind}"
+    if kind == "add":
+        return "-std=c++17", only
+    return "-std=c++17", only, f"-DGRADSCALE_SOURCE={types[0]}", f"-DGRADSCALE_TARGET={types[-1]}"
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the kernels, compiled once in a process; any warning is an error."""
+    """Return the kernels, compiled once for all processes of a session; any warning is an error."""
     compiler = require_program("c++")
-    folder = tempfile.mkdtemp(prefix="gradscale-kernels-")
-    path = Path(folder) / "libunscale.so"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-x", "c++", str(SOURCE), "-o", str(path)], check=True)
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gradscale-kernels-"))
+    command = [compiler, *_FLAGS, "-x", "c++", str(SOURCE)]
+    key = hashlib.sha256(SOURCE.read_bytes() + repr(command).encode()).hexdigest()
+    path = folder / f"{key}.so"
+    with (folder / f"{key}.lock").open("w") as lock:
+        # Whoever comes second waits for the first, and compiles where that has failed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = folder / f"{key}.part"
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.rename(path)
     return ctypes.CDLL(str(path))
 
 
