@@ -265,7 +265,6 @@ def test_an_adapter_that_modifies_its_input_fails() -> None:
 def test_an_adapter_that_loses_the_sign_of_zero_fails() -> None:
     with opened("numpy") as library:
         state = gradscale.DynamicScale().init(np.zeros(()))
-        values = [np.array([-0.0], np.float32)]
         with pytest.raises(AssertionError, match="must become"):
             gradscale.testing.conformance._check_unscale(
                 LosesTheSignOfZero(library), state, [np.array([-0.0], np.float32)], 65536.0
