@@ -82,8 +82,6 @@ def _summarize_block(block: Tensor) -> Summary:
 
 def _dense_memory(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as a 1-d tensor, in the order of its memory where that has no gaps."""
-    if tensor.is_contiguous() or tensor.dim() < 2:
-        return tensor.reshape(-1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1)
 

@@ -233,12 +233,9 @@ class TensorUnscaler:
         """Tell whether an optimizer's last step was left to divide its gradients by itself."""
         return optimizer in self._left_scaled
 
-    def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
-        """Keep in mind whether an optimizer was left to divide its gradients by itself."""
-        if left_scaled:
-            self._left_scaled[optimizer] = True
-        elif optimizer in self._left_scaled:
-            self._left_scaled.pop(optimizer)
+    def remember_left_scaled(self, optimizer: Any) -> None:
+        """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
+        self._left_scaled[optimizer] = True
 
     def _clipped(
         self, inverse: Tensor, gradients: TensorGradients, max_norm: float, found: kernels.Found

@@ -158,8 +158,8 @@ class Unscaler(Protocol):
         """Tell whether an optimizer's last step was left to divide its gradients by itself."""
         ...
 
-    def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
-        """Keep in mind whether an optimizer was left to divide its gradients by itself; unscaling them forgets it."""
+    def remember_left_scaled(self, optimizer: Any) -> None:
+        """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
         ...
 
 

@@ -516,8 +516,8 @@ class GradScaler:
         """Record what has become of a step: the second half of ``step``."""
         turn.stage = Stage.STEPPED
         number = turn.frame.number
-        if turn.pending is None or turn.pending.is_scaled:
-            self._unscaler.remember(optimizer, left_scaled=turn.pending is not None)
+        if turn.pending is not None and turn.pending.is_scaled:
+            self._unscaler.remember_left_scaled(optimizer)
         if outcome.verdict is None:
             assert turn.pending is not None
             self._reports.record_later(optimizer, number, turn.pending)

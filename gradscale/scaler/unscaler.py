@@ -150,7 +150,7 @@ class ArrayUnscaler:
         """Return False: no optimizer unscales by itself."""
         return False
 
-    def remember(self, optimizer: Any, *, left_scaled: bool) -> None:
+    def remember_left_scaled(self, optimizer: Any) -> None:
         """Do nothing: no optimizer unscales by itself."""
 
 

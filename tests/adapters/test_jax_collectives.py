@@ -215,9 +215,11 @@ def test_a_scaler_of_the_host_cannot_agree_over_an_axis(jax: Any, gradscale_jax:
         on_devices(jax, construct, ("data",), (COUNT,), np.zeros((COUNT, 1)))
 
 
+@pytest.mark.parametrize("is_spread", [False, True], ids=["anywhere", "over the mesh"])
 @pytest.mark.parametrize("policy", [DynamicScale(), gradscale.StaticScale(4.0)], ids=["dynamic", "static"])
-def test_a_state_that_is_closed_over_serves(jax: Any, gradscale_jax: Any, policy: Any) -> None:
-    state = policy.init(jax.numpy.zeros(()))
+def test_a_state_that_is_closed_over_serves(jax: Any, gradscale_jax: Any, policy: Any, is_spread: bool) -> None:
+    over = jax.sharding.NamedSharding(require_mesh("data"), jax.sharding.PartitionSpec("data"))
+    state = policy.init(jax.device_put(jax.numpy.zeros(COUNT), over) if is_spread else jax.numpy.zeros(()))
 
     def step(w: Any) -> Any:
         run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")

@@ -252,6 +252,19 @@ def test_the_scale_state_is_found_in_any_nesting(nest: Any) -> None:
     assert bool(gradscale_jax.verdict_of({"train": state, "step": 3}).finite)
 
 
+def test_the_shapes_and_shardings_of_a_state_are_found_as_the_state_is() -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import gradscale_jax
+
+    state = scaled(optax.sgd(1.0)).init({"a": jnp.ones(())})
+    for part in (lambda leaf: leaf.sharding, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)):
+        found = gradscale_jax.scale_state(jax.tree.map(part, state))
+        assert found == jax.tree.map(part, gradscale_jax.scale_state(state))
+
+
 def test_no_state_and_several_states_are_errors_that_name_the_number() -> None:
     import jax.numpy as jnp
     import optax

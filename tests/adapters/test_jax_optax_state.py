@@ -190,6 +190,24 @@ def test_the_state_is_made_beside_the_parameters_and_compiled_for_at_most_twice(
     assert int(state.skipped) == 1
 
 
+def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place() -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import gradscale_jax
+
+    require_mesh("data")
+    tx = gradscale_jax.scaled(optax.sgd(0.5), POLICY)
+    params = {"anywhere": jnp.ones(2), "chosen": jax.device_put(jnp.ones(2), jax.devices()[2])}
+    made = tx.init(params)
+    assert made.scale_state.scale.devices() == {jax.devices()[2]}
+    free = {"anywhere": jnp.ones(2)}
+    assert_same_bits(jax.jit(tx.init)(free).scale_state, made.scale_state)
+    shapes = jax.eval_shape(tx.init, free).scale_state
+    assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in made.scale_state]
+
+
 def trained(steps: range, params: Any = None, state: Any = None) -> tuple[Any, Any]:
     """Return parameters and state after some steps, of which 1 and 6 overflow; after five no tracker is zero."""
     import jax

@@ -222,6 +222,21 @@ def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_th
         assert run_ranks(1, functools.partial(train, looks=looks)) == [[-1.0, -1.0]]
 
 
+def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step(torch: Any) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, 3.0])
+    optimizer = torch.optim.SGD([("weight", weight)], lr=1.0)
+    scaler = ShardedGradScaler("cpu")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        (entry,) = scaler.diagnose(optimizer, gather=True).entries
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (entry.name, entry.rank, entry.largest) == ("weight", (0,), 3.0)
+
+
 def test_sparse_gradients_with_duplicates_are_left_as_they_are(torch: Any) -> None:
     from gradscale_torch import GradScaler
 

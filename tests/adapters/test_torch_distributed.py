@@ -1,5 +1,6 @@
 """TorchCollectives over real gloo processes: groups, meshes, worlds that end, and programs that end badly."""
 
+import math
 import os
 import signal
 import subprocess
@@ -125,6 +126,16 @@ def test_without_a_world_everything_says_what_to_do_first() -> None:
         TorchCollectives(torch.distributed.GroupMember.NON_GROUP_MEMBER, 5.0)
     with pytest.raises(gradscale.InvalidTypeError, match="got 'world' of type str"):
         TorchCollectives("world", 5.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.tier("quick")
+def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ever() -> None:
+    require("torch")
+    from gradscale_torch.groups import seconds
+
+    assert seconds(1800.0) == 1800.0
+    # Weeks of a run, and far from the end of 64-bit nanoseconds, whatever is added.
+    assert 100 * 86400.0 < seconds(math.inf) == seconds(1e300) < 2**62 / 1e9
 
 
 def test_after_a_timeout_another_group_is_needed_and_meets_no_old_messages(world: GlooWorld, tmp_path: Path) -> None:

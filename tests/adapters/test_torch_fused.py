@@ -119,6 +119,19 @@ def test_a_scale_that_may_be_below_one_is_divided_out_before_the_step(torch: Any
     assert scaler.get_scale() == 0.125
 
 
+def test_each_step_since_a_verdict_may_have_lowered_the_scale_on_a_device(torch: Any) -> None:
+    from gradscale_torch.state import TensorState
+
+    live = TensorState(gradscale.DynamicScale(init_scale=64.0), "meta")
+    # A device that the host does not read.
+    state = live.current(torch.zeros((), device="meta"))
+    assert not live.may_be_below_one(state)
+    live.version = 5
+    for steps, is_possible in {0: False, 1: False, 2: False, 3: True, 4: True}.items():
+        live.observe(4.0, live.version - steps)
+        assert live.may_be_below_one(state) is is_possible, steps
+
+
 def test_attributes_of_the_optimizer_are_removed_when_its_step_raises(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

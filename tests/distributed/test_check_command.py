@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -173,6 +175,33 @@ def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
     assert completed.returncode != 0
     assert "rank 0 of " in completed.stderr
     assert "has not come out of MPI_Init in 3 s: some rank has not come to it" in completed.stderr
+
+
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("versions", [["2.0", "2.0"], ["2.0", "2.1"], ["2.0", None]], ids=["one", "two", "missing"])
+def test_versions_that_differ_are_noted_in_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], versions: list[str | None]
+) -> None:
+    require("cli")
+    module = importlib.import_module("gradscale.cli.check")
+    reported: list[dict[str, Any]] = [
+        {"host": "here", "cores": 2, "versions": {} if version is None else {"numpy": version}} for version in versions
+    ]
+    page: dict[str, Any] = {"size": 2, "ranks": reported, "problems": []}
+
+    def supervise(_: Any, show: Any) -> int:
+        show(page)
+        return 0
+
+    monkeypatch.setattr(module, "_supervise", supervise)
+    monkeypatch.setattr(module, "needs", lambda *_: contextlib.nullcontext())
+    with pytest.raises(module.typer.Exit):
+        module.check(module.Group.mpi, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    notes = shown.pop("notes")
+    assert shown == page
+    listed = ", ".join(sorted(version or "none" for version in versions))
+    assert notes == ([] if versions == ["2.0"] * 2 else [f"the ranks have different versions of numpy: {listed}"])
 
 
 @mpi

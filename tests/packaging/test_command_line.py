@@ -119,6 +119,24 @@ def test_an_error_of_gradscale_is_one_line_on_stderr() -> None:
     assert (completed.returncode, completed.stdout, completed.stderr) == (1, "", "gradscale: two lines\n")
 
 
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SystemExit(130)], ids=["python's", "typer's"])
+def test_either_end_by_ctrl_c_is_130_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: BaseException
+) -> None:
+    require("cli")
+    from gradscale.cli import app
+
+    def interrupted(**_: object) -> None:
+        raise ending
+
+    monkeypatch.setattr(app, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        app.run([])
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "gradscale: interrupted\n")
+
+
 def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
     require("cli")
     (tmp_path / "hanging.py").write_text(

@@ -1,7 +1,8 @@
-"""What the mutation testing changes in a file, and what it leaves alone."""
+"""What the mutation testing changes in a file, what it leaves alone, and which tests it takes for near."""
 
 import pytest
 from mutations import Mutant, mutants_of, sample
+from nearness import nearness
 
 HEAD = '"""A module of 1 line."""\n\nfrom typing import TYPE_CHECKING, overload\n'
 
@@ -139,3 +140,25 @@ def test_a_sample_is_the_same_for_the_same_seed_and_spreads_over_kinds_and_lines
     for chosen in samples.values():
         assert len({each.kind for each in chosen}) == len({each.line for each in chosen}) == 4
     assert sample(mutants, 1000, "a") == mutants
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "text", "expected"),
+    [
+        ("gradscale/cli/check.py", "tests/distributed/test_check_command.py", "", 2),
+        ("gradscale/cli/check.py", "tests/core/test_tree.py", "from gradscale.cli.check import check", 3),
+        ("gradscale/cli/check.py", "tests/core/test_tree.py", "from gradscale.cli import app, check", 3),
+        ("gradscale/cli/check.py", "tests/core/test_tree.py", "check_backend()", 4),
+        ("gradscale/cli/check.py", "tests/core/test_tree.py", "checked", None),
+        ("backends/gradscale_torch/clipping.py", "tests/parity/test_torch_clipping.py", "", 2),
+        ("backends/gradscale_torch/clipping.py", "tests/core/test_clipping.py", "", None),
+        ("backends/gradscale_torch/clipping.py", "tests/core/test_clipping.py", "torch, clipping", 4),
+        ("backends/gradscale_torch/state.py", "tests/core/test_tree.py", "from gradscale_torch.state import A", 3),
+        ("backends/gradscale_torch/state.py", "tests/adapters/test_torch_arrays.py", "a_state", 4),
+        ("backends/gradscale_torch/state.py", "tests/adapters/test_torch_arrays.py", "", None),
+    ],
+)
+def test_tests_are_near_by_their_name_by_an_import_or_by_a_word(
+    module: str, file: str, text: str, expected: int | None
+) -> None:
+    assert nearness(module, file, text) == expected

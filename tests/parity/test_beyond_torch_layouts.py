@@ -45,6 +45,8 @@ def layouts(torch: Any) -> dict[str, Callable[[Any], Any]]:
 
     return {
         "contiguous": lambda dense: dense.clone(),
+        "subclass": lambda dense: torch.nn.Parameter(dense.clone(), requires_grad=False),
+        "subclass-transposed": lambda dense: torch.nn.Parameter(dense.t().contiguous().t(), requires_grad=False),
         "transposed": lambda dense: dense.t().contiguous().t(),
         "strided": strided,
         "sliced": lambda dense: torch.cat([dense, dense])[: len(dense)],
@@ -57,6 +59,7 @@ def layouts(torch: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 NAMES = ["contiguous", "transposed", "strided", "sliced", "offset", "channels-last", "coo", "coo-rows", "coo-twice"]
+NAMES += ["subclass", "subclass-transposed"]
 
 
 @pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan], ids=str)

@@ -165,6 +165,18 @@ def test_private_methods_are_torchs(torch: Any, ours: Any, bad: float) -> None:
     assert_same(*seen)
 
 
+@pytest.mark.parametrize("bad", [1.0, math.inf], ids=["finite", "inf"])
+def test_the_private_check_takes_float16_gradients_as_at_torchs(torch: Any, ours: Any, bad: float) -> None:
+    seen = []
+    for make in (ours.GradScaler, torch.amp.GradScaler):
+        scaler = make("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        parameter.grad = torch.tensor([8.0, bad], dtype=torch.float16)
+        seen.append([dict(scaler._check_inf_per_device(torch.optim.SGD([parameter], lr=1.0))), parameter.grad])
+    assert_same(*seen)
+
+
 def test_the_scale_and_the_tracker_stay_the_same_tensors(torch: Any, ours: Any) -> None:
     for make in (ours.GradScaler, torch.amp.GradScaler):
         scaler = make("cpu", growth_interval=2)

@@ -79,6 +79,22 @@ def test_norm_and_gradients_are_torchs(
         assert_same([each.grad for each in parameters], [each.grad for each in expected])
 
 
+@pytest.mark.parametrize("max_norm", [1e-6, 5.5e-6, 1.0])
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+def test_gradients_of_nearly_no_norm_are_clipped_as_by_torch(
+    torch: Any, ours: Any, enabled: bool, max_norm: float
+) -> None:
+    """What torch adds to the norm is as large as these."""
+    gradient = torch.tensor([3e-6, -4e-6])
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    scaler = ours("cpu", init_scale=1024.0, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    one.grad, other.grad = gradient * scaler.get_scale(), gradient.clone()
+    norm = scaler.unscale_(torch.optim.SGD([one], lr=1.0), max_norm=max_norm)
+    assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(other, max_norm).item(), rel=TOLERANCE)
+    assert relative(one.grad, other.grad) <= TOLERANCE
+
+
 def test_a_comparison_with_other_gradients_fails(torch: Any) -> None:
     right = torch.tensor([1.0, 2.0])
     assert relative(right * (1 + 3e-5), right) > TOLERANCE

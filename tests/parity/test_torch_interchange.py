@@ -179,6 +179,21 @@ def test_a_copy_goes_on_alike_and_on_its_own(
         assert_same(run, runs[0])
 
 
+@pytest.mark.usefixtures("group")
+def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_any_other(
+    torch: Any, history: list[float]
+) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    scaler = started(torch, ShardedGradScaler, history)
+    unpickled = pickle.loads(pickle.dumps(scaler))
+    assert_same(trained(torch, unpickled, MORE), trained(torch, scaler, MORE))
+    scaler.set_group(torch.distributed.group.WORLD)
+    unpickled = pickle.loads(pickle.dumps(scaler))
+    with pytest.raises(CallOrderError, match="set_group"):
+        trained(torch, unpickled, MORE)
+
+
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_a_pickle_in_the_middle_of_an_iteration_is_an_error_as_at_torchs(
     torch: Any, ours: Any, theirs: Any, call: str

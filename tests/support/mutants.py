@@ -34,6 +34,7 @@ from typing import Any
 
 import coverage
 from mutations import Mutant, mutants_of, sample
+from nearness import FARTHEST, nearness
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("gradscale", "backends/gradscale_numpy", "backends/gradscale_torch", "backends/gradscale_jax")
@@ -46,6 +47,8 @@ FIRST = 40
 STARTING, PATIENCE = 90.0, 3.0
 STOPPING = 10.0  # seconds
 UNTIMED = 0.2  # seconds
+# Tests that take longer than this run when all others have passed: few of them use up what a mutant costs at most.
+LONG = 10.0  # seconds
 
 Results = dict[str, tuple[float, bool]]
 
@@ -84,32 +87,37 @@ class Reach:
         return sum(self._seconds.get(test, UNTIMED) for test in tests)
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Return the tests that reach a mutant, the quickest of each function first, then the next of each."""
+        """Return the tests that may notice a mutant, the quickest of each function first, then the next of each.
+
+        Those that reach it come first, then what is beside them, the nearest first, and last those that take long.
+        """
         file = next((file for file in self._data.measured_files() if file.endswith(f"/{mutant.path}")), mutant.path)
         by_line = self._contexts(file)
         contexts = {context for line in mutant.lines for context in by_line.get(line, ())} - {""}
-        reached = set(map(_test, contexts))
-        tests = set(reached)
-        if all(map(_is_of_child, contexts)):
-            tests |= self._beside(mutant, set(map(_file, reached)))
+        near = dict.fromkeys(map(_test, contexts), 0)
+        if not contexts or any(map(_is_of_child, contexts)):
+            near = self._beside(mutant, set(map(_file, near))) | near
+
+        def order(test: str) -> tuple[bool, int, float, str]:
+            seconds = self.seconds([test])
+            return seconds > LONG, near[test], seconds, test
+
         functions: dict[str, list[str]] = collections.defaultdict(list)
-        for test in sorted(tests - self._failing, key=lambda test: (test not in reached, self.seconds([test]), test)):
+        for test in sorted(near.keys() - self._failing, key=order):
             functions[test.partition("[")[0]].append(test)
         return [test for turn in itertools.zip_longest(*functions.values()) for test in turn if test is not None]
 
-    def _beside(self, mutant: Mutant, files: set[str]) -> set[str]:
-        """Return tests that may reach what no test reaches in its own process.
+    def _beside(self, mutant: Mutant, files: set[str]) -> dict[str, int]:
+        """Return tests that may reach what ranks run, or what no test reaches in its own process, and how near.
 
         Ranks outlive the test that started them, and numba's functions are not measured: the tests of the same files,
-        of those that name the module, and all on two ranks that are processes.
+        of those that are named after the module, that import it, that name it, and all on two ranks that are processes.
         """
-        name = re.compile(rf"(?<![^\W_]){Path(mutant.path).stem}(?![^\W_])")
-        files |= {
-            file
-            for file in map(_file, self._tests)
-            if (ROOT / file).exists() and name.search((ROOT / file).read_text())
-        }
-        return {test for test in self._tests if _file(test) in files or re.search("(mpi|gloo)-2", test)}
+        there = {file for file in map(_file, self._tests) if (ROOT / file).exists()}
+        near = {file: nearness(mutant.path, file, (ROOT / file).read_text()) for file in there}
+        near |= dict.fromkeys(files, 1)
+        on_ranks = {test: FARTHEST + 1 for test in self._tests if re.search("(mpi|gloo)-2", test)}
+        return on_ranks | {test: near[_file(test)] for test in self._tests if near.get(_file(test))}
 
 
 def _is_of_child(context: str) -> bool:
