@@ -25,6 +25,7 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("state", FOREIGN)
 @pytest.mark.parametrize("how", ["eager", "jit", "closed-over"])

@@ -341,6 +341,7 @@ def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.d
             assert_same(source, result)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.torch
 @pytest.mark.parametrize("inverse", INVERSES, ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)

@@ -145,6 +145,7 @@ def test_backoff_stops_at_the_smallest_normal_float32(arrays: Library) -> None:
     assert scales(arrays, policy, "OOOOO") == [2.0**-125, SMALLEST, SMALLEST, SMALLEST, SMALLEST]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("factor", [1e-300, 1e-40, 0.3, 0.999])
 @pytest.mark.parametrize("at_min", ["clamp", "hold", "raise"])
 def test_a_scale_is_never_zero_nor_subnormal(arrays: Library, factor: float, at_min: Any) -> None:

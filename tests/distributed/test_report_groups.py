@@ -23,6 +23,7 @@ def test_callbacks_run_on_rank_0_only_unless_told_otherwise(world: World) -> Non
             }, (rank, bad_rank)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.torch
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_replicated_ranks_that_decide_alone_tell_once(fused: bool) -> None:

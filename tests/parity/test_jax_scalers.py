@@ -309,6 +309,7 @@ def test_flaxs_first_step_with_a_float16_loss_overflows_and_ours_does_not(jax: A
     assert scale_of(scaled.state) == 32768.0
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("device", range(4))
 def test_the_peers_devices_drift_apart_and_ours_agree(jax: Any, jnp: Any, device: int, bad: float) -> None:

@@ -135,6 +135,7 @@ def test_jmp(setting: str, run: tuple[str, int]) -> None:
     assert_same(ours(policy, found), np.asarray(lax.scan(step, first, jnp.asarray(found))[1]))
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.jax
 @pytest.mark.parametrize("run", RUNS, ids=run_ids)
 @pytest.mark.parametrize("setting", FACTORS)
