@@ -50,7 +50,7 @@ def rows(quick: bool) -> list[Row]:
             added["group"],
             added["alone and Allreduce"],
             "s",
-            2.0,
+            1.3,
         ),
     ]
 
