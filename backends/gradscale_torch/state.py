@@ -68,13 +68,9 @@ class TensorState:
     def tensors(self) -> ScaleState | None:
         """Return the state in the tensors that it is kept in from now on; None without one."""
         if self._state is not None and self._rule is not None:
-            self._keep_tensors()
+            self._left, self._state = self._state, self.arrays(self._state)
+            self._rule, self._is_regular = None, False
         return self._state
-
-    def _keep_tensors(self) -> None:
-        assert self._state is not None
-        self._left, self._state = self._state, self.arrays(self._state)
-        self._rule, self._is_regular = None, False
 
     def resolved(self, state: ScaleState) -> ScaleState:
         """Return the tensors that have taken the place of a state of numbers, or the state itself."""
