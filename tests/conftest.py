@@ -16,7 +16,7 @@ import pytest
 from axes import VARIABLE, required
 from hypothesis import HealthCheck, settings
 from libraries import ROWS, Library, opened
-from tiers import TIERS, choose, examples, is_in
+from tiers import TIERS, choose, examples, is_in, repeats
 from worlds import mpi_ranks
 
 # A shell's background jobs ignore Ctrl-C, and so would the programs that are to be interrupted by it.
@@ -110,6 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     tier = config.getoption("--tier")
     left_out = {item for item in items if _is_left_out(_row(item), item) or not is_in(tier, item)}
+    if tier != TIERS[-1] and not any("::" in argument for argument in config.args):
+        left_out |= repeats(item for item in items if item not in left_out)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -9,21 +9,28 @@ tier that runs a test is, in this order:
 
 A row of ``arrays`` comes later still in a module that does not say ``PURE = True``: its tests are of the shell, which
 runs the same Python on every library. In ``ranks``, or where ``pytest.mark.rows(name)`` says.
+
+A function of many cases takes all of them on NumPy, and before ``all`` a third on each other row, which is not the same
+third on the next one. A test that is asked for by its id is run.
 """
 
 from __future__ import annotations
 
+import collections
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from libraries import ROWS
 from worlds import ProcessWorld
 
-__all__ = ["TIERS", "choose", "examples", "is_in", "later"]
+__all__ = ["TIERS", "choose", "examples", "is_in", "later", "repeats"]
 
 TIERS = ("quick", "ranks", "all")
 _VARIABLE = "GRADSCALE_TEST_TIER"
 _ROWS_OF_THE_SHELL = ("numpy", "strict")
+_SHARE = 3  # one case of so many on a row that repeats another one
 
 
 def choose(tier: str) -> None:
@@ -44,6 +51,31 @@ def later(tier: str, *values: Any) -> list[Any]:
 def is_in(tier: str, item: pytest.Item) -> bool:
     """Return whether a run of a tier takes a test."""
     return _position(_tier_of(item)) <= _position(tier)
+
+
+def repeats(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that run on another row of ``arrays``, and are left to the last tier on their own."""
+    cases: dict[tuple[Any, str], list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        row = item.callspec.params.get("arrays", "numpy") if hasattr(item, "callspec") else "numpy"
+        if row != "numpy":
+            cases[item.nodeid.partition("[")[0], row].append(item)
+    rows = [parameter.values[0] for parameter in ROWS]
+    return {
+        item
+        for (_, row), those in cases.items()
+        if len(those) >= _SHARE
+        for number, item in enumerate(those)
+        if (_sum_of_digits(number) + rows.index(row)) % _SHARE
+    }
+
+
+def _sum_of_digits(number: int) -> int:
+    """Return the sum of the digits to the base of the share: numbers with like remainders are spread over all values.
+
+    Counted by remainder alone, a row would have one dtype of three, say, and never the others.
+    """
+    return number and number % _SHARE + _sum_of_digits(number // _SHARE)
 
 
 def _tier_of(item: pytest.Item) -> str:
