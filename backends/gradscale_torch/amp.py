@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
-from collections.abc import Sequence
-from typing import Any, TypeAlias, Unpack, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, Unpack, cast, overload
 
 import torch
 
@@ -20,7 +21,7 @@ from gradscale.core.clipping import checked_norm
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Collectives
 from gradscale.core.vector import Verdict
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
@@ -30,6 +31,7 @@ from gradscale.scaler.turn import Turn
 from gradscale_torch.checkpoint import as_torchs_pickle, as_torchs_state_dict, state_dict_of_pickle
 from gradscale_torch.compiling import untraced, untraced_but_for_calls, warn_caller
 from gradscale_torch.fused import steps_by_itself
+from gradscale_torch.groups import is_lookalike
 from gradscale_torch.kernels import Found
 from gradscale_torch.optimizer_states import OptimizerStates, found_by_device
 from gradscale_torch.scaler import made_scaler
@@ -40,6 +42,7 @@ from gradscale_torch.verdicts import TensorVerdict
 __all__ = ["GradScaler", "ShardedGradScaler"]
 
 Tensor = torch.Tensor
+Device: TypeAlias = str | torch.device | int | None
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
@@ -50,12 +53,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Parameters
     ----------
-    device : str, default "cuda"
-        Type of the device that is trained on. ``"cuda"`` without CUDA warns and disables the scaler, as torch does.
+    device : str, torch.device or int, default "cuda"
+        The device that is trained on. ``"cuda"`` without CUDA warns and disables the scaler, as torch does.
     init_scale, growth_factor, backoff_factor, growth_interval : optional
         As in torch: default 65536.0, 2.0, 0.5, 2000.
-    enabled : bool, default True
-        False makes every method pass through.
+    enabled : object, default True
+        What is not true makes every method pass through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         What to agree over. Default: the mesh of the optimizer's parameters if they are DTensors, else nothing: this
         process decides alone, which is right where every rank holds all gradients (DDP).
@@ -68,7 +71,8 @@ class GradScaler(torch.amp.GradScaler):
     Raises
     ------
     InvalidValueError, InvalidTypeError
-        For an argument out of range or of a wrong type, and for a device that does not exist.
+        For an argument out of range or of a wrong type, and for a device that does not exist; for a subclass that
+        overrides ``_unscale_grads_`` or ``_maybe_opt_step``, which are not called here.
 
     Notes
     -----
@@ -83,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: Device = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -95,8 +99,9 @@ class GradScaler(torch.amp.GradScaler):
         timeout: float = DEFAULT_TIMEOUT,
         **options: Unpack[CommonOptions],
     ) -> None:
+        _require_no_overrides(type(self))
         enabled = _available(device, enabled)
-        self._device = device
+        self._device = device  # type: ignore[assignment]
         self._timeout = validation.timeout(timeout)
         self._scaler = made_scaler(
             device,
@@ -113,6 +118,18 @@ class GradScaler(torch.amp.GradScaler):
         return f"{type(self).__name__}(policy={self._scaler.parts.live.policy!r}, enabled={self.is_enabled()})"
 
     # The iteration.
+
+    @overload
+    def scale(self: Replacement, outputs: Tensor) -> Tensor: ...
+
+    @overload
+    def scale(self: Replacement, outputs: list[Tensor]) -> list[Tensor]: ...
+
+    @overload
+    def scale(self: Replacement, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def scale(self: Replacement, outputs: Any) -> Any: ...
 
     @untraced
     def scale(self: Replacement, outputs: Any) -> Any:
@@ -138,7 +155,9 @@ class GradScaler(torch.amp.GradScaler):
         return self._scaler.scale(outputs)
 
     @untraced
-    def unscale_(self: Replacement, optimizer: Any, *, max_norm: float | None = None) -> Tensor | None:
+    def unscale_(
+        self: Replacement, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
+    ) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
         Parameters
@@ -176,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         return norm
 
     @untraced_but_for_calls
-    def step(self: Replacement, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Replacement, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
@@ -233,7 +252,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # What is told.
 
-    def last_step(self: Replacement, optimizer: Any) -> StepReport:
+    def last_step(self: Replacement, optimizer: torch.optim.Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer.
 
         With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device;
@@ -330,9 +349,9 @@ class GradScaler(torch.amp.GradScaler):
         if group is None:
             scaler.agree_over(self._default_groups())
         elif scaler.is_enabled():
-            # An int is what new_group() gives to ranks that are not in it.
-            found = registry.get("torch").collectives(group, timeout=self._timeout) if isinstance(group, int) else group
-            scaler.agree_over(registry.all_collectives_for(found, self._timeout))
+            asked = group if isinstance(group, (list, tuple)) else [group]
+            wrapped = [_wrapped(one, self._timeout) for one in asked]
+            scaler.agree_over(registry.all_collectives_for(wrapped, self._timeout))
 
     # Saving and loading.
 
@@ -407,25 +426,81 @@ class GradScaler(torch.amp.GradScaler):
     def _per_optimizer_states(self: Replacement) -> OptimizerStates:
         return OptimizerStates(self._scaler)
 
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self: Replacement, states: Mapping[int, Any]) -> None:
+        """Take an empty mapping, which begins the iteration anew, or what was read here."""
+        if isinstance(states, OptimizerStates) and states.scaler is self._scaler:
+            return
+        if len(states) > 0:
+            msg = (
+                f"_per_optimizer_states can be set to an empty mapping, which begins the iteration anew, got {states!r}"
+            )
+            raise InvalidValueError(msg)
+        self._scaler.iteration.forget_turns()
+
     @property
     def _init_scale(self: Replacement) -> float:
         return float(_live(self).first["scale"])
+
+    @_init_scale.setter
+    def _init_scale(self: Replacement, value: float) -> None:
+        _live(self).replace_first("scale", validation.scale("_init_scale", value))
 
     @property
     def _init_growth_tracker(self: Replacement) -> int:
         return int(_live(self).first["growth_tracker"])
 
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self: Replacement, value: int) -> None:
+        tracker = validation.integer("_init_growth_tracker", value, 0, validation.LARGEST_INT32)
+        _live(self).replace_first("growth_tracker", tracker)
+
     @property
     def _growth_factor(self: Replacement) -> float:
         return self.get_growth_factor()
+
+    @_growth_factor.setter
+    def _growth_factor(self: Replacement, value: float) -> None:
+        self.set_growth_factor(value)
 
     @property
     def _backoff_factor(self: Replacement) -> float:
         return self.get_backoff_factor()
 
+    @_backoff_factor.setter
+    def _backoff_factor(self: Replacement, value: float) -> None:
+        self.set_backoff_factor(value)
+
     @property
     def _growth_interval(self: Replacement) -> int:
         return self.get_growth_interval()
+
+    @_growth_interval.setter
+    def _growth_interval(self: Replacement, value: int) -> None:
+        self.set_growth_interval(value)
+
+    @property
+    def _unscale_grads_(self: Replacement) -> Callable[..., Any]:
+        """Torch's function, which is not called here: it unscales whatever it is given, and judges it for no step."""
+        takes_fp16 = isinstance(self, ShardedGradScaler)
+
+        def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = takes_fp16) -> Any:
+            return torch.amp.GradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
+
+        return unscale
+
+    @_unscale_grads_.setter
+    def _unscale_grads_(self: Replacement, value: object) -> None:
+        raise InvalidValueError(_not_called("_unscale_grads_", f"got {value!r}"))
+
+    @property
+    def _maybe_opt_step(self: Replacement) -> Callable[..., Any]:
+        """Torch's function, which is not called here."""
+        return functools.partial(torch.amp.GradScaler._maybe_opt_step, self)
+
+    @_maybe_opt_step.setter
+    def _maybe_opt_step(self: Replacement, value: object) -> None:
+        raise InvalidValueError(_not_called("_maybe_opt_step", f"got {value!r}"))
 
     def _lazy_init_scale_growth_tracker(self: Replacement, dev: torch.device | str) -> None:
         """Make the state on a device, where it is not made yet."""
@@ -488,7 +563,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: Device = "cuda",
         init_scale: float = 2.0**16,
         backoff_factor: float = 0.5,
         growth_factor: float = 2.0,
@@ -504,9 +579,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if process_group is not None and group is not None:
             msg = f"give process_group or group=, not both, got {process_group!r} and {group!r}"
             raise InvalidValueError(msg)
+        _require_no_overrides(type(self))
         enabled = _available(device, enabled)
         self.process_group = process_group
-        self._device = device
+        self._device = device  # type: ignore[assignment]
         self._timeout = validation.timeout(timeout)
         self._scaler = made_scaler(
             device,
@@ -559,6 +635,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     _growth_factor: float = vars(GradScaler)["_growth_factor"]
     _backoff_factor: float = vars(GradScaler)["_backoff_factor"]
     _growth_interval: int = vars(GradScaler)["_growth_interval"]
+    _unscale_grads_: Callable[..., Any] = vars(GradScaler)["_unscale_grads_"]
+    _maybe_opt_step: Callable[..., Any] = vars(GradScaler)["_maybe_opt_step"]
     _lazy_init_scale_growth_tracker = GradScaler._lazy_init_scale_growth_tracker
     _check_inf_per_device = GradScaler._check_inf_per_device  # type: ignore[assignment]
     _found_inf_per_device = GradScaler._found_inf_per_device  # type: ignore[assignment]
@@ -592,18 +670,51 @@ def _factors(
     return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
 
 
-def _available(device: Any, enabled: bool) -> bool:
-    """Check the device's name, and tell whether to be enabled: as torch has it, not on cuda where there is none."""
-    try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        msg = f'device must be the type of a device, such as "cuda" or "cpu", got {device!r}: {reason}'
-        raise InvalidValueError(msg) from error
-    if enabled and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+_NOT_CALLED = {
+    "_unscale_grads_": "construct it with allow_fp16_grads=True to take float16 gradients",
+    "_maybe_opt_step": "construct it with group= to agree on each step with other ranks",
+}
+
+
+def _require_no_overrides(kind: type[Replacement]) -> None:
+    """Refuse a class whose own way to unscale or to step would be passed by."""
+    for name in _NOT_CALLED:
+        if inspect.getattr_static(kind, name) is not vars(GradScaler)[name]:
+            raise InvalidTypeError(_not_called(name, f"got {kind.__qualname__}, which overrides it"))
+
+
+def _not_called(name: str, got: str) -> str:
+    return (
+        f"{name} must stay as it is, since this scaler does not call it, {got}: {_NOT_CALLED[name]}, or override "
+        f"unscale_() or step()"
+    )
+
+
+def _available(device: Any, enabled: object) -> bool:
+    """Check the device, and tell whether to be enabled: as torch has it, not on cuda where there is none."""
+    is_wanted = validation.truth("enabled", enabled)
+    # The number of an accelerator, or torch's default device: torch looks at neither.
+    kind = "" if device is None or type(device) is int else _type_of(device)
+    if is_wanted and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
         warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=3)
         return False
-    return enabled
+    return is_wanted
+
+
+def _type_of(device: Any) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {device!r}: {reason}'
+        raise InvalidValueError(msg) from error
+
+
+def _wrapped(group: Any, timeout: float) -> Any:
+    """Wrap what only torch takes for a group."""
+    # An int is what new_group() gives to ranks that are not in it.
+    is_torchs = isinstance(group, int) or is_lookalike(group)
+    return registry.get("torch").collectives(group, timeout=timeout) if is_torchs else group
 
 
 def _live(replacement: Replacement) -> TensorState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 import gradscale
@@ -21,7 +22,7 @@ def as_torchs_state_dict(saved: dict[str, Any], policy: Policy) -> dict[str, Any
     return {key: saved[key] for key in _TORCHS_KEYS} if saved and _is_torchs(policy) else saved
 
 
-def as_torchs_pickle(scaler: gradscale.GradScaler, device: str) -> dict[str, Any]:
+def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | int | None) -> dict[str, Any]:
     """Return what torch's scalers pickle, so that theirs can be restored from ours. One host read."""
     if not scaler.is_enabled():
         return {"_device": device, "_enabled": False}

@@ -55,6 +55,8 @@ class TorchCollectives:
     ----------
     group : ProcessGroup, DeviceMesh or None
         None is the default group at the time of each collective, which may not be there yet when this is constructed.
+        An object with ``rank()``, ``size()`` and ``allreduce(tensors, options)`` serves as well; waiting is then up to
+        what it returns, and has no timeout.
         A mesh is one group of all its ranks; constructing is collective over those of a mesh that has several
         dimensions and does not cover the world.
     timeout : float
@@ -167,7 +169,8 @@ class TorchCollectives:
             raise group.failure(error) from error
         if len(_under_way) > _MANY:
             _forget_what_is_done()
-        _under_way[id(work)] = (work, buffer, group.group)
+        if not self._is_lookalike:
+            _under_way[id(work)] = (work, buffer, group.group)
         return work
 
     def example(self) -> torch.Tensor:
@@ -200,6 +203,7 @@ class TorchCollectives:
         group = groups.resolve(self._asked, self._timeout)
         self._carriers = groups.carriers(group)
         self._is_gloo_on_host = self._carriers.get("cpu") == "gloo"
+        self._is_lookalike = self._carriers.get("cpu") == groups.LOOKALIKE
         self._routes: dict[torch.device, torch.device] = {}
         self.rank, self.size = group.rank(), group.size()
         self._options = self._options_for(dist.ReduceOp.MAX)
@@ -226,6 +230,10 @@ class TorchCollectives:
     def wait(self, group: GroupWait, work: Any, where: torch.device) -> None:
         """Make the host wait until a reduction on some device is done, it fails, or the time is over."""
         group.require_usable()
+        if self._is_lookalike:
+            # All that it must have is wait().
+            group.run(work.wait)
+            return
         # UCC waits without looking at the time; accelerators do not wait at all.
         is_polled = where.type != "cpu" or self._carriers["cpu"] == "ucc"
         group.run(lambda: self._poll(group, work) if is_polled else self._wait_in_slices(group, work))

@@ -21,10 +21,12 @@ from gradscale.errors import (
 
 __all__ = [
     "HOST_BACKENDS",
+    "LOOKALIKE",
     "carriers",
     "default_group",
     "example_device",
     "is_alive",
+    "is_lookalike",
     "resolve",
     "seconds",
     "travels_on",
@@ -33,6 +35,9 @@ __all__ = [
 # Backends that are given CPU tensors only. They are registered for accelerators too, but MPI needs a library built for
 # that, gloo copies to the host itself, and the fake one of torch's tests never says that it is done.
 HOST_BACKENDS = frozenset({"gloo", "mpi", "fake"})
+
+# What an object that only looks like a process group is taken to have.
+LOOKALIKE = "lookalike"
 
 # "For ever", and what is close to it, for libraries that count in 64-bit nanoseconds.
 _LONGEST = 365 * 86400.0
@@ -54,8 +59,17 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def is_lookalike(group: Any) -> bool:
+    """Return whether an object that is none of torch's groups has ``rank()``, ``size()`` and ``allreduce()``."""
+    return not isinstance(group, (dist.ProcessGroup, DeviceMesh)) and all(
+        callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce")
+    )
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Return whether a group belongs to the present world; torch itself would go on using a destroyed one."""
+    if is_lookalike(group):
+        return True
     try:
         dist.get_backend(group)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError):
@@ -71,7 +85,7 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
     group : ProcessGroup, DeviceMesh or None
         None is the default group. A mesh of any number of dimensions is one group of all its ranks: the default group
         if it covers the world, its own group if it has one dimension, else a group that is made once for these ranks,
-        which is collective over them, and over no others.
+        which is collective over them, and over no others. An object that looks like a process group is one.
     timeout : float
         Seconds to wait for the ranks of a mesh.
 
@@ -102,7 +116,7 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
             raise CallOrderError(_NOT_INITIALISED)
     elif isinstance(group, DeviceMesh):
         found = _of_mesh(group, timeout)
-    elif isinstance(group, dist.ProcessGroup):
+    elif isinstance(group, dist.ProcessGroup) or is_lookalike(group):
         found = group
     elif _is_non_member(group):
         msg = (
@@ -235,6 +249,8 @@ def _configuration(group: dist.ProcessGroup) -> str:
 
 def carriers(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backends of a group by device type, of those devices that this machine has."""
+    if is_lookalike(group):
+        return {"cpu": LOOKALIKE}
     pairs = [pair.partition(":") for pair in _configuration(group).split(",")]
     return {kind: backend for kind, _, backend in pairs if backend and _is_available(kind)}
 

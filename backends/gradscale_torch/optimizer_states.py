@@ -59,17 +59,22 @@ class OptimizerStates(Mapping[int, dict[str, Any]]):
     ----------
     scaler : gradscale.GradScaler
         Whose iteration.
+
+    Attributes
+    ----------
+    scaler : gradscale.GradScaler
+        As given.
     """
 
     def __init__(self, scaler: gradscale.GradScaler) -> None:
-        self._scaler = scaler
+        self.scaler = scaler
 
     def __getitem__(self, key: int) -> dict[str, Any]:
-        turn = self._scaler.iteration.by_id(key)
+        turn = self.scaler.iteration.by_id(key)
         return _refresh_per_optimizer_state() if turn is None else OptimizerState(turn)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._scaler.iteration.ids())
+        return iter(self.scaler.iteration.ids())
 
     def __len__(self) -> int:
-        return len(self._scaler.iteration.ids())
+        return len(self.scaler.iteration.ids())

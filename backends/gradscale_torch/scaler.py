@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import gradscale
@@ -22,7 +23,7 @@ __all__ = ["made_scaler"]
 
 
 def made_scaler(
-    device: str,
+    device: torch.device | str | int | None,
     factors: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
@@ -35,8 +36,8 @@ def made_scaler(
 
     Parameters
     ----------
-    device : str
-        Type of the device that is trained on.
+    device : str, torch.device, int or None
+        That is trained on.
     factors : mapping
         Arguments of :class:`gradscale.DynamicScale`.
     options : mapping

@@ -31,11 +31,11 @@ class TensorState:
     ----------
     policy : Policy
         The rule that adapts it.
-    device : str
+    device : str, torch.device, int or None
         Where the state is for a rank that has no gradients.
     """
 
-    def __init__(self, policy: Policy, device: str) -> None:
+    def __init__(self, policy: Policy, device: torch.device | str | int | None) -> None:
         self.policy = policy
         self.version = 0
         self._device = device
@@ -80,6 +80,11 @@ class TensorState:
     def first(self) -> dict[str, Any]:
         """The numbers that a state will be made of."""
         return {"scale": self.policy.init_scale, "growth_tracker": 0, **self._restored}
+
+    def replace_first(self, name: str, value: float) -> None:
+        """Set one of the numbers that a state will be made of; one that is made keeps its own."""
+        if self._state is None:
+            self._restored[name] = value
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array; a loss may be of another library."""

@@ -102,15 +102,15 @@ class TensorUnscaler:
 
     Parameters
     ----------
-    device : str
-        Type of the device that is trained on.
+    device : str, torch.device, int or None
+        That is trained on.
     allows_fp16 : bool
         Whether gradients may be float16.
     timeout : float
         Seconds to wait for the ranks of a mesh.
     """
 
-    def __init__(self, device: str, *, allows_fp16: bool, timeout: float) -> None:
+    def __init__(self, device: torch.device | str | int | None, *, allows_fp16: bool, timeout: float) -> None:
         self.device = device
         self._allows_fp16 = allows_fp16
         self._timeout = timeout
@@ -123,11 +123,11 @@ class TensorUnscaler:
         # The optimizers whose last step was left to unscale by itself.
         self._left_scaled: IdentityMap[bool] = IdentityMap()
 
-    def __getstate__(self) -> tuple[str, bool, float]:
+    def __getstate__(self) -> tuple[torch.device | str | int | None, bool, float]:
         """Return what is pickled: the settings."""
         return self.device, self._allows_fp16, self._timeout
 
-    def __setstate__(self, kept: tuple[str, bool, float]) -> None:
+    def __setstate__(self, kept: tuple[torch.device | str | int | None, bool, float]) -> None:
         self.device, self._allows_fp16, self._timeout = kept
         self.forget()
 

@@ -237,12 +237,18 @@ def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any
         if xp is not home and kind is not Kind.INTEGRAL:
             msg = (
                 f"{what}{_path(leaves, index, rebuild)} must be an array of the library that the scale is in, "
-                f"{home.__name__}, got one of {xp.__name__}; use one scaler for each library"
+                f"{library_name(home)}, got one of {library_name(xp)}; use one scaler for each library"
             )
             raise InvalidTypeError(msg)
         if kind is not Kind.INTEGRAL:
             chosen[id(leaf)] = leaf
     return list(chosen.values())
+
+
+def library_name(xp: Any) -> str:
+    """Return the name of an array namespace as people write it: ``numpy``, not ``array_api_compat.numpy``."""
+    name: str = xp.__name__
+    return name.removeprefix("array_api_compat.")
 
 
 def _all_floating(leaves: Sequence[Any], home: Any) -> bool:

@@ -26,6 +26,8 @@ __all__ = [
     "number",
     "round_to_float32",
     "scale",
+    "truth",
+    "whole",
 ]
 
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -118,12 +120,26 @@ def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     return converted
 
 
+def whole(value: Any) -> Any:
+    """Return a float that is a whole number as an int, and anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def boolean(name: str, value: Any) -> bool:
     """Return a bool; NumPy's is fine, numbers are not."""
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
     msg = f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
     raise InvalidTypeError(msg)
+
+
+def truth(name: str, value: Any) -> bool:
+    """Return whether a value is true; anything that Python's ``if`` takes."""
+    try:
+        return bool(value)
+    except Exception as error:
+        msg = f"{name} must be true or false, got {value!r} of type {type(value).__name__}, which is neither"
+        raise InvalidTypeError(msg) from error
 
 
 def choice(name: str, value: Any, options: tuple[_Choice, ...]) -> _Choice:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
@@ -39,7 +39,7 @@ def _single(name: str, factor: float, **limits: float) -> float:
 
 def torch(
     *, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of torch.amp.GradScaler (torch 2.13, ``torch._amp_update_scale_``).
 
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
@@ -55,7 +55,7 @@ def apex(
     growth_interval: int = 2000,
     min_scale: float = validation.SMALLEST_NORMAL,
     max_scale: float | None = 2.0**24,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of apex.amp (``apex/amp/scaler.py``), fp16_utils and contrib's FP16_Optimizer.
 
     The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on each overflow, down to
@@ -73,7 +73,7 @@ def apex_hysteresis(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     hysteresis: int = 1,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of apex's kernel ``update_scale_hysteresis`` (``csrc``), which NeMo's GradScaler has, too.
 
     Torch's rule, but only the ``hysteresis``-th of consecutive overflows and each after it back off. NeMo's defaults.
@@ -91,7 +91,7 @@ def megatron(
     growth_interval: int = 1000,
     hysteresis: int = 2,
     min_scale: float = 1.0,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of Megatron-core's DynamicGradScaler (``megatron/core/optimizer/grad_scaler.py``).
 
     Growth after 1000 clean steps in a row; the ``hysteresis``-th overflow since the last growth, and each after it,
@@ -110,7 +110,7 @@ def deepspeed(
     min_scale: float = 1.0,
     consecutive_hysteresis: bool = False,
     raise_at_min: bool = True,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of DeepSpeed's DynamicLossScaler, which ZeRO uses (``deepspeed/runtime/fp16/loss_scaler.py``).
 
     The scale doubles after 1001 clean steps, and then after each 1000; overflows are tolerated as Megatron does it, or
@@ -150,7 +150,7 @@ def fairseq(
     tolerance: float = 0.0,
     min_scale: float = 1e-4,
     threshold: float | None = None,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of fairseq's DynamicLossScaler (``fairseq/optim/dynamic_loss_scaler.py``).
 
     Growth after 2000 clean steps in a row; an overflow backs off when the overflows are at least ``tolerance`` of the
@@ -185,7 +185,7 @@ def metaseq(
     tolerance: float = 0.0,
     min_scale: float = 2.0**-5,
     threshold: float | None = None,
-) -> Policy:
+) -> WideningScale:
     """Return the rule of metaseq's DynamicLossScaler (``metaseq/optim/dynamic_loss_scaler.py``).
 
     Fairseq's, but growth also doubles the growth interval and backoff halves it, and a backoff that would pass below
@@ -211,7 +211,7 @@ def colossalai(
     hysteresis: int = 2,
     min_scale: float = validation.SMALLEST_NORMAL,
     max_scale: float | None = None,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of ColossalAI's DynamicGradScaler (``colossalai/amp/naive_amp/grad_scaler``).
 
     Megatron's, with a maximum; a ``hysteresis`` of 0 is one of 1. The defaults are those of the class.
@@ -229,7 +229,7 @@ def paddle(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     hysteresis: int = 1,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of paddle.amp.GradScaler (Paddle 3.3, ``python/paddle/amp/grad_scaler.py``).
 
     Growth after 2000 clean steps in a row; the ``hysteresis``-th of consecutive overflows backs off, and the count
@@ -247,7 +247,7 @@ def paddle_static(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     hysteresis: int = 1,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of Paddle's kernel ``update_loss_scaling`` (Paddle 3.3, ``paddle.static.amp``).
 
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
@@ -256,7 +256,7 @@ def paddle_static(
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
 
-def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth_interval: int = 2000) -> Policy:
+def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth_interval: int = 2000) -> DynamicScale:
     """Return the rule of MindSpore's DynamicLossScaleManager (MindSpore 2.10).
 
     Growth after 2000 clean steps in a row; each overflow backs off, down to 1.
@@ -267,7 +267,9 @@ def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth
     return DynamicScale(**locals(), min_scale=1.0)
 
 
-def mxnet(*, init_scale: float = 2.0**16, growth_interval: int = 2000, max_scale: float | None = 2.0**24) -> Policy:
+def mxnet(
+    *, init_scale: float = 2.0**16, growth_interval: int = 2000, max_scale: float | None = 2.0**24
+) -> DelayedScale:
     """Return the rule of MXNet's LossScaler (``python/mxnet/contrib/amp/loss_scaler.py``).
 
     It takes no arguments there. The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on
@@ -281,7 +283,7 @@ def mxnet(*, init_scale: float = 2.0**16, growth_interval: int = 2000, max_scale
 
 def chainer(
     *, init_scale: float = 1.0, growth_interval: int = 1000, min_scale: float = 1.0, max_scale: float = 65504.0
-) -> Policy:
+) -> GradualScale:
     """Return the rule of Chainer's ``Optimizer.loss_scaling()`` (``chainer/optimizer.py``).
 
     From 1 the scale doubles on every clean step until the first overflow, and from then on in 1000 of them, by
@@ -292,7 +294,7 @@ def chainer(
     return GradualScale(**locals(), fast_start=True)
 
 
-def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000) -> Policy:
+def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000) -> GradualScale:
     """Return the rule of guided-diffusion's MixedPrecisionTrainer (``guided_diffusion/fp16_util.py``).
 
     The logarithm to base 2 starts at 20, rises by 1/1000 on each clean step and falls by 1 on an overflow. It is no
@@ -304,15 +306,19 @@ def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000
 
 
 def jmp(
-    *, init_scale: float = 2.0**15, growth_factor: float = 2.0, growth_interval: int = 2000, min_scale: float = 1.0
-) -> Policy:
+    *, init_scale: float = 2.0**15, growth_factor: float = 2.0, growth_interval: float = 2000, min_scale: float = 1.0
+) -> DynamicScale:
     """Return the rule of jmp.DynamicLossScale (jmp 0.0.4), which has no default scale; 2**15 is its documentation's.
 
-    Growth after 2000 clean steps in a row; each overflow divides by ``growth_factor``, down to ``min_scale``.
+    Growth after 2000 clean steps in a row; each overflow divides by ``growth_factor``, down to ``min_scale``. As jmp
+    takes them, a ``min_scale`` of 0 is one of float32's smallest normal number, and the interval may be a float.
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
     """
     growth_factor, backoff_factor = _both(growth_factor)
+    if min_scale == 0:
+        min_scale = validation.SMALLEST_NORMAL
+    growth_interval = validation.whole(growth_interval)
     return DynamicScale(**locals())
 
 
@@ -323,7 +329,7 @@ def flax(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     min_scale: float = validation.SMALLEST_NORMAL,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of flax.training.dynamic_scale.DynamicScale (flax 0.12).
 
     Growth on the 2001st clean step of each run, up to float32's largest number; each overflow backs off, down to
@@ -343,7 +349,7 @@ def mpx(
     growth_interval: int = 2000,
     min_scale: float = 1.0,
     max_scale: float = 65504.0,
-) -> Policy:
+) -> DynamicScale:
     """Return the rule of mpx.DynamicLossScaling: jmp's, with a maximum of 65504.
 
     It has no default scale; 2**15 is its documentation's. The maximum is no power of two, and so is no scale after it.
@@ -354,7 +360,7 @@ def mpx(
     return DynamicScale(**locals())
 
 
-def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Policy:
+def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> DynamicScale:
     """Return the rule of keras.optimizers.LossScaleOptimizer (Keras 3.15).
 
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
@@ -362,6 +368,19 @@ def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Policy
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
     """
     return DynamicScale(**locals())
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raise AttributeError for a name that this module does not have, naming the nearest preset."""
+    if name.startswith("_"):
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    raise AttributeError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
+    return f"no preset has this name, got {name!r}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
 
 
 _PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}
@@ -384,9 +403,7 @@ def named(name: str, /, **settings: Any) -> Policy:
         msg = f"the name of a preset must be a str, got {name!r} of type {type(name).__name__}"
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
-        nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
-        msg = f"no preset has this name, got {name!r}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
-        raise InvalidValueError(msg)
+        raise InvalidValueError(_unknown(name))
     known = list(inspect.signature(_PRESETS[name]).parameters)
     unknown = [setting for setting in settings if setting not in known]
     if unknown:

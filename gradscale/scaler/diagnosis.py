@@ -168,8 +168,8 @@ class Diagnosis:
                 library = library or xp
                 if kind_of(values) is Kind.UNKNOWN or xp is not library:
                     msg = (
-                        f"{what} {one.name} must be a floating array of one library, {library.__name__}, got one of "
-                        f"{xp.__name__} with dtype {values.dtype!r}"
+                        f"{what} {one.name} must be a floating array of one library, {ops.library_name(library)}, got "
+                        f"one of {ops.library_name(xp)} with dtype {values.dtype!r}"
                     )
                     raise InvalidTypeError(msg)
             chosen.append((index, one, values))

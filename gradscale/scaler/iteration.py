@@ -69,6 +69,13 @@ class Iteration:
         """Return the turns, in the order in which the optimizers were met."""
         return list(self._all)
 
+    def forget_turns(self) -> None:
+        """Let every optimizer begin its turn anew, with what was scaled; agreements under way are finished first."""
+        for turn in self._all:
+            if turn.pending is not None and turn.pending.is_begun:
+                turn.verdict()
+        self._turns, self._all = {}, []
+
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError unless nothing is unscaled or stepped yet, or the iteration has failed anyway."""
         if self.frame.failure is None and any(turn.stage is not Stage.READY for turn in self._all):

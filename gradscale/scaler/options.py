@@ -151,7 +151,8 @@ def with_options(*kinds: Any) -> Callable[[_Class], _Class]:
 
     def show(kind: _Class) -> _Class:
         constructor: Any = kind.__init__  # type: ignore[misc]
-        *own, _ = inspect.signature(constructor).parameters.values()
+        parameters = inspect.signature(constructor).parameters.values()
+        own = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         taken = kinds[0].__annotations__
         by_name = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=taken[name])

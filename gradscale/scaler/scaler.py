@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Never, Self, Unpack
 
 from gradscale.core import registry, validation
 from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.vector import Verdict
-from gradscale.errors import InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
@@ -89,11 +89,17 @@ class GradScaler:
     The state is made on the library and device of the first floating array that comes along.
     """
 
-    def __init__(self, **options: Unpack[ScalerOptions]) -> None:
+    def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
+        if positional:
+            msg = (
+                f"a scaler of gradscale takes its options by name, got {positional!r}; what takes "
+                f"torch.amp.GradScaler's arguments is gradscale_torch.GradScaler"
+            )
+            raise InvalidTypeError(msg)
         given = completed(options)
         factors = {name: given[name] for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
         live = ArrayState(chosen_policy(given["policy"], factors), given["backend"])
-        enabled = validation.boolean("enabled", given["enabled"])
+        enabled = validation.truth("enabled", given["enabled"])
         reports = made_reports(given)
         parts = Parts(
             live=live,

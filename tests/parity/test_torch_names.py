@@ -1,0 +1,246 @@
+"""What scripts touch of torch's scalers beyond the public methods works on ours, or is refused with what to use."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from axes import require
+
+from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def torch() -> Any:
+    return require("torch")
+
+
+@pytest.fixture
+def group(torch: Any) -> Iterator[None]:
+    """Make torch's default group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(params=["GradScaler", "ShardedGradScaler"])
+def pair(request: pytest.FixtureRequest, torch: Any) -> tuple[Any, Any]:
+    """Return our class and torch's, in a world of one."""
+    request.getfixturevalue("group")
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    import gradscale_torch
+
+    theirs = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
+    return getattr(gradscale_torch, request.param), theirs[request.param]
+
+
+def model(torch: Any, gradient: float = 1.0, dtype: str = "float32") -> tuple[Any, Any]:
+    """Return a parameter and its optimizer."""
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))
+    parameter.grad = torch.full_like(parameter, gradient)
+    return parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+TRUTHS = [None, 0, 1, "", "yes", [], [0], 0.5]
+
+
+@pytest.mark.parametrize("value", TRUTHS, ids=repr)
+def test_enabled_takes_any_truth_value(pair: tuple[Any, Any], torch: Any, value: Any) -> None:
+    for make in pair:
+        scaler = make("cpu", enabled=value)
+        assert bool(scaler.is_enabled()) is bool(value)
+        loss = torch.ones(())
+        assert scaler.scale(loss).item() == (65536.0 if value else 1.0)
+    assert pair[0]("cpu", enabled=torch.tensor(True)).is_enabled() is True
+    assert GradScaler(enabled=value).is_enabled() is bool(value)
+
+
+def test_what_is_neither_true_nor_false_is_refused(pair: tuple[Any, Any], torch: Any) -> None:
+    for make in (lambda enabled: pair[0]("cpu", enabled=enabled), lambda enabled: GradScaler(enabled=enabled)):
+        with pytest.raises(InvalidTypeError, match="enabled must be true or false, got tensor"):
+            make(torch.ones(2))
+
+
+def test_device_is_whatever_names_one(pair: tuple[Any, Any], torch: Any) -> None:
+    for device in ("cpu", torch.device("cpu"), "meta", "xla", "hpu", None, 0):
+        assert [make(device).is_enabled() for make in pair] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["_unscale_grads_", "_maybe_opt_step"])
+def test_an_override_that_would_be_passed_by_is_refused_when_constructed(pair: tuple[Any, Any], name: str) -> None:
+    ours, _ = pair
+    mixed = type("Mixed", (type("Mixin", (), {name: lambda *_: None}), ours), {})
+    own = type("Own", (ours,), {name: lambda *_: None})
+    below = type("Below", (own,), {})
+    for kind in (mixed, own, below):
+        with pytest.raises(InvalidTypeError, match=rf"{name} must stay as it is.*{kind.__name__}.*(group=|allow_fp16)"):
+            kind("cpu")
+    assert type("Plain", (ours,), {"step": lambda *_: None})("cpu").step() is None
+
+
+@pytest.mark.parametrize("name", ["_unscale_grads_", "_maybe_opt_step"])
+def test_an_override_of_an_instance_is_refused(pair: tuple[Any, Any], name: str) -> None:
+    scaler = pair[0]("cpu")
+    with pytest.raises(InvalidValueError, match=rf"{name} must stay as it is.*(group=|allow_fp16_grads=True)"):
+        setattr(scaler, name, lambda *_: None)
+
+
+def test_unscale_grads_is_torchs_function(pair: tuple[Any, Any], torch: Any) -> None:
+    for dtype in ("float32", "float16"):
+        results = []
+        for make in pair:
+            parameter, optimizer = model(torch, float("inf"), dtype)
+            scaler = make("cpu")
+            scaler.scale(torch.ones(()))
+            # The fourth argument has a default in ShardedGradScaler alone.
+            more = (True,) if make.__name__ == "GradScaler" else ()
+            found = scaler._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), *more)
+            results.append(([flag.item() for flag in found.values()], parameter.grad.tolist()))
+        assert results[0] == results[1] == ([1.0], [float("inf")] * 2)
+    assert pair[0]("cpu")._unscale_grads_(model(torch)[1], torch.ones(()), torch.zeros(()), True)
+
+
+def test_maybe_opt_step_is_torchs_function(pair: tuple[Any, Any], torch: Any) -> None:
+    for found, moved in ((0.0, -1.0), (1.0, 0.0)):
+        seen = []
+        for make in pair:
+            parameter, optimizer = model(torch)
+            make("cpu")._maybe_opt_step(optimizer, {"found_inf_per_device": {"cpu": torch.tensor(found)}})
+            seen.append(parameter.tolist())
+        assert seen == [[moved] * 2] * 2
+
+
+def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any], torch: Any) -> None:
+    seen = []
+    for make in pair:
+        scaler = make("cpu")
+        scaler._init_scale, scaler._init_growth_tracker = 8.0, 1
+        scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 4.0, 0.25, 2
+        before = scaler.state_dict()
+        scales = []
+        for gradient in (1.0, float("nan"), 1.0):
+            scaler.scale(torch.ones(()))
+            scaler.step(model(torch, gradient)[1])
+            scaler.update()
+            scales.append(scaler.get_scale())
+        # Too late: there is a scale.
+        scaler._init_scale, scaler._init_growth_tracker = 2.0, 0
+        scales.append(scaler.get_scale())
+        seen.append((before, scales, scaler.state_dict()))
+    assert seen[0] == seen[1]
+    assert seen[0][1] == [32.0, 8.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("_init_scale", 0.0), ("_init_growth_tracker", -1), ("_growth_factor", 1.0), ("_growth_interval", 0.5)],
+)
+def test_a_wrong_number_is_refused_and_nothing_is_changed(pair: tuple[Any, Any], name: str, value: Any) -> None:
+    scaler = pair[0]("cpu")
+    before = scaler.state_dict()
+    with pytest.raises(GradscaleError):
+        setattr(scaler, name, value)
+    assert scaler.state_dict() == before
+
+
+def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any], torch: Any) -> None:
+    from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+    seen = []
+    for make in pair:
+        scaler = make("cpu", init_scale=4.0)
+        parameter, optimizer = model(torch, 16.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((parameter.tolist(), scaler.state_dict()))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == [-1.0, -1.0]
+
+
+def test_optimizer_states_that_were_read_can_be_set_again_and_others_cannot(torch: Any, pair: tuple[Any, Any]) -> None:
+    scaler = pair[0]("cpu")
+    _, optimizer = model(torch)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states = scaler._per_optimizer_states
+    assert len(scaler._per_optimizer_states) == 1
+    with pytest.raises(InvalidValueError, match="_per_optimizer_states can be set to an empty mapping"):
+        scaler._per_optimizer_states = {id(optimizer): {}}
+
+
+class Work:
+    """What an all-reduce returns: nothing but ``wait``."""
+
+    def wait(self) -> None:
+        return None
+
+
+class LooksLikeAGroup:
+    """As torch's own tests have one: two other ranks that find nothing, or an infinity."""
+
+    def __init__(self, other: Any = None) -> None:
+        self.calls: list[Any] = []
+        self.other = other
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[Any], options: Any) -> Work:
+        self.calls.append((tensors[0].dtype, options.reduceOp))
+        if self.other is not None:
+            tensors[0].copy_(self.other(tensors[0]))
+        return Work()
+
+
+def test_any_object_with_rank_size_and_allreduce_is_a_process_group(torch: Any) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    for wrap in (lambda group: group, lambda group: [group]):
+        one = LooksLikeAGroup()
+        scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=wrap(one))
+        parameter, optimizer = model(torch, 8.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        assert parameter.tolist() == [-2.0, -2.0]
+        assert [call[0] for call in one.calls] == [torch.int32]
+
+
+def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    def infinite(values: Any) -> Any:
+        worse = values.clone()
+        worse[0] = 1
+        return worse
+
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=LooksLikeAGroup(infinite))
+    parameter, optimizer = model(torch, 8.0)
+    scaler.scale(torch.ones(()))
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert (parameter.tolist(), scaler.get_scale()) == ([0.0, 0.0], 2.0)
+    assert scaler.last_step(optimizer).skipped
+
+
+def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:
+    with pytest.raises(InvalidTypeError, match=r"by name, got \('cuda',\).*gradscale_torch\.GradScaler"):
+        GradScaler("cuda")  # type: ignore[arg-type]
+
+
+def test_a_misspelt_preset_names_the_nearest_one() -> None:
+    with pytest.raises(AttributeError, match=r"'megatrom'; did you mean 'megatron'\?"):
+        presets.megatrom  # noqa: B018
+    assert not hasattr(presets, "__wrapped__")
