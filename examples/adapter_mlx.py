@@ -107,10 +107,10 @@ def main() -> None:
             return scaler.scale(mx.mean(mx.square(weights - wanted) * factor))
 
         descent.grads = [mx.grad(loss)(descent.weights).astype(mx.float16)]
-        norm = scaler.unscale_(descent, max_norm=10.0)
+        norm: Any = scaler.unscale_(descent, max_norm=10.0)
         scaler.step(descent)
         if scaler.last_step(descent).skipped:
-            print(f"step {step}: skipped, norm {float(norm):g}")
+            print(f"step {step}: skipped, norm {norm.item()}")
         scaler.update()
     print(f"weights {[round(value, 2) for value in descent.weights.tolist()]}, scale {scaler.get_scale():g}")
 
