@@ -48,6 +48,15 @@ class AxisCollectives:
     -----
     A `Collectives` in the sense of gradscale, whose vector stays on the device. A ``ShardedGradScaler`` cannot use it:
     it reads its verdict on the host, where no axis is bound.
+
+    Examples
+    --------
+    >>> import gradscale_jax, jax, jax.numpy as jnp
+    >>> def largest(x):
+    ...     return gradscale_jax.AxisCollectives("data").start_max(x)()
+    >>> print(jax.vmap(largest, axis_name="data")(jnp.asarray([[1, 7], [3, 5]])))
+    [[3 7]
+     [3 7]]
     """
 
     def __init__(self, axis_name: Hashable | Sequence[Hashable]) -> None:
@@ -108,6 +117,16 @@ def agree(
     ------
     CallOrderError
         When ``axis_name`` is not bound.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax, jax.numpy as jnp
+    >>> policy = gradscale.DynamicScale()
+    >>> state = policy.init(jnp.zeros(()))
+    >>> def finite(nonfinite):  # on each rank of the axis
+    ...     return gradscale_jax.agree(nonfinite, state, policy, "data").finite
+    >>> print(jax.vmap(finite, axis_name="data")(jnp.asarray([0, 1, 0])))
+    [False False False]
     """
     validation.policy(policy)
     state = trees.as_state(state)

@@ -35,6 +35,15 @@ class Scaled(NamedTuple):
         Whether to take the step.
     state : ScaleState
         For the next step.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> policy = gradscale.DynamicScale()
+    >>> differentiate = gradscale_jax.value_and_grad(lambda w: jnp.sum(w**2), policy)
+    >>> scaled = differentiate(policy.init(jnp.zeros(())), jnp.ones(2))
+    >>> print(scaled.value, scaled.grads, scaled.verdict.finite)
+    2.0 [2. 2.] True
     """
 
     value: Any
@@ -90,6 +99,17 @@ def value_and_grad(
         From the function: when the loss is not a real floating scalar, or the state no ScaleState.
     CallOrderError
         From the function: when ``axis_name`` is not bound.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax, jax.numpy as jnp
+    >>> policy = gradscale.DynamicScale()
+    >>> @jax.jit
+    ... def step(state, w):
+    ...     value, grads, verdict, state = gradscale_jax.value_and_grad(lambda w: jnp.sum(w**2), policy)(state, w)
+    ...     return gradscale_jax.select(verdict.finite, w - 0.25 * grads, w), state
+    >>> print(step(policy.init(jnp.zeros(())), jnp.ones(2))[0])
+    [0.5 0.5]
     """
     validation.policy(policy)
 

@@ -35,6 +35,14 @@ class ScaledOptimizerState(NamedTuple):
         Of the last step; before the first one a clean verdict. :func:`verdict_of` finds it.
     skipped : array
         0-d int32: steps skipped so far; stays at the largest int32.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.sgd(0.25), gradscale.DynamicScale())
+    >>> _, opt_state = tx.update(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)))
+    >>> print(opt_state.skipped, opt_state.scale_state.scale)
+    1 32768.0
     """
 
     scale_state: ScaleState
@@ -92,6 +100,17 @@ def scaled(
     transformation. What precedes it in an ``optax.chain`` sees scaled gradients, and what follows it sees a skipped
     step as a step with zero updates. ``optax.MultiSteps`` and ``optax.apply_if_finite`` around it hide overflows
     from it, or keep them for good.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.sgd(0.25), gradscale.DynamicScale())
+    >>> params = jnp.ones(2)
+    >>> opt_state = tx.init(params)
+    >>> grads = jax.grad(lambda w: gradscale_jax.scale(jnp.sum(w**2), gradscale_jax.scale_state(opt_state)))(params)
+    >>> updates, opt_state = tx.update(grads, opt_state, params)
+    >>> print(optax.apply_updates(params, updates))
+    [0.5 0.5]
     """
     inner = _require_transformation(tx)
     validation.policy(policy)
@@ -151,6 +170,14 @@ def scale_state(opt_state: Any) -> ScaleState:
     ------
     InvalidValueError
         When it holds none, or several: one loss has one scale.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.adam(0.01), gradscale.DynamicScale(init_scale=1024.0))
+    >>> state = gradscale_jax.scale_state(tx.init(jnp.ones(2)))
+    >>> print(gradscale_jax.scale(jnp.float32(0.5), state))
+    512.0
     """
     return ScaleState(*_arrays(_only_state(opt_state).scale_state))
 
@@ -172,6 +199,14 @@ def verdict_of(opt_state: Any) -> Verdict:
     ------
     InvalidValueError
         When it holds none, or several.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.adam(0.01), gradscale.DynamicScale())
+    >>> _, opt_state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.ones(2)))
+    >>> print(gradscale_jax.verdict_of(opt_state).finite)
+    False
     """
     return Verdict(*_arrays(_only_state(opt_state).verdict))
 

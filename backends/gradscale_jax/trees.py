@@ -36,6 +36,13 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     ------
     InvalidTypeError
         For a leaf that is no array.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> state = gradscale.DynamicScale(init_scale=1024.0).init(jnp.zeros(()))
+    >>> float(gradscale_jax.scale(jnp.float32(0.5), state))
+    512.0
     """
     leaves, treedef = jax.tree.flatten(outputs)
     inexact = [strong(leaf) if isinstance(leaf, float) else as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
@@ -67,6 +74,14 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, j
     ------
     InvalidTypeError
         For a leaf that is no array.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(jnp.zeros(()))
+    >>> grads, nonfinite = gradscale_jax.unscale({"w": jnp.ones(2), "b": jnp.full(1, jnp.inf)}, state)
+    >>> print(grads["w"], nonfinite)
+    [0.25 0.25] 1
     """
     leaves, treedef = jax.tree.flatten(grads)
     inexact = [as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
@@ -96,6 +111,13 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
         When ``pred`` is no 0-d bool array, or two leaves differ in dtype.
     InvalidValueError
         When the trees differ in structure, or leaves in shape.
+
+    Examples
+    --------
+    >>> import gradscale_jax, jax.numpy as jnp
+    >>> stepped, params = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
+    >>> print(gradscale_jax.select(jnp.asarray(False), stepped, params)["w"])
+    [0. 0.]
     """
     structure: Any
     other_structure: Any

@@ -81,6 +81,18 @@ class GradScaler(torch.amp.GradScaler):
     with a fused optimizer on a device, and none elsewhere. ``on_skip``, ``on_update`` and ``diagnose`` have the host
     read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of ``torch.distributed`` where
     it is initialized.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gradscale_torch import GradScaler
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+    >>> scaler.scale(model(torch.ones(4, 2)).sum() * torch.inf).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> (scaler.last_step(optimizer).skipped, scaler.get_scale())
+    (True, 32768.0)
     """
 
     _rejoins: bool
@@ -556,6 +568,18 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce of 64 bytes (over gloo
     of 8 for 2 ranks, and of 16 for more) in an iteration, on every rank, whatever it found and even when it holds no
     gradients. ``scale`` keeps the dtype of a half-precision loss, as torch's does.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_torch, torch
+    >>> def train(group):  # a process group in place of these ranks, which are threads
+    ...     weight = torch.ones(2, requires_grad=True)
+    ...     optimizer, scaler = torch.optim.SGD([weight]), gradscale_torch.ShardedGradScaler("cpu", group=group)
+    ...     scaler.scale(weight.sum() * (torch.inf if group.rank == 1 else 1.0)).backward()
+    ...     scaler.step(optimizer)
+    ...     return scaler.last_step(optimizer).skipped
+    >>> gradscale.testing.run_ranks(2, train)
+    [True, True]
     """
 
     process_group: Any = None

@@ -42,6 +42,13 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     ------
     InvalidTypeError
         For a leaf that is no array, or arrays of two libraries.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> state = gradscale.DynamicScale(init_scale=1024.0).init(like=np.float32(0.0))
+    >>> gradscale.scale({"loss": np.float32(0.5), "count": 3}, state)
+    {'loss': array(512., dtype=float32), 'count': 3}
     """
     _require_state(state)
     leaves, rebuild = tree.flatten(outputs)
@@ -85,6 +92,14 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
         For a leaf that is no array, or arrays of two libraries.
     InvalidValueError
         For ``dtype`` together with ``out``, or an ``out`` of another structure or shape.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> state = gradscale.DynamicScale(init_scale=1024.0).init(like=np.float32(0.0))
+    >>> grads, nonfinite = gradscale.unscale([np.float16([1.0, 2.0]), np.float16([np.nan])], state, dtype=np.float32)
+    >>> print(*grads, int(nonfinite))
+    [0.00097656 0.00195312] [nan] 1
     """
     _require_state(state)
     leaves, rebuild = tree.flatten(grads)
@@ -145,6 +160,14 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         When ``pred`` is no 0-d bool, or two leaves differ in dtype (casting one would be a promotion by accident).
     InvalidValueError
         When the trees differ in structure, shapes, or in a leaf that is no array.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> stepped, params = {"w": np.ones(2)}, {"w": np.zeros(2)}
+    >>> nonfinite = np.asarray(1, np.int32)
+    >>> gradscale.select(nonfinite == 0, stepped, params)
+    {'w': array([0., 0.])}
     """
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
         msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"

@@ -45,12 +45,28 @@ def _entry_points() -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def names() -> list[str]:
-    """Return the names of all registered adapters, sorted; none is imported."""
+    """Return the names of all registered adapters, sorted; none is imported.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> names = gradscale.registry.names()
+    >>> "numpy" in names and "torch" in names
+    True
+    """
     return sorted(_entry_points())
 
 
 def refresh() -> None:
-    """Forget what was found and loaded, after an adapter was installed in a running process."""
+    """Forget what was found and loaded, after an adapter was installed in a running process.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> gradscale.registry.refresh()  # after pip has installed an adapter beside this process
+    >>> "numpy" in gradscale.registry.names()
+    True
+    """
     _entry_points.cache_clear()
     get.cache_clear()
     array_backend.cache_clear()
@@ -68,6 +84,13 @@ def get(name: str) -> Any:
         When none is registered, or it cannot be imported; with the pip command, and the import's failure as the cause.
     BackendError
         When two are registered under the name (both are named), or the adapter fails otherwise.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> backend = gradscale.registry.get("numpy")
+    >>> backend.name
+    'numpy'
     """
     candidates = _entry_points().get(name, ())
     if not candidates:
@@ -108,7 +131,16 @@ def _registered_name(kind: type) -> str | None:
 
 
 def backend_for(x: Any) -> Backend:
-    """Return the adapter for an array; the pure core itself where its library has none."""
+    """Return the adapter for an array; the pure core itself where its library has none.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> gradscale.registry.backend_for(np.zeros(3)).name
+    'numpy'
+    >>> gradscale.registry.backend_for(3.0).name  # no library's
+    'generic'
+    """
     kind: Any = type(x)
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
     if kind not in _backends:
@@ -125,6 +157,13 @@ def array_backend(name: str) -> Backend:
     ------
     BackendError
         When it does not derive from :class:`gradscale.Backend`.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> backend = gradscale.registry.array_backend("numpy")
+    >>> isinstance(backend, gradscale.Backend)
+    True
     """
     backend = get(name)
     if isinstance(backend, Backend):
@@ -143,6 +182,14 @@ def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
     ------
     InvalidTypeError
         For an empty list, and when no adapter serves an object.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> def groups(group):
+    ...     return [one.size for one in gradscale.registry.all_collectives_for([group, group], timeout=10.0)]
+    >>> gradscale.testing.run_ranks(2, groups)
+    [[2, 2], [2, 2]]
     """
     groups = list(group) if isinstance(group, (list, tuple)) else [group]
     if not groups:
@@ -165,6 +212,14 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
     ------
     InvalidTypeError
         When no adapter serves the object.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> def rank(group):
+    ...     return gradscale.registry.collectives_for(group, timeout=10.0).rank
+    >>> gradscale.testing.run_ranks(3, rank)
+    [0, 1, 2]
     """
     # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
     if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):

@@ -82,6 +82,12 @@ def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     ------
     InvalidValueError
         When a tree of ``rest`` has another structure.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> gradscale.tree.map_leaves(lambda x, y: x + y, {"a": 1, "b": [2, 3]}, {"a": 10, "b": [20, 30]})
+    {'a': 11, 'b': [22, 33]}
     """
     if _is_leaf(tree):
         return function(tree, *rest)
@@ -108,7 +114,14 @@ def _describe(node: Any) -> str:
 
 
 def leaves_with_paths(tree: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Return (path, leaf) of every leaf in order; a path reads as the expression that reaches it, ``['w'][0]``."""
+    """Return (path, leaf) of every leaf in order; a path reads as the expression that reaches it, ``['w'][0]``.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> list(gradscale.tree.leaves_with_paths({"a": 1, "b": [2, 3]}))
+    [("['a']", 1), ("['b'][0]", 2), ("['b'][1]", 3)]
+    """
     if _is_leaf(tree):
         return [(path, tree)]
     return [pair for suffix, child in _children(tree) for pair in leaves_with_paths(child, path + suffix)]
@@ -123,6 +136,15 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         Every leaf.
     rebuild : callable
         Takes as many leaves and returns a tree of the same structure.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> leaves, rebuild = gradscale.tree.flatten({"a": 1, "b": [2, 3]})
+    >>> leaves
+    [1, 2, 3]
+    >>> rebuild(leaf * 10 for leaf in leaves)
+    {'a': 10, 'b': [20, 30]}
     """
     found: list[Any] = []
 

@@ -214,6 +214,15 @@ class ForeignState:
         The settings and trackers that the saved state does not say.
     assumed : mapping of str to object
         The value taken for each of these that the caller did not give.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> foreign = gradscale.load_foreign_state({"loss_scale": 1024.0, "unskipped": 5}, growth_interval=1000)
+    >>> (foreign.format, foreign.missing)
+    ('apex', ('growth_interval', 'min_scale', 'max_scale', 'system'))
+    >>> foreign.assumed["max_scale"]
+    16777216.0
     """
 
     format: str
@@ -275,6 +284,16 @@ def load_foreign_state(
         For an unknown format or setting, with the nearest, and for a setting that the state does say.
     InvalidTypeError
         For a path, bytes or another object, with how to load it.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> saved = {"scale": 4096.0, "growth_tracker": 17, "hysteresis_tracker": 1}  # Megatron's
+    >>> foreign = gradscale.load_foreign_state(saved)
+    >>> scaler = gradscale.GradScaler(policy=foreign.policy)
+    >>> scaler.load_state_dict(foreign.state_dict)
+    >>> (foreign.format, scaler.get_scale())
+    ('megatron', 4096.0)
     """
     if format is not None and format not in _SYSTEMS:
         msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {format!r}{_nearest(format, _SYSTEMS)}"

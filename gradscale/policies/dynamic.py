@@ -219,6 +219,19 @@ class DynamicScale(BoundedScale):
     ------
     InvalidValueError, InvalidTypeError
         For an argument out of range or of a wrong type, with its name and value.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> policy = gradscale.DynamicScale(init_scale=2.0**16, hysteresis=2)
+    >>> state = policy.init(like=np.float32(0.0))
+    >>> for nonfinite in (1, 0, 3, 1):  # of four steps, the first and the last two overflow
+    ...     state = policy.update(state, nonfinite=np.int32(nonfinite))
+    ...     print(float(state.scale))
+    65536.0
+    65536.0
+    65536.0
+    32768.0
     """
 
     growth_after: GrowthAfter = "interval"
@@ -330,6 +343,14 @@ class StaticScale:
     ----------
     init_scale : float, default 65536.0
         The scale; finite, and a normal float32 above zero.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> policy = gradscale.StaticScale(128.0)
+    >>> state = policy.init(like=np.float32(0.0))
+    >>> float(policy.update(state, nonfinite=np.int32(1)).scale)
+    128.0
     """
 
     init_scale: float = 2.0**16

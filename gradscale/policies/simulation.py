@@ -44,6 +44,14 @@ class Gradients:
     ------
     InvalidValueError
         For no step, or another number of medians than of steps.
+
+    Examples
+    --------
+    >>> from gradscale.policies.simulation import Gradients, simulate
+    >>> from gradscale import presets
+    >>> gradients = Gradients(largest=[0.5, 1.0, 2.0])
+    >>> simulate(presets.torch(), gradients).skipped
+    (False, True, True)
     """
 
     largest: Sequence[float]
@@ -79,6 +87,14 @@ class Simulation:
         The scale after the last step.
     raised_at : int or None
         The step, from 1, in which the policy raised, which is then the last one; None for a run to the end.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(presets.torch(), recorded("COO"))
+    >>> (run.steps, run.skipped_steps, run.final_scale)
+    (3, 2, 16384.0)
     """
 
     name: str
@@ -140,6 +156,13 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
         For another character, with its position, and when there is no step.
     InvalidTypeError
         For anything else than booleans.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.megatron(hysteresis=2), recorded("OCO")).final_scale
+    2147483648.0
     """
     if isinstance(overflows, str):
         steps = _from_letters(overflows)
@@ -168,6 +191,14 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
         For a negative magnitude, and when there is none. An inf or NaN overflows whatever the scale.
     InvalidTypeError
         For anything else than numbers.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import measured, simulate
+    >>> run = simulate(presets.torch(), measured([0.5, 2.0, 0.5]))  # 2.0 times 65536 overflows
+    >>> run.skipped
+    (False, True, False)
     """
     # A number of another precision would be multiplied by the scale in that one, and overflow there.
     largest = [
@@ -215,6 +246,14 @@ class SyntheticGradients:
     ------
     InvalidValueError, InvalidTypeError
         For a setting out of range or of a wrong type, with its name and value.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import SyntheticGradients, simulate
+    >>> gradients = SyntheticGradients(steps=1000, seed=1).gradients()
+    >>> simulate(presets.torch(growth_interval=100), gradients).steps
+    1000
     """
 
     steps: int = 100_000
@@ -297,6 +336,14 @@ def simulate(
         For a policy that cannot be traced: it asks for an array's value.
     InvalidValueError
         For gradients of no steps.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(presets.torch(growth_interval=2), recorded("CCOC"))
+    >>> run.scale
+    (65536.0, 65536.0, 131072.0, 65536.0)
     """
     validation.policy(policy)
     if isinstance(gradients, SyntheticGradients):

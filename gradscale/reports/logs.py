@@ -196,6 +196,14 @@ class JSONLines:
         the scaler's state is complete by then, and training can go on.
     InvalidValueError
         For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
+
+    Examples
+    --------
+    >>> import gradscale, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(pathlib.Path(folder, "scale.jsonl").read_text()[:47])
+    {"iteration": 1, "rank": 0, "scale": 65536.0, "
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -230,6 +238,14 @@ class CSV:
 
     Parameters, errors and guarantees are those of :class:`JSONLines`; a file to append to must have the same columns,
     and keeps its one first line.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.CSV(f"{folder}/scale.csv") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(gradscale.callbacks.read_log(f"{folder}/scale.csv")[0]["scale"])
+    65536.0
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -291,6 +307,14 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         read or holds no row.
     InvalidTypeError
         For a path of another type.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=True, rank=0, steps=()))
+    ...     print([(row["scale"], row["skipped"]) for row in gradscale.callbacks.read_log(f"{folder}/scale.jsonl")])
+    [(65536.0, True)]
     """
     where = _as_text(path)
     try:

@@ -83,6 +83,14 @@ def history(
         For an empty history, a malformed log, other objects, or a suffix of ``path`` that matplotlib does not know.
     LogWriteError
         When ``path`` cannot be written.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> steps = [gradscale.StepReport(i == 5, 2.0 ** (16 - (i > 5)), int(i == 5), "stepped", i) for i in range(1, 11)]
+    >>> figure = gradscale.plot.history(steps)  # or a scaler's history, or a log; with a path it is saved
+    >>> figure.axes[0].get_title(loc="left")
+    '1 of 10 steps skipped (10 %)'
     """
     rows, x_label = _rows(history)
     magnitudes = [row for row in rows if row.magnitude]
@@ -139,6 +147,14 @@ def simulation(
     -------
     Figure
         Not shown, as :func:`history`'s; the same errors.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(gradscale.presets.torch(), recorded("CCOC"), name="torch")
+    >>> gradscale.plot.simulation(run).axes[0].get_title(loc="left")
+    'torch: 1 of 4 steps skipped (25 %)'
     """
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):

@@ -353,6 +353,16 @@ class GroupAgreement:
         For a group that no adapter serves.
     CollectiveTimeoutError
         When some rank does not construct its own.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> policy = gradscale.DynamicScale()
+    >>> def train(group):  # one rank has found an inf or NaN
+    ...     nonfinite = np.asarray(1 if group.rank == 0 else 0, np.int32)
+    ...     return int(gradscale.GroupAgreement(group, policy)(nonfinite, policy.init(like=nonfinite)))
+    >>> gradscale.testing.run_ranks(3, train)
+    [1, 1, 1]
     """
 
     def __init__(self, group: Any, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:

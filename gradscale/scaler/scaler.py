@@ -87,6 +87,18 @@ class GradScaler:
     -----
     Several optimizers share the scale: each is skipped on its own verdict, and any overflow backs the scale off once.
     The state is made on the library and device of the first floating array that comes along.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> optimizer, scaler = SGD(), gradscale.GradScaler(init_scale=1024.0)
+    >>> optimizer.grads = scaler.scale(np.float32([1.0, np.inf]))  # the gradients of a scaled loss
+    >>> scaler.step(optimizer)  # prints nothing: it is skipped
+    >>> scaler.update()
+    >>> (scaler.last_step(optimizer).reason, scaler.get_scale())
+    ('overflow', 512.0)
     """
 
     def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
@@ -649,6 +661,18 @@ class ShardedGradScaler(GradScaler):
     ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order on every rank. ``backend`` lets a
     rank that never has an array take part. Rank 0 is the one that is rank 0 of every group. A disabled scaler makes no
     collectives.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> def train(group):  # MPI.COMM_WORLD in place of these ranks, which are threads
+    ...     optimizer, scaler = SGD(), gradscale.ShardedGradScaler(group=group)
+    ...     optimizer.grads = scaler.scale(np.float32([1.0, np.inf if group.rank == 1 else 1.0]))
+    ...     return scaler.step(optimizer), scaler.last_step(optimizer).reason
+    >>> gradscale.testing.run_ranks(2, train)
+    [(None, 'overflow'), (None, 'overflow')]
     """
 
     def __init__(self, *, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]) -> None:

@@ -19,7 +19,19 @@ _Result = TypeVar("_Result")
 
 
 class RankFailedError(GradscaleError, RuntimeError):
-    """Another rank of ``run_ranks`` raised; its exception is what ``run_ranks`` raises."""
+    """Another rank of ``run_ranks`` raised; its exception is what ``run_ranks`` raises.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> def work(group):
+    ...     try: group.start_max(np.zeros(1, np.int32))() if group.rank == 0 else 1 // 0
+    ...     except gradscale.testing.RankFailedError as error: print(error)
+    >>> try: gradscale.testing.run_ranks(2, work)
+    ... except ZeroDivisionError as error: print(error)
+    rank 0 of 2 waits for rank 1, which raised
+    integer division or modulo by zero
+    """
 
 
 class _World:
@@ -43,6 +55,14 @@ class ThreadCollectives:
         Position in the group, and number of ranks.
     calls : int
         How many collectives this rank has started.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> def largest(group):  # a ThreadCollectives
+    ...     return group.start_max(np.asarray([group.rank, 7], np.int32))().tolist()
+    >>> gradscale.testing.run_ranks(2, largest)
+    [[1, 7], [1, 7]]
     """
 
     def __init__(self, world: _World, rank: int, timeout: float) -> None:
@@ -113,6 +133,14 @@ def run_ranks(
     -------
     list
         The results, by rank.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> def work(group):
+    ...     return group.rank, group.size
+    >>> gradscale.testing.run_ranks(3, work)
+    [(0, 3), (1, 3), (2, 3)]
     """
     size = validation.integer("size", size, 1, validation.LARGEST_INT32)
     world = _World(size)
