@@ -141,6 +141,16 @@ def test_a_policy_that_asks_for_a_value_is_refused() -> None:
         simulate(policy, "C")
 
 
+class _Forgetful(StaticScale):
+    def update(self, state: Any, *, nonfinite: Any) -> Any:  # noqa: ARG002
+        return state[:-1]
+
+
+def test_a_policy_whose_state_loses_a_field_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match=r"got _Forgetful\(.*tracing it failed with ValueError"):
+        simulate(_Forgetful(8.0), "C")
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
