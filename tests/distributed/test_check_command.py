@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from axes import require
+from tiers import later
 from worlds import find_mpiexec, mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
@@ -23,7 +24,6 @@ mpi = pytest.mark.mpi
 torch = pytest.mark.torch
 
 LIMIT = 100.0
-SIZES = [pytest.param(size, id=f"mpi-{size}") for size in (2, 3)]
 # What the page says of the rank with the fault, and in which stage.
 SAID = {
     "late": ("did not answer", "report in"),
@@ -35,14 +35,22 @@ SAID = {
 }
 # Of those that make the others wait, several run at a time.
 WAITING = ("hang", "die")
+# The one that meets two ranks before the last tier.
+EARLY = ("verdict", 1)
 MPI_FAULTS = [
     *(
-        pytest.param(2, kind, rank, id=f"mpi-2-{kind}-{rank}")
+        pytest.param(
+            2,
+            kind,
+            rank,
+            id=f"mpi-2-{kind}-{rank}",
+            marks=pytest.mark.tier("ranks" if (kind, rank) == EARLY else "all"),
+        )
         for kind in SAID
         for rank in (0, 1)
         if kind not in WAITING
     ),
-    pytest.param(3, "verdict", 1, id="mpi-3-verdict-1"),
+    pytest.param(3, "verdict", 1, id="mpi-3-verdict-1", marks=pytest.mark.tier("all")),
 ]
 TORCH_FAULTS = [("late", 1), ("die", 0)]
 ENVIRONMENT = {
@@ -119,7 +127,7 @@ def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: i
 
 
 @mpi
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*later("ranks", 2), *later("all", 3)], ids="mpi-{}".format)
 def test_ranks_under_mpiexec_pass(size: int) -> None:
     check_passed(under_mpiexec(size, "--json", "--timeout", "30"), "mpi", size)
 
