@@ -12,6 +12,7 @@ import optax
 from gradscale import ScaleState
 from gradscale.core import validation
 from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -113,7 +114,7 @@ def scaled(
         updates: Any, state: ScaledOptimizerState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
-            msg = f"the state must be the one that init(params) of this transformation returned, got {state!r}"
+            msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
         _refuse_masked(updates)
         # A checkpoint may have come back as NumPy arrays.
@@ -215,7 +216,7 @@ def _require_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
         # Its own gradient_transformation() would drop them.
         return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
     if not isinstance(tx, optax.GradientTransformation):
-        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {tx!r}"
+        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {shown(tx)}"
         raise InvalidTypeError(msg)
     return optax.with_extra_args_support(tx)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import gradscale
 from gradscale import ScaleState
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["as_jax", "as_state", "scale", "select", "strong", "unscale"]
@@ -120,7 +121,7 @@ def as_state(state: Any) -> ScaleState:
         For anything but a ScaleState.
     """
     if not isinstance(state, ScaleState):
-        msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {state!r}"
+        msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
     dtypes = (jnp.float32, *[jnp.int32] * (len(state) - 1))
     return ScaleState(*(strong(field, dtype) for field, dtype in zip(state, dtypes, strict=True)))

@@ -18,6 +18,7 @@ from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
 from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives
 from gradscale.core.vector import Verdict
 from gradscale.errors import InvalidValueError
@@ -502,7 +503,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         **options: Unpack[CommonOptions],
     ) -> None:
         if process_group is not None and group is not None:
-            msg = f"give process_group or group=, not both, got {process_group!r} and {group!r}"
+            msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
             raise InvalidValueError(msg)
         enabled = _available(device, enabled)
         self.process_group = process_group
@@ -598,7 +599,7 @@ def _available(device: Any, enabled: bool) -> bool:
         kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        msg = f'device must be the type of a device, such as "cuda" or "cpu", got {device!r}: {reason}'
+        msg = f'device must be the type of a device, such as "cuda" or "cpu", got {shown(device)}: {reason}'
         raise InvalidValueError(msg) from error
     if enabled and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
         warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=3)

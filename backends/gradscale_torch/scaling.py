@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
 
@@ -68,5 +69,5 @@ def _mapped(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
         if hasattr(outputs, "_make"):
             return outputs._make(values)
         return type(outputs)(values) if isinstance(outputs, (list, tuple)) else values
-    msg = f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r} of type {type(outputs).__name__}"
+    msg = f"outputs must be a Tensor or an iterable of Tensors, got {shown(outputs)} of type {type(outputs).__name__}"
     raise InvalidValueError(msg)

@@ -10,6 +10,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -92,7 +93,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
     backend = registry.backend_for(state.scale)
     outs = None if out is None else _matching_outs(rebuild(leaves), out, chosen, state)
     if outs is not None and dtype is not None:
-        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={dtype!r}"
+        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={shown(dtype)}"
         raise InvalidValueError(msg)
     unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
@@ -101,7 +102,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
 
 def _require_state(state: Any) -> None:
     if not hasattr(state, "scale"):
-        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {state!r}"
+        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
 
 
@@ -113,7 +114,9 @@ def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleSt
     require_arrays(outs, what="out")
     for grad, target in zip(chosen, outs, strict=True):
         if target is None or isinstance(target, int) or target.shape != grad.shape:
-            msg = f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {target!r}"
+            msg = (
+                f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {shown(target)}"
+            )
             raise InvalidValueError(msg)
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
             msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
@@ -147,7 +150,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         When the trees differ in structure, shapes, or in a leaf that is no array.
     """
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
-        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"
+        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {shown(pred)}"
         raise InvalidTypeError(msg)
     backend = registry.backend_for(pred)
     chosen = DeviceReplicas(pred, backend.placement, backend.move)
@@ -156,7 +159,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
             if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
                 return a
-            msg = f"leaves that are no arrays must be equal in both trees, got {a!r} and {b!r}"
+            msg = f"leaves that are no arrays must be equal in both trees, got {shown(a)} and {shown(b)}"
             raise InvalidValueError(msg)
         if a.dtype != b.dtype:
             msg = f"both trees must have one dtype leaf by leaf, got {a.dtype} and {b.dtype}; cast one of them"
@@ -187,7 +190,7 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
         if not is_array_api_obj(leaf):
             msg = (
                 f"{what}{_path(leaves, index, rebuild)} must be an array of a library that follows the array API "
-                f"standard (or None), got {leaf!r} of type {type(leaf).__name__}"
+                f"standard (or None), got {shown(leaf)} of type {type(leaf).__name__}"
             )
             raise InvalidTypeError(msg)
         accepted.add(type(leaf))

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 from gradscale.extras import remedy
@@ -131,7 +132,7 @@ def array_backend(name: str) -> Backend:
         return backend
     msg = (
         f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
-        f"{backend!r} of type {type(backend).__name__}"
+        f"{shown(backend)} of type {type(backend).__name__}"
     )
     raise BackendError(msg)
 
@@ -146,7 +147,7 @@ def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
     """
     groups = list(group) if isinstance(group, (list, tuple)) else [group]
     if not groups:
-        msg = f"group must name at least one group, got {group!r}"
+        msg = f"group must name at least one group, got {shown(group)}"
         raise InvalidTypeError(msg)
     return [collectives_for(one, timeout) for one in groups]
 
@@ -177,6 +178,6 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
         return backend.collectives(group, timeout=timeout)
     msg = (
         f"group must be a communicator of a library with an adapter (registered: {', '.join(names()) or 'none'}), an "
-        f"object with rank, size and start_max, or a list of these, got {group!r} of type {type(group).__name__}"
+        f"object with rank, size and start_max, or a list of these, got {shown(group)} of type {type(group).__name__}"
     )
     raise InvalidTypeError(msg)

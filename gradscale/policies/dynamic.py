@@ -16,6 +16,7 @@ from array_api_compat import array_namespace, device, is_array_api_obj, to_devic
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, has_float64
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -62,7 +63,7 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
     @functools.wraps(update)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
         if len(args) > 2 or "nonfinite" not in kwargs:
-            given = f"{args[2]!r} without a name" if len(args) > 2 else "none"
+            given = f"{shown(args[2])} without a name" if len(args) > 2 else "none"
             msg = (
                 f"update takes its verdict by name, got {given}; call update(state, nonfinite=...) with the number of "
                 f"gradients that are not finite, 0 for a clean step (jmp's adjust takes the opposite: whether all are)"
@@ -361,7 +362,7 @@ class StaticScale:
 
 def _first_state(scale: float, like: Array) -> ScaleState:
     if not is_array_api_obj(like):
-        msg = f"like must be an array, whose library and device the state is made on, got {like!r}"
+        msg = f"like must be an array, whose library and device the state is made on, got {shown(like)}"
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
     where = registry.backend_for(like).placement(like)
@@ -379,7 +380,7 @@ def new_state(xp: Any, *fields: Array) -> ScaleState:
 def overflow_flag(nonfinite: Array, like: Array) -> Array:
     """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
     if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
-        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {nonfinite!r}"
+        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {shown(nonfinite)}"
         raise InvalidTypeError(msg)
     xp = array_namespace(nonfinite)
     flag = nonfinite if xp.isdtype(nonfinite.dtype, "bool") else nonfinite != xp.zeros_like(nonfinite)

@@ -12,6 +12,7 @@ import inspect
 from typing import Any
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import AtMin, DynamicScale
@@ -381,16 +382,17 @@ def named(name: str, /, **settings: Any) -> Policy:
         For an unknown name, naming the nearest one; for a setting that the preset does not have, or out of range.
     """
     if not isinstance(name, str):
-        msg = f"the name of a preset must be a str, got {name!r} of type {type(name).__name__}"
+        msg = f"the name of a preset must be a str, got {shown(name)} of type {type(name).__name__}"
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
         nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
-        msg = f"no preset has this name, got {name!r}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
+        near = f"{nearest[0]!r}? There are {', '.join(names())}"
+        msg = f"no preset has this name, got {shown(name)}; did you mean {near}"
         raise InvalidValueError(msg)
     known = list(inspect.signature(_PRESETS[name]).parameters)
     unknown = [setting for setting in settings if setting not in known]
     if unknown:
-        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {settings!r}; it has {', '.join(known)}"
+        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {shown(settings)}; it has {', '.join(known)}"
         raise InvalidValueError(msg)
     policy: Policy = _PRESETS[name](**settings)
     return policy

@@ -14,6 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.plain import unroll
@@ -179,7 +180,7 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
 
 def _numbered(values: Any, wanted: str) -> Iterator[tuple[int, Any]]:
     if not isinstance(values, Iterable):
-        msg = f"a trace must be an iterable of {wanted}, got {values!r} of type {type(values).__name__}"
+        msg = f"a trace must be an iterable of {wanted}, got {shown(values)} of type {type(values).__name__}"
         raise InvalidTypeError(msg)
     yield from enumerate(values, 1)
 

@@ -17,6 +17,7 @@ from array_api_compat import array_namespace, device
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, has_float64, kind_of
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
@@ -47,7 +48,7 @@ class ArrayState:
         elif backend is not None and not isinstance(backend, Backend):
             msg = (
                 f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
-                f"derives from gradscale.Backend, got {backend!r}"
+                f"derives from gradscale.Backend, got {shown(backend)}"
             )
             raise InvalidTypeError(msg)
         self.policy = policy
@@ -242,7 +243,7 @@ def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
         For a value out of range.
     """
     if not isinstance(policy, DynamicScale):
-        msg = f"{name} can be set only of a DynamicScale, got the policy {policy!r}"
+        msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
         raise InvalidTypeError(msg)
     # A validated copy: nothing is changed when the value is refused.
     return dataclasses.replace(policy, **{name: value})
@@ -262,7 +263,7 @@ def checked_scale(new_scale: Any, policy: Policy) -> float:
     else:
         value = _read_scale(new_scale)
     if policy.clamp(value) != value:
-        msg = f"new_scale must lie within the policy's bounds, got {new_scale!r} with {policy!r}"
+        msg = f"new_scale must lie within the policy's bounds, got {shown(new_scale)} with {shown(policy)}"
         raise InvalidValueError(msg)
     return value
 
@@ -271,7 +272,7 @@ def _read_scale(array: Array) -> float:
     xp = array_namespace(array)
     is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
     if math.prod(array.shape) != 1 or not is_real:
-        msg = f"new_scale must be a number or a real array of 1 element, got {array!r}"
+        msg = f"new_scale must be a number or a real array of 1 element, got {shown(array)}"
         raise InvalidTypeError(msg)
     wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
     wide = xp.reshape(xp.astype(array, wide_dtype), ())
@@ -283,6 +284,6 @@ def _read_scale(array: Array) -> float:
     flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
     is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))
     if not is_valid:
-        msg = f"new_scale must be above 0, finite and a normal float32, got {array!r}"
+        msg = f"new_scale must be above 0, finite and a normal float32, got {shown(array)}"
         raise InvalidValueError(msg)
     return validation.float32_from_bits(bits)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale.core import ops, tree
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.scaler.live_state import ArrayState
@@ -43,7 +44,7 @@ class ArrayScaling:
             note(state, (outputs,))
             return product
         if isinstance(outputs, int):
-            msg = f"outputs must be an array or nested containers of arrays, got {outputs!r}"
+            msg = f"outputs must be an array or nested containers of arrays, got {shown(outputs)}"
             raise InvalidTypeError(msg)
         leaves, rebuild = tree.flatten(outputs)
         like = ops.first_floating(leaves)
