@@ -264,7 +264,7 @@ def _require_same_dtypes(old: Any, new: Any) -> None:
 
 def _select_updates(finite: jax.Array, updates: Any) -> Any:
     """Return the updates where a step is taken, else zeros."""
-    leaves, treedef = jax.tree.flatten(updates)
+    leaves, treedef = trees.flattened(updates)
     # What is no JAX array is the gradient of an integer, float0, which has no value.
     kept = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     chosen = iter(trees.select(finite, kept, [_zeros(leaf) for leaf in kept]))

@@ -18,7 +18,7 @@ from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives
 from gradscale.core.vector import Verdict
 from gradscale.errors import InvalidValueError
@@ -590,15 +590,16 @@ def _factors(
     }
     if options.get("policy") is None:
         return factors
-    return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
+    with reading("a factor"):
+        return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
 
 
 def _available(device: Any, enabled: bool) -> bool:
     """Check the device's name, and tell whether to be enabled: as torch has it, not on cuda where there is none."""
     try:
         kind = torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         msg = f'device must be the type of a device, such as "cuda" or "cpu", got {shown(device)}: {reason}'
         raise InvalidValueError(msg) from error
     if enabled and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]

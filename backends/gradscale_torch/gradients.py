@@ -98,7 +98,7 @@ def parameters_of(optimizer: Any) -> Parameters:
     """
     try:
         listed = [list(group["params"]) for group in optimizer.param_groups]
-    except (AttributeError, TypeError, KeyError) as error:
+    except Exception as error:
         msg = (
             f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
             f"{type(optimizer).__name__}"

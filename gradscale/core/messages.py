@@ -6,7 +6,7 @@ from types import TracebackType
 
 from gradscale.errors import GradscaleError, InvalidTypeError
 
-__all__ = ["key_names", "reading", "shown"]
+__all__ = ["key_names", "reading", "shown", "unreadable"]
 
 _LONGEST = 1000
 _SHOWN = 12
@@ -49,11 +49,16 @@ class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, GradscaleError):
-            msg = (
-                f"{self._what} cannot be read, got {type(error).__name__} from it: {_text_of(error)}; pass plain "
-                f"Python values, arrays and containers"
-            )
-            raise InvalidTypeError(msg) from error
+            raise unreadable(self._what, error) from error
+
+
+def unreadable(what: str, error: Exception) -> InvalidTypeError:
+    """Return the error for an object that raises when it is read; the original is to be its cause."""
+    msg = (
+        f"{what} cannot be read, got {type(error).__name__} from it: {_text_of(error)}; pass plain Python values, "
+        f"arrays and containers"
+    )
+    return InvalidTypeError(msg)
 
 
 def _text_of(error: Exception) -> str:

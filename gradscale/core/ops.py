@@ -10,15 +10,16 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
-from gradscale.core.messages import shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, ScaleState
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
 
 
 _dtype_of = operator.attrgetter("dtype")
 # Of a type, a dtype and a namespace, whether such leaves are floating arrays of that library.
+_reading_leaves = reading("an array")
 _known: dict[tuple[type, Any, Any], bool] = {}
 
 
@@ -183,6 +184,11 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
     InvalidTypeError
         Naming the leaf and its place.
     """
+    with reading(what):
+        _require_arrays(leaves, what, rebuild)
+
+
+def _require_arrays(leaves: Sequence[Any], what: str, rebuild: Any) -> None:
     accepted: set[type] = {type(None), int, bool}
     for index, leaf in enumerate(leaves):
         if type(leaf) in accepted:
@@ -198,7 +204,8 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
 
 def first_floating(leaves: Sequence[Any]) -> Array | None:
     """Return the first array that is not of integers, beside which a scale belongs; None without one."""
-    return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
+    with _reading_leaves:
+        return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
 
 
 def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any = None) -> Sequence[Array]:
@@ -220,10 +227,19 @@ def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any
     InvalidTypeError
         For a leaf that is no array, or of another library than the state.
     """
+    try:
+        return _floating_leaves(leaves, home, what, rebuild)
+    except GradscaleError:
+        raise
+    except Exception as error:
+        raise unreadable(what, error) from error
+
+
+def _floating_leaves(leaves: Sequence[Any], home: Any, what: str, rebuild: Any) -> Sequence[Array]:
     if _all_floating(leaves, home):
         # Thousands of gradients of one type are told by their few dtypes.
         return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
-    require_arrays(leaves, what=what, rebuild=rebuild)
+    _require_arrays(leaves, what, rebuild)
     chosen = {}
     for index, leaf in enumerate(leaves):
         if not hasattr(leaf, "dtype"):

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gradscale.core.backend import Backend
-from gradscale.core.messages import shown
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 from gradscale.extras import remedy
@@ -145,7 +145,8 @@ def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
     InvalidTypeError
         For an empty list, and when no adapter serves an object.
     """
-    groups = list(group) if isinstance(group, (list, tuple)) else [group]
+    with reading("group"):
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
     if not groups:
         msg = f"group must name at least one group, got {shown(group)}"
         raise InvalidTypeError(msg)
@@ -167,10 +168,11 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
     InvalidTypeError
         When no adapter serves the object.
     """
-    # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
-    if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
-        collectives: Collectives = group
-        return collectives
+    with reading("group"):
+        # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
+        if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
+            collectives: Collectives = group
+            return collectives
     kind: Any = type(group)
     name = _registered_name(kind)
     backend = get(name) if name is not None else None

@@ -19,7 +19,7 @@ __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 
 
 # What is nested deeper is taken for a container that makes others for ever.
-_DEEPEST = 100_000
+_DEEPEST = 10_000
 
 
 def _is_leaf(node: Any) -> bool:
@@ -102,7 +102,7 @@ def _rebuild(node: Any, children: list[Any]) -> Any:
 _Plan = list[int | tuple[Any, int]]
 
 
-def _unfold(tree: Any) -> tuple[list[Any], _Plan]:
+def _unfold(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], _Plan]:
     """Return the leaves of a tree, and how they stand in it. Depth costs no recursion.
 
     Raises
@@ -112,7 +112,7 @@ def _unfold(tree: Any) -> tuple[list[Any], _Plan]:
     InvalidTypeError
         For a container that raises when it is read.
     """
-    if _is_leaf(tree):
+    if is_leaf(tree):
         return [tree], [1]
     leaves: list[Any] = []
     plan: _Plan = []
@@ -124,7 +124,7 @@ def _unfold(tree: Any) -> tuple[list[Any], _Plan]:
     while above:
         node, count, remaining = above[-1]
         for child in remaining:
-            if _is_leaf(child):
+            if is_leaf(child):
                 leaves.append(child)
                 continue
             if id(child) in on_the_way:
@@ -154,10 +154,10 @@ def _endless(node: Any, what: str) -> InvalidValueError:
     return InvalidValueError(f"nested containers of arrays must have an end, got a {type(node).__name__} that {what}")
 
 
-def _walked(tree: Any) -> tuple[list[Any], _Plan]:
+def _walked(tree: Any, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Any], _Plan]:
     """Return what ``_unfold`` does; whatever else a container raises is an InvalidTypeError."""
     with reading("a container of arrays"):
-        return _unfold(tree)
+        return _unfold(tree, is_leaf)
 
 
 def _folded(plan: _Plan, leaves: Iterable[Any], combine: Callable[[Any, list[Any]], Any]) -> Any:
@@ -254,8 +254,15 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """Return the leaves in order, ``None`` among them, and a function that builds the tree anew from others.
+
+    Parameters
+    ----------
+    tree : leaf or nested containers
+        It is not modified.
+    is_leaf : callable, optional
+        Tells whether a node is a leaf, which everything has to be that is not iterable. Default: what is no container.
 
     Returns
     -------
@@ -271,5 +278,5 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     InvalidTypeError
         For a container that raises when it is read.
     """
-    leaves, plan = _walked(tree)
+    leaves, plan = _walked(tree, is_leaf)
     return leaves, functools.partial(_built, plan)

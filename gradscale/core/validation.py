@@ -35,6 +35,9 @@ LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_INT32 = 2**31 - 1
 
+# Backoffs by 0.0001 on the whole way through float32's range are 1.7 million, and take a second to follow.
+_LONGEST_WAY = 2_000_000
+
 _Choice = TypeVar("_Choice")
 
 
@@ -249,7 +252,12 @@ def largest_with_finite_product(factor: float) -> float:
 def last_above(limit: float, scale: float, factor: float) -> float:
     """Return the last float32 above a limit on the way down from a scale by a factor below 1; normal, or the scale."""
     lowered = round_to_float32(scale * factor)
+    steps = 0
     # A factor that rounds to 1 leads nowhere.
     while limit < lowered < scale and lowered >= SMALLEST_NORMAL:
         scale, lowered = lowered, round_to_float32(lowered * factor)
+        steps += 1
+        if steps > _LONGEST_WAY:
+            msg = f"a factor of {factor!r} is too near to 1, got more than {_LONGEST_WAY} backoffs down to {limit!r}"
+            raise InvalidValueError(msg)
     return scale

@@ -105,6 +105,9 @@ class BoundedScale:
     LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
 
     def __post_init__(self) -> None:
+        # The bound of the interval depends on the settings of the rule.
+        for name, value in self.checked_settings().items():
+            object.__setattr__(self, name, value)
         checked: dict[str, Any] = {
             "init_scale": validation.scale("init_scale", self.init_scale),
             "growth_factor": validation.number(
@@ -114,7 +117,6 @@ class BoundedScale:
             "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.largest_interval),
             "min_scale": validation.scale("min_scale", self.min_scale),
             "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
-            **self.checked_settings(),
         }
         if self.max_scale is not None:
             checked["max_scale"] = validation.scale("max_scale", self.max_scale)
@@ -244,7 +246,7 @@ class DynamicScale(BoundedScale):
         }
         if self.tolerance is not None:
             checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
-            if self.hysteresis != 1:
+            if checked["hysteresis"] != 1:
                 msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
                 raise InvalidValueError(msg)
         return checked

@@ -17,7 +17,7 @@ from array_api_compat import array_namespace, device
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, has_float64, kind_of
 from gradscale.core.backend import Backend
-from gradscale.core.messages import shown
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
@@ -257,11 +257,12 @@ def checked_scale(new_scale: Any, policy: Policy) -> float:
     InvalidTypeError, InvalidValueError
         For what is no number, not finite or not above zero, and outside of the policy's bounds.
     """
-    shape = getattr(new_scale, "shape", None)
-    if shape is None or isinstance(new_scale, float):
-        value = validation.scale("new_scale", new_scale)
-    else:
-        value = _read_scale(new_scale)
+    with reading("new_scale"):
+        shape = getattr(new_scale, "shape", None)
+        if shape is None or isinstance(new_scale, float):
+            value = validation.scale("new_scale", new_scale)
+        else:
+            value = _read_scale(new_scale)
     if policy.clamp(value) != value:
         msg = f"new_scale must lie within the policy's bounds, got {shown(new_scale)} with {shown(policy)}"
         raise InvalidValueError(msg)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale.core import ops, tree
-from gradscale.core.messages import shown
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.scaler.live_state import ArrayState
 
 __all__ = ["ArrayScaling"]
+
+
+_reading_outputs = reading("outputs")
 
 
 class ArrayScaling:
@@ -35,8 +38,10 @@ class ArrayScaling:
         InvalidTypeError
             For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
-        kind = (type(outputs), getattr(outputs, "dtype", None))
-        if kind in self._met and live.is_made:
+        with _reading_outputs:
+            kind = (type(outputs), getattr(outputs, "dtype", None))
+            is_met = kind in self._met
+        if is_met and live.is_made:
             backend = live.backend
             backend.refuse_tracing("scale()")
             state = in_force(outputs)
