@@ -143,6 +143,11 @@ class BoundedScale:
         """``max_scale``, or float32's own largest."""
         return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
 
+    @property
+    def largest_trackers(self) -> tuple[int, int, int]:
+        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
+        return (validation.LARGEST_INT32,) * 3
+
     def init(self, like: Array) -> ScaleState:
         """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
         return _first_state(self.init_scale, like)
@@ -236,6 +241,13 @@ class DynamicScale(BoundedScale):
         """The largest growth interval that its tracker can count."""
         # The tracker counts one step more where growth comes one step later.
         return validation.LARGEST_INT32 - (self.growth_after != "interval")
+
+    @property
+    def largest_trackers(self) -> tuple[int, int, int]:
+        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
+        if self.tolerance is not None:
+            return self.growth_interval, validation.LARGEST_INT32, validation.LARGEST_INT32
+        return self.growth_interval, 0 if self.hysteresis == 1 else self.hysteresis, 0
 
     def checked_settings(self) -> dict[str, Any]:
         """Return the checked values of the fields that this rule adds."""
