@@ -11,6 +11,7 @@ from jax import lax
 
 from gradscale import ScaleState, registry
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.core.vector import LENGTH, AgreementVector
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
@@ -62,7 +63,7 @@ class AxisCollectives:
     def __init__(self, axis_name: Hashable | Sequence[Hashable]) -> None:
         names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
-            msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {axis_name!r}"
+            msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {shown(axis_name)}"
             raise InvalidTypeError(msg)
         try:
             self.size: int = lax.axis_size(names)

@@ -13,6 +13,7 @@ import numpy as np
 from gradscale import ScaleState
 from gradscale.core import validation
 from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
@@ -137,12 +138,12 @@ def value_and_grad(
 def _require_loss(value: Any, has_aux: bool) -> jax.Array:
     """Return the loss of what a user's function has returned, as an array."""
     if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
-        msg = f"with has_aux=True fun must return a pair (loss, aux), got {value!r}"
+        msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
         raise InvalidTypeError(msg)
     loss = value[0] if has_aux else value
     if not isinstance(loss, (jax.Array, float, np.floating)):
         hint = ": say has_aux=True" if isinstance(loss, tuple) else ""
-        msg = f"fun must return a scalar loss, got {loss!r}{hint}"
+        msg = f"fun must return a scalar loss, got {shown(loss)}{hint}"
         raise InvalidTypeError(msg)
     loss = jnp.asarray(loss)
     if loss.shape != ():

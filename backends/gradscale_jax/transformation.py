@@ -12,6 +12,7 @@ import optax
 from gradscale import ScaleState
 from gradscale.core import validation
 from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -132,7 +133,7 @@ def scaled(
         updates: Any, state: ScaledOptimizerState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
-            msg = f"the state must be the one that init(params) of this transformation returned, got {state!r}"
+            msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
         _refuse_masked(updates)
         # A checkpoint may have come back as NumPy arrays.
@@ -250,7 +251,7 @@ def _require_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
         # Its own gradient_transformation() would drop them.
         return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
     if not isinstance(tx, optax.GradientTransformation):
-        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {tx!r}"
+        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {shown(tx)}"
         raise InvalidTypeError(msg)
     return optax.with_extra_args_support(tx)
 
@@ -298,7 +299,7 @@ def _require_same_dtypes(old: Any, new: Any) -> None:
 
 def _select_updates(finite: jax.Array, updates: Any) -> Any:
     """Return the updates where a step is taken, else zeros."""
-    leaves, treedef = jax.tree.flatten(updates)
+    leaves, treedef = trees.flattened(updates)
     # What is no JAX array is the gradient of an integer, float0, which has no value.
     kept = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     chosen = iter(trees.select(finite, kept, [_zeros(leaf) for leaf in kept]))

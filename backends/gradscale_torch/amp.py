@@ -19,6 +19,7 @@ from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
 from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives
 from gradscale.core.vector import Verdict
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -503,7 +504,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_unscale_grads_.setter
     def _unscale_grads_(self: Replacement, value: object) -> None:
-        raise InvalidValueError(_not_called("_unscale_grads_", f"got {value!r}"))
+        raise InvalidValueError(_not_called("_unscale_grads_", f"got {shown(value)}"))
 
     @property
     def _maybe_opt_step(self: Replacement) -> Callable[..., Any]:
@@ -512,7 +513,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_maybe_opt_step.setter
     def _maybe_opt_step(self: Replacement, value: object) -> None:
-        raise InvalidValueError(_not_called("_maybe_opt_step", f"got {value!r}"))
+        raise InvalidValueError(_not_called("_maybe_opt_step", f"got {shown(value)}"))
 
     def _lazy_init_scale_growth_tracker(self: Replacement, dev: torch.device | str) -> None:
         """Make the state on a device, where it is not made yet."""
@@ -601,7 +602,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         **options: Unpack[CommonOptions],
     ) -> None:
         if process_group is not None and group is not None:
-            msg = f"give process_group or group=, not both, got {process_group!r} and {group!r}"
+            msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
             raise InvalidValueError(msg)
         _require_no_overrides(type(self))
         enabled = _available(device, enabled)
@@ -691,7 +692,8 @@ def _factors(
     }
     if options.get("policy") is None:
         return factors
-    return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
+    with reading("a factor"):
+        return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
 
 
 _NOT_CALLED = {
@@ -728,9 +730,9 @@ def _available(device: Any, enabled: object) -> bool:
 def _type_of(device: Any) -> str:
     try:
         return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {device!r}: {reason}'
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {shown(device)}: {reason}'
         raise InvalidValueError(msg) from error
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gradscale.core.backend import Backend
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 from gradscale.extras import remedy
@@ -170,7 +171,7 @@ def array_backend(name: str) -> Backend:
         return backend
     msg = (
         f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
-        f"{backend!r} of type {type(backend).__name__}"
+        f"{shown(backend)} of type {type(backend).__name__}"
     )
     raise BackendError(msg)
 
@@ -191,9 +192,10 @@ def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
     >>> gradscale.testing.run_ranks(2, groups)
     [[2, 2], [2, 2]]
     """
-    groups = list(group) if isinstance(group, (list, tuple)) else [group]
+    with reading("group"):
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
     if not groups:
-        msg = f"group must name at least one group, got {group!r}"
+        msg = f"group must name at least one group, got {shown(group)}"
         raise InvalidTypeError(msg)
     return [collectives_for(one, timeout) for one in groups]
 
@@ -221,10 +223,11 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
     >>> gradscale.testing.run_ranks(3, rank)
     [0, 1, 2]
     """
-    # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
-    if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
-        collectives: Collectives = group
-        return collectives
+    with reading("group"):
+        # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
+        if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
+            collectives: Collectives = group
+            return collectives
     kind: Any = type(group)
     name = _registered_name(kind)
     backend = get(name) if name is not None else None
@@ -232,6 +235,6 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
         return backend.collectives(group, timeout=timeout)
     msg = (
         f"group must be a communicator of a library with an adapter (registered: {', '.join(names()) or 'none'}), an "
-        f"object with rank, size and start_max, or a list of these, got {group!r} of type {type(group).__name__}"
+        f"object with rank, size and start_max, or a list of these, got {shown(group)} of type {type(group).__name__}"
     )
     raise InvalidTypeError(msg)

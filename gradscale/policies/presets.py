@@ -12,6 +12,7 @@ import inspect
 from typing import Any, NoReturn
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import AtMin, DynamicScale
@@ -513,7 +514,7 @@ def __getattr__(name: str) -> NoReturn:
 
 def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
-    return f"no preset has this name, got {name!r}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
+    return f"no preset has this name, got {shown(name)}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
 
 
 _PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}
@@ -549,14 +550,14 @@ def named(name: str, /, **settings: Any) -> Policy:
     (3, 1.0)
     """
     if not isinstance(name, str):
-        msg = f"the name of a preset must be a str, got {name!r} of type {type(name).__name__}"
+        msg = f"the name of a preset must be a str, got {shown(name)} of type {type(name).__name__}"
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
         raise InvalidValueError(_unknown(name))
     known = list(inspect.signature(_PRESETS[name]).parameters)
     unknown = [setting for setting in settings if setting not in known]
     if unknown:
-        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {settings!r}; it has {', '.join(known)}"
+        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {shown(settings)}; it has {', '.join(known)}"
         raise InvalidValueError(msg)
     policy: Policy = _PRESETS[name](**settings)
     return policy

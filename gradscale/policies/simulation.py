@@ -14,6 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from gradscale.core import validation
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.plain import unroll
@@ -59,14 +60,25 @@ class Gradients:
     sigma: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "largest", _floats("the magnitude", self.largest, validation.magnitude))
         if len(self.largest) == 0:
             msg = "a trace must hold at least one step, got an empty one"
             raise InvalidValueError(msg)
         if self.medians is not None:
+            object.__setattr__(self, "medians", _floats("the median", self.medians, validation.number))
             validation.number("sigma", self.sigma, above=0.0)
             if len(self.medians) != len(self.largest):
                 msg = f"there must be a median for each step, got {len(self.medians)} for {len(self.largest)} steps"
                 raise InvalidValueError(msg)
+
+
+def _floats(what: str, values: Any, check: Callable[[str, Any], float]) -> Sequence[float]:
+    """Return a sequence of floats: the very same one where it is a list or tuple of them."""
+    # Asked for in one go: a recorded run has millions.
+    if type(values) in (list, tuple) and set(map(type, values)) == {float}:
+        floats: Sequence[float] = values
+        return floats
+    return [check(f"{what} of step {number}", value) for number, value in _numbered(values, "numbers")]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -210,9 +222,10 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
 
 def _numbered(values: Any, wanted: str) -> Iterator[tuple[int, Any]]:
     if not isinstance(values, Iterable):
-        msg = f"a trace must be an iterable of {wanted}, got {values!r} of type {type(values).__name__}"
+        msg = f"a trace must be an iterable of {wanted}, got {shown(values)} of type {type(values).__name__}"
         raise InvalidTypeError(msg)
-    yield from enumerate(values, 1)
+    with reading("a trace"):
+        yield from enumerate(values, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -346,6 +359,9 @@ def simulate(
     (65536.0, 65536.0, 131072.0, 65536.0)
     """
     validation.policy(policy)
+    if progress is not None and not callable(progress):
+        msg = f"progress must be callable, got {shown(progress)} of type {type(progress).__name__}"
+        raise InvalidTypeError(msg)
     if isinstance(gradients, SyntheticGradients):
         gradients = gradients.gradients()
     elif not isinstance(gradients, Gradients):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.reports.steps import StepReport, UpdateReport
 
@@ -270,7 +271,7 @@ class CSV:
 def _as_text(path: Any) -> str:
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str):
-        msg = f"path must be a str or os.PathLike, got {path!r} of type {type(path).__name__}"
+        msg = f"path must be a str or os.PathLike, got {shown(path)} of type {type(path).__name__}"
         raise InvalidTypeError(msg)
     return where
 

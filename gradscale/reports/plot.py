@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
 from gradscale.policies.plain import LARGEST_FLOAT16
@@ -160,7 +161,7 @@ def simulation(
     if not runs or not all(isinstance(run, Simulation) for run in runs):
         msg = (
             f"results must be at least one Simulation, as gradscale.policies.simulation.simulate() returns, "
-            f"got {results!r}"
+            f"got {shown(results)}"
         )
         raise InvalidTypeError(msg)
     figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
@@ -206,7 +207,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     else:
         reports = list(history) if isinstance(history, Iterable) else [history]
         if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
-            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {reports[:3]!r}"
+            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
             raise InvalidTypeError(msg)
         found = [row_of(report) for report in reports]
     if not found:

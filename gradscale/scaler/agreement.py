@@ -278,6 +278,9 @@ class PendingVerdict:
                 agreed, sent = self._agreed, self._sent
             else:
                 agreed, sent = vector.read_both(self._live.backend_for(self._agreed), self._agreed, self._sent)
+            if not self.groups:
+                # Nobody else has had a hand in it: what cannot be is the library's.
+                self._live.checked(agreed[2:6])
             if hasattr(self._agreed, "compute"):
                 # A lazy library would compute all that it depends on once more in the update.
                 xp = array_namespace(self._agreed)

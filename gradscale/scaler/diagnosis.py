@@ -12,6 +12,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import ops, tree, validation
 from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.errors import InvalidTypeError
@@ -184,7 +185,7 @@ class Diagnosis:
         numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
         for number in numbers:
             if not isinstance(number, (int, float, complex)):
-                msg = f"loss must hold arrays and numbers, got {number!r} of type {type(number).__name__}"
+                msg = f"loss must hold arrays and numbers, got {shown(number)} of type {type(number).__name__}"
                 raise InvalidTypeError(msg)
         count = self.count_nonfinite(leaves)
         # Integers are finite, also those that no float holds.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Never, Self, Unpack
 
 from gradscale.core import registry, validation
 from gradscale.core.clipping import NormOver, checked_norm
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.vector import Verdict
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
@@ -300,7 +301,7 @@ class GradScaler:
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
-                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {live.policy!r}'
+                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {shown(live.policy)}'
             )
             raise ScaleUnderflowError(msg)
 
@@ -574,8 +575,8 @@ class GradScaler:
         InvalidValueError, InvalidTypeError
             For a norm that is no number or negative, another ``norm_over`` or none over a group, or several groups.
         """
-        if norm_over not in (None, "rank", "group"):
-            msg = f'norm_over must be "rank" or "group", got {norm_over!r}'
+        if norm_over is not None and not (isinstance(norm_over, str) and norm_over in ("rank", "group")):
+            msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
             raise InvalidValueError(msg)
         if max_norm is None:
             if norm_over is not None:

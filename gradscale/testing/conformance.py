@@ -11,6 +11,7 @@ from array_api_compat import device as device_of
 
 from gradscale.core import arithmetic, summaries, validation
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.policies.dynamic import DynamicScale
@@ -56,7 +57,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     ...     gradscale.testing.check_backend(backend, np.zeros(1), dtypes=[np.float32])  # nothing raised: no difference
     """
     if not isinstance(backend, Backend):
-        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {backend!r}"
+        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {shown(backend)}"
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
     device = device_of(like)
