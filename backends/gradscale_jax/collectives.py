@@ -13,7 +13,7 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import LENGTH, AgreementVector
+from gradscale.core.vector import LENGTH, AgreementVector, Purpose, position
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
 from gradscale_jax.verdict import Verdict
@@ -21,6 +21,8 @@ from gradscale_jax.verdict import Verdict
 __all__ = ["AxisCollectives", "agree"]
 
 _FIELDS = (LENGTH - 2) // 2
+# What a verdict keeps of them; the others are the same in every step of a compiled program.
+_KEPT = 7
 
 
 class AxisCollectives:
@@ -106,7 +108,7 @@ def agree(
     policy : Policy
         The same on every rank.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 16 int32. Default: none, the verdict of this rank alone; under plain jit
+        Axes to agree over, in one ``pmax`` of 22 int32. Default: none, the verdict of this rank alone; under plain jit
         the gradients of a mesh are whole arrays, and there is nothing to agree on.
 
     Returns
@@ -131,10 +133,11 @@ def agree(
     """
     validation.policy(policy)
     state = trees.as_state(state)
-    vector = AgreementVector().pack(registry.backend_for(state.scale), policy, state, nonfinite, (0, 0))
+    about = position(0, purpose=Purpose.COMPILED)
+    vector = AgreementVector().pack(registry.backend_for(state.scale), policy, state, nonfinite, about)
     if axis_name is not None:
         vector = AxisCollectives(axis_name).start_max(vector)()
     highest, lowest = vector[2 : 2 + _FIELDS], -vector[2 + _FIELDS :]
     found = vector[0]
     at_min_scale = jnp.logical_and(vector[1] != 0, found != 0)
-    return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest, lowest)
+    return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest[:_KEPT], lowest[:_KEPT])

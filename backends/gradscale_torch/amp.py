@@ -21,11 +21,12 @@ from gradscale.core.clipping import checked_norm
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
+from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.options import DEFAULT_TIMEOUT, CommonOptions, with_options
 from gradscale.scaler.stepper import Outcome, find_closure
 from gradscale.scaler.turn import Turn
@@ -184,7 +185,8 @@ class GradScaler(torch.amp.GradScaler):
         -------
         tensor or None
             With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group the agreement is
-            started, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own.
+            started, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own, and on the CPU one
+            more that announces it.
 
         Raises
         ------
@@ -201,8 +203,16 @@ class GradScaler(torch.amp.GradScaler):
         norm: Tensor | None = None
         if scaler.is_enabled():
             is_shared = not scaler.parts.agreement.is_alone
-            request = None if largest is None else Request(max_norm=largest, is_shared=is_shared)
-            norm = scaler.begin_unscale(optimizer).unscale(optimizer, request)
+            turn = scaler.begin_unscale(optimizer)
+            request = None
+            if largest is not None:
+                parts = scaler.parts.agreement, scaler.parts.live, turn.frame, Purpose.NORM, optimizer
+
+                def announce(mesh: Collectives, like: Tensor) -> None:
+                    Exchange(mesh, *parts, max_norm=largest).announce(like)
+
+                request = Request(max_norm=largest, is_shared=is_shared, announce=announce)
+            norm = turn.unscale(optimizer, request)
         elif largest is not None:
             norm = scaler.parts.unscaler.clip_unscaled(optimizer, largest, scaler.parts.live)
         return norm
@@ -566,7 +576,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Notes
     -----
-    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce of 64 bytes (over gloo
+    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce of 88 bytes (over gloo
     of 8 for 2 ranks, and of 16 for more) in an iteration, on every rank, whatever it found and even when it holds no
     gradients. ``scale`` keeps the dtype of a half-precision loss, as torch's does.
 

@@ -10,7 +10,7 @@ from gradscale.core import registry, validation
 from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Purpose, Verdict, identify
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
@@ -193,7 +193,7 @@ class GradScaler:
         -------
         array or None
             With ``max_norm`` the norm before clipping, 0-d float32; None from a disabled scaler without gradients. No
-            host read; two, and one all-reduce more, with ``norm_over="group"``.
+            host read; three, and two all-reduces more, with ``norm_over="group"``.
 
         Raises
         ------
@@ -374,7 +374,8 @@ class GradScaler:
         Returns
         -------
         OverflowReport
-            ``print`` shows it as a table. One host read, and two all-reduces for each group with ``gather``.
+            ``print`` shows it as a table. One host read; with ``gather`` three more for each group, and as many
+            all-reduces.
 
         Raises
         ------
@@ -534,6 +535,7 @@ class GradScaler:
     def end_step(self, optimizer: Any, turn: Turn, outcome: Outcome) -> None:
         """Record what has become of a step: the second half of ``step``."""
         turn.stage = Stage.STEPPED
+        self._agreement.steps += 1
         number = turn.frame.number
         if turn.pending is not None and turn.pending.is_scaled:
             self._unscaler.remember_left_scaled(optimizer)
@@ -550,6 +552,9 @@ class GradScaler:
 
     def agree_over(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
+        if groups:
+            # A policy that ranks cannot compare is refused now, and not in the first step.
+            identify(self._live.policy)
         if self._iteration.frame.failure is not None:
             self._iteration = Iteration(self._iteration.frame.number)
         self._agreement.join(groups)
@@ -607,7 +612,8 @@ class GradScaler:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        return Clip(largest, Exchange(groups[0], self._agreement, self._live, self._iteration.frame))
+        parts = groups[0], self._agreement, self._live, self._iteration.frame
+        return Clip(largest, Exchange(*parts, Purpose.NORM, optimizer, max_norm=largest))
 
     def _apply_deferred(self) -> None:
         """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
@@ -634,7 +640,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 64 bytes for each optimizer, iteration and group, on every rank, whatever it found
+    parallelism. One collective of 88 bytes for each optimizer, iteration and group, on every rank, whatever it found
     and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
     is an error on every rank instead of a silent divergence.
 
