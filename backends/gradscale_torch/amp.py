@@ -78,11 +78,11 @@ class GradScaler(torch.amp.GradScaler):
 
     Notes
     -----
-    The methods are torch's. Beyond them there are ``last_step(optimizer)``, closures, and
-    ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each ``step``, none
-    with a fused optimizer on a device, and none elsewhere. ``on_skip``, ``on_update`` and ``diagnose`` have the host
-    read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of ``torch.distributed`` where
-    it is initialized.
+    The methods are torch's. Beyond them there are ``last_step(optimizer)``, ``step_schedule(optimizer, schedule)``,
+    closures, and ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
+    ``step``, none with a fused optimizer on a device, and none elsewhere. ``on_skip``, ``on_update`` and ``diagnose``
+    have the host read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of
+    ``torch.distributed`` where it is initialized.
 
     Examples
     --------
@@ -287,6 +287,17 @@ class GradScaler(torch.amp.GradScaler):
             When it has not been stepped by this scaler.
         """
         return self._scaler.last_step(optimizer)
+
+    @untraced
+    def step_schedule(
+        self: Replacement, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
+
+        As :meth:`gradscale.GradScaler.step_schedule`. No host read, but for a fused optimizer on a device, whose
+        verdict is read as ``last_step`` reads it.
+        """
+        self._scaler.step_schedule(optimizer, schedule, *args, **kwargs)
 
     def diagnose(
         self: Replacement, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False
@@ -644,6 +655,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     step = GradScaler.step
     update = GradScaler.update
     last_step = GradScaler.last_step
+    step_schedule = GradScaler.step_schedule
     diagnose = GradScaler.diagnose
     history: list[StepReport] = vars(GradScaler)["history"]
     on_skip: OnSkip | None = vars(GradScaler)["on_skip"]

@@ -317,6 +317,42 @@ class GradScaler:
         """
         return self._reports.last(optimizer)
 
+    def step_schedule(self, optimizer: Any, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
+
+        Call it after each ``step``, before or after ``update``, for each schedule that counts the optimizer's steps.
+        One that counts epochs is stepped by itself: ``schedule.step()``.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Which was stepped.
+        schedule : object
+            Whose ``step`` is called.
+        *args, **kwargs
+            Passed on, such as the metric of a ``ReduceLROnPlateau``.
+
+        Raises
+        ------
+        CallOrderError
+            When the optimizer has not been stepped by this scaler.
+        InvalidTypeError
+            For a schedule without ``step``, or an optimizer in its place.
+
+        Notes
+        -----
+        The host reads what ``last_step`` reads. Over a group the schedules of all ranks stay equal, since all skip
+        together. A disabled scaler skips no step.
+        """
+        if not callable(getattr(schedule, "step", None)) or hasattr(schedule, "param_groups"):
+            msg = (
+                f"schedule must be a learning-rate schedule with step(), got {schedule!r}: call "
+                f"step_schedule(optimizer, schedule)"
+            )
+            raise InvalidTypeError(msg)
+        if not self.last_step(optimizer).skipped:
+            schedule.step(*args, **kwargs)
+
     @property
     def history(self) -> list[StepReport]:
         """The reports of the last steps of all optimizers, oldest first; ``history_size`` of them at most.

@@ -59,6 +59,7 @@ DRAW = (
 )
 IMPORTS = [
     ("import gradscale_torch", "torch", "gradscale_torch", "torch"),
+    ("import gradscale_torch.plugins", "lightning", "gradscale_torch.plugins", "lightning"),
     ("import gradscale_jax", "jax", "gradscale_jax", "jax"),
     ("import gradscale_cupy", "cupy", "gradscale_cupy", "cupy"),
     ("import gradscale_cupy.nccl", "cupy", "gradscale_cupy", "cupy"),
@@ -78,6 +79,8 @@ IMPORTS = [
 def test_an_import_says_what_is_missing(statement: str, library: str, user: str, extra: str) -> None:
     if user in ("gradscale_numpy.mpi", "gradscale_numpy.fast"):
         require("numpy")
+    if user == "gradscale_torch.plugins":
+        require("torch")
     caught = (
         f"try:\n    {statement}\nexcept ModuleNotFoundError as error:\n"
         "    from gradscale import GradscaleError\n    assert isinstance(error, GradscaleError)\n"

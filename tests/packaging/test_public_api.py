@@ -40,6 +40,13 @@ PACKAGES = (
     pytest.param("gradscale_torch", marks=pytest.mark.torch),
     pytest.param("gradscale_jax", marks=pytest.mark.jax),
 )
+# These import what may not be installed.
+OPTIONAL = (
+    ["gradscale", "cli"],
+    ["gradscale_numpy", "fast"],
+    ["gradscale_numpy", "mpi"],
+    ["gradscale_torch", "plugins"],
+)
 
 
 def loaded_after(*statements: str) -> set[str]:
@@ -85,8 +92,7 @@ def modules_of(package: str) -> Iterator[ModuleType]:
         names = [package, *path.relative_to(folder).with_suffix("").parts]
         if names[-1] == "__init__":
             names.pop()
-        # These import what may not be installed.
-        if names[:2] in (["gradscale_numpy", "mpi"], ["gradscale_numpy", "fast"], ["gradscale", "cli"]):
+        if names[:2] in OPTIONAL:
             continue
         module = importlib.import_module(".".join(names))
         # A room's own file is its docstring.
