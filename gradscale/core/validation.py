@@ -159,7 +159,7 @@ def truth(name: str, value: Any) -> bool:
     try:
         return bool(value)
     except Exception as error:
-        msg = f"{name} must be true or false, got {value!r} of type {type(value).__name__}, which is neither"
+        msg = f"{name} must be true or false, got {shown(value)} of type {type(value).__name__}, which is neither"
         raise InvalidTypeError(msg) from error
 
 

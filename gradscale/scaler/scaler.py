@@ -105,7 +105,7 @@ class GradScaler:
     def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
         if positional:
             msg = (
-                f"a scaler of gradscale takes its options by name, got {positional!r}; what takes "
+                f"a scaler of gradscale takes its options by name, got {shown(positional)}; what takes "
                 f"torch.amp.GradScaler's arguments is gradscale_torch.GradScaler"
             )
             raise InvalidTypeError(msg)
@@ -346,7 +346,7 @@ class GradScaler:
         """
         if not callable(getattr(schedule, "step", None)) or hasattr(schedule, "param_groups"):
             msg = (
-                f"schedule must be a learning-rate schedule with step(), got {schedule!r}: call "
+                f"schedule must be a learning-rate schedule with step(), got {shown(schedule)}: call "
                 f"step_schedule(optimizer, schedule)"
             )
             raise InvalidTypeError(msg)
