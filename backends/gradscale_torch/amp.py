@@ -467,7 +467,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         if len(states) > 0:
             msg = (
-                f"_per_optimizer_states can be set to an empty mapping, which begins the iteration anew, got {shown(states)}"
+                f"_per_optimizer_states can be set to an empty mapping, which begins the iteration anew, got "
+                f"{shown(states)}"
             )
             raise InvalidValueError(msg)
         self._scaler.iteration.forget_turns()

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 from array_api_compat import is_array_api_obj
 
 from gradscale.core import tree
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
-
-_reading_optimizer = reading("an optimizer")
 
 Assign = Callable[[dict[int, Array]], None]
 
@@ -57,15 +55,21 @@ def collect_gradients(optimizer: Any) -> tuple[list[Any], Assign]:
     InvalidTypeError
         When the optimizer has neither, or a parameter has no ``grad``.
     """
-    with _reading_optimizer:
+    # As reading() does it, which costs more where nothing is raised.
+    try:
         if hasattr(optimizer, "param_groups"):
             return _from_param_groups(optimizer)
         if hasattr(optimizer, "grads"):
             return _from_grads(optimizer)
+    except GradscaleError:
+        raise
+    except Exception as error:
+        refusal = unreadable("an optimizer", error)
+        raise refusal from error
     raise _neither(optimizer)
 
 
-@_reading_optimizer
+@reading("an optimizer")
 def named_gradients(optimizer: Any) -> list[NamedGradient]:
     """Return an optimizer's gradients with their names, each parameter once, also where there is no gradient.
 

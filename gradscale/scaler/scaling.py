@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale.core import ops, tree
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.scaler.live_state import ArrayState
 
 __all__ = ["ArrayScaling"]
-
-
-_reading_outputs = reading("outputs")
 
 
 class ArrayScaling:
@@ -38,9 +35,12 @@ class ArrayScaling:
         InvalidTypeError
             For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
-        with _reading_outputs:
+        try:
             kind = (type(outputs), getattr(outputs, "dtype", None))
             is_met = kind in self._met
+        except Exception as error:
+            refusal = unreadable("outputs", error)
+            raise refusal from error
         if is_met and live.is_made:
             backend = live.backend
             backend.refuse_tracing("scale()")
