@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -145,15 +144,16 @@ def test_the_page_is_printed_once_and_nothing_else_is() -> None:
 @mpi
 @pytest.mark.parametrize(("size", "kind", "rank"), MPI_FAULTS)
 def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind: str, rank: int) -> None:
-    begin = time.monotonic()
-    completed = under_mpiexec(size, "--json", "--timeout", "1.5", "--fault", f"{kind}:{rank}")
+    # Only a rank that is late is waited for: all else is over long before this timeout, which is longer than LIMIT.
+    completed = under_mpiexec(
+        size, "--json", "--timeout", "5" if kind == "late" else "120", "--fault", f"{kind}:{rank}"
+    )
     if (kind, rank) == ("version", 0):
         # Rank 0's is the one that the others are compared with.
         assert [problem["rank"] for problem in page_of(completed)["problems"]] == [1]
         assert completed.returncode != 0
         return
     check_failed(completed, kind, rank)
-    assert time.monotonic() - begin < 30
 
 
 @mpi
