@@ -13,11 +13,15 @@ pytestmark = pytest.mark.numpy
 
 def test_a_random_life_is_the_models_on_every_rank(world: ThreadWorld | ProcessWorld) -> None:
     iterations = 500 if isinstance(world, ThreadWorld) else 5000
-    results = world.run(lives.live, iterations, 7)
+    if isinstance(world, ThreadWorld):
+        results = world.run(lives.live, iterations, 7)
+    else:
+        # Seconds on a quiet machine, and minutes on one that is shared by many.
+        (results,) = world.run_each(lives.live, [(iterations, 7)], limit=280.0)
     assert not [result for result in results if isinstance(result, Failure)], results
     assert all(result == results[0] for result in results), results
     assert results[0]["skipped"] > 0
-    assert min(results[0]["steps"]) > iterations // 4
+    assert min(results[0]["steps"]) > iterations // 5
 
 
 @pytest.mark.parametrize("field", ["scale", "run", "interval", "growth", "backoff", "iteration"])
