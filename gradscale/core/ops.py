@@ -181,8 +181,9 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
 
     def choose(a: Any, b: Any) -> Any:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
-            if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
-                return a
+            with _reading_leaves:
+                if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
+                    return a
             msg = f"leaves that are no arrays must be equal in both trees, got {shown(a)} and {shown(b)}"
             raise InvalidValueError(msg)
         if a.dtype != b.dtype:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from axes import require
 from hostile import HOSTILE, HUGE, Attributes, Lying, Raising, RaisingMapping, deep, holding_itself
-from optimizers import Grouped, Parameter, Tree
+from optimizers import Grouped, Parameter, Tree, iterate_plainly
 
 import gradscale
 from gradscale import (
@@ -69,11 +69,7 @@ def allowed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 def used() -> GradScaler:
     """Return a scaler that has made a few steps."""
     scaler = GradScaler(init_scale=1024.0, growth_interval=3)
-    optimizer = Tree()
-    for _ in range(4):
-        optimizer.grads = [scaler.scale(np.ones(2, np.float32))]
-        scaler.step(optimizer)
-        scaler.update()
+    iterate_plainly(scaler, 4)
     return scaler
 
 
