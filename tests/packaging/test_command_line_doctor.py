@@ -146,6 +146,14 @@ def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_par
     assert not json.loads(completed.stdout)["ok"]
 
 
+def test_names_may_be_separated_by_commas_as_those_that_are_required() -> None:
+    require("cli")
+    assert list(rows(doctor("numpy,cli,", "plot", "--json"))) == ["numpy", "cli", "plot"]
+    refused = doctor(",")
+    assert refused.returncode == 2
+    assert "give names, such as numpy,mpi, got ','" in refused.stderr
+
+
 def test_what_is_broken_matters_only_if_it_is_required(third_party: str) -> None:
     assert doctor("fakelib", "--require", "numpy", PYTHONPATH=third_party).returncode == 0
     completed = doctor("numpy", "--require", "fakelib", PYTHONPATH=third_party)

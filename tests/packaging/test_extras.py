@@ -182,6 +182,13 @@ def test_what_no_extra_mends_passes_unchanged(error: ImportError) -> None:
     assert caught.value is error
 
 
+def test_an_interrupted_import_ends_a_program_without_a_word() -> None:
+    with pytest.raises(SystemExit) as ended, program_needs("program.py", "torch"):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    assert ended.value.__suppress_context__
+
+
 def test_a_missing_library_is_found_before_anything_is_imported() -> None:
     with pytest.raises(MissingExtraError) as caught, needs("x", "plot", "no_such_module_at_all"):
         pytest.fail("the block was run")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -144,6 +148,27 @@ def test_long_work_shows_how_far_it_is_and_ctrl_c_ends_it_with_one_line() -> Non
     assert process.returncode == 130
     assert output == b""
     assert printed.decode().rstrip().endswith("gradscale: interrupted")
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_no_number_is_broken_on_a_narrow_terminal(width: int) -> None:
+    require("cli")
+    shown, hidden = pty.openpty()
+    fcntl.ioctl(hidden, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    command = [sys.executable, "-m", "gradscale", "simulate", "-p", "torch", "-p", "megatron:hysteresis=3", "COC"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    process = subprocess.Popen(command, stdout=hidden, env=environment)
+    os.close(hidden)
+    printed = b""
+    with contextlib.suppress(OSError):  # which the end of a terminal is
+        while part := os.read(shown, 4096):
+            printed += part
+    os.close(shown)
+    assert process.wait(60) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", printed.decode()).splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert any("megatron:hysteresis=3" in line for line in lines)
+    assert any("4294967296" in line for line in lines)
 
 
 @pytest.mark.tier("all")
