@@ -10,6 +10,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation, vector
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.validation import float32_from_bits
 from gradscale.core.vector import AgreementVector, Verdict
 from gradscale.errors import (
     BackendError,
@@ -253,6 +254,7 @@ class PendingVerdict:
         self.groups = groups
         self.version = live.version
         self.known: Verdict | None = None
+        self.numbers: ScaleState | None = None
         self._live, self._state, self._number = live, state, frame.number
         count = found.nonfinite
         self._agreed: Any = None
@@ -278,6 +280,7 @@ class PendingVerdict:
                 agreed, sent = self._agreed, self._sent
             else:
                 agreed, sent = vector.read_both(self._live.backend_for(self._agreed), self._agreed, self._sent)
+                self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])
             if hasattr(self._agreed, "compute"):
                 # A lazy library would compute all that it depends on once more in the update.
                 xp = array_namespace(self._agreed)
