@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from gradscale import registry
 from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError
+from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
-from gradscale.groups import GroupWait
+from gradscale.groups import GroupWait, on_fork, refuse_forked
 
 with needs("gradscale_numpy.mpi", "mpi"):
     try:
@@ -40,6 +40,40 @@ _LONGEST_PAUSE = 2e-4
 # What MPI still reads from and writes to: requests that are not done, also those that were given up or that nobody
 # asks for any more, with their buffers.
 _under_way: dict[int, tuple[Any, ...]] = {}
+
+
+# The process that has initialised the MPI of this one, where this is a child after fork.
+_started_by: list[int] = []
+
+
+def _note_parent(parent: int) -> None:
+    if MPI.Is_initialized() and not _started_by:
+        _started_by.append(parent)
+
+
+on_fork(_note_parent)
+
+
+def _require_running() -> None:
+    """Raise where a call would end the process inside of MPI, or take the place of the parent process."""
+    if _started_by:
+        refuse_forked("MPI", f"MPI was initialised by process {_started_by[0]}")
+    if not MPI.Is_initialized():
+        msg = (
+            "MPI is not initialised in this process, so its communicators cannot be used: call MPI.Init() before the "
+            "scaler is constructed, or leave mpi4py.rc.initialize at True"
+        )
+        raise CallOrderError(msg)
+    _require_not_finalized()
+
+
+def _require_not_finalized() -> None:
+    if MPI.Is_finalized():
+        msg = (
+            "MPI was finalised in this process, so its communicators cannot be used any more: construct and step "
+            "scalers before MPI.Finalize()"
+        )
+        raise CallOrderError(msg)
 
 
 class _Duplicate:
@@ -94,8 +128,10 @@ class MPICollectives:
         For an intercommunicator, and for a null communicator.
     CollectiveTimeoutError
         When some rank does not construct its own in time.
+    CallOrderError
+        When MPI is not initialised, or finalised.
     BackendError
-        When an earlier collective over the communicator was given up.
+        When an earlier collective over the communicator was given up; in a child after fork, for its parent's MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
@@ -105,6 +141,7 @@ class MPICollectives:
         if not isinstance(comm, MPI.Intracomm):
             msg = f"group must be an MPI intracommunicator (Merge() makes one of an intercommunicator), got {comm!r}"
             raise InvalidTypeError(msg)
+        _require_running()
         self._timeout = timeout
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -161,7 +198,15 @@ class MPICollectives:
         callable
             Returns a new array of the same library and device, or a list. It raises CollectiveTimeoutError when some
             rank does not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
+
+        Raises
+        ------
+        CallOrderError
+            When MPI was finalised.
+        BackendError
+            After a collective that was given up; in a child after fork.
         """
+        _require_not_finalized()
         self._group.require_usable()
         if isinstance(x, list):
             finish_array = self.start_max(np.array(x, dtype=np.int32))
@@ -234,6 +279,7 @@ class MPICollectives:
 
     def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""
+        _require_not_finalized()
 
         def wait() -> None:
             if not any(request.Test() for _ in range(_BUSY_TESTS)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import time
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +24,9 @@ from gradscale_torch import compact, groups
 __all__ = ["Pending", "TorchCollectives"]
 
 # Seconds. Signals, Ctrl-C among them, are seen between two slices.
-_SLICE_SECONDS = 0.1
-_SLICE = timedelta(seconds=_SLICE_SECONDS)
-_SHORTEST_SLICE_SECONDS = 1e-3  # a timeout of 0 is none at all
-# How much later than this timeout the library's own is, so that this one is what a user sees. It is also when ranks
-# that come late are told, for gloo then closes its connections.
+_SLICE = timedelta(seconds=0.1)
+# How much later than this timeout the library's own is where the host does not wait, so that this one is what a user
+# sees.
 _LATER = 10.0
 
 # What torch still reads and writes: work that is not done, also if it was given up or if nobody asks for it any more,
@@ -241,7 +239,9 @@ class TorchCollectives:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(operation)
         options.asyncOp = True
-        options.timeout = timedelta(seconds=groups.seconds(self._timeout + _LATER))
+        # gloo's own clock goes on while the process is suspended, so its time is never over.
+        timeout = math.inf if self._is_gloo_on_host else self._timeout + _LATER
+        options.timeout = timedelta(seconds=groups.seconds(timeout))
         return options
 
     def wait(self, group: GroupWait, work: Any, where: torch.device) -> None:
@@ -253,28 +253,23 @@ class TorchCollectives:
             return
         # UCC waits without looking at the time; accelerators do not wait at all.
         is_polled = where.type != "cpu" or self._carriers["cpu"] == "ucc"
-        group.run(lambda: self._poll(group, work) if is_polled else self._wait_in_slices(group, work))
+        group.run(lambda: self._poll(group, work) if is_polled else group.until(lambda: _is_over(work)))
 
     def _poll(self, group: GroupWait, work: Any) -> None:
         group.until(work.is_completed)
         work.wait()
 
-    def _wait_in_slices(self, group: GroupWait, work: Any) -> None:
-        begin = time.monotonic()
-        left = self._timeout
-        while True:
-            try:
-                work.wait(_SLICE if left > _SLICE_SECONDS else timedelta(seconds=max(left, _SHORTEST_SLICE_SECONDS)))
-            except RuntimeError:
-                # The slice is over, or the reduction has failed; then it is completed, and says so again.
-                if work.is_completed():
-                    break
-            else:
-                return
-            left = begin + self._timeout - time.monotonic()
-            if left <= 0:
-                raise group.timed_out()
+
+def _is_over(work: Any) -> bool:
+    """Wait for a reduction for a slice of time, and tell whether it is done; raise what it has failed with."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        # The slice is over, or the reduction has failed; then it is completed, and says so again.
+        if not work.is_completed():
+            return False
         work.wait()
+    return True
 
 
 class Pending:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -18,6 +17,7 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
+from gradscale.groups import on_fork, poll, refuse_forked
 
 __all__ = [
     "HOST_BACKENDS",
@@ -41,12 +41,24 @@ LOOKALIKE = "lookalike"
 
 # "For ever", and what is close to it, for libraries that count in 64-bit nanoseconds.
 _LONGEST = 365 * 86400.0
-_SHORTEST_PAUSE = 1e-3
 _LONGEST_PAUSE = 5e-2
 _CONSTRUCTION = "the construction of a ShardedGradScaler"
 
 # The groups that were made for meshes, by the default group of their world and their ranks.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+# The groups of parent processes, by which this one was forked off, and the id of that process.
+_inherited: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _note_inherited(parent: int) -> None:
+    if default_group() is not None:
+        for group in dist.distributed_c10d._world.pg_map:
+            _inherited.setdefault(group, parent)
+
+
+on_fork(_note_inherited)
 
 
 def seconds(timeout: float) -> float:
@@ -105,7 +117,7 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
     CollectiveTimeoutError
         When some rank of a mesh does not come.
     BackendError
-        When torch has no distributed package, or fails to make a group.
+        When torch has no distributed package, or fails to make a group; in a child after fork, for its parent's group.
     """
     if not dist.is_available():
         msg = "this build of torch has no torch.distributed: install another, or use gradscale's other groups"
@@ -132,6 +144,8 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
         )
         raise InvalidTypeError(msg)
     _require_alive(found)
+    if found in _inherited:
+        refuse_forked("torch.distributed", f"this one was made by process {_inherited[found]}")
     if found.rank() < 0:
         msg = f"group must be a process group that this process belongs to, got {found!r}, in which it has no rank"
         raise InvalidValueError(msg)
@@ -225,16 +239,10 @@ def _meet(ranks: tuple[int, ...], timeout: float) -> None:
     """Wait in the store of the world until all members have come, or the time is over."""
     store = dist.distributed_c10d._get_default_store()
     key = f"gradscale/{','.join(map(str, ranks))}"
-    begin = time.monotonic()
-    pause = _SHORTEST_PAUSE
-    came = store.add(key, 1)
+    store.add(key, 1)
     try:
-        while came < len(ranks):
-            if time.monotonic() - begin > timeout:
-                raise CollectiveTimeoutError(ranks.index(dist.get_rank()), len(ranks), timeout, operation=_CONSTRUCTION)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            came = store.add(key, 0)
+        if not poll(lambda: store.add(key, 0) >= len(ranks), timeout, longest_pause=_LONGEST_PAUSE):
+            raise CollectiveTimeoutError(ranks.index(dist.get_rank()), len(ranks), timeout, operation=_CONSTRUCTION)
     except RuntimeError as error:
         msg = f"the store of the world failed while the ranks {ranks} of a mesh met: {error}"
         raise BackendError(msg) from error

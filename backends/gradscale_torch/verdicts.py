@@ -71,7 +71,7 @@ class TensorVerdict:
 
     Attributes
     ----------
-    groups, known, is_begun, is_read_later, is_scaled, is_captured, version
+    groups, known, numbers, is_begun, is_read_later, is_scaled, is_captured, version
         As in :class:`gradscale.scaler.parts.Pending`.
     """
 
@@ -88,6 +88,7 @@ class TensorVerdict:
         self.groups = groups
         self.version = live.version
         self.known: Verdict | None = None
+        self.numbers = None
         self.is_begun = True
         self.is_read_later = self.is_captured = False
         self.is_scaled = found.is_scaled

@@ -18,7 +18,18 @@ from gradscale.reports.steps import StepReport, UpdateReport
 
 __all__ = ["COLUMNS", "CSV", "JSONLines", "read_log", "row_of"]
 
-COLUMNS = ("iteration", "rank", "scale", "skipped", "nonfinite", "retries", "magnitude", "parameter", "cause")
+COLUMNS = (
+    "iteration",
+    "rank",
+    "scale",
+    "new_scale",
+    "skipped",
+    "nonfinite",
+    "retries",
+    "magnitude",
+    "parameter",
+    "cause",
+)
 
 _TEXT = ("parameter", "cause")
 _RANK = "{rank}"
@@ -28,6 +39,7 @@ _LONGEST_SHOWN = 60
 def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     """Return a report as a flat row of plain values, with ``COLUMNS`` as its keys.
 
+    ``scale`` is the one before the iteration's update, ``new_scale`` the one after it, None for a StepReport.
     ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and
     ``cause`` what is at fault, where an OverflowReport was made; else None.
     """
@@ -39,6 +51,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
         "iteration": report.iteration,
         "rank": getattr(report, "rank", None),
         "scale": report.scale,
+        "new_scale": getattr(report, "new_scale", None),
         "skipped": report.skipped,
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),

@@ -60,14 +60,16 @@ class UpdateReport(NamedTuple):
     iteration : int
         The scaler's iteration, from 1, which this update has ended.
     scale : float
-        The scale that its gradients were divided by. What the update has made of it is in the next report: no read
-        from the device is made for this one.
+        The scale that its gradients were divided by.
     skipped : bool
         Whether any of the optimizers' steps was left out.
     rank : int
         This process's rank; 0 without a group.
     steps : tuple of StepReport
         One for each optimizer that was stepped, in order.
+    new_scale : float or None
+        What the update has made of the scale. A scaler always says it: from what the step has read, where the policy is
+        frozen; else by a host read more, such as of torch's tensors on an accelerator.
 
     Examples
     --------
@@ -87,3 +89,4 @@ class UpdateReport(NamedTuple):
     skipped: bool
     rank: int
     steps: tuple[StepReport, ...]
+    new_scale: float | None = None

@@ -14,6 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, validation, vector
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.validation import float32_from_bits
 from gradscale.core.vector import AgreementVector, Position, Purpose, Verdict
 from gradscale.errors import (
     BackendError,
@@ -396,6 +397,7 @@ class PendingVerdict:
         self.groups = groups
         self.version = live.version
         self.known: Verdict | None = None
+        self.numbers: ScaleState | None = None
         self._live, self._state, self._number = live, state, frame.number
         count = found.nonfinite
         self._agreed: Any = None
@@ -427,6 +429,7 @@ class PendingVerdict:
             if not self.groups:
                 # Nobody else has had a hand in it: what cannot be is the library's.
                 self._live.checked(agreed[2:6])
+            self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])
             if hasattr(self._agreed, "compute"):
                 # A lazy library would compute all that it depends on once more in the update.
                 xp = array_namespace(self._agreed)

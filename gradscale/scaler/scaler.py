@@ -12,12 +12,14 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.vector import Purpose, Verdict, identify
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.policies.plain import plain_rule
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement, Exchange
 from gradscale.scaler.diagnosis import Diagnosis
+from gradscale.scaler.frame import Frame
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import ArrayState, checked_scale
 from gradscale.scaler.options import (
@@ -266,7 +268,7 @@ class GradScaler:
             fine, before or after ``unscale_``.
         ScaleUnderflowError
             When an overflow finds the scale at ``min_scale`` and the policy says so; the iteration is ended first, so
-            the scaler can be saved or used on.
+            the scaler can be saved or used on. What a callback has raised in the same call is its ``__context__``.
         InvalidValueError, InvalidTypeError
             For a new scale that is not finite and above zero, or outside the policy's bounds; nothing is changed.
         ScaleDesyncError, CollectiveTimeoutError
@@ -283,6 +285,11 @@ class GradScaler:
                 pending.append(turn.pending)
                 if not turn.pending.is_read_later:
                     verdicts.append(turn.verdict())
+        before = None
+        if self._reports.on_update is not None:
+            judged: list[StepReport | Verdict] = [*self._iteration.reports, *verdicts]
+            # Without a verdict it has to be read, which is free of charge where the state is one of numbers.
+            before = judged[0].scale if judged else live.scale()
         if wanted is not None:
             live.replace_scale(wanted)
         elif frame.lowered is not None:
@@ -295,15 +302,29 @@ class GradScaler:
         elif not frame.scaled and self._agreement.is_alone:
             frame.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
         ended, self._iteration = self._iteration, Iteration(frame.number + 1)
-        if self._reports.on_update is not None:
-            self._tell_update(ended, verdicts)
+        underflow = None
         if wanted is None and any(verdict.nonfinite and verdict.at_min_scale for verdict in verdicts):
-            msg = (
+            underflow = ScaleUnderflowError(
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
                 f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {shown(live.policy)}'
             )
-            raise ScaleUnderflowError(msg)
+        if before is not None:
+            after = before
+            if wanted is not None:
+                after = wanted
+            elif pending or ended.frame.lowered is not None:
+                after = self._updated_scale(ended.frame, pending, verdicts)
+            try:
+                self._tell_update(ended, verdicts, before, after)
+            except Exception as error:
+                if underflow is not None:
+                    # All ranks raise it; a callback may fail on one of them.
+                    underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
+                    raise underflow  # noqa: B904 (the callback's is its context, not its cause)
+                raise
+        if underflow is not None:
+            raise underflow
 
     # What is told.
 
@@ -661,14 +682,25 @@ class GradScaler:
                 raise
             self._live.observe(verdict.scale, pending.version)
 
-    def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict]) -> None:
+    def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict], before: float, after: float) -> None:
         """Tell of an iteration that the update has ended, with the verdicts on what was unscaled in it."""
         steps = tuple(ended.reports)
         judged: list[StepReport | Verdict] = [*steps, *verdicts]
-        # An iteration without gradients has not moved the scale.
-        scale = judged[0].scale if judged else self._live.scale()
         skipped = any(one.nonfinite > 0 for one in judged)
-        self._reports.tell_update(UpdateReport(ended.frame.number, scale, skipped, self._agreement.rank(), steps))
+        number, rank = ended.frame.number, self._agreement.rank()
+        self._reports.tell_update(UpdateReport(number, before, skipped, rank, steps, after))
+
+    def _updated_scale(self, frame: Frame, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> float:
+        """Return the scale that an update has left, computed anew from what was read, where that spares a read."""
+        live = self._live
+        before = pending[-1].numbers if pending and frame.lowered is None else None
+        if before is None or len(verdicts) < len(pending) or isinstance(live.current().scale, float):
+            return live.scale()
+        rule = plain_rule(live.policy)
+        if rule is None:
+            return live.scale()
+        after: float = rule.update(before, max(verdict.nonfinite for verdict in verdicts)).scale
+        return after
 
 
 @with_options(ScalerOptions, CommonOptions)
