@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 from axes import require
 from batches import Batch, Case
+
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
     pytest.mark.torch,
@@ -24,7 +25,7 @@ pytestmark = [
 OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
 NAMES = {
     *("schedule", "followers", "sam", "actor", "checkpoint"),
-    *("trainer", "fabric", "accelerate"),
+    *("trainer", "fabric", "accelerate", "transformers"),
 }
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)
@@ -259,21 +260,92 @@ def test_fabric_skips_holds_the_schedule_and_saves(recipes: Any, tmp_path: Path)
     assert saved["precision"] == scaler.state_dict()
 
 
-def test_accelerate_skips_and_holds_the_schedule(recipes: Any) -> None:
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """Return accelerate, and forget its global state afterwards."""
     module = require("accelerate")
+    yield module
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+    module.state.GradientState._reset_state()
+
+
+def test_accelerate_skips_and_holds_the_schedule(recipes: Any, accelerate: Any) -> None:
     given = common(recipes)
-    try:
-        names = recipes.run_block("accelerate", **given, Accelerator=module.Accelerator)
-    finally:
-        module.state.AcceleratorState._reset_state(reset_partial_state=True)
-        module.state.GradientState._reset_state()
+    names = recipes.run_block("accelerate", **given, Accelerator=accelerate.Accelerator)
     assert skips(names["accelerator"].scaler) == SKIPS
     assert given["schedule"].last_epoch == 5
 
 
+@pytest.mark.usefixtures("accelerate")
+def test_the_trainer_of_transformers_skips_and_holds_the_schedule(recipes: Any, tmp_path: Path) -> None:
+    torch, transformers = require("torch"), require("transformers")
+    given = common(recipes)
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = given["model"]
+
+        def forward(self, inputs: Any, labels: Any) -> Any:
+            assert labels.shape == (8, 1)
+            return {"loss": given["loss_of"](self.inner, inputs)}
+
+    names = recipes.run_block(
+        "transformers",
+        model=Model(),
+        GradScaler=given["GradScaler"],
+        Trainer=transformers.Trainer,
+        TrainingArguments=transformers.TrainingArguments,
+        examples=[{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch],
+        folder=str(tmp_path),
+        on_a_cpu={
+            "use_cpu": True,
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 8,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        },
+    )
+    assert skips(names["trainer"].accelerator.scaler) == SKIPS
+    assert names["trainer"].lr_scheduler.last_epoch == 5
+
+
+def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    # As unscale_ says itself: over a group, plain tensors may be parts or copies. Here they are copies.
+    old = "scaler.unscale_(sam.base_optimizer, max_norm=1.0)\n"
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    new = f"scaler.unscale_(sam.base_optimizer)\n        {clip}\n"
+    code = recipes.blocks()["sam"]
+    assert code.count(old) == 1
+    monkeypatch.setattr(recipes, "blocks", lambda: {"sam": code.replace(old, new)})
+
+    def rank(group: ThreadCollectives) -> Any:
+        model = recipes.made_model()
+        # It has no gradient, and SAM leaves it alone.
+        model[0].bias.requires_grad_(False)
+        given = {
+            "sam": SAM(model.parameters()),
+            "model": model,
+            "scaler": ShardedGradScaler("cpu", group=group),
+            "SimpleNamespace": SimpleNamespace,
+            "partial": functools.partial,
+            # The first rank overflows in the climb of the second batch, the other one in the second pass of the third.
+            "loss_of": recipes.Losses([3] if group.rank == 0 else [5]),
+        }
+        names = recipes.run_block("sam", **given)
+        return skips(names["scaler"]), [weight.tolist() for weight in model.parameters()]
+
+    answers = run_ranks(2, rank)
+    assert answers[0] == answers[1]
+    assert [index for index, skipped in enumerate(answers[0][0]) if skipped] == [2, 4]
+
+
 def test_a_recipe_that_does_not_ask_is_found(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = recipes.blocks() | {
-        "followers": recipes.blocks()["followers"].replace("if not scaler.last_step(optimizer).skipped:", "if True:")
-    }
-    monkeypatch.setattr(recipes, "blocks", lambda: copy.copy(broken))
+    asks = "if not scaler.last_step(optimizer).skipped:"
+    code = recipes.blocks()["followers"]
+    assert code.count(asks) == 1
+    monkeypatch.setattr(recipes, "blocks", lambda: {"followers": code.replace(asks, "if True:")})
     assert recipes.run_block("followers", **common(recipes))["steps"] == recipes.BATCHES
