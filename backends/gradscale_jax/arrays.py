@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gradscale import Backend, ScaleState
-from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, reciprocal
+from gradscale.core.arithmetic import Kind, check_real_dtype, has_float64, kind_of, multiply, reciprocal, widened
 from gradscale.core.summaries import summarize_arrays
 from gradscale.errors import InvalidTypeError
 
@@ -23,7 +23,15 @@ _WORDS = {"float16": jnp.int16, "bfloat16": jnp.int16, "float32": jnp.int32, "fl
 
 
 class JaxBackend(Backend):
-    """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace."""
+    """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(jnp.zeros(()))
+    >>> gradscale_jax.JaxBackend().unscale([jnp.asarray([2.0, 4.0])], state)
+    ([Array([0.5, 1. ], dtype=float32)], Array(0, dtype=int32))
+    """
 
     name = "jax"
 
@@ -71,7 +79,10 @@ class JaxBackend(Backend):
         if isinstance(like, jax.core.Tracer) or not like.committed:
             return None
         sharding = like.sharding
-        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else like.device
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        # A device alone would leave what comes from a mesh of explicit axes with the type of that mesh.
+        return SingleDeviceSharding(like.device) if isinstance(like.device, jax.Device) else like.device
 
     def example(self) -> jax.Array:
         """Return a 0-d float32 array on the default device."""
@@ -89,9 +100,7 @@ class JaxBackend(Backend):
         arrays : sequence of arrays
             Of the dtypes that ``unscale`` takes, on any devices; one compiled call for each set of devices.
         """
-        groups: dict[Any, list[int]] = {}
-        for index, array in enumerate(arrays):
-            groups.setdefault(self.placement(array), []).append(index)
+        groups = self._by_placement(arrays)
         home = self.placement(arrays[0])
         rows: list[Any] = [None] * len(arrays)
         for indices in groups.values():
@@ -128,11 +137,8 @@ class JaxBackend(Backend):
         wanted = tuple(_stored_dtypes(grads, dtype, out))
         if any(isinstance(x, jax.core.Tracer) for x in (*grads, state.scale)):
             return unscale_leaves(list(grads), state.scale, wanted)
-        groups: dict[Any, list[int]] = {}
-        for index, grad in enumerate(grads):
-            groups.setdefault(self.placement(grad), []).append(index)
-        # Arrays on no chosen device go anywhere; counts of several devices need one.
-        home = self.placement(state.scale) or (next(filter(None, groups)) if len(groups) > 1 else None)
+        groups = self._by_placement(grads)
+        home = self._home(groups, state)
         unscaled: list[Any] = [None] * len(grads)
         nonfinite = jnp.zeros((), dtype=jnp.int32, device=home)
         for where, indices in groups.items():
@@ -143,6 +149,53 @@ class JaxBackend(Backend):
                 unscaled[index] = array
             nonfinite = nonfinite + (count if home is None else jax.device_put(count, home))
         return unscaled, nonfinite
+
+    def unscale_with_squares(
+        self, grads: Sequence[jax.Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Any] | None = None
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
+
+        It is 0-d float64 with x64, else float32, where the count is: beside the state. One more compiled call for each
+        set of devices; over those of a mesh the elements are summed in another order than on one.
+        """
+        unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
+        groups = self._by_placement(unscaled)
+        home = self._home(groups, state)
+        squares = jnp.zeros((), dtype=_widest(), device=home)
+        for indices in groups.values():
+            found = _sum_of_squares([unscaled[index] for index in indices])
+            squares = squares + (found if home is None else jax.device_put(found, home))
+        return unscaled, nonfinite, squares
+
+    def multiply_in_place(self, arrays: Sequence[jax.Array], factor: jax.Array, /) -> list[jax.Array]:
+        """Multiply arrays by a 0-d float32, rounded once to their dtypes.
+
+        Returns
+        -------
+        list of arrays
+            New ones, spread as the given ones; one compiled call for each set of devices. No host read.
+        """
+        multiplied: list[Any] = [None] * len(arrays)
+        for where, indices in self._by_placement(arrays).items():
+            there = factor if where is None else jax.device_put(factor, where)
+            made = _multiply([arrays[index] for index in indices], there)
+            for index, array in zip(indices, made, strict=True):
+                multiplied[index] = array
+        return multiplied
+
+    def _by_placement(self, arrays: Sequence[jax.Array]) -> dict[Any, list[int]]:
+        """Return the positions of arrays by where they are: each set is one compiled call."""
+        groups: dict[Any, list[int]] = {}
+        for index, array in enumerate(arrays):
+            groups.setdefault(self.placement(array), []).append(index)
+        return groups
+
+    def _home(self, groups: dict[Any, list[int]], state: ScaleState) -> Any:
+        """Return where what is found in groups of arrays is added up: beside the state, or None for anywhere.
+
+        Arrays on no chosen device go anywhere; sums of several devices need one.
+        """
+        return self.placement(state.scale) or (next(filter(None, groups)) if len(groups) > 1 else None)
 
 
 def _stored_dtypes(grads: Sequence[Any], dtype: Any, out: Sequence[Any] | None = None) -> list[Any]:
@@ -188,6 +241,26 @@ def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
+
+
+def _widest() -> Any:
+    return jnp.float64 if has_float64(jnp, None) else jnp.float32
+
+
+# Apart from unscaling, since XLA would square halves as they are before they are rounded.
+@jax.jit
+def _sum_of_squares(arrays: Sequence[Any]) -> Any:
+    total = jnp.zeros((), dtype=_widest())
+    for x in arrays:
+        for part in (x.real, x.imag) if kind_of(x) is Kind.COMPLEX else (x,):
+            wide = part.astype(_widest())
+            total = total + jnp.sum(wide * wide)
+    return total
+
+
+@jax.jit
+def _multiply(arrays: Sequence[Any], factor: Any) -> list[Any]:
+    return [multiply(jnp, widened(x), factor).astype(x.dtype) for x in arrays]
 
 
 def bits_of(x: jax.Array) -> jax.Array | None:

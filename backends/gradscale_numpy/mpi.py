@@ -140,6 +140,11 @@ class MPICollectives:
     takes_lists = True
     """That ``start_max`` takes lists, too."""
 
+    @property
+    def identity(self) -> Any:
+        """What lives as long as the communicator, over which other objects like this one may agree."""
+        return self._group.group
+
     def start_max(self, x: Array | list[int], /) -> Callable[[], Any]:
         """Begin an element-wise MAX all-reduce; the returned call finishes it.
 

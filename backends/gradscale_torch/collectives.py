@@ -16,7 +16,8 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, InvalidValueError
+from gradscale.core.vector import foreign_message
+from gradscale.errors import BackendError, InvalidValueError, ScaleDesyncError
 from gradscale.groups import GroupWait
 from gradscale_torch import compact, groups
 
@@ -36,7 +37,8 @@ _under_way: dict[int, tuple[Any, torch.Tensor, dist.ProcessGroup]] = {}
 _MANY = 8
 
 _CPU = 1  # in DLPack
-_FEW = 2  # elements: a vector of so many is sent whole
+# Elements: vectors of fewer or more are sent whole. More have a part for each rank, in which all are different.
+_FEW, _MOST = 2, 32
 
 
 @atexit.register
@@ -44,6 +46,13 @@ def _leave() -> None:
     """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
     for group in {group for work, _, group in _under_way.values() if not work.is_completed()}:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class _DefaultGroup:
+    """What stands for the default group before there is one."""
+
+
+_DEFAULT_GROUP = _DefaultGroup()
 
 
 class TorchCollectives:
@@ -89,6 +98,11 @@ class TorchCollectives:
     takes_lists = True
     """That ``start_max`` takes lists, too."""
 
+    @property
+    def identity(self) -> Any:
+        """The process group, over which others like this may agree, or what stands for it while there is none."""
+        return _DEFAULT_GROUP if self._group is None else self._group.group
+
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
         self._asked = group
         self._timeout = timeout
@@ -122,9 +136,12 @@ class TorchCollectives:
             When there is no default group yet.
         BackendError
             When the group was destroyed, or a collective over it given up.
+        ScaleDesyncError
+            In the call that finishes it over gloo: when the answer shows that some rank has made a collective of its
+            own in its place.
         """
         group = self._usable()
-        if isinstance(x, list) and self._is_gloo_on_host and len(x) > _FEW:
+        if isinstance(x, list) and self._is_gloo_on_host and _FEW < len(x) <= _MOST:
             return self._start_compact(group, x, x, is_home=False)
         sent = x if isinstance(x, torch.Tensor) else _as_tensor(x)
         if sent.dtype != torch.int32 or sent.ndim != 1:
@@ -135,7 +152,7 @@ class TorchCollectives:
             self._routes[came_from] = groups.travels_on(self._carriers, came_from, group.group)
         where = self._routes[came_from]
         is_home = sent is x and where == came_from
-        if where.type == "cpu" and self._is_gloo_on_host and len(sent) > _FEW:
+        if where.type == "cpu" and self._is_gloo_on_host and _FEW < len(sent) <= _MOST:
             return self._start_compact(group, x, sent.tolist(), is_home=is_home)
         # What is sent is also what is received.
         buffer = (
@@ -145,9 +162,9 @@ class TorchCollectives:
 
     def _start_compact(self, group: GroupWait, x: Array | list[int], values: list[int], *, is_home: bool) -> Pending:
         """Send one or two integers for the vector."""
-        exchange = compact.Exchange(values, self.size)
+        exchange = compact.Exchange(values, self.rank, self.size)
         buffer = torch.tensor(exchange.sent, dtype=torch.int64)
-        work = self._reduce(group, buffer, self._sum_options if exchange.is_added else self._options)
+        work = self._reduce(group, buffer, self._sum_options)
         return Pending(self, group, work, buffer, x, is_home, exchange)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +280,10 @@ class TorchCollectives:
 class Pending:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    __slots__ = ("_buffer", "_collectives", "_exchange", "_group", "_is_done", "_is_home", "_result", "_work", "_x")
+    __slots__ = (
+        *("_buffer", "_collectives", "_exchange", "_failure", "_group"),
+        *("_is_done", "_is_home", "_result", "_work", "_x"),
+    )
 
     def __init__(
         self,
@@ -285,6 +305,7 @@ class Pending:
         # Whether the buffer is of the library and on the device that the result must have.
         self._is_home = is_home
         self._is_done = False
+        self._failure: ScaleDesyncError | None = None
         self._result: Array = None
 
     def __call__(self) -> Array:
@@ -309,7 +330,11 @@ class Pending:
             When some rank does not come in time.
         BackendError
             When the reduction fails.
+        ScaleDesyncError
+            When some rank has made a collective of its own in its place.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._is_done:
             self._wait_once()
             if self._exchange is not None:
@@ -322,13 +347,18 @@ class Pending:
 
     def _whole(self, exchange: compact.Exchange) -> list[int]:
         """Return the whole maximum; ranks whose vectors differ all send them whole."""
-        maximum = exchange.maximum(self._buffer.tolist())
-        if maximum is None:
-            collectives = self._collectives
-            self._buffer = torch.tensor(exchange.values, dtype=torch.int32)
-            self._work = collectives._reduce(self._group, self._buffer, collectives._options)
-            self._wait_once()
-            maximum = self._buffer.tolist()
+        collectives = self._collectives
+        try:
+            maximum = exchange.maximum(self._buffer.tolist())
+            if maximum is None:
+                self._buffer = torch.tensor(exchange.whole, dtype=torch.int32)
+                self._work = collectives._reduce(self._group, self._buffer, collectives._options)
+                self._wait_once()
+                maximum = exchange.whole_maximum(self._buffer.tolist())
+        except compact.ForeignMessageError as error:
+            # Asked again, it would send again.
+            self._failure = foreign_message(f"rank {collectives.rank} of {collectives.size}")
+            raise self._failure from error
         return maximum
 
     def _order(self) -> None:

@@ -34,6 +34,14 @@ def every_rank(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     ------
     InvalidTypeError
         For what cannot be called.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> callback = gradscale.callbacks.every_rank(print)
+    >>> scaler = gradscale.GradScaler(on_skip=callback)
+    >>> callback.every_rank
+    True
     """
     if not callable(callback):
         msg = f"callback must be a callable that takes a report, got {callback!r}"
@@ -65,6 +73,12 @@ class LogUpdates:
         How many updates pass between two summaries; 0 for none.
     every_rank : bool, default False
         Log on every rank, and not on rank 0 alone.
+
+    Examples
+    --------
+    >>> import gradscale, logging
+    >>> log = gradscale.callbacks.LogUpdates(logging.getLogger("train"), summary_every=1000)
+    >>> scaler = gradscale.GradScaler(on_update=log)
     """
 
     def __init__(
@@ -165,6 +179,16 @@ class TensorBoard:
     ------
     InvalidTypeError
         For a writer without ``add_scalar``.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> class Writer:  # torch.utils.tensorboard.SummaryWriter() in its place
+    ...     def add_scalar(self, tag, value, step):
+    ...         if tag == "amp/scale": print(step, tag, value)
+    >>> callback = gradscale.callbacks.TensorBoard(Writer(), prefix="amp/")  # for GradScaler(on_update=callback)
+    >>> callback(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    1 amp/scale 65536.0
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.reports.steps import StepReport, UpdateReport
 
@@ -196,6 +197,14 @@ class JSONLines:
         the scaler's state is complete by then, and training can go on.
     InvalidValueError
         For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
+
+    Examples
+    --------
+    >>> import gradscale, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(pathlib.Path(folder, "scale.jsonl").read_text()[:47])
+    {"iteration": 1, "rank": 0, "scale": 65536.0, "
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -230,6 +239,14 @@ class CSV:
 
     Parameters, errors and guarantees are those of :class:`JSONLines`; a file to append to must have the same columns,
     and keeps its one first line.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.CSV(f"{folder}/scale.csv") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(gradscale.callbacks.read_log(f"{folder}/scale.csv")[0]["scale"])
+    65536.0
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -254,7 +271,7 @@ class CSV:
 def _as_text(path: Any) -> str:
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str):
-        msg = f"path must be a str or os.PathLike, got {path!r} of type {type(path).__name__}"
+        msg = f"path must be a str or os.PathLike, got {shown(path)} of type {type(path).__name__}"
         raise InvalidTypeError(msg)
     return where
 
@@ -291,6 +308,14 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         read or holds no row.
     InvalidTypeError
         For a path of another type.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=True, rank=0, steps=()))
+    ...     print([(row["scale"], row["skipped"]) for row in gradscale.callbacks.read_log(f"{folder}/scale.jsonl")])
+    [(65536.0, True)]
     """
     where = _as_text(path)
     try:

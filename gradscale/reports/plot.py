@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
 from gradscale.policies.plain import LARGEST_FLOAT16
@@ -83,6 +84,14 @@ def history(
         For an empty history, a malformed log, other objects, or a suffix of ``path`` that matplotlib does not know.
     LogWriteError
         When ``path`` cannot be written.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> steps = [gradscale.StepReport(i == 5, 2.0 ** (16 - (i > 5)), int(i == 5), "stepped", i) for i in range(1, 11)]
+    >>> figure = gradscale.plot.history(steps)  # or a scaler's history, or a log; with a path it is saved
+    >>> figure.axes[0].get_title(loc="left")
+    '1 of 10 steps skipped (10 %)'
     """
     rows, x_label = _rows(history)
     magnitudes = [row for row in rows if row.magnitude]
@@ -139,12 +148,20 @@ def simulation(
     -------
     Figure
         Not shown, as :func:`history`'s; the same errors.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(gradscale.presets.torch(), recorded("CCOC"), name="torch")
+    >>> gradscale.plot.simulation(run).axes[0].get_title(loc="left")
+    'torch: 1 of 4 steps skipped (25 %)'
     """
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
         msg = (
             f"results must be at least one Simulation, as gradscale.policies.simulation.simulate() returns, "
-            f"got {results!r}"
+            f"got {shown(results)}"
         )
         raise InvalidTypeError(msg)
     figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
@@ -190,7 +207,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     else:
         reports = list(history) if isinstance(history, Iterable) else [history]
         if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
-            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {reports[:3]!r}"
+            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
             raise InvalidTypeError(msg)
         found = [row_of(report) for report in reports]
     if not found:

@@ -32,6 +32,14 @@ class StepReport(NamedTuple):
         How many gradient arrays of this rank held an inf or NaN: whether it saw the overflow, or only heard of it.
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> report = gradscale.StepReport(skipped=True, scale=65536.0, nonfinite=2, reason="overflow", iteration=7)
+    >>> if report.skipped:
+    ...     print(f"iteration {report.iteration} overflowed at scale {report.scale:g}")
+    iteration 7 overflowed at scale 65536
     """
 
     skipped: bool
@@ -60,6 +68,18 @@ class UpdateReport(NamedTuple):
         This process's rank; 0 without a group.
     steps : tuple of StepReport
         One for each optimizer that was stepped, in order.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): ...
+    >>> optimizer = SGD()
+    >>> scaler = gradscale.GradScaler(on_update=lambda report: print(report.iteration, report.skipped))
+    >>> optimizer.grads = scaler.scale(np.float32([np.nan]))
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    1 True
     """
 
     iteration: int

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Never, Self, Unpack
 
 from gradscale.core import registry, validation
 from gradscale.core.clipping import NormOver, checked_norm
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Purpose, Verdict, identify
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
@@ -87,12 +88,24 @@ class GradScaler:
     -----
     Several optimizers share the scale: each is skipped on its own verdict, and any overflow backs the scale off once.
     The state is made on the library and device of the first floating array that comes along.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> optimizer, scaler = SGD(), gradscale.GradScaler(init_scale=1024.0)
+    >>> optimizer.grads = scaler.scale(np.float32([1.0, np.inf]))  # the gradients of a scaled loss
+    >>> scaler.step(optimizer)  # prints nothing: it is skipped
+    >>> scaler.update()
+    >>> (scaler.last_step(optimizer).reason, scaler.get_scale())
+    ('overflow', 512.0)
     """
 
     def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
         if positional:
             msg = (
-                f"a scaler of gradscale takes its options by name, got {positional!r}; what takes "
+                f"a scaler of gradscale takes its options by name, got {shown(positional)}; what takes "
                 f"torch.amp.GradScaler's arguments is gradscale_torch.GradScaler"
             )
             raise InvalidTypeError(msg)
@@ -180,7 +193,7 @@ class GradScaler:
         -------
         array or None
             With ``max_norm`` the norm before clipping, 0-d float32; None from a disabled scaler without gradients. No
-            host read; two, and one all-reduce more, with ``norm_over="group"``.
+            host read; three, and two all-reduces more, with ``norm_over="group"``.
 
         Raises
         ------
@@ -288,7 +301,7 @@ class GradScaler:
             msg = (
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
-                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {live.policy!r}'
+                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {shown(live.policy)}'
             )
             raise ScaleUnderflowError(msg)
 
@@ -333,7 +346,7 @@ class GradScaler:
         """
         if not callable(getattr(schedule, "step", None)) or hasattr(schedule, "param_groups"):
             msg = (
-                f"schedule must be a learning-rate schedule with step(), got {schedule!r}: call "
+                f"schedule must be a learning-rate schedule with step(), got {shown(schedule)}: call "
                 f"step_schedule(optimizer, schedule)"
             )
             raise InvalidTypeError(msg)
@@ -397,7 +410,8 @@ class GradScaler:
         Returns
         -------
         OverflowReport
-            ``print`` shows it as a table. One host read, and two all-reduces for each group with ``gather``.
+            ``print`` shows it as a table. One host read; with ``gather`` three more for each group, and as many
+            all-reduces.
 
         Raises
         ------
@@ -557,6 +571,7 @@ class GradScaler:
     def end_step(self, optimizer: Any, turn: Turn, outcome: Outcome) -> None:
         """Record what has become of a step: the second half of ``step``."""
         turn.stage = Stage.STEPPED
+        self._agreement.steps += 1
         number = turn.frame.number
         if turn.pending is not None and turn.pending.is_scaled:
             self._unscaler.remember_left_scaled(optimizer)
@@ -573,6 +588,9 @@ class GradScaler:
 
     def agree_over(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
+        if groups:
+            # A policy that ranks cannot compare is refused now, and not in the first step.
+            identify(self._live.policy)
         if self._iteration.frame.failure is not None:
             self._iteration = Iteration(self._iteration.frame.number)
         self._agreement.join(groups)
@@ -598,8 +616,8 @@ class GradScaler:
         InvalidValueError, InvalidTypeError
             For a norm that is no number or negative, another ``norm_over`` or none over a group, or several groups.
         """
-        if norm_over not in (None, "rank", "group"):
-            msg = f'norm_over must be "rank" or "group", got {norm_over!r}'
+        if norm_over is not None and not (isinstance(norm_over, str) and norm_over in ("rank", "group")):
+            msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
             raise InvalidValueError(msg)
         if max_norm is None:
             if norm_over is not None:
@@ -630,7 +648,8 @@ class GradScaler:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        return Clip(largest, Exchange(groups[0], self._agreement, self._live, self._iteration.frame))
+        parts = groups[0], self._agreement, self._live, self._iteration.frame
+        return Clip(largest, Exchange(*parts, Purpose.NORM, optimizer, max_norm=largest))
 
     def _apply_deferred(self) -> None:
         """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
@@ -657,7 +676,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 64 bytes for each optimizer, iteration and group, on every rank, whatever it found
+    parallelism. One collective of 88 bytes for each optimizer, iteration and group, on every rank, whatever it found
     and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
     is an error on every rank instead of a silent divergence.
 
@@ -685,6 +704,18 @@ class ShardedGradScaler(GradScaler):
     ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order on every rank. ``backend`` lets a
     rank that never has an array take part. Rank 0 is the one that is rank 0 of every group. A disabled scaler makes no
     collectives.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> def train(group):  # MPI.COMM_WORLD in place of these ranks, which are threads
+    ...     optimizer, scaler = SGD(), gradscale.ShardedGradScaler(group=group)
+    ...     optimizer.grads = scaler.scale(np.float32([1.0, np.inf if group.rank == 1 else 1.0]))
+    ...     return scaler.step(optimizer), scaler.last_step(optimizer).reason
+    >>> gradscale.testing.run_ranks(2, train)
+    [(None, 'overflow'), (None, 'overflow')]
     """
 
     def __init__(self, *, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]) -> None:

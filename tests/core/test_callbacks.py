@@ -128,6 +128,21 @@ def test_logging_names_the_parameters_that_overflowed_and_says_when_the_model_is
     assert change == "iteration 2: scale backed off, 65536 -> 32768"
 
 
+@pytest.mark.numpy
+@pytest.mark.parametrize("bad", ["b", "bc"], ids=["one", "two"])
+def test_a_row_names_the_worst_parameter_and_the_largest_finite_gradient(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with JSONLines(path) as log:
+        scaler = gradscale.GradScaler(init_scale=8.0, on_skip=log, diagnose="on_overflow")
+        grads = {name: np.full(3, np.inf if name in bad else 4.0, np.float32) for name in "abcd"}
+        scaler.scale(np.float32(1.0))
+        scaler.step(Tree(grads))
+        scaler.update()
+    (row,) = read_log(path)
+    assert (row["parameter"], row["cause"], row["nonfinite"]) == ("['b']", "scale", len(bad))
+    assert row["magnitude"] == 0.5
+
+
 def test_a_summary_writer_takes_the_scalars(tmp_path: Path) -> None:
     require("torch")
     require("tensorboard")

@@ -98,6 +98,9 @@ def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for() -> None:
     wait = wait_on(Group())
     with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for a letter"):
         wait.until(lambda: False, "a letter")
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for the agreement on a step, and"):
+        wait.until(lambda: False)
+    assert wait.timed_out().operation == "the agreement on a step"
     wait.until(lambda: True, "a letter")
     assert wait.run(lambda: 4) == 4
     wait.require_usable()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from axes import require
 
-from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, InvalidValueError, plot
+from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, plot
 from gradscale.policies.simulation import simulate
 from gradscale.reports.callbacks import JSONLines
 from gradscale.reports.steps import UpdateReport
@@ -29,6 +29,23 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
         assert axes.lines[0].get_ydata()[0] == 8.0
         assert axes.collections[0].get_offsets().tolist() == [[2.0, 4.0]]
         assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("plot")
+    monkeypatch.chdir(tmp_path)
+    assert plot.history(REPORTS).axes[0].lines
+    assert plot.simulation(simulate(DynamicScale(), "CO", name="one")).axes[0].lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_panels_of_simulations_have_one_axis_that_holds_all_scales() -> None:
+    require("plot")
+    falling = simulate(DynamicScale(init_scale=65536.0), "O" * 12, name="falling")
+    figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
+    (low, high), other = (ax.get_ylim() for ax in figure.axes)
+    assert other == (low, high)
+    assert low < min(falling.scale) < max(falling.scale) < high
 
 
 def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
