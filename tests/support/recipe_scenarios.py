@@ -20,7 +20,7 @@ BATCHES, FEATURES = 8, 6
 
 def blocks() -> dict[str, str]:
     """Return the page's blocks of Python by their names; those without one are under an empty name."""
-    found = re.findall(r"(?:<!-- run: (\w+) -->\n)?```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    found = re.findall(r"(?:<!-- recipe: (\w+) -->\n)?```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len({name for name, _ in found}) == len(found)
     return dict(found)
 
