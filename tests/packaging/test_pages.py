@@ -17,6 +17,7 @@ PAGES = {
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "gradscale/README.md")),
         *(ROOT / name for name in ("examples/README.md", "tests/benchmarks/README.md")),
         *(ROOT / f"backends/gradscale_{name}/README.md" for name in ("numpy", "torch", "jax", "cupy")),
+        ROOT / "backends/gradscale_torch/RECIPES.md",
     )
 }
 README = PAGES["README.md"]
@@ -24,6 +25,8 @@ COMMAND = re.compile(r"<!-- command: (\w+) -->\n```sh\n(.*?)```", flags=re.DOTAL
 COMMANDS = {name: (page, line) for page, text in PAGES.items() for name, line in COMMAND.findall(text)}
 BLOCK = re.compile(r"<!-- run: ([\w-]+) -->\n```python\n(.*?)```", flags=re.DOTALL)
 BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
+# These take names for granted, and are run by the tests of the adapter that they are for.
+RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n")
 LARGEST_README = 260  # lines, which are read in three minutes
 
 # What the blocks of the first screen do not say of themselves: that they have learnt.
@@ -40,7 +43,8 @@ def test_every_block_of_python_is_run() -> None:
         *("torch-first", "numpy-first", "mpi", "functional", "single", "adapter", "testing", "torch", "jax"),
         *("reports", "presets", "cupy"),
     }
-    assert sum(len(re.findall(r"```python", text)) for text in PAGES.values()) == len(BLOCKS)
+    recipes = sum(len(RECIPE.findall(text)) for text in PAGES.values())
+    assert sum(len(re.findall(r"```python", text)) for text in PAGES.values()) == len(BLOCKS) + recipes
 
 
 def test_every_page_is_looked_at() -> None:
