@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ def value_and_grad(
     axis_name: Hashable | Sequence[Hashable] | None = None,
     reduce: Callable[[Any], Any] | None = None,
     dtype: Any = None,
+    filter: Callable[[Any], bool] | None = None,  # noqa: A002
 ) -> Callable[..., Scaled]:
     """Make a function that evaluates a loss and its unscaled gradients, judges them, and adapts the scale.
 
@@ -87,6 +89,11 @@ def value_and_grad(
         average them again is wrong, unless it is told ``check_vma=False``.
     dtype : dtype, optional
         Wanted dtype of the real gradients, such as float32 for float16 parameters. Default: their own.
+    filter : callable, optional
+        Tells of a leaf of the arguments in ``argnums`` whether it is trained, such as ``eqx.is_inexact_array`` for an
+        equinox module: the gradients are the same tree with None in the place of all others, as ``eqx.filter_grad``
+        returns it. Default: every leaf is trained. For flax nnx give the parameters of
+        ``nnx.split(model, nnx.Param, ...)``, and ``nnx.merge`` them in ``fun``.
 
     Returns
     -------
@@ -96,8 +103,11 @@ def value_and_grad(
 
     Raises
     ------
+    InvalidTypeError
+        When ``policy`` is no policy, or ``filter`` no function.
     InvalidValueError, InvalidTypeError
-        From the function: when the loss is not a real floating scalar, or the state no ScaleState.
+        From the function: when the loss is not a real floating scalar, or the state no ScaleState; for an argument that
+        cannot be differentiated by, such as a module that holds more than parameters.
     CallOrderError
         From the function: when ``axis_name`` is not bound.
 
@@ -113,17 +123,25 @@ def value_and_grad(
     [0.5 0.5]
     """
     validation.policy(policy)
+    if filter is not None and not callable(filter):
+        msg = f"filter must be a function of a leaf, such as eqx.is_inexact_array, got {filter!r}"
+        raise InvalidTypeError(msg)
 
     def scaled_value_and_grad(state: ScaleState, /, *args: Any, **kwargs: Any) -> Scaled:
         state = trees.as_state(state)
+        positions = _positions(argnums, len(args))
+        trained, others = (args, {}) if filter is None else _part(args, positions, filter)
+        for index in positions:
+            _require_trainable(index, args[index], trained[index], allow_int=allow_int)
 
         def scaled_loss(*args: Any, **kwargs: Any) -> Any:
-            value = fun(*args, **kwargs)
+            whole = [_joined(arg, others[index]) if index in others else arg for index, arg in enumerate(args)]
+            value = fun(*whole, **kwargs)
             loss = _require_loss(value, has_aux)
             return trees.scale(loss, _limit(state, loss)), (value, loss)
 
         differentiate = jax.grad(scaled_loss, argnums, has_aux=True, allow_int=allow_int)
-        grads, (value, loss) = differentiate(*args, **kwargs)
+        grads, (value, loss) = differentiate(*trained, **kwargs)
         if reduce is not None:
             grads = reduce(grads)
         limited = _limit(state, loss)
@@ -133,6 +151,96 @@ def value_and_grad(
         return Scaled(value, unscaled, verdict, trees.select(verdict.desynced, state, updated))
 
     return scaled_value_and_grad
+
+
+def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
+    """Return the positions of arguments to differentiate by, those that there are."""
+    given = (argnums,) if isinstance(argnums, int) else argnums
+    return [index for index in range(count) if index in given or index - count in given]
+
+
+def _part(
+    args: Sequence[Any], positions: Sequence[int], is_trained: Callable[[Any], bool]
+) -> tuple[list[Any], dict[int, Any]]:
+    """Return arguments with None for the leaves that are not trained, and by position what is left of each."""
+    trained, others = list(args), {}
+    for index in positions:
+        leaves, structure = jax.tree.flatten(args[index])
+        parted = [(leaf, None) if is_trained(leaf) else (None, leaf) for leaf in leaves]
+        trained[index] = jax.tree.unflatten(structure, [leaf for leaf, _ in parted])
+        others[index] = jax.tree.unflatten(structure, [leaf for _, leaf in parted])
+    return trained, others
+
+
+def _joined(trained: Any, others: Any) -> Any:
+    """Return the argument of which two parts are given."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, others, is_leaf=lambda leaf: leaf is None)
+
+
+def _require_trainable(index: int, arg: Any, trained: Any, *, allow_int: bool) -> None:
+    """Refuse an argument that cannot be differentiated by, and modules of flax nnx that change while they are called.
+
+    Raises
+    ------
+    InvalidTypeError
+        Which says how to part what is trained from the rest.
+    """
+    changing = _changing_variables(arg)
+    if changing:
+        msg = (
+            f"fun is differentiated by argument {index}, a flax nnx module that must hold parameters alone, got "
+            f"{', '.join(changing)}, too, whose changes in fun would be lost: {_OF_NNX}"
+        )
+        raise InvalidTypeError(msg)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+        if not _is_differentiable(leaf, allow_int=allow_int):
+            got = f"{leaf.dtype}" if hasattr(leaf, "dtype") else f"{leaf!r}"
+            msg = (
+                f"fun is differentiated by argument {index}, whose leaves must be floating or complex arrays, got "
+                f"{got} at {jax.tree_util.keystr(path) or 'its root'}: {_remedy(arg)}"
+            )
+            raise InvalidTypeError(msg)
+
+
+_OF_EQUINOX = (
+    "say filter=eqx.is_inexact_array (and compile with eqx.filter_jit), or give params of "
+    "params, static = eqx.partition(model, eqx.is_inexact_array) and call eqx.combine(params, static) in fun"
+)
+_OF_NNX = (
+    "give params of graphdef, params, others = nnx.split(model, nnx.Param, ...), call "
+    "model = nnx.merge(graphdef, params, others, copy=True) in fun, and return nnx.split(model, nnx.Param, ...)[2] "
+    "beside the loss with has_aux=True"
+)
+
+
+def _remedy(arg: Any) -> str:
+    """Return what to do about an argument that holds more than parameters."""
+    if any(base.__module__.partition(".")[0] == "equinox" for base in type(arg).__mro__):
+        return _OF_EQUINOX
+    return f"for integers say allow_int=True; with equinox {_OF_EQUINOX}; with flax nnx {_OF_NNX}"
+
+
+def _changing_variables(tree: Any) -> list[str]:
+    """Return the names of what the modules of flax nnx in a tree hold beside parameters, such as BatchStat."""
+    # Who has a module has imported it.
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    modules = [x for x in _nodes(tree, nnx.Module) if isinstance(x, nnx.Module)]
+    kinds = {type(x) for module in modules for x in _nodes(module, nnx.Variable) if isinstance(x, nnx.Variable)}
+    return sorted(kind.__name__ for kind in kinds if not issubclass(kind, nnx.Param))
+
+
+def _nodes(tree: Any, kind: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+
+
+def _is_differentiable(leaf: Any, *, allow_int: bool) -> bool:
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if isinstance(leaf, (bool, int)):
+        return allow_int
+    return isinstance(leaf, (float, complex)) or hasattr(leaf, "__jax_array__")
 
 
 def _require_loss(value: Any, has_aux: bool) -> jax.Array:
