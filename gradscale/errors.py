@@ -138,7 +138,7 @@ class ClosureOverflowError(GradscaleError, FloatingPointError):
 
 
 class ScaleDesyncError(GradscaleError, RuntimeError):
-    """Ranks of one group hold different scales, trackers or policies; raised on every rank.
+    """Ranks of one group hold different states, or have come to it by different calls; raised on every rank.
 
     Examples
     --------

@@ -10,6 +10,7 @@ import enum
 import functools
 import hashlib
 import numbers
+import operator
 import re
 import struct
 import types
@@ -38,7 +39,7 @@ def canonical(value: Any, what: str) -> bytes:
     Parameters
     ----------
     value : object
-        None, numbers, strings, bytes, enumerations; arrays, which the host reads; containers and dataclasses of these
+        None, numbers, strings, bytes, enumerations; arrays of NumPy's; containers and dataclasses of these
         (fields that do not compare are left out); functions and classes, by their module and name, and functions
         without a name of their own by their code; objects whose ``repr`` says what they are.
     what : str
@@ -78,11 +79,20 @@ def _bytes(value: Any, what: str, depth: int) -> bytes:
             for key, item in value.items()
         ]
         return _joined(b"mapping", sorted(items))
-    if is_array_api_obj(value) and hasattr(value, "tolist"):
-        listed = _bytes(value.tolist(), what, deeper)
-        return _joined(b"array", [str(tuple(value.shape)).encode(), listed])
+    if is_array_api_obj(value):
+        return _array(value, what)
     found = _callable(value, what, deeper)
     return _by_repr(value, what) if found is None else found
+
+
+def _array(value: Any, what: str) -> bytes:
+    """Return the bytes of an array that shows its memory, as NumPy's do."""
+    try:
+        memory = memoryview(value).tobytes()
+    except (BufferError, TypeError, ValueError) as error:
+        msg = f"{what} must be a number, a string or an array of NumPy's, got {value!r}"
+        raise InvalidTypeError(msg) from error
+    return _joined(b"array", [str(tuple(value.shape)).encode(), str(value.dtype).encode(), memory])
 
 
 def _plain(value: Any) -> bytes | None:
@@ -90,10 +100,10 @@ def _plain(value: Any) -> bytes | None:
     if value is None or value is Ellipsis:
         return _joined(b"single", [repr(value).encode()])
     if isinstance(value, numbers.Integral):
-        return _joined(b"number", [b"%d" % int(value)])
+        return _joined(b"number", [b"%d" % operator.index(value)])
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
-        wide = float(value)
-        return _joined(b"number", [b"%d" % int(wide) if wide.is_integer() else struct.pack("<d", wide)])
+        (wide,) = struct.unpack("<d", packed := struct.pack("<d", value))
+        return _joined(b"number", [b"%d" % wide if wide.is_integer() else packed])
     if isinstance(value, complex):
         return _joined(b"complex", [struct.pack("<dd", value.real, value.imag)])
     if isinstance(value, str):
@@ -110,12 +120,11 @@ def _callable(value: Any, what: str, depth: int) -> bytes | None:
     if isinstance(value, functools.partial):
         parts = _bytes((value.func, value.args, value.keywords), what, depth)
         return _joined(b"partial", [parts])
-    if isinstance(value, types.MethodType):
-        return _joined(b"method", [_bytes(value.__self__, f"the object of {what}", depth), value.__name__.encode()])
+    owner = getattr(value, "__self__", None)
+    if callable(value) and owner is not None and not isinstance(owner, types.ModuleType):
+        return _joined(b"method", [_bytes(owner, f"the object of {what}", depth), value.__name__.encode()])
     if isinstance(value, types.FunctionType):
         return _function(value, what, depth)
-    if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (types.ModuleType, type(None))):
-        return _joined(b"method", [_bytes(value.__self__, f"the object of {what}", depth), value.__name__.encode()])
     if isinstance(value, types.ModuleType):
         return _joined(b"module", [value.__name__.encode()])
     # Such as NumPy's functions, whose text has an address.

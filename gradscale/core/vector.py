@@ -44,6 +44,7 @@ __all__ = [
     "foreign_message",
     "identify",
     "is_fixed",
+    "next_position",
     "place",
     "position",
     "read_both",
@@ -267,6 +268,13 @@ def position(
         steps & LARGEST_INT32,
         norm,
     )
+
+
+def next_position(position: Position, iteration: int, call: int, steps: int) -> Position:
+    """Return what is made of a position of iteration 0, call 0 and step 0 for later ones."""
+    _, message, where, _, norm = position
+    call = (call & (1 << _CALL_BITS) - 1) << _OPTIMIZER_BITS
+    return iteration & LARGEST_INT32, message | call, where, steps & LARGEST_INT32, norm
 
 
 def place(scaler: int, group: int) -> int:

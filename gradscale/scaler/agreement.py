@@ -49,6 +49,8 @@ class Subject(NamedTuple):
 
 
 _NOBODY = Subject()
+# Optimizers of which that is kept.
+_KEPT = 64
 
 
 class _Numbers:
@@ -128,6 +130,8 @@ class Agreement:
         self._optimizers = _Numbers()
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
+        # What the messages of an optimizer have in common.
+        self._first_positions: dict[tuple[Subject, int], Position] = {}
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -222,8 +226,15 @@ class Agreement:
     def position(self, frame: Frame, groups: Sequence[Collectives], subject: Subject) -> Position:
         """Return what the next message of a step is about, which counts in its iteration."""
         iteration, call = frame.next_position()
-        scaler, (optimizer, max_norm) = self._number_over(groups[0]), subject
-        return vector.position(iteration, call, optimizer=optimizer, scaler=scaler, steps=self.steps, max_norm=max_norm)
+        key = subject, self._number_over(groups[0])
+        first = self._first_positions.get(key)
+        if first is None:
+            if len(self._first_positions) >= _KEPT:
+                self._first_positions = {}
+            (optimizer, max_norm), scaler = key
+            first = vector.position(0, optimizer=optimizer, scaler=scaler, max_norm=max_norm)
+            self._first_positions[key] = first
+        return vector.next_position(first, iteration, call, self.steps)
 
     def position_of_call(self, number: int, groups: Sequence[Collectives]) -> Position:
         """Return what the message of a GroupAgreement is about."""
