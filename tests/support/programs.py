@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
+import termios
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +36,8 @@ def interrupted(command: Sequence[str], environment: Mapping[str, str], folder: 
     It prints to a terminal, without which it has no progress bar that tells of its steps.
     """
     terminal, end = pty.openpty()
+    # Without a size tqdm takes it for one with no room.
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(
         command,
         env=environment,
