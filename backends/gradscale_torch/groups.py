@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -48,17 +49,18 @@ _CONSTRUCTION = "the construction of a ShardedGradScaler"
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-# The groups of parent processes, by which this one was forked off, and the id of that process.
-_inherited: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# The process that each group belongs to, by its id; a child after fork inherits the objects, and not their threads.
+_owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _note_inherited(parent: int) -> None:
-    if default_group() is not None:
-        for group in dist.distributed_c10d._world.pg_map:
-            _inherited.setdefault(group, parent)
+def _note_owner(parent: int) -> None:
+    """Take note of the default group, which need not have been used before the fork."""
+    group = default_group()
+    if group is not None:
+        _owners.setdefault(group, parent)
 
 
-on_fork(_note_inherited)
+on_fork(_note_owner)
 
 
 def seconds(timeout: float) -> float:
@@ -144,8 +146,9 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
         )
         raise InvalidTypeError(msg)
     _require_alive(found)
-    if found in _inherited:
-        refuse_forked("torch.distributed", f"this one was made by process {_inherited[found]}")
+    owner = _owners.setdefault(found, os.getpid())
+    if owner != os.getpid():
+        refuse_forked("torch.distributed", f"this one was made by process {owner}")
     if found.rank() < 0:
         msg = f"group must be a process group that this process belongs to, got {found!r}, in which it has no rank"
         raise InvalidValueError(msg)

@@ -326,3 +326,29 @@ def test_a_group_that_is_not_installed_is_one_line_with_the_command(
         f"gradscale: check --group {group} needs {module}, got: No module named {module!r}; "
         f"from a clone of gradscale: python -m pip install '.[{extra}]'"
     ]
+
+
+@mpi
+@pytest.mark.tier("ranks")
+def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
+    require("mpi")
+    require("cli")
+    dying = (
+        "import os, signal, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    (tmp_path / "sitecustomize.py").write_text(dying)
+    launched = ("RANK", "WORLD_SIZE", "OMPI_", "PMI", "SLURM_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
+    completed = subprocess.run(
+        [sys.executable, "-m", "gradscale", "check", "--group", "mpi"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert completed.returncode == 1, completed.stderr
+    assert "rank 2 of 4 (" in completed.stderr
+    assert "was killed by SIGKILL" in completed.stderr

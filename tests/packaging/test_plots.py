@@ -78,10 +78,7 @@ def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path:
             scaler.update()
         for history in (scaler, reports, path):
             (axes,) = plot.history(history).axes
-            assert (
-                list(axes.lines[0].get_ydata())
-                == [65536.0, 32768.0, 32768.0, 16384.0][-len(axes.lines[0].get_ydata()) :]
-            )
+            assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0], history
             assert list(axes.lines[0].get_xdata())[-1] == 3
             assert axes.get_ylim()[0] < 16384.0
 
