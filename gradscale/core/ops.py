@@ -12,6 +12,7 @@ from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
 from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, ScaleState
+from gradscale.core.standard import library_name
 from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
@@ -286,12 +287,6 @@ def _floating_leaves(leaves: Sequence[Any], home: Any, what: str, rebuild: Any) 
         if kind is not Kind.INTEGRAL:
             chosen[id(leaf)] = leaf
     return list(chosen.values())
-
-
-def library_name(xp: Any) -> str:
-    """Return the name of an array namespace as people write it: ``numpy``, not ``array_api_compat.numpy``."""
-    name: str = xp.__name__
-    return name.removeprefix("array_api_compat.")
 
 
 def _all_floating(leaves: Sequence[Any], home: Any) -> bool:

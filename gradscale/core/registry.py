@@ -11,6 +11,9 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core import standard
 from gradscale.core.backend import Backend
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives, GroupBackend
@@ -20,7 +23,15 @@ from gradscale.extras import remedy
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["all_collectives_for", "array_backend", "backend_for", "collectives_for", "get", "names", "refresh"]
+__all__ = [
+    "all_collectives_for",
+    "array_backend",
+    "backend_for",
+    "collectives_for",
+    "get",
+    "names",
+    "refresh",
+]
 
 GROUP = "gradscale.backends"
 
@@ -134,6 +145,11 @@ def _registered_name(kind: type) -> str | None:
 def backend_for(x: Any) -> Backend:
     """Return the adapter for an array; the pure core itself where its library has none.
 
+    Raises
+    ------
+    BackendNotAvailableError
+        Where the library lacks what the pure core needs, which it names.
+
     Examples
     --------
     >>> import gradscale, numpy as np
@@ -146,8 +162,29 @@ def backend_for(x: Any) -> Backend:
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
+        if name is None:
+            _require_standard(x)
         _backends[kind] = _PURE if name is None else array_backend(name)
     return _backends[kind]
+
+
+def _require_standard(x: Any) -> None:
+    """Refuse an array whose library has neither an adapter nor the names that the pure core needs.
+
+    Raises
+    ------
+    BackendNotAvailableError
+        Which names what the library lacks.
+    """
+    missing = standard.lacks(x) if is_array_api_obj(x) else {}
+    if missing:
+        library = standard.library_name(array_namespace(x))
+        listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
+        msg = (
+            f"{library} has no adapter for gradscale, and lacks what it needs of the array API standard, got {listed} "
+            f"missing: write an adapter for it, derived from gradscale.Backend, or convert the arrays"
+        )
+        raise BackendNotAvailableError(msg)
 
 
 @cache

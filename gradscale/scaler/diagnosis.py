@@ -15,6 +15,7 @@ from gradscale.core.gradients import NamedGradient, name_gradients, named_gradie
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.core.standard import library_name
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.core.vector import Purpose
 from gradscale.errors import InvalidTypeError
@@ -175,8 +176,8 @@ class Diagnosis:
                 library = library or xp
                 if kind_of(values) is Kind.UNKNOWN or xp is not library:
                     msg = (
-                        f"{what} {one.name} must be a floating array of one library, {ops.library_name(library)}, got "
-                        f"one of {ops.library_name(xp)} with dtype {values.dtype!r}"
+                        f"{what} {one.name} must be a floating array of one library, {library_name(library)}, got "
+                        f"one of {library_name(xp)} with dtype {values.dtype!r}"
                     )
                     raise InvalidTypeError(msg)
             chosen.append((index, one, values))

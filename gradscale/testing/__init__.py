@@ -1,4 +1,4 @@
-"""Ranks in one process, to test a training loop with, and the conformance suite for the authors of adapters.
+"""Ranks in one process, to test a training loop with, and the conformance suite for adapters and for libraries.
 
 ::
 
@@ -12,6 +12,7 @@
 """
 
 from gradscale.testing.conformance import check_backend, check_collectives
+from gradscale.testing.library import check_library
 from gradscale.testing.ranks import RankFailedError, ThreadCollectives, run_ranks
 
-__all__ = ["RankFailedError", "ThreadCollectives", "check_backend", "check_collectives", "run_ranks"]
+__all__ = ["RankFailedError", "ThreadCollectives", "check_backend", "check_collectives", "check_library", "run_ranks"]

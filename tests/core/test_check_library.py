@@ -1,0 +1,147 @@
+"""check_library: a library of the standard passes, each lack of one is named, and each wrong answer is found."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from libraries import Library
+
+import gradscale
+from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
+from gradscale.core import arithmetic, clipping, standard, summaries
+from gradscale.testing import check_library
+
+FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS})
+# Of those that compare every Python object has one, and to_device is asked for where there are several devices.
+COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__ge__"}
+MEMBERS = sorted(set(arithmetic.STANDARD_MEMBERS) - COMPARISONS - {"to_device"})
+DTYPES = ("float32", "int32")
+
+
+class Namespace:
+    """A namespace that has what another one has, but for what is set or taken away."""
+
+    __name__ = "crippled"
+
+    def __init__(self, xp: Any, without: str = "", **replaced: Any) -> None:
+        self._xp, self._without = xp, without
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._without:
+            raise AttributeError(name)
+        return getattr(self._xp, name)
+
+
+@pytest.fixture
+def cripple(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that takes something away from array-api-strict, or replaces it, and returns an array."""
+    x = strict.asarray([1.0, 2.0])
+
+    def crippled(without: str = "", **replaced: Any) -> Any:
+        namespace = Namespace(strict.xp, without, **replaced)
+        monkeypatch.setattr(type(x), "__array_namespace__", lambda _self, **_options: namespace)
+        return x
+
+    return crippled
+
+
+@pytest.fixture(autouse=True)
+def _registry_forgets() -> Any:
+    """Make the registry look at each library anew."""
+    registry.refresh()
+    yield
+    registry.refresh()
+
+
+def test_a_library_of_the_standard_passes(strict: Library) -> None:
+    check_library(strict.asarray(1.0))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_the_pure_core_of_every_library_passes(arrays: Library) -> None:
+    check_library(arrays.asarray([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *DTYPES])
+def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[..., Any], name: str) -> None:
+    with pytest.raises(BackendNotAvailableError, match=rf"crippled lacks.*\b{name} missing.*write an adapter"):
+        check_library(cripple(name))
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_each_member_that_is_missing_is_named(strict: Library, name: str) -> None:
+    had = dict.fromkeys({*arithmetic.STANDARD_MEMBERS} - COMPARISONS - {name}, ())
+    kind = type("Array", (), {**had, "__array_namespace__": lambda _self, **_options: strict.xp})
+    assert standard.lacks(kind()) == {"members of arrays": [name]}
+
+
+def test_a_function_that_does_not_take_what_the_core_gives_is_named(
+    strict: Library, cripple: Callable[..., Any]
+) -> None:
+    def stack(_arrays: Any) -> Any:
+        msg = "only twins can be stacked"
+        raise ValueError(msg)
+
+    def zeros(shape: Any, *, dtype: Any) -> Any:
+        return strict.xp.zeros(shape, dtype=dtype)
+
+    with pytest.raises(BackendNotAvailableError) as info:
+        check_library(cripple(stack=stack, zeros=zeros))
+    assert "stack raised ValueError('only twins can be stacked'); zeros raised TypeError" in str(info.value)
+
+
+# What each function does instead of its own work.
+WRONG = {
+    "all": "any",
+    "logical_not": "itself",
+    "sqrt": "itself",
+    "max": "min",
+    "minimum": "maximum",
+    "zeros_like": "ones_like",
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_found(strict: Library, cripple: Callable[..., Any], name: str) -> None:
+    with pytest.raises(AssertionError, match="must be"):
+        check_library(cripple(**{name: getattr(strict.xp, WRONG[name], lambda x: x)}))
+
+
+def test_a_failure_within_a_computation_is_ours(strict: Library, cripple: Callable[..., Any]) -> None:
+    def stack(arrays: Any) -> Any:
+        if len(arrays) > 2:
+            msg = "at most two"
+            raise ValueError(msg)
+        return strict.xp.stack(arrays)
+
+    with pytest.raises(BackendNotAvailableError, match=r"crippled fails in gradscale's bits.*at most two"):
+        check_library(cripple(stack=stack))
+
+
+def test_only_arrays_can_be_held_to_the_suite() -> None:
+    with pytest.raises(InvalidTypeError, match=r"like must be an array.*got 'text'"):
+        check_library("text")
+
+
+def test_arrays_of_a_library_that_lacks_something_are_refused_by_every_function(cripple: Callable[..., Any]) -> None:
+    x = cripple("isfinite")
+    told = "crippled has no adapter for gradscale, and lacks.*functions isfinite missing: write an adapter"
+    with pytest.raises(BackendNotAvailableError, match=told):
+        DynamicScale().init(x)
+    with pytest.raises(BackendNotAvailableError, match=told):
+        gradscale.GradScaler().scale(x)
+
+
+def test_libraries_are_called_as_people_write_them() -> None:
+    names = {
+        "array_api_compat.numpy": "numpy",
+        "jax.numpy": "jax",
+        "array_api_compat.dask.array": "dask",
+        "torch": "torch",
+    }
+    assert {name: standard.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names
