@@ -145,14 +145,10 @@ class HeldSchedule:
             object.__setattr__(self, "_iteration", iteration)
             self._scaler.step_schedule(self._optimizer, self._schedule, *args, **kwargs)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The schedule's class, for ``isinstance``."""
         return type(self._schedule)
-
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        self._schedule.__class__ = kind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)

@@ -57,7 +57,7 @@ class Losses:
 
 def run_block(name: str, **given: Any) -> dict[str, Any]:
     """Run a block of the page with these names, and return all names that there are then."""
-    names = {"torch": torch, "loader": made_loader(), "loss_of": Losses()} | given
+    names = {"loader": made_loader(), "loss_of": Losses()} | given
     exec(compile(blocks()[name], f"{PAGE.name}: {name}", "exec"), names)
     return names
 
@@ -68,25 +68,12 @@ def run_case(group: Any, name: str, *args: Any) -> Any:
 
 
 def actor(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
-    """Train the actor over the ranks, of which one overflows in some micro-batches; then without, on one rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from gradscale_torch import GradScaler
-
+    """Train the actor over the ranks, of which one overflows in some micro-batches."""
     model = made_model()
     dtypes = set()
     model[0].register_forward_hook(lambda _module, _inputs, output: dtypes.add(str(output.dtype)))
-    given = {
-        "actor": model,
-        "dist": dist,
-        "fully_shard": fully_shard,
-        "init_device_mesh": init_device_mesh,
-        "GradScaler": GradScaler,
-        "MixedPrecisionPolicy": MixedPrecisionPolicy,
-        "loss_of": Losses(overflows if dist.get_rank(group) == bad_rank else ()),
-    }
-    names = run_block("actor", **given)
+    losses = Losses(overflows if dist.get_rank(group) == bad_rank else ())
+    names = run_block("actor", actor=model, loss_of=losses)
     optimizer, scaler = names["optimizer"], names["scaler"]
     return {
         "skipped": [report.iteration for report in scaler.history if report.skipped],
@@ -100,24 +87,10 @@ def actor(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, An
 
 
 def checkpoint(group: Any, folder: str) -> dict[str, Any]:
-    """Train the actor, save it, train on, and load what was saved into another scaler."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from gradscale_torch import GradScaler
-
-    given = {
-        "dist": dist,
-        "dcp": dcp,
-        "folder": folder,
-        "fully_shard": fully_shard,
-        "init_device_mesh": init_device_mesh,
-        "GradScaler": GradScaler,
-        "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    }
-    names = run_block("actor", **given, actor=made_model(), loss_of=Losses([2] if dist.get_rank(group) == 1 else []))
+    """Train the actor, save it, and load what was saved into another scaler."""
+    losses = Losses([2] if dist.get_rank(group) == 1 else [])
+    names = run_block("actor", actor=made_model(), loss_of=losses)
     before = names["scaler"]
-    names = run_block("checkpoint", **{name: names[name] for name in (*given, "actor", "optimizer", "scaler")})
+    names = run_block("checkpoint", folder=folder, **{name: names[name] for name in ("actor", "optimizer", "scaler")})
     assert names["scaler"] is not before
     return {"before": before.state_dict(), "after": names["scaler"].state_dict()}
