@@ -122,22 +122,28 @@ def _prepared(group: Any, kind: str) -> tuple[Any, Callable[[float], None], Call
 
 
 def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
-    """Make iterations with a fault in one of them; what has become of it, and the longest time for one iteration."""
+    """Make iterations with a fault in one of them; what has become of it.
+
+    ``seconds`` is the longest time for one iteration, without this rank's own fault before it.
+    """
     rank, size = rank_and_size(group)
     scaler, iterate, steps = _prepared(group, kind)
-    failure, longest = None, 0.0
+    failure, longest, whole = None, 0.0, 0.0
     for iteration in range(1, ITERATIONS + 1):
         begin = time.monotonic()
         if iteration == FAULTY_ITERATION:
             FAULTS[name](rank == faulty_rank)
+        after_fault = time.monotonic()
         try:
             iterate(np.inf if (iteration, rank) == (_OVERFLOWING_ITERATION, size - 1) else 1.0)
         except gradscale.GradscaleError as error:
             failure = Failure.of(error)
-        longest = max(longest, time.monotonic() - begin)
+        end = time.monotonic()
+        longest, whole = max(longest, end - after_fault), max(whole, end - begin)
         if failure is not None:
             break
-    return {"failure": failure, "steps": steps(), "scale": scaler.get_scale(), "seconds": longest}
+    times = {"seconds": longest, "with the fault": whole}
+    return {"failure": failure, "steps": steps(), "scale": scaler.get_scale(), **times}
 
 
 @alone
