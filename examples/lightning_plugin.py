@@ -2,9 +2,10 @@
 
     python examples/lightning_plugin.py --inject 100
 
-Lightning takes the scaler as it takes torch's: ``MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu"))``. It then
-scales, unscales, clips, skips and saves the scaler's state in its checkpoints by itself. The example trains twice: once
-through, and once stopped halfway and resumed from the checkpoint, which must end in the very same bits.
+One line does it: ``Trainer(plugins=MixedPrecision("16-mixed", "cpu"))``, with the plugin of ``gradscale_torch`` in the
+place of Lightning's. Lightning then scales, unscales, clips, skips, holds the learning-rate schedule on skipped steps,
+and saves the scaler's state in its checkpoints by itself. The example trains twice: once through, and once stopped
+halfway and resumed from the checkpoint, which must end in the very same bits.
 
 Needs, from a clone of gradscale: python -m pip install '.[lightning,examples]'.
 """
@@ -26,10 +27,11 @@ from gradscale.extras import program_needs
 with program_needs("examples/lightning_plugin.py", "lightning,examples", "sklearn"):
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
     from torch import Tensor, nn
 
     from gradscale_torch import GradScaler
+    from gradscale_torch.plugins import MixedPrecision
 
 DEVICE = "cpu"  # or "cuda"
 BATCH_SIZE = 128
@@ -93,9 +95,11 @@ class Digits(LightningModule):
         images, labels = batch
         self.log("accuracy", (self.network(images).argmax(dim=1) == labels).float().mean())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam; not ``fused=True``, for whose gradients Lightning refuses to clip."""
-        return torch.optim.Adam(self.parameters(), lr=3e-3)
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return Adam, not ``fused=True``, for whose gradients Lightning refuses to clip; and a schedule that holds."""
+        optimizer = torch.optim.Adam(self.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.997)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class ScaleMonitor(Callback):
@@ -154,7 +158,7 @@ def train(
     monitor = ScaleMonitor(scaler)
     trainer = Trainer(
         # Nothing else differs from training with torch's scaler.
-        plugins=MixedPrecision("16-mixed", DEVICE, scaler=scaler),
+        plugins=MixedPrecision("16-mixed", DEVICE, scaler),
         accelerator=DEVICE,
         devices=1,
         max_epochs=epochs,

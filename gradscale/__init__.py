@@ -1,4 +1,29 @@
-"""Dynamic gradient scaling for low-precision training, for every array framework and every process group."""
+"""Dynamic gradient scaling for low-precision training, for every array framework and every process group.
+
+An iteration, with an optimizer or in pure functions::
+
+    scaler = GradScaler()          state = policy.init(like=loss)
+    scaler.scale(loss)             scale(loss, state)
+          |                              |               the backward pass
+    scaler.unscale_(optimizer)     grads, nonfinite = unscale(grads, state)
+    scaler.step(optimizer)         params = select(nonfinite == 0, new, params)
+    scaler.update()                state = policy.update(state, nonfinite=nonfinite)
+
+Over ranks it is ``ShardedGradScaler(group=comm)``, or ``GroupAgreement(comm, policy)`` beside the pure functions: all
+step, or none does. ``unscale_`` is optional, for clipping. What there is besides::
+
+    the rule          DynamicScale, StaticScale, presets; ScaleState
+    what happened     scaler.last_step(optimizer), scaler.history: StepReport
+                      UpdateReport, callbacks, plot
+    which parameter   scaler.diagnose(optimizer): OverflowReport, ParameterReport
+    other scalers     load_foreign_state: ForeignState
+    what plugs in     Policy, Optimizer, Collectives; Backend, GroupBackend
+                      registry, tree, testing
+    what is raised    GradscaleError, and those below it in gradscale.errors
+
+``gradscale_torch`` has replacements of torch's scalers, ``gradscale_jax`` a ``value_and_grad`` for compiled steps; on
+the command line there are ``gradscale doctor``, ``check`` and ``simulate``.
+"""
 
 import importlib
 import typing

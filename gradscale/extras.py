@@ -10,6 +10,8 @@ from gradscale.errors import BackendNotAvailableError, MissingExtraError
 
 __all__ = ["install_command", "needs", "program_needs", "remedy"]
 
+_INTERRUPTED = 130
+
 
 def install_command(extras: str) -> str:
     """Return the command that installs gradscale with some extras, to be run in a clone.
@@ -82,10 +84,13 @@ def program_needs(program: str, extras: str, *modules: str) -> Iterator[None]:
     Raises
     ------
     SystemExit
-        With that line, which Python prints on stderr before it exits with 1.
+        With that line, which Python prints on stderr before it exits with 1; and with 130 and nothing printed where
+        Ctrl-C interrupts the imports.
     """
     try:
         with needs(program, extras, *modules):
             yield
     except BackendNotAvailableError as error:
         raise SystemExit(str(error)) from error
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError
 
-__all__ = ["GroupWait", "poll"]
+__all__ = ["GroupWait", "on_fork", "poll", "refuse_forked"]
 
 # Seconds. At first other ranks on this core get their turn; then the core is left to them for longer and longer.
 _YIELDING = 2e-3
 _SHORTEST_PAUSE = 5e-5
 _LONGEST_PAUSE = 1e-3
+# What one gap between two questions counts at most, and of the whole time: a process that asks so rarely did not run.
+_LARGEST_GAP = 0.5
+_LARGEST_SHARE = 0.25
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -22,10 +25,14 @@ _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0)
 def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = _LONGEST_PAUSE) -> bool:
     """Ask until something is done; Ctrl-C is seen between two questions.
 
+    Time in which this process does not run (SIGSTOP, a paused container, ``scontrol suspend``) does not count but for
+    half a second at most, since the ranks that are waited for may have been suspended as well.
+
     Parameters
     ----------
     is_done : callable
-        What is asked, once at least. What it raises ends the wait.
+        What is asked: once at least, and once more when the time is over. What it raises ends the wait. It may itself
+        wait, for less than half a second.
     timeout : float
         Seconds; ``math.inf`` for ever.
     longest_pause : float, default 0.001
@@ -36,18 +43,61 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
     bool
         True when it is done, False when the time is over.
     """
-    begin = time.monotonic()
+    waited = 0.0
+    last = time.monotonic()
+    largest_gap = min(_LARGEST_GAP, _LARGEST_SHARE * timeout)
     pause = _SHORTEST_PAUSE
     while not is_done():
-        waited = time.monotonic() - begin
-        if waited > timeout:
-            return False
+        now = time.monotonic()
+        waited += min(now - last, largest_gap)
+        last = now
+        if waited >= timeout:
+            return is_done()
         if waited < _YIELDING:
             _give_way()
         else:
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
     return True
+
+
+class _Process:
+    """Which process this is; a child after fork is another one."""
+
+    number = os.getpid()
+
+    @classmethod
+    def note(cls, _: int) -> None:
+        """Take note that this is a child."""
+        cls.number = os.getpid()
+
+
+def on_fork(note: Callable[[int], object]) -> None:
+    """Have something called in every child after fork, with the process id of its parent."""
+    # Asking the system for the id in each collective would take longer than packing what is sent.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: note(os.getppid()))
+
+
+on_fork(_Process.note)
+
+
+def refuse_forked(library: str, owner: str) -> NoReturn:
+    """Raise BackendError in a child after fork that uses its parent's group.
+
+    Parameters
+    ----------
+    library : str
+        The group's, such as "MPI".
+    owner : str
+        Whose group it is, as a sentence.
+    """
+    msg = (
+        f"a process group belongs to the process that made it: {owner}, got process {_Process.number}, a child after "
+        f"fork, which cannot use {library} in its parent's place. Call the scaler in the parent alone, or start the "
+        f'child by multiprocessing.get_context("spawn"), with a group or a scaler of its own'
+    )
+    raise BackendError(msg)
 
 
 # Why a group can no longer be used, by the group's own object, which is kept: freeing some waits for lost ranks.
@@ -98,9 +148,16 @@ class GroupWait:
         self._refusal = refusal
         self._describe = describe
         self.on_give_up = on_give_up
+        self._process = _Process.number
+
+    def require_own(self) -> None:
+        """Raise BackendError in a child after fork: its messages would be taken for those of its parent."""
+        if self._process != _Process.number:
+            refuse_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
 
     def require_usable(self) -> None:
-        """Raise BackendError when the group was given up, with the reason."""
+        """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""
+        self.require_own()
         if self.group in _given_up:
             msg = f"{self._refusal}. It was given up for: {_given_up[self.group]}"
             raise BackendError(msg)
@@ -126,8 +183,9 @@ class GroupWait:
         Raises
         ------
         BackendError
-            For an exception of the library; those of gradscale itself are raised as they are.
+            For an exception of the library; those of gradscale itself are raised as they are. In a child after fork.
         """
+        self.require_own()
         try:
             return call()
         except Exception as error:

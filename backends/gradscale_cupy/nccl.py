@@ -47,6 +47,8 @@ class NCCLCollectives:
 
     Attributes
     ----------
+    identity : object
+        The group as it was given, over which other objects like this one may agree.
     rank, size, device : int
         Position in the communicator (that of an NCCLBackend need not be MPI's, also with ``use_mpi=True``), number of
         ranks, and CUDA device.
@@ -77,6 +79,7 @@ class NCCLCollectives:
     def __init__(self, group: Any, timeout: float, *, rank: int | None = None, size: int | None = None) -> None:
         require_nccl()
         self._comm = _communicator(group)
+        self.identity = group
         self._timeout = timeout
         self._group = GroupWait(
             self._comm,

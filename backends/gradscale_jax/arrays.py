@@ -23,7 +23,15 @@ _WORDS = {"float16": jnp.int16, "bfloat16": jnp.int16, "float32": jnp.int32, "fl
 
 
 class JaxBackend(Backend):
-    """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace."""
+    """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(jnp.zeros(()))
+    >>> gradscale_jax.JaxBackend().unscale([jnp.asarray([2.0, 4.0])], state)
+    ([Array([0.5, 1. ], dtype=float32)], Array(0, dtype=int32))
+    """
 
     name = "jax"
 

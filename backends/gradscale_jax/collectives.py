@@ -11,8 +11,9 @@ from jax import lax
 
 from gradscale import ScaleState, registry
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import LENGTH, AgreementVector
+from gradscale.core.vector import LENGTH, AgreementVector, Purpose, position
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
 from gradscale_jax.verdict import Verdict
@@ -20,6 +21,8 @@ from gradscale_jax.verdict import Verdict
 __all__ = ["AxisCollectives", "agree"]
 
 _FIELDS = (LENGTH - 2) // 2
+# What a verdict keeps of them; the others are the same in every step of a compiled program.
+_KEPT = 7
 
 
 class AxisCollectives:
@@ -48,12 +51,21 @@ class AxisCollectives:
     -----
     A `Collectives` in the sense of gradscale, whose vector stays on the device. A ``ShardedGradScaler`` cannot use it:
     it reads its verdict on the host, where no axis is bound.
+
+    Examples
+    --------
+    >>> import gradscale_jax, jax, jax.numpy as jnp
+    >>> def largest(x):
+    ...     return gradscale_jax.AxisCollectives("data").start_max(x)()
+    >>> print(jax.vmap(largest, axis_name="data")(jnp.asarray([[1, 7], [3, 5]])))
+    [[3 7]
+     [3 7]]
     """
 
     def __init__(self, axis_name: Hashable | Sequence[Hashable]) -> None:
         names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
-            msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {axis_name!r}"
+            msg = f"axis_name must be the name of a mapped axis, or a tuple of names, got {shown(axis_name)}"
             raise InvalidTypeError(msg)
         try:
             self.size: int = lax.axis_size(names)
@@ -96,7 +108,7 @@ def agree(
     policy : Policy
         The same on every rank.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 16 int32. Default: none, the verdict of this rank alone; under plain jit
+        Axes to agree over, in one ``pmax`` of 22 int32. Default: none, the verdict of this rank alone; under plain jit
         the gradients of a mesh are whole arrays, and there is nothing to agree on.
 
     Returns
@@ -108,13 +120,24 @@ def agree(
     ------
     CallOrderError
         When ``axis_name`` is not bound.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax, jax.numpy as jnp
+    >>> policy = gradscale.DynamicScale()
+    >>> state = policy.init(jnp.zeros(()))
+    >>> def finite(nonfinite):  # on each rank of the axis
+    ...     return gradscale_jax.agree(nonfinite, state, policy, "data").finite
+    >>> print(jax.vmap(finite, axis_name="data")(jnp.asarray([0, 1, 0])))
+    [False False False]
     """
     validation.policy(policy)
     state = trees.as_state(state)
-    vector = AgreementVector().pack(registry.backend_for(state.scale), policy, state, nonfinite, (0, 0))
+    about = position(0, purpose=Purpose.COMPILED)
+    vector = AgreementVector().pack(registry.backend_for(state.scale), policy, state, nonfinite, about)
     if axis_name is not None:
         vector = AxisCollectives(axis_name).start_max(vector)()
     highest, lowest = vector[2 : 2 + _FIELDS], -vector[2 + _FIELDS :]
     found = vector[0]
     at_min_scale = jnp.logical_and(vector[1] != 0, found != 0)
-    return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest, lowest)
+    return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest[:_KEPT], lowest[:_KEPT])

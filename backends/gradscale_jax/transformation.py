@@ -12,6 +12,7 @@ import optax
 from gradscale import ScaleState
 from gradscale.core import validation
 from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -35,6 +36,14 @@ class ScaledOptimizerState(NamedTuple):
         Of the last step; before the first one a clean verdict. :func:`verdict_of` finds it.
     skipped : array
         0-d int32: steps skipped so far; stays at the largest int32.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.sgd(0.25), gradscale.DynamicScale())
+    >>> _, opt_state = tx.update(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)))
+    >>> print(opt_state.skipped, opt_state.scale_state.scale)
+    1 32768.0
     """
 
     scale_state: ScaleState
@@ -60,7 +69,7 @@ def scaled(
     policy : Policy
         Such as ``gradscale.DynamicScale()``.
     axis_name : str or tuple of str, optional
-        Named axes of ``jax.shard_map`` whose ranks agree: all step, or none does. One ``pmax`` of 64 bytes. Default:
+        Named axes of ``jax.shard_map`` whose ranks agree: all step, or none does. One ``pmax`` of 88 bytes. Default:
         none, which is right under plain jit, whose gradients are whole arrays.
     dtype : dtype, optional
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters, such
@@ -92,6 +101,17 @@ def scaled(
     transformation. What precedes it in an ``optax.chain`` sees scaled gradients, and what follows it sees a skipped
     step as a step with zero updates. ``optax.MultiSteps`` and ``optax.apply_if_finite`` around it hide overflows
     from it, or keep them for good.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.sgd(0.25), gradscale.DynamicScale())
+    >>> params = jnp.ones(2)
+    >>> opt_state = tx.init(params)
+    >>> grads = jax.grad(lambda w: gradscale_jax.scale(jnp.sum(w**2), gradscale_jax.scale_state(opt_state)))(params)
+    >>> updates, opt_state = tx.update(grads, opt_state, params)
+    >>> print(optax.apply_updates(params, updates))
+    [0.5 0.5]
     """
     inner = _require_transformation(tx)
     validation.policy(policy)
@@ -113,7 +133,7 @@ def scaled(
         updates: Any, state: ScaledOptimizerState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
-            msg = f"the state must be the one that init(params) of this transformation returned, got {state!r}"
+            msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
         _refuse_masked(updates)
         # A checkpoint may have come back as NumPy arrays.
@@ -151,6 +171,14 @@ def scale_state(opt_state: Any) -> ScaleState:
     ------
     InvalidValueError
         When it holds none, or several: one loss has one scale.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.adam(0.01), gradscale.DynamicScale(init_scale=1024.0))
+    >>> state = gradscale_jax.scale_state(tx.init(jnp.ones(2)))
+    >>> print(gradscale_jax.scale(jnp.float32(0.5), state))
+    512.0
     """
     return ScaleState(*_arrays(_only_state(opt_state).scale_state))
 
@@ -172,6 +200,14 @@ def verdict_of(opt_state: Any) -> Verdict:
     ------
     InvalidValueError
         When it holds none, or several.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.scaled(optax.adam(0.01), gradscale.DynamicScale())
+    >>> _, opt_state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.ones(2)))
+    >>> print(gradscale_jax.verdict_of(opt_state).finite)
+    False
     """
     return Verdict(*_arrays(_only_state(opt_state).verdict))
 
@@ -215,7 +251,7 @@ def _require_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
         # Its own gradient_transformation() would drop them.
         return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
     if not isinstance(tx, optax.GradientTransformation):
-        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {tx!r}"
+        msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {shown(tx)}"
         raise InvalidTypeError(msg)
     return optax.with_extra_args_support(tx)
 
@@ -263,7 +299,7 @@ def _require_same_dtypes(old: Any, new: Any) -> None:
 
 def _select_updates(finite: jax.Array, updates: Any) -> Any:
     """Return the updates where a step is taken, else zeros."""
-    leaves, treedef = jax.tree.flatten(updates)
+    leaves, treedef = trees.flattened(updates)
     # What is no JAX array is the gradient of an integer, float0, which has no value.
     kept = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     chosen = iter(trees.select(finite, kept, [_zeros(leaf) for leaf in kept]))

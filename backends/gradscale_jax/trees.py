@@ -10,9 +10,10 @@ import numpy as np
 
 import gradscale
 from gradscale import ScaleState
+from gradscale.core.messages import reading, shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["as_jax", "as_state", "scale", "select", "strong", "unscale"]
+__all__ = ["as_jax", "as_state", "flattened", "scale", "select", "strong", "unscale"]
 
 
 def scale(outputs: Any, state: ScaleState) -> Any:
@@ -36,8 +37,15 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     ------
     InvalidTypeError
         For a leaf that is no array.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> state = gradscale.DynamicScale(init_scale=1024.0).init(jnp.zeros(()))
+    >>> float(gradscale_jax.scale(jnp.float32(0.5), state))
+    512.0
     """
-    leaves, treedef = jax.tree.flatten(outputs)
+    leaves, treedef = flattened(outputs)
     inexact = [strong(leaf) if isinstance(leaf, float) else as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
     scaled = iter(gradscale.scale(inexact, as_state(state)))
     return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(scaled) for leaf in leaves])
@@ -67,8 +75,16 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, j
     ------
     InvalidTypeError
         For a leaf that is no array.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(jnp.zeros(()))
+    >>> grads, nonfinite = gradscale_jax.unscale({"w": jnp.ones(2), "b": jnp.full(1, jnp.inf)}, state)
+    >>> print(grads["w"], nonfinite)
+    [0.25 0.25] 1
     """
-    leaves, treedef = jax.tree.flatten(grads)
+    leaves, treedef = flattened(grads)
     inexact = [as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
     new, nonfinite = gradscale.unscale(inexact, as_state(state), dtype=dtype)
     unscaled = iter(new)
@@ -96,11 +112,18 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
         When ``pred`` is no 0-d bool array, or two leaves differ in dtype.
     InvalidValueError
         When the trees differ in structure, or leaves in shape.
+
+    Examples
+    --------
+    >>> import gradscale_jax, jax.numpy as jnp
+    >>> stepped, params = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
+    >>> print(gradscale_jax.select(jnp.asarray(False), stepped, params)["w"])
+    [0. 0.]
     """
     structure: Any
     other_structure: Any
-    chosen, structure = jax.tree.flatten(on_true)
-    others, other_structure = jax.tree.flatten(on_false)
+    chosen, structure = flattened(on_true)
+    others, other_structure = flattened(on_false)
     if structure != other_structure:
         msg = f"trees must have one structure, got {structure} beside {other_structure}"
         raise InvalidValueError(msg)
@@ -109,6 +132,26 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     inexact = [pair for pair in pairs if not _is_float0(pair[0])]
     selected = iter(gradscale.select(pred, [a for a, _ in inexact], [b for _, b in inexact]))
     return jax.tree.unflatten(structure, [a if _is_float0(a) else next(selected) for a, _ in pairs])
+
+
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a pytree and its structure.
+
+    Raises
+    ------
+    InvalidValueError
+        For one that holds itself, or is deeper than JAX walks.
+    InvalidTypeError
+        For one that raises when it is read.
+    """
+    try:
+        with reading("a pytree"):
+            return jax.tree.flatten(tree)
+    except InvalidTypeError as error:
+        if not isinstance(error.__cause__, RecursionError):
+            raise
+        msg = f"a pytree must not hold itself, nor be deeper than JAX can walk, got a {type(tree).__name__} that is"
+        raise InvalidValueError(msg) from error.__cause__
 
 
 def as_state(state: Any) -> ScaleState:
@@ -120,7 +163,7 @@ def as_state(state: Any) -> ScaleState:
         For anything but a ScaleState.
     """
     if not isinstance(state, ScaleState):
-        msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {state!r}"
+        msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
     dtypes = (jnp.float32, *[jnp.int32] * (len(state) - 1))
     return ScaleState(*(strong(field, dtype) for field, dtype in zip(state, dtypes, strict=True)))

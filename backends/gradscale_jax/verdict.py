@@ -28,6 +28,16 @@ class Verdict(NamedTuple):
         0-d bool: the step overflowed, and the policy says that this must be raised (``at_min="raise"``).
     highest, lowest : array
         1-d int32: the fingerprints of state and policy over the ranks; equal unless ``desynced``.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> policy = gradscale.DynamicScale()
+    >>> state = policy.init(jnp.zeros(()))
+    >>> verdict = gradscale_jax.value_and_grad(lambda w: jnp.sum(w) * jnp.inf, policy)(state, jnp.ones(2)).verdict
+    >>> verdict.check(policy)  # raises nothing: an overflow is no error
+    >>> print(verdict.finite, verdict.nonfinite, verdict.desynced)
+    False 1 False
     """
 
     nonfinite: jax.Array

@@ -45,6 +45,14 @@ class NumpyBackend(Backend):
         Whether to use the kernels compiled by numba (extra ``fast``); they are compiled at the
         first call and cached on disk. Default: where numba is installed, unless the environment says
         ``GRADSCALE_NUMPY_FAST=0``. Both give the same bits.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_numpy, numpy as np
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(like=np.float32(0.0))
+    >>> backend = gradscale_numpy.NumpyBackend(fast=False)
+    >>> backend.unscale([np.float16([2.0, 4.0])], state, dtype=np.float32)
+    ([array([0.5, 1. ], dtype=float32)], array(0, dtype=int32))
     """
 
     name = "numpy"

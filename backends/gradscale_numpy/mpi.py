@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -15,9 +16,9 @@ from numpy.typing import NDArray
 from gradscale import registry
 from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError
+from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
-from gradscale.groups import GroupWait
+from gradscale.groups import GroupWait, on_fork, refuse_forked
 
 with needs("gradscale_numpy.mpi", "mpi"):
     try:
@@ -30,6 +31,8 @@ with needs("gradscale_numpy.mpi", "mpi"):
 
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
+_Buffer: TypeAlias = "NDArray[Any] | array.array[int]"
+
 # The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
 # DLPack's number of the host.
@@ -40,6 +43,40 @@ _LONGEST_PAUSE = 2e-4
 # What MPI still reads from and writes to: requests that are not done, also those that were given up or that nobody
 # asks for any more, with their buffers.
 _under_way: dict[int, tuple[Any, ...]] = {}
+
+
+# The process that has initialised the MPI of this one, where this is a child after fork.
+_started_by: list[int] = []
+
+
+def _note_parent(parent: int) -> None:
+    if MPI.Is_initialized() and not _started_by:
+        _started_by.append(parent)
+
+
+on_fork(_note_parent)
+
+
+def _require_running() -> None:
+    """Raise where a call would end the process inside of MPI, or take the place of the parent process."""
+    if _started_by:
+        refuse_forked("MPI", f"MPI was initialised by process {_started_by[0]}")
+    if not MPI.Is_initialized():
+        msg = (
+            "MPI is not initialised in this process, so its communicators cannot be used: call MPI.Init() before the "
+            "scaler is constructed, or leave mpi4py.rc.initialize at True"
+        )
+        raise CallOrderError(msg)
+    _require_not_finalized()
+
+
+def _require_not_finalized() -> None:
+    if MPI.Is_finalized():
+        msg = (
+            "MPI was finalised in this process, so its communicators cannot be used any more: construct and step "
+            "scalers before MPI.Finalize()"
+        )
+        raise CallOrderError(msg)
 
 
 class _Duplicate:
@@ -94,8 +131,10 @@ class MPICollectives:
         For an intercommunicator, and for a null communicator.
     CollectiveTimeoutError
         When some rank does not construct its own in time.
+    CallOrderError
+        When MPI is not initialised, or finalised.
     BackendError
-        When an earlier collective over the communicator was given up.
+        When an earlier collective over the communicator was given up; in a child after fork, for its parent's MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
@@ -105,6 +144,7 @@ class MPICollectives:
         if not isinstance(comm, MPI.Intracomm):
             msg = f"group must be an MPI intracommunicator (Merge() makes one of an intercommunicator), got {comm!r}"
             raise InvalidTypeError(msg)
+        _require_running()
         self._timeout = timeout
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -140,6 +180,11 @@ class MPICollectives:
     takes_lists = True
     """That ``start_max`` takes lists, too."""
 
+    @property
+    def identity(self) -> Any:
+        """What lives as long as the communicator, over which other objects like this one may agree."""
+        return self._group.group
+
     def start_max(self, x: Array | list[int], /) -> Callable[[], Any]:
         """Begin an element-wise MAX all-reduce; the returned call finishes it.
 
@@ -156,11 +201,18 @@ class MPICollectives:
         callable
             Returns a new array of the same library and device, or a list. It raises CollectiveTimeoutError when some
             rank does not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
+
+        Raises
+        ------
+        CallOrderError
+            When MPI was finalised.
+        BackendError
+            After a collective that was given up; in a child after fork.
         """
+        _require_not_finalized()
         self._group.require_usable()
         if isinstance(x, list):
-            finish_array = self.start_max(np.array(x, dtype=np.int32))
-            return lambda: finish_array().tolist()
+            return self._start_list(x)
         is_host = isinstance(x, np.ndarray)
         if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -170,11 +222,26 @@ class MPICollectives:
             return self._start_from_device(x, registry.backend_for(x).start_read(x))
         if self._unsent:
             self._send_until(None)
-        request, receive = self._send(send)
+        receive = np.empty_like(send)
+        request = self._send(send, receive)
 
         def finish() -> Array:
             self._wait(request, "the agreement on a step")
             return receive if is_host else _like(receive, x)
+
+        return finish
+
+    def _start_list(self, x: list[int]) -> Callable[[], list[int]]:
+        """Send numbers that the host has; for so few, Python's own arrays are faster than NumPy's."""
+        send = array.array("i", x)
+        receive = send[:]
+        if self._unsent:
+            self._send_until(None)
+        request = self._send(send, receive)
+
+        def finish() -> list[int]:
+            self._wait(request, "the agreement on a step")
+            return receive.tolist()
 
         return finish
 
@@ -207,21 +274,22 @@ class MPICollectives:
             try:
                 what = "its own device, before the agreement on a step"
                 self._group.until(first.copy.is_done, what, longest_pause=_LONGEST_PAUSE)
-                first.sent = self._send(np.asarray(first.copy(), dtype=np.int32))
+                send = np.asarray(first.copy(), dtype=np.int32)
+                receive = np.empty_like(send)
+                first.sent = self._send(send, receive), receive
             except Exception as error:
                 self._group.give_up(error)
                 raise
             self._unsent.popleft()
 
-    def _send(self, send: NDArray[Any]) -> tuple[Any, NDArray[Any]]:
-        """Return the request of an all-reduce, and what it writes to."""
-        receive = np.empty_like(send)
+    def _send(self, send: _Buffer, receive: _Buffer) -> Any:
+        """Return the request of an all-reduce."""
         try:
             request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
         except MPI.Exception as error:
             raise self._group.failure(error) from error
         _under_way[id(request)] = (request, send, receive)
-        return request, receive
+        return request
 
     def example(self) -> NDArray[Any]:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
@@ -229,6 +297,7 @@ class MPICollectives:
 
     def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""
+        _require_not_finalized()
 
         def wait() -> None:
             if not any(request.Test() for _ in range(_BUSY_TESTS)):

@@ -19,12 +19,14 @@ from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
 from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
+from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.options import DEFAULT_TIMEOUT, CommonOptions, with_options
 from gradscale.scaler.stepper import Outcome, find_closure
 from gradscale.scaler.turn import Turn
@@ -76,11 +78,23 @@ class GradScaler(torch.amp.GradScaler):
 
     Notes
     -----
-    The methods are torch's. Beyond them there are ``last_step(optimizer)``, closures, and
-    ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each ``step``, none
-    with a fused optimizer on a device, and none elsewhere. ``on_skip``, ``on_update`` and ``diagnose`` have the host
-    read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of ``torch.distributed`` where
-    it is initialized.
+    The methods are torch's. Beyond them there are ``last_step(optimizer)``, ``step_schedule(optimizer, schedule)``,
+    closures, and ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
+    ``step``, none with a fused optimizer on a device, and none elsewhere. ``on_skip``, ``on_update`` and ``diagnose``
+    have the host read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of
+    ``torch.distributed`` where it is initialized.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gradscale_torch import GradScaler
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+    >>> scaler.scale(model(torch.ones(4, 2)).sum() * torch.inf).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> (scaler.last_step(optimizer).skipped, scaler.get_scale())
+    (True, 32768.0)
     """
 
     _rejoins: bool
@@ -171,7 +185,8 @@ class GradScaler(torch.amp.GradScaler):
         -------
         tensor or None
             With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group the agreement is
-            started, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own.
+            started, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own, and on the CPU one
+            more that announces it.
 
         Raises
         ------
@@ -188,8 +203,16 @@ class GradScaler(torch.amp.GradScaler):
         norm: Tensor | None = None
         if scaler.is_enabled():
             is_shared = not scaler.parts.agreement.is_alone
-            request = None if largest is None else Request(max_norm=largest, is_shared=is_shared)
-            norm = scaler.begin_unscale(optimizer).unscale(optimizer, request)
+            turn = scaler.begin_unscale(optimizer)
+            request = None
+            if largest is not None:
+                parts = scaler.parts.agreement, scaler.parts.live, turn.frame, Purpose.NORM, optimizer
+
+                def announce(mesh: Collectives, like: Tensor) -> None:
+                    Exchange(mesh, *parts, max_norm=largest).announce(like)
+
+                request = Request(max_norm=largest, is_shared=is_shared, announce=announce)
+            norm = turn.unscale(optimizer, request)
         elif largest is not None:
             norm = scaler.parts.unscaler.clip_unscaled(optimizer, largest, scaler.parts.live)
         return norm
@@ -264,6 +287,17 @@ class GradScaler(torch.amp.GradScaler):
             When it has not been stepped by this scaler.
         """
         return self._scaler.last_step(optimizer)
+
+    @untraced
+    def step_schedule(
+        self: Replacement, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
+
+        As :meth:`gradscale.GradScaler.step_schedule`. No host read, but for a fused optimizer on a device, whose
+        verdict is read as ``last_step`` reads it.
+        """
+        self._scaler.step_schedule(optimizer, schedule, *args, **kwargs)
 
     def diagnose(
         self: Replacement, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False
@@ -433,7 +467,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         if len(states) > 0:
             msg = (
-                f"_per_optimizer_states can be set to an empty mapping, which begins the iteration anew, got {states!r}"
+                f"_per_optimizer_states can be set to an empty mapping, which begins the iteration anew, got "
+                f"{shown(states)}"
             )
             raise InvalidValueError(msg)
         self._scaler.iteration.forget_turns()
@@ -491,7 +526,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_unscale_grads_.setter
     def _unscale_grads_(self: Replacement, value: object) -> None:
-        raise InvalidValueError(_not_called("_unscale_grads_", f"got {value!r}"))
+        raise InvalidValueError(_not_called("_unscale_grads_", f"got {shown(value)}"))
 
     @property
     def _maybe_opt_step(self: Replacement) -> Callable[..., Any]:
@@ -500,7 +535,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_maybe_opt_step.setter
     def _maybe_opt_step(self: Replacement, value: object) -> None:
-        raise InvalidValueError(_not_called("_maybe_opt_step", f"got {value!r}"))
+        raise InvalidValueError(_not_called("_maybe_opt_step", f"got {shown(value)}"))
 
     def _lazy_init_scale_growth_tracker(self: Replacement, dev: torch.device | str) -> None:
         """Make the state on a device, where it is not made yet."""
@@ -553,9 +588,21 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Notes
     -----
-    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce of 64 bytes (over gloo
+    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce of 88 bytes (over gloo
     of 8 for 2 ranks, and of 16 for more) in an iteration, on every rank, whatever it found and even when it holds no
     gradients. ``scale`` keeps the dtype of a half-precision loss, as torch's does.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_torch, torch
+    >>> def train(group):  # a process group in place of these ranks, which are threads
+    ...     weight = torch.ones(2, requires_grad=True)
+    ...     optimizer, scaler = torch.optim.SGD([weight]), gradscale_torch.ShardedGradScaler("cpu", group=group)
+    ...     scaler.scale(weight.sum() * (torch.inf if group.rank == 1 else 1.0)).backward()
+    ...     scaler.step(optimizer)
+    ...     return scaler.last_step(optimizer).skipped
+    >>> gradscale.testing.run_ranks(2, train)
+    [True, True]
     """
 
     process_group: Any = None
@@ -577,7 +624,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         **options: Unpack[CommonOptions],
     ) -> None:
         if process_group is not None and group is not None:
-            msg = f"give process_group or group=, not both, got {process_group!r} and {group!r}"
+            msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
             raise InvalidValueError(msg)
         _require_no_overrides(type(self))
         enabled = _available(device, enabled)
@@ -609,6 +656,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     step = GradScaler.step
     update = GradScaler.update
     last_step = GradScaler.last_step
+    step_schedule = GradScaler.step_schedule
     diagnose = GradScaler.diagnose
     history: list[StepReport] = vars(GradScaler)["history"]
     on_skip: OnSkip | None = vars(GradScaler)["on_skip"]
@@ -667,7 +715,8 @@ def _factors(
     }
     if options.get("policy") is None:
         return factors
-    return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
+    with reading("a factor"):
+        return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
 
 
 _NOT_CALLED = {
@@ -704,9 +753,9 @@ def _available(device: Any, enabled: object) -> bool:
 def _type_of(device: Any) -> str:
     try:
         return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {device!r}: {reason}'
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        msg = f'device must be a device or its type, such as "cuda" or "cpu", got {shown(device)}: {reason}'
         raise InvalidValueError(msg) from error
 
 

@@ -27,6 +27,13 @@ class TorchBackend(Backend):
     """Tensors through torch's fused kernels, and its process groups and device meshes.
 
     The count of a verdict is exact for tensors of the host; of those on a device it says 1 for any number.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_torch, torch
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(like=torch.zeros(()))
+    >>> gradscale_torch.TorchBackend().unscale([torch.tensor([2.0, 4.0])], state)
+    ([tensor([0.5000, 1.0000])], tensor(0, dtype=torch.int32))
     """
 
     name = "torch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import time
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -16,18 +16,17 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, InvalidValueError
+from gradscale.core.vector import foreign_message
+from gradscale.errors import BackendError, InvalidValueError, ScaleDesyncError
 from gradscale.groups import GroupWait
 from gradscale_torch import compact, groups
 
 __all__ = ["Pending", "TorchCollectives"]
 
 # Seconds. Signals, Ctrl-C among them, are seen between two slices.
-_SLICE_SECONDS = 0.1
-_SLICE = timedelta(seconds=_SLICE_SECONDS)
-_SHORTEST_SLICE_SECONDS = 1e-3  # a timeout of 0 is none at all
-# How much later than this timeout the library's own is, so that this one is what a user sees. It is also when ranks
-# that come late are told, for gloo then closes its connections.
+_SLICE = timedelta(seconds=0.1)
+# How much later than this timeout the library's own is where the host does not wait, so that this one is what a user
+# sees.
 _LATER = 10.0
 
 # What torch still reads and writes: work that is not done, also if it was given up or if nobody asks for it any more,
@@ -36,7 +35,8 @@ _under_way: dict[int, tuple[Any, torch.Tensor, dist.ProcessGroup]] = {}
 _MANY = 8
 
 _CPU = 1  # in DLPack
-_FEW = 2  # elements: a vector of so many is sent whole
+# Elements: vectors of fewer or more are sent whole. More have a part for each rank, in which all are different.
+_FEW, _MOST = 2, 32
 
 
 @atexit.register
@@ -44,6 +44,13 @@ def _leave() -> None:
     """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
     for group in {group for work, _, group in _under_way.values() if not work.is_completed()}:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class _DefaultGroup:
+    """What stands for the default group before there is one."""
+
+
+_DEFAULT_GROUP = _DefaultGroup()
 
 
 class TorchCollectives:
@@ -89,6 +96,11 @@ class TorchCollectives:
     takes_lists = True
     """That ``start_max`` takes lists, too."""
 
+    @property
+    def identity(self) -> Any:
+        """The process group, over which others like this may agree, or what stands for it while there is none."""
+        return _DEFAULT_GROUP if self._group is None else self._group.group
+
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
         self._asked = group
         self._timeout = timeout
@@ -122,9 +134,12 @@ class TorchCollectives:
             When there is no default group yet.
         BackendError
             When the group was destroyed, or a collective over it given up.
+        ScaleDesyncError
+            In the call that finishes it over gloo: when the answer shows that some rank has made a collective of its
+            own in its place.
         """
         group = self._usable()
-        if isinstance(x, list) and self._is_gloo_on_host and len(x) > _FEW:
+        if isinstance(x, list) and self._is_gloo_on_host and _FEW < len(x) <= _MOST:
             return self._start_compact(group, x, x, is_home=False)
         sent = x if isinstance(x, torch.Tensor) else _as_tensor(x)
         if sent.dtype != torch.int32 or sent.ndim != 1:
@@ -135,7 +150,7 @@ class TorchCollectives:
             self._routes[came_from] = groups.travels_on(self._carriers, came_from, group.group)
         where = self._routes[came_from]
         is_home = sent is x and where == came_from
-        if where.type == "cpu" and self._is_gloo_on_host and len(sent) > _FEW:
+        if where.type == "cpu" and self._is_gloo_on_host and _FEW < len(sent) <= _MOST:
             return self._start_compact(group, x, sent.tolist(), is_home=is_home)
         # What is sent is also what is received.
         buffer = (
@@ -145,9 +160,9 @@ class TorchCollectives:
 
     def _start_compact(self, group: GroupWait, x: Array | list[int], values: list[int], *, is_home: bool) -> Pending:
         """Send one or two integers for the vector."""
-        exchange = compact.Exchange(values, self.size)
+        exchange = compact.Exchange(values, self.rank, self.size)
         buffer = torch.tensor(exchange.sent, dtype=torch.int64)
-        work = self._reduce(group, buffer, self._sum_options if exchange.is_added else self._options)
+        work = self._reduce(group, buffer, self._sum_options)
         return Pending(self, group, work, buffer, x, is_home, exchange)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -224,7 +239,9 @@ class TorchCollectives:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(operation)
         options.asyncOp = True
-        options.timeout = timedelta(seconds=groups.seconds(self._timeout + _LATER))
+        # gloo's own clock goes on while the process is suspended, so its time is never over.
+        timeout = math.inf if self._is_gloo_on_host else self._timeout + _LATER
+        options.timeout = timedelta(seconds=groups.seconds(timeout))
         return options
 
     def wait(self, group: GroupWait, work: Any, where: torch.device) -> None:
@@ -236,34 +253,32 @@ class TorchCollectives:
             return
         # UCC waits without looking at the time; accelerators do not wait at all.
         is_polled = where.type != "cpu" or self._carriers["cpu"] == "ucc"
-        group.run(lambda: self._poll(group, work) if is_polled else self._wait_in_slices(group, work))
+        group.run(lambda: self._poll(group, work) if is_polled else group.until(lambda: _is_over(work)))
 
     def _poll(self, group: GroupWait, work: Any) -> None:
         group.until(work.is_completed)
         work.wait()
 
-    def _wait_in_slices(self, group: GroupWait, work: Any) -> None:
-        begin = time.monotonic()
-        left = self._timeout
-        while True:
-            try:
-                work.wait(_SLICE if left > _SLICE_SECONDS else timedelta(seconds=max(left, _SHORTEST_SLICE_SECONDS)))
-            except RuntimeError:
-                # The slice is over, or the reduction has failed; then it is completed, and says so again.
-                if work.is_completed():
-                    break
-            else:
-                return
-            left = begin + self._timeout - time.monotonic()
-            if left <= 0:
-                raise group.timed_out()
+
+def _is_over(work: Any) -> bool:
+    """Wait for a reduction for a slice of time, and tell whether it is done; raise what it has failed with."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        # The slice is over, or the reduction has failed; then it is completed, and says so again.
+        if not work.is_completed():
+            return False
         work.wait()
+    return True
 
 
 class Pending:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    __slots__ = ("_buffer", "_collectives", "_exchange", "_group", "_is_done", "_is_home", "_result", "_work", "_x")
+    __slots__ = (
+        *("_buffer", "_collectives", "_exchange", "_failure", "_group"),
+        *("_is_done", "_is_home", "_result", "_work", "_x"),
+    )
 
     def __init__(
         self,
@@ -285,6 +300,7 @@ class Pending:
         # Whether the buffer is of the library and on the device that the result must have.
         self._is_home = is_home
         self._is_done = False
+        self._failure: ScaleDesyncError | None = None
         self._result: Array = None
 
     def __call__(self) -> Array:
@@ -309,7 +325,11 @@ class Pending:
             When some rank does not come in time.
         BackendError
             When the reduction fails.
+        ScaleDesyncError
+            When some rank has made a collective of its own in its place.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._is_done:
             self._wait_once()
             if self._exchange is not None:
@@ -322,13 +342,18 @@ class Pending:
 
     def _whole(self, exchange: compact.Exchange) -> list[int]:
         """Return the whole maximum; ranks whose vectors differ all send them whole."""
-        maximum = exchange.maximum(self._buffer.tolist())
-        if maximum is None:
-            collectives = self._collectives
-            self._buffer = torch.tensor(exchange.values, dtype=torch.int32)
-            self._work = collectives._reduce(self._group, self._buffer, collectives._options)
-            self._wait_once()
-            maximum = self._buffer.tolist()
+        collectives = self._collectives
+        try:
+            maximum = exchange.maximum(self._buffer.tolist())
+            if maximum is None:
+                self._buffer = torch.tensor(exchange.whole, dtype=torch.int32)
+                self._work = collectives._reduce(self._group, self._buffer, collectives._options)
+                self._wait_once()
+                maximum = exchange.whole_maximum(self._buffer.tolist())
+        except compact.ForeignMessageError as error:
+            # Asked again, it would send again.
+            self._failure = foreign_message(f"rank {collectives.rank} of {collectives.size}")
+            raise self._failure from error
         return maximum
 
     def _order(self) -> None:

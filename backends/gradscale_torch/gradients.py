@@ -11,6 +11,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core.aliasing import overlaps_itself
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -97,9 +98,9 @@ def parameters_of(optimizer: Any) -> Parameters:
     """
     try:
         listed = [list(group["params"]) for group in optimizer.param_groups]
-    except (AttributeError, TypeError, KeyError) as error:
+    except Exception as error:
         msg = (
-            f"an optimizer must have param_groups, dicts with a list of 'params', got {optimizer!r} of type "
+            f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
             f"{type(optimizer).__name__}"
         )
         raise InvalidTypeError(msg) from error
@@ -107,8 +108,8 @@ def parameters_of(optimizer: Any) -> Parameters:
     for parameter in (parameter for group in listed for parameter in group):
         if not isinstance(parameter, Tensor):
             msg = (
-                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {parameter!r} in the param_groups "
-                f"of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
+                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {shown(parameter)} in the "
+                f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
         unique[id(parameter)] = parameter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
+from gradscale.groups import on_fork, poll, refuse_forked
 
 __all__ = [
     "HOST_BACKENDS",
@@ -41,12 +42,25 @@ LOOKALIKE = "lookalike"
 
 # "For ever", and what is close to it, for libraries that count in 64-bit nanoseconds.
 _LONGEST = 365 * 86400.0
-_SHORTEST_PAUSE = 1e-3
 _LONGEST_PAUSE = 5e-2
 _CONSTRUCTION = "the construction of a ShardedGradScaler"
 
 # The groups that were made for meshes, by the default group of their world and their ranks.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+# The process that each group belongs to, by its id; a child after fork inherits the objects, and not their threads.
+_owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _note_owner(parent: int) -> None:
+    """Take note of the default group, which need not have been used before the fork."""
+    group = default_group()
+    if group is not None:
+        _owners.setdefault(group, parent)
+
+
+on_fork(_note_owner)
 
 
 def seconds(timeout: float) -> float:
@@ -105,7 +119,7 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
     CollectiveTimeoutError
         When some rank of a mesh does not come.
     BackendError
-        When torch has no distributed package, or fails to make a group.
+        When torch has no distributed package, or fails to make a group; in a child after fork, for its parent's group.
     """
     if not dist.is_available():
         msg = "this build of torch has no torch.distributed: install another, or use gradscale's other groups"
@@ -132,6 +146,9 @@ def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
         )
         raise InvalidTypeError(msg)
     _require_alive(found)
+    owner = _owners.setdefault(found, os.getpid())
+    if owner != os.getpid():
+        refuse_forked("torch.distributed", f"this one was made by process {owner}")
     if found.rank() < 0:
         msg = f"group must be a process group that this process belongs to, got {found!r}, in which it has no rank"
         raise InvalidValueError(msg)
@@ -225,16 +242,10 @@ def _meet(ranks: tuple[int, ...], timeout: float) -> None:
     """Wait in the store of the world until all members have come, or the time is over."""
     store = dist.distributed_c10d._get_default_store()
     key = f"gradscale/{','.join(map(str, ranks))}"
-    begin = time.monotonic()
-    pause = _SHORTEST_PAUSE
-    came = store.add(key, 1)
+    store.add(key, 1)
     try:
-        while came < len(ranks):
-            if time.monotonic() - begin > timeout:
-                raise CollectiveTimeoutError(ranks.index(dist.get_rank()), len(ranks), timeout, operation=_CONSTRUCTION)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            came = store.add(key, 0)
+        if not poll(lambda: store.add(key, 0) >= len(ranks), timeout, longest_pause=_LONGEST_PAUSE):
+            raise CollectiveTimeoutError(ranks.index(dist.get_rank()), len(ranks), timeout, operation=_CONSTRUCTION)
     except RuntimeError as error:
         msg = f"the store of the world failed while the ranks {ranks} of a mesh met: {error}"
         raise BackendError(msg) from error

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gradscale.core import tree
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
 
@@ -58,15 +60,18 @@ class TensorScaling:
 
 
 def _mapped(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(outputs, Tensor):
-        return multiply(outputs)
-    if isinstance(outputs, Mapping):
-        scaled = {key: _mapped(value, multiply) for key, value in outputs.items()}
-        return scaled if type(outputs) is dict else type(outputs)(scaled)  # type: ignore[call-arg]
-    if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-        values = (_mapped(value, multiply) for value in outputs)
-        if hasattr(outputs, "_make"):
-            return outputs._make(values)
-        return type(outputs)(values) if isinstance(outputs, (list, tuple)) else values
-    msg = f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r} of type {type(outputs).__name__}"
+    leaves, rebuild = tree.flatten(outputs, _is_leaf)
+    return rebuild([_scaled(leaf, multiply) for leaf in leaves])
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Tensor) or not isinstance(node, (list, tuple, Mapping))
+
+
+def _scaled(leaf: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return multiply(leaf)
+    if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)):
+        return (_mapped(value, multiply) for value in leaf)
+    msg = f"outputs must be a Tensor or an iterable of Tensors, got {shown(leaf)} of type {type(leaf).__name__}"
     raise InvalidValueError(msg)

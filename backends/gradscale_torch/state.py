@@ -15,7 +15,7 @@ from gradscale import registry
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.policies.plain import PlainRule, plain_rule
-from gradscale.scaler.live_state import numbers_of, placed, with_setting
+from gradscale.scaler.live_state import ANY_TRACKERS, largest_trackers, numbers_of, placed, with_setting
 from gradscale_torch import kernels
 from gradscale_torch.verdicts import is_capturing
 
@@ -42,6 +42,8 @@ class TensorState:
         self._state: ScaleState | None = None
         # What a checkpoint or the user has set before there was a tensor.
         self._restored: dict[str, Any] = {}
+        # What the trackers can have reached since the scaler was made, and hosts have had no tensors to write to.
+        self._largest = largest_trackers(policy)
         # Whether the growth tracker is below the growth interval, as torch's kernel takes for granted.
         self._is_regular = False
         # The smallest scale that there can be now, as far as the host knows without a read.
@@ -67,6 +69,7 @@ class TensorState:
 
     def tensors(self) -> ScaleState | None:
         """Return the state in the tensors that it is kept in from now on; None without one."""
+        self._largest = ANY_TRACKERS
         if self._state is not None and self._rule is not None:
             self._left, self._state = self._state, self.arrays(self._state)
             self._rule, self._is_regular = None, False
@@ -108,7 +111,7 @@ class TensorState:
         assert self._state is not None
         self._rule = rule
         if rule is not None and not isinstance(self._state.scale, float):
-            self._state = ScaleState(**numbers_of(self._state, self.backend_for(self._state.scale)))
+            self._state = ScaleState(**numbers_of(self._state, self.backend_for(self._state.scale), self._largest))
         elif rule is None:
             self._state = self.arrays(self._state)
 
@@ -189,7 +192,7 @@ class TensorState:
             return {"scale": self.policy.init_scale, **self._restored}
         if isinstance(self._state.scale, float):
             return self._state._asdict()
-        return numbers_of(self._state, self.backend_for(self._state.scale))
+        return numbers_of(self._state, self.backend_for(self._state.scale), self._largest)
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
@@ -219,6 +222,7 @@ class TensorState:
     def replace_setting(self, name: str, value: Any) -> None:
         """Set one of a DynamicScale's settings."""
         self.policy = with_setting(self.policy, name, value)
+        self._largest = largest_trackers(self.policy, self._largest)
         self._is_regular = False
         if self._state is not None and self._rule is not None:
             self._settle_on(plain_rule(self.policy))
@@ -226,6 +230,7 @@ class TensorState:
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
         """Go on with another policy and other numbers, in the same tensors unless the present ones are in use."""
         self.policy = policy
+        self._largest = largest_trackers(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._is_regular = False
         self._floor = 0.0
         if self._state is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from gradscale_torch.gradients import (
     parameters_of,
 )
 from gradscale_torch.state import TensorState
-from gradscale_torch.verdicts import TensorFound, count_nonfinite
+from gradscale_torch.verdicts import TensorFound, count_nonfinite, would_wait
 
 __all__ = ["Request", "TensorGradients", "TensorUnscaler"]
 
@@ -47,12 +47,15 @@ class Request:
         Whether to unscale; else gradients are judged, and left scaled.
     takes_fp16 : bool
         Whether gradients may be float16 also where the scaler refuses them, as fused optimizers take them.
+    announce : callable or None
+        Called with collectives and a tensor before the norm is summed up over them, where the host waits for them.
     """
 
     max_norm: float | None = None
     is_shared: bool = False
     unscales: bool = True
     takes_fp16: bool = False
+    announce: Callable[[Collectives, Tensor], None] | None = None
 
 
 _PLAIN = Request()
@@ -170,6 +173,7 @@ class TensorUnscaler:
                 if inverse is None:
                     inverse = kernels.inverse_of(scale)
                 if request.max_norm is not None:
+                    self._announce(gradients, inverse)
                     inverse, norm = self._clipped(inverse, gradients, request.max_norm, found)
                 kernels.unscale_in_place(grouped.groups, inverse, found, judge_again=live.may_be_below_one(state))
             else:
@@ -236,6 +240,12 @@ class TensorUnscaler:
     def remember_left_scaled(self, optimizer: Any) -> None:
         """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
         self._left_scaled[optimizer] = True
+
+    def _announce(self, gradients: TensorGradients, like: Tensor) -> None:
+        """Let the ranks know that a norm comes; on a device, where the host waits for nobody, it comes unannounced."""
+        mesh, announce = self._mesh_of(gradients.parameters.meshes), gradients.request.announce
+        if mesh is not None and announce is not None and not would_wait(like.device):
+            announce(mesh, like)
 
     def _clipped(
         self, inverse: Tensor, gradients: TensorGradients, max_norm: float, found: kernels.Found

@@ -11,7 +11,7 @@ import torch
 from gradscale.core import vector
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.vector import Verdict
-from gradscale.scaler.agreement import Agreement, whereabouts
+from gradscale.scaler.agreement import Agreement, Subject, take_lists, whereabouts
 from gradscale.scaler.frame import Frame
 from gradscale.scaler.parts import LiveState
 from gradscale_torch.gradients import GradientGroups
@@ -66,12 +66,12 @@ class TensorVerdict:
 
     Parameters
     ----------
-    agreement, found, live, state, frame, groups
+    agreement, found, live, state, frame, groups, subject
         As for :meth:`gradscale.scaler.agreement.Agreement.start`. Without groups nothing is sent.
 
     Attributes
     ----------
-    groups, known, is_begun, is_read_later, is_scaled, is_captured, version
+    groups, known, numbers, is_begun, is_read_later, is_scaled, is_captured, version
         As in :class:`gradscale.scaler.parts.Pending`.
     """
 
@@ -83,10 +83,12 @@ class TensorVerdict:
         state: ScaleState,
         frame: Frame,
         groups: Sequence[Collectives],
+        subject: Subject | None = None,
     ) -> None:
         self.groups = groups
         self.version = live.version
         self.known: Verdict | None = None
+        self.numbers = None
         self.is_begun = True
         self.is_read_later = self.is_captured = False
         self.is_scaled = found.is_scaled
@@ -96,8 +98,10 @@ class TensorVerdict:
         self._agreed: Any = None
         self._finish: Callable[[], Any] | None = None
         self._late: Callable[[bool], list[float] | None] | None = None
+        self._moved = 0
         if groups and agreement is not None:
-            self._sent = self._message(agreement, frame)
+            self._sent = self._message(agreement, frame, subject or Subject())
+            self._moved = agreement.moved(groups)
             self._finish = agreement.reduce(groups, self._sent, frame.number)
 
     @classmethod
@@ -109,9 +113,10 @@ class TensorVerdict:
         made.is_begun = False
         return made
 
-    def _message(self, agreement: Agreement, frame: Frame) -> Any:
+    def _message(self, agreement: Agreement, frame: Frame, subject: Subject) -> Any:
         """Return what this rank sends: a list where the groups take one and the host knows the numbers."""
-        found, live, state, position = self._found, self._live, self._state, frame.next_position()
+        found, live, state = self._found, self._live, self._state
+        position = agreement.position(frame, self.groups, subject)
         count = found.count
         if isinstance(state.scale, float) and count is not None:
             at_min_scale = bool(live.at_min_scale(state))
@@ -201,9 +206,7 @@ class TensorVerdict:
 
     def _needs_tensors(self) -> bool:
         """Tell whether the groups must agree on a tensor, and not on ints, though the host knows the count."""
-        return would_wait(self._found.home) or not all(
-            getattr(collectives, "takes_lists", False) for collectives in self.groups
-        )
+        return would_wait(self._found.home) or not take_lists(self.groups)
 
     def _finished(self) -> Any:
         if self._agreed is None:
@@ -244,7 +247,7 @@ class TensorVerdict:
 
     def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
         where = lambda: whereabouts(self.groups, self._number)  # noqa: E731
-        return vector.read_verdict(agreed, sent, self._live.policy, where)
+        return vector.read_verdict(agreed, sent, self._live.policy, where, self._moved)
 
 
 def would_wait(device: torch.device) -> bool:

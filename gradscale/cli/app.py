@@ -46,7 +46,7 @@ def _main(
 
 
 for command, examples in (
-    (doctor, "gradscale doctor · gradscale doctor numpy mpi · gradscale doctor --require numpy,mpi"),
+    (doctor, "gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi"),
     (
         check,
         "mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale check "

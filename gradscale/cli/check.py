@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 
 from gradscale.cli.check_rank import FAULTS, MARGIN
+from gradscale.cli.launchers import launched_rank, launched_size
 from gradscale.cli.output import console, error_line, print_json, table
 from gradscale.extras import needs
 
@@ -38,8 +39,6 @@ _COMMANDS = (
 )
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _MOST_RANKS = 16
 # What people call a group, and the module that it needs; the extra that brings that one has the group's name.
 _GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
@@ -139,8 +138,8 @@ class _Rank:
         self.child = child
         self.connection = connection
         self._show = show
-        self.rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
-        self.size = next((os.environ[name] for name in _SIZES if name in os.environ), "1")
+        self.rank = launched_rank()
+        self.size = launched_size()
         self.stage = "its start"
         self.limit = 0.0
         self._deadline: float | None = None

@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import gradscale
+from gradscale.cli.launchers import largest_launched_size
 from gradscale.cli.probe import mpi_library
 from gradscale.core import registry
 from gradscale.errors import BackendError, BackendNotAvailableError, CollectiveTimeoutError
@@ -50,7 +51,6 @@ _FOR_EVER = 1e6
 _GOODBYE = -1  # after all stages
 _TAG = 1  # of messages over MPI
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _SCALE = 1024.0
 _WARM_UP = 20
 _CALLS = 200
@@ -304,14 +304,12 @@ class _Stages:
     def _report_in(self) -> dict[str, Any]:
         if self.has("late"):
             time.sleep(_FOR_EVER)
-        # How many processes the launcher says that it has started; 1 where it says nothing.
-        said = [os.environ.get(name, "") for name in _SIZES]
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": self._world.device,
             "cores": os.cpu_count() or 1,
-            "launched": max((int(text) for text in said if text.isdecimal()), default=1),
+            "launched": largest_launched_size(),
             "gradscale": "0.0.0 (on purpose)" if self.has("version") else gradscale.__version__,
             "versions": {"python": platform.python_version()} | self._world.versions(),
         }

@@ -113,7 +113,7 @@ def _examine_all(chosen: Sequence[Component], timeout: float) -> list[Finding]:
 
 def doctor(
     names: Annotated[
-        list[str] | None, typer.Argument(help="What to look at, such as numpy or mpi. Default: everything.")
+        list[str] | None, typer.Argument(help="What to look at, such as numpy mpi or numpy,mpi. Default: everything.")
     ] = None,
     require: Annotated[
         str, typer.Option(metavar="NAMES", help="Exit with 0 only if these work, such as numpy,mpi.")
@@ -127,13 +127,16 @@ def doctor(
     reduction. The exit code is 0 if everything that is required works, or, where nothing is required, if nothing that
     is installed is broken.
     """
-    required = [name.strip() for name in require.split(",") if name.strip()]
+    required, wanted = _separated(require), _separated(",".join(names or ()))
     if require and not required:
         msg = f"give names, such as numpy,mpi, got {require!r}"
         raise typer.BadParameter(msg, param_hint="--require")
+    if names and not wanted:
+        msg = f"give names, such as numpy,mpi, got {' '.join(names)!r}"
+        raise typer.BadParameter(msg, param_hint="NAMES")
     try:
         needed = {component.name for component in find(required)}
-        chosen = find([*names, *required]) if names else components()
+        chosen = find([*wanted, *required]) if wanted else components()
     except KeyError as error:
         raise typer.BadParameter(error.args[0]) from None
     findings = _examine_all(chosen, timeout)
@@ -155,6 +158,11 @@ def doctor(
     for finding in bad:
         error_line(f"doctor: {finding.name} is {finding.status}: {finding.remedy}")
     raise typer.Exit(int(bool(bad)))
+
+
+def _separated(text: str) -> list[str]:
+    """Return the names in a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _rows(findings: Sequence[Finding]) -> Table:

@@ -26,6 +26,7 @@ from gradscale.reports.logs import read_log
 
 __all__ = ["simulate"]
 
+_WIDEST = 10_000  # columns, more than any table needs
 _LONG = 200_000  # steps, from which on a progress bar is worth its place
 
 
@@ -237,21 +238,33 @@ def _run(chosen: list[tuple[str, Policy]], source: Gradients | SyntheticGradient
 
 
 def _print(results: list[Simulation]) -> None:
-    """Print the totals, a row for each run."""
-    made = table(
-        "preset", "skipped", "% skipped", "final scale", "smallest", "largest", "underflow %", "raised in step"
-    )
+    """Print the totals: a row for each run, or where the terminal is too narrow for that a list for each."""
+    titles = ("preset", "skipped", "% skipped", "final scale", "smallest", "largest", "underflow %", "raised in step")
+    rows = [_cells(result) for result in results]
+    made = table(*titles)
     for column in made.columns[1:]:
         column.justify = "right"
-    for result in results:
-        total = result.to_dict()
-        underflow, raised = total["underflow_fraction"], total["raised_at"]
-        made.add_row(
-            result.name,
-            f"{total['skipped']:,} of {total['steps']:,}",
-            f"{100 * total['skipped_fraction']:.3g}",
-            *(f"{total[f'{which}_scale']:.10g}" for which in ("final", "smallest", "largest")),
-            "" if underflow is None else f"{100 * underflow:.3g}",
-            "" if raised is None else f"{raised:,}",
-        )
-    console().print(made)
+    for row in rows:
+        made.add_row(*row)
+    out = console()
+    if out.measure(made, options=out.options.update(max_width=_WIDEST)).maximum <= out.width:
+        out.print(made)
+        return
+    for row in rows:
+        out.print(f"\n{row[0]}")
+        for title, cell in zip(titles[1:], row[1:], strict=True):
+            if cell:
+                out.print(f"  {title:14}  {cell}")
+
+
+def _cells(result: Simulation) -> tuple[str, ...]:
+    total = result.to_dict()
+    underflow, raised = total["underflow_fraction"], total["raised_at"]
+    return (
+        result.name,
+        f"{total['skipped']:,} of {total['steps']:,}",
+        f"{100 * total['skipped_fraction']:.3g}",
+        *(f"{total[f'{which}_scale']:.10g}" for which in ("final", "smallest", "largest")),
+        "" if underflow is None else f"{100 * underflow:.3g}",
+        "" if raised is None else f"{raised:,}",
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device, is_jax_namespace, is_numpy_namespace, to_device
 
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
 
@@ -229,7 +230,7 @@ def check_real_dtype(like: Array, dtype: Any) -> None:
     except (AttributeError, TypeError, ValueError):
         accepted = False
     if not accepted:
-        msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {dtype!r}"
+        msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {shown(dtype)}"
         raise InvalidValueError(msg)
 
 

@@ -41,6 +41,17 @@ class Backend:
         Whether arrays are the host's, which computes with them at once. Then a state may be one of Python numbers,
         which a policy updates in a fraction of the time: ``scale`` takes it, and ``unscale`` and
         ``unscale_with_squares``, which return the count as an int for it.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class MyBackend(gradscale.Backend):
+    ...     name = "mylibrary"
+    ...     def example(self):
+    ...         return np.zeros((), np.float32)
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(like=np.float32(0.0))
+    >>> MyBackend().unscale([np.float32([2.0, np.inf])], state)
+    ([array([0.5, inf], dtype=float32)], array(1, dtype=int32))
     """
 
     name: str = "generic"

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from array_api_compat import is_array_api_obj
 
 from gradscale.core import tree
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
 
@@ -54,13 +55,21 @@ def collect_gradients(optimizer: Any) -> tuple[list[Any], Assign]:
     InvalidTypeError
         When the optimizer has neither, or a parameter has no ``grad``.
     """
-    if hasattr(optimizer, "param_groups"):
-        return _from_param_groups(optimizer)
-    if hasattr(optimizer, "grads"):
-        return _from_grads(optimizer)
+    # As reading() does it, which costs more where nothing is raised.
+    try:
+        if hasattr(optimizer, "param_groups"):
+            return _from_param_groups(optimizer)
+        if hasattr(optimizer, "grads"):
+            return _from_grads(optimizer)
+    except GradscaleError:
+        raise
+    except Exception as error:
+        refusal = unreadable("an optimizer", error)
+        raise refusal from error
     raise _neither(optimizer)
 
 
+@reading("an optimizer")
 def named_gradients(optimizer: Any) -> list[NamedGradient]:
     """Return an optimizer's gradients with their names, each parameter once, also where there is no gradient.
 
@@ -94,6 +103,7 @@ def named_gradients(optimizer: Any) -> list[NamedGradient]:
     return [NamedGradient(*found, gradient) for found, gradient in zip(parameters.values(), gradients, strict=True)]
 
 
+@reading("names")
 def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGradient]:
     """Return an optimizer's gradients under the names that a user gives.
 
@@ -115,7 +125,7 @@ def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGr
         return list(located)
     usage = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
     if isinstance(names, (str, bytes, set, frozenset)) or not hasattr(names, "__iter__"):
-        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {names!r}; {usage}"
+        msg = f"names must be pairs, a mapping or strings in the parameters' order, got {shown(names)}; {usage}"
         raise InvalidValueError(msg)
     listed = list(names.items() if isinstance(names, Mapping) else names)
     if all(isinstance(name, str) for name in listed):
@@ -132,7 +142,7 @@ def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGr
             or not isinstance(item[0], str)
             or not hasattr(item[1], "grad")
         ):
-            msg = f"names must be pairs of a string and a parameter with .grad, got {item!r} among them; {usage}"
+            msg = f"names must be pairs of a string and a parameter with .grad, got {shown(item)} among them; {usage}"
             raise InvalidValueError(msg)
         by_parameter[id(item[1])] = item[0]
     unnamed = [one.name for one in located if one.parameter is None or id(one.parameter) not in by_parameter]
@@ -149,7 +159,8 @@ def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGr
 def _neither(optimizer: Any) -> InvalidTypeError:
     msg = (
         f"an optimizer must have param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested "
-        f"containers, to be read and assigned), got {optimizer!r} of type {type(optimizer).__name__}, which has neither"
+        f"containers, to be read and assigned), got {shown(optimizer)} of type {type(optimizer).__name__}, which has "
+        f"neither"
     )
     return InvalidTypeError(msg)
 
@@ -157,14 +168,27 @@ def _neither(optimizer: Any) -> InvalidTypeError:
 def _parameter_lists(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     """Return each group of ``param_groups`` and its parameters."""
     found = []
-    for index, group in enumerate(optimizer.param_groups):
+    groups = optimizer.param_groups
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+        msg = f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got {shown(groups)}"
+        raise InvalidTypeError(msg)
+    for index, group in enumerate(groups):
         try:
             listed = group["params"]
-        except (TypeError, KeyError, IndexError):
-            msg = f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {group!r}"
+        except Exception:
+            msg = (
+                f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {shown(group)}"
+            )
             raise InvalidTypeError(msg) from None
         if type(listed) is not list:
-            listed = [listed] if hasattr(listed, "grad") else list(listed)
+            if hasattr(listed, "grad"):
+                listed = [listed]
+            elif isinstance(listed, Iterable) and not isinstance(listed, (str, bytes)):
+                listed = list(listed)
+            else:
+                of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
+                msg = f"{of} must be a list of parameters with .grad, got {shown(listed)}"
+                raise InvalidTypeError(msg)
         found.append((group, listed))
     return found
 
@@ -174,8 +198,8 @@ def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
         # Each gradient is read once: a parameter may give a new object at each access.
         return [parameter.grad for parameter in parameters]
     except AttributeError:
-        bad = next(parameter for parameter in parameters if not hasattr(parameter, "grad"))
-        msg = f"a parameter of {type(optimizer).__name__} must have .grad, got {bad!r}"
+        bad = [parameter for parameter in parameters if not hasattr(parameter, "grad")]
+        msg = f"a parameter of {type(optimizer).__name__} must have .grad, got {shown(bad[0]) if bad else 'an error'}"
         raise InvalidTypeError(msg) from None
 
 
@@ -200,7 +224,7 @@ def _require_tree(optimizer: Any) -> Any:
     is_array = is_array_api_obj(gradients)
     # An iterator would be empty for the optimizer after the scaler has walked it.
     if not is_array and (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)):
-        msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {gradients!r}"
+        msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {shown(gradients)}"
         raise InvalidTypeError(msg)
     return gradients
 

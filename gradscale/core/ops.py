@@ -10,15 +10,17 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.core.standard import library_name
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
 
 
 _dtype_of = operator.attrgetter("dtype")
 # Of a type, a dtype and a namespace, whether such leaves are floating arrays of that library.
+_reading_leaves = reading("an array")
 _known: dict[tuple[type, Any, Any], bool] = {}
 
 
@@ -43,6 +45,13 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     ------
     InvalidTypeError
         For a leaf that is no array, or arrays of two libraries.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> state = gradscale.DynamicScale(init_scale=1024.0).init(like=np.float32(0.0))
+    >>> gradscale.scale({"loss": np.float32(0.5), "count": 3}, state)
+    {'loss': array(512., dtype=float32), 'count': 3}
     """
     _require_state(state)
     leaves, rebuild = tree.flatten(outputs)
@@ -86,6 +95,14 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
         For a leaf that is no array, or arrays of two libraries.
     InvalidValueError
         For ``dtype`` together with ``out``, or an ``out`` of another structure or shape.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> state = gradscale.DynamicScale(init_scale=1024.0).init(like=np.float32(0.0))
+    >>> grads, nonfinite = gradscale.unscale([np.float16([1.0, 2.0]), np.float16([np.nan])], state, dtype=np.float32)
+    >>> print(*grads, int(nonfinite))
+    [0.00097656 0.00195312] [nan] 1
     """
     _require_state(state)
     leaves, rebuild = tree.flatten(grads)
@@ -93,7 +110,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
     backend = registry.backend_for(state.scale)
     outs = None if out is None else _matching_outs(rebuild(leaves), out, chosen, state)
     if outs is not None and dtype is not None:
-        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={dtype!r}"
+        msg = f"give dtype= or out=, whose arrays have their dtypes, not both, got dtype={shown(dtype)}"
         raise InvalidValueError(msg)
     unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
@@ -102,7 +119,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
 
 def _require_state(state: Any) -> None:
     if not hasattr(state, "scale"):
-        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {state!r}"
+        msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
 
 
@@ -114,7 +131,9 @@ def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleSt
     require_arrays(outs, what="out")
     for grad, target in zip(chosen, outs, strict=True):
         if target is None or isinstance(target, int) or target.shape != grad.shape:
-            msg = f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {target!r}"
+            msg = (
+                f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {shown(target)}"
+            )
             raise InvalidValueError(msg)
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
             msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
@@ -146,18 +165,27 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         When ``pred`` is no 0-d bool, or two leaves differ in dtype (casting one would be a promotion by accident).
     InvalidValueError
         When the trees differ in structure, shapes, or in a leaf that is no array.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> stepped, params = {"w": np.ones(2)}, {"w": np.zeros(2)}
+    >>> nonfinite = np.asarray(1, np.int32)
+    >>> gradscale.select(nonfinite == 0, stepped, params)
+    {'w': array([0., 0.])}
     """
     if not is_array_api_obj(pred) or pred.shape != () or not array_namespace(pred).isdtype(pred.dtype, "bool"):
-        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {pred!r}"
+        msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {shown(pred)}"
         raise InvalidTypeError(msg)
     backend = registry.backend_for(pred)
     chosen = DeviceReplicas(pred, backend.placement, backend.move)
 
     def choose(a: Any, b: Any) -> Any:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
-            if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
-                return a
-            msg = f"leaves that are no arrays must be equal in both trees, got {a!r} and {b!r}"
+            with _reading_leaves:
+                if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
+                    return a
+            msg = f"leaves that are no arrays must be equal in both trees, got {shown(a)} and {shown(b)}"
             raise InvalidValueError(msg)
         if a.dtype != b.dtype:
             msg = f"both trees must have one dtype leaf by leaf, got {a.dtype} and {b.dtype}; cast one of them"
@@ -181,6 +209,11 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
     InvalidTypeError
         Naming the leaf and its place.
     """
+    with reading(what):
+        _require_arrays(leaves, what, rebuild)
+
+
+def _require_arrays(leaves: Sequence[Any], what: str, rebuild: Any) -> None:
     accepted: set[type] = {type(None), int, bool}
     for index, leaf in enumerate(leaves):
         if type(leaf) in accepted:
@@ -188,7 +221,7 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
         if not is_array_api_obj(leaf):
             msg = (
                 f"{what}{_path(leaves, index, rebuild)} must be an array of a library that follows the array API "
-                f"standard (or None), got {leaf!r} of type {type(leaf).__name__}"
+                f"standard (or None), got {shown(leaf)} of type {type(leaf).__name__}"
             )
             raise InvalidTypeError(msg)
         accepted.add(type(leaf))
@@ -196,7 +229,8 @@ def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> 
 
 def first_floating(leaves: Sequence[Any]) -> Array | None:
     """Return the first array that is not of integers, beside which a scale belongs; None without one."""
-    return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
+    with _reading_leaves:
+        return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
 
 
 def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any = None) -> Sequence[Array]:
@@ -218,10 +252,19 @@ def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any
     InvalidTypeError
         For a leaf that is no array, or of another library than the state.
     """
+    try:
+        return _floating_leaves(leaves, home, what, rebuild)
+    except GradscaleError:
+        raise
+    except Exception as error:
+        raise unreadable(what, error) from error
+
+
+def _floating_leaves(leaves: Sequence[Any], home: Any, what: str, rebuild: Any) -> Sequence[Array]:
     if _all_floating(leaves, home):
         # Thousands of gradients of one type are told by their few dtypes.
         return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
-    require_arrays(leaves, what=what, rebuild=rebuild)
+    _require_arrays(leaves, what, rebuild)
     chosen = {}
     for index, leaf in enumerate(leaves):
         if not hasattr(leaf, "dtype"):

@@ -30,6 +30,15 @@ class ScaleState(NamedTuple):
     rescale_tracker : array
         Steps since the scale last changed (the denominator of a ratio tolerance); 0-d int32, and zero for
         policies without a tolerance.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> state = gradscale.DynamicScale(growth_interval=2).init(like=np.float32(0.0))
+    >>> print(*state)
+    65536.0 0 0 0
+    >>> print(*gradscale.DynamicScale(growth_interval=2).update(state, nonfinite=np.int32(0)))
+    65536.0 1 0 0
     """
 
     scale: Array
@@ -39,7 +48,18 @@ class ScaleState(NamedTuple):
 
 
 class Collectives(Protocol):
-    """A group of processes that can agree on a few integers."""
+    """A group of processes that can agree on a few integers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> class Alone:  # a group of one process
+    ...     rank, size = 0, 1
+    ...     def start_max(self, x, /):
+    ...         return lambda: x.copy()
+    >>> Alone().start_max(np.zeros(2, np.int32))()
+    array([0, 0], dtype=int32)
+    """
 
     rank: int
     """Position of this process in the group, from 0."""
@@ -62,6 +82,16 @@ class GroupBackend(Protocol):
     """What the adapter of a communication library supplies; registered like a :class:`~gradscale.Backend`.
 
     One object may be both, for a library that brings arrays and process groups.
+
+    Examples
+    --------
+    >>> from gradscale import GroupBackend, testing
+    >>> class ThreadBackend:
+    ...     name = "mylibrary"
+    ...     def collectives(self, group, /, *, timeout):
+    ...         return testing.ThreadCollectives(group, timeout=timeout)
+    >>> isinstance(ThreadBackend(), GroupBackend)
+    True
     """
 
     name: str
@@ -84,6 +114,15 @@ class Optimizer(Protocol):
     An optional attribute ``master_dtype`` asks for the unscaled gradients in that dtype (float32 masters out of
     float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their own
     dtype, where the library can. A disabled scaler leaves them as they are.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> class SGD:
+    ...     grads = {"weights": None, "bias": None}
+    ...     def step(self): ...
+    >>> isinstance(SGD(), gradscale.Optimizer)
+    True
     """
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +131,17 @@ class Optimizer(Protocol):
 
 
 class Policy(Protocol):
-    """The rule that adapts the scale: pure functions of a state; no host read."""
+    """The rule that adapts the scale: pure functions of a state; no host read.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> policy: gradscale.Policy = gradscale.presets.megatron()
+    >>> policy.init_scale
+    4294967296.0
+    >>> policy.clamp(0.25)  # below its minimum
+    1.0
+    """
 
     @property
     def init_scale(self) -> float:

@@ -15,6 +15,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import standard
 from gradscale.core.backend import Backend
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 from gradscale.extras import remedy
@@ -56,12 +57,28 @@ def _entry_points() -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def names() -> list[str]:
-    """Return the names of all registered adapters, sorted; none is imported."""
+    """Return the names of all registered adapters, sorted; none is imported.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> names = gradscale.registry.names()
+    >>> "numpy" in names and "torch" in names
+    True
+    """
     return sorted(_entry_points())
 
 
 def refresh() -> None:
-    """Forget what was found and loaded, after an adapter was installed in a running process."""
+    """Forget what was found and loaded, after an adapter was installed in a running process.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> gradscale.registry.refresh()  # after pip has installed an adapter beside this process
+    >>> "numpy" in gradscale.registry.names()
+    True
+    """
     _entry_points.cache_clear()
     get.cache_clear()
     array_backend.cache_clear()
@@ -79,6 +96,13 @@ def get(name: str) -> Any:
         When none is registered, or it cannot be imported; with the pip command, and the import's failure as the cause.
     BackendError
         When two are registered under the name (both are named), or the adapter fails otherwise.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> backend = gradscale.registry.get("numpy")
+    >>> backend.name
+    'numpy'
     """
     candidates = _entry_points().get(name, ())
     if not candidates:
@@ -125,6 +149,14 @@ def backend_for(x: Any) -> Backend:
     ------
     BackendNotAvailableError
         Where the library lacks what the pure core needs, which it names.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> gradscale.registry.backend_for(np.zeros(3)).name
+    'numpy'
+    >>> gradscale.registry.backend_for(3.0).name  # no library's
+    'generic'
     """
     kind: Any = type(x)
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
@@ -164,13 +196,20 @@ def array_backend(name: str) -> Backend:
     ------
     BackendError
         When it does not derive from :class:`gradscale.Backend`.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> backend = gradscale.registry.array_backend("numpy")
+    >>> isinstance(backend, gradscale.Backend)
+    True
     """
     backend = get(name)
     if isinstance(backend, Backend):
         return backend
     msg = (
         f"the gradscale adapter for {name!r} must be an instance of a class that derives from gradscale.Backend, got "
-        f"{backend!r} of type {type(backend).__name__}"
+        f"{shown(backend)} of type {type(backend).__name__}"
     )
     raise BackendError(msg)
 
@@ -182,10 +221,19 @@ def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
     ------
     InvalidTypeError
         For an empty list, and when no adapter serves an object.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> def groups(group):
+    ...     return [one.size for one in gradscale.registry.all_collectives_for([group, group], timeout=10.0)]
+    >>> gradscale.testing.run_ranks(2, groups)
+    [[2, 2], [2, 2]]
     """
-    groups = list(group) if isinstance(group, (list, tuple)) else [group]
+    with reading("group"):
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
     if not groups:
-        msg = f"group must name at least one group, got {group!r}"
+        msg = f"group must name at least one group, got {shown(group)}"
         raise InvalidTypeError(msg)
     return [collectives_for(one, timeout) for one in groups]
 
@@ -204,11 +252,20 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
     ------
     InvalidTypeError
         When no adapter serves the object.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> def rank(group):
+    ...     return gradscale.registry.collectives_for(group, timeout=10.0).rank
+    >>> gradscale.testing.run_ranks(3, rank)
+    [0, 1, 2]
     """
-    # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
-    if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
-        collectives: Collectives = group
-        return collectives
+    with reading("group"):
+        # MPI's null communicator raises when it is asked for its rank, so start_max is asked for first.
+        if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
+            collectives: Collectives = group
+            return collectives
     kind: Any = type(group)
     name = _registered_name(kind)
     backend = get(name) if name is not None else None
@@ -216,6 +273,6 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
         return backend.collectives(group, timeout=timeout)
     msg = (
         f"group must be a communicator of a library with an adapter (registered: {', '.join(names()) or 'none'}), an "
-        f"object with rank, size and start_max, or a list of these, got {group!r} of type {type(group).__name__}"
+        f"object with rank, size and start_max, or a list of these, got {shown(group)} of type {type(group).__name__}"
     )
     raise InvalidTypeError(msg)

@@ -1,12 +1,14 @@
 """Checks of users' numbers on the host: each returns the value as a plain Python one, or raises naming it."""
 
+import contextlib
 import functools
 import math
 import operator
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from gradscale.core.messages import reading, shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "largest_with_finite_product",
     "last_above",
     "magnitude",
+    "mapping",
     "number",
     "round_to_float32",
     "scale",
@@ -33,6 +36,9 @@ __all__ = [
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_INT32 = 2**31 - 1
+
+# Backoffs by 0.0001 on the whole way through float32's range are 1.7 million, and take a second to follow.
+_LONGEST_WAY = 2_000_000
 
 _Choice = TypeVar("_Choice")
 
@@ -59,7 +65,7 @@ def number(
         or (at_most is not None and not converted <= at_most)
     )
     if outside:
-        msg = f"{name} must be {expected}, got {value!r}"
+        msg = f"{name} must be {expected}, got {shown(value)}"
         raise InvalidValueError(msg)
     return converted
 
@@ -67,26 +73,38 @@ def number(
 def _as_float(name: str, value: Any, expected: str) -> float:
     # One-element arrays convert as well: checkpoints in npz or msgpack hold numbers so. Those of booleans, complex
     # numbers and text would convert, too.
-    dtype = str(getattr(value, "dtype", "float"))
+    dtype = _dtype_name(value, "float")
     is_real = not isinstance(value, (bool, str, bytes, complex)) and ("float" in dtype or "int" in dtype)
     if is_real and hasattr(type(value), "__float__"):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-        except (TypeError, ValueError, RuntimeError):
-            # Tensors of several elements, or without a value, raise errors of their own.
-            pass
-    msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
+        # Tensors of several elements, or without a value, raise errors of their own; a user's object any.
+        with contextlib.suppress(Exception):
+            return _nearest_float(value)
+    msg = f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}"
     raise InvalidTypeError(msg)
+
+
+def _nearest_float(value: Any) -> float:
+    """Return a number as a float: an inf of its sign beyond every float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
+
+
+def _dtype_name(value: Any, default: str) -> str:
+    """Return the name of an array's dtype; a default for what has none, or raises when it is asked."""
+    try:
+        return str(getattr(value, "dtype", default))
+    except Exception:
+        return default
 
 
 def magnitude(name: str, value: Any) -> float:
     """Return a number from 0 on as a float; inf and NaN are fine, and what is beyond every float is inf."""
     expected = "a number from 0 on"
     converted = _as_float(name, value, expected)
-    if value < 0:
-        msg = f"{name} must be {expected}, got {value!r}"
+    if converted < 0:
+        msg = f"{name} must be {expected}, got {shown(value)}"
         raise InvalidValueError(msg)
     return converted
 
@@ -97,7 +115,7 @@ def scale(name: str, value: Any) -> float:
     rounded = round_to_float32(converted)
     if not SMALLEST_NORMAL <= rounded <= LARGEST_FLOAT32:
         limits = f"{SMALLEST_NORMAL:g} to {LARGEST_FLOAT32:g}"
-        msg = f"{name} must be above 0 and within float32's normal range, {limits}, got {value!r}"
+        msg = f"{name} must be above 0 and within float32's normal range, {limits}, got {shown(value)}"
         raise InvalidValueError(msg)
     return rounded
 
@@ -106,16 +124,16 @@ def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     """Return an integer within bounds as an int; a float with an integral value is refused, as a bool is."""
     expected = f"an integer from {at_least} to {at_most}"
     # NumPy's booleans can be an index, too.
-    if isinstance(value, (bool, str, bytes)) or "bool" in str(getattr(value, "dtype", "")):
-        msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
+    if isinstance(value, (bool, str, bytes)) or "bool" in _dtype_name(value, ""):
+        msg = f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}"
         raise InvalidTypeError(msg)
     try:
         converted = operator.index(value)
-    except TypeError:
-        msg = f"{name} must be {expected}, got {value!r} of type {type(value).__name__}"
+    except Exception:
+        msg = f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}"
         raise InvalidTypeError(msg) from None
     if not at_least <= converted <= at_most:
-        msg = f"{name} must be {expected}, got {value!r}"
+        msg = f"{name} must be {expected}, got {shown(value)}"
         raise InvalidValueError(msg)
     return converted
 
@@ -127,9 +145,12 @@ def whole(value: Any) -> Any:
 
 def boolean(name: str, value: Any) -> bool:
     """Return a bool; NumPy's is fine, numbers are not."""
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
-        return bool(value)
-    msg = f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ in ("bool_", "bool"):
+        with contextlib.suppress(Exception):
+            return bool(value)
+    msg = f"{name} must be True or False, got {shown(value)} of type {type(value).__name__}"
     raise InvalidTypeError(msg)
 
 
@@ -138,32 +159,46 @@ def truth(name: str, value: Any) -> bool:
     try:
         return bool(value)
     except Exception as error:
-        msg = f"{name} must be true or false, got {value!r} of type {type(value).__name__}, which is neither"
+        msg = f"{name} must be true or false, got {shown(value)} of type {type(value).__name__}, which is neither"
         raise InvalidTypeError(msg) from error
 
 
 def choice(name: str, value: Any, options: tuple[_Choice, ...]) -> _Choice:
     """Return the option that equals a value."""
-    for option in options:
-        if isinstance(value, str) and value == option:
-            return option
-    msg = f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}"
+    if isinstance(value, str):
+        for option in options:
+            # Not by the operator, which a subclass may have given another meaning, or an array.
+            if str.__eq__(value, option) is True:
+                return option
+    msg = f"{name} must be one of {', '.join(map(repr, options))}, got {shown(value)}"
     raise InvalidValueError(msg)
 
 
 def choices(name: str, value: Any, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
     """Return the options among several values, in the order of ``options``; one may be given bare."""
-    values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-    chosen = {choice(name, item, options) for item in values}
+    with reading(name):
+        values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
+        chosen = {choice(name, item, options) for item in values}
     if not chosen:
-        msg = f"{name} must hold at least one of {', '.join(map(repr, options))}, got {value!r}"
+        msg = f"{name} must hold at least one of {', '.join(map(repr, options))}, got {shown(value)}"
         raise InvalidValueError(msg)
     return tuple(option for option in options if option in chosen)
 
 
+def mapping(name: str, value: Any, wanted: str = "a mapping") -> dict[Any, Any]:
+    """Return a mapping as a dict of its own, which says the same however often it is asked."""
+    with reading(name):
+        if isinstance(value, Mapping):
+            return dict(value)
+    msg = f"{name} must be {wanted}, got {shown(value)} of type {type(value).__name__}"
+    raise InvalidTypeError(msg)
+
+
 def timeout(value: Any) -> float:
     """Return seconds to wait, above 0; infinity, which is no number of seconds, is what a user means by for ever."""
-    return math.inf if value == math.inf else number("timeout", value, above=0.0)
+    if isinstance(value, float) and value == math.inf:
+        return math.inf
+    return number("timeout", value, above=0.0)
 
 
 def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale")) -> Any:
@@ -181,11 +216,12 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
     InvalidTypeError
         When it is not, such as for the class itself.
     """
-    is_complete = all(
-        callable(getattr(value, name, None)) or (name == "init_scale" and hasattr(value, name)) for name in members
-    )
+    with reading("policy"):
+        is_complete = all(
+            callable(getattr(value, name, None)) or (name == "init_scale" and hasattr(value, name)) for name in members
+        )
     if isinstance(value, type) or not is_complete:
-        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {value!r}"
+        msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {shown(value)}"
         raise InvalidTypeError(msg)
     return value
 
@@ -232,7 +268,12 @@ def largest_with_finite_product(factor: float) -> float:
 def last_above(limit: float, scale: float, factor: float) -> float:
     """Return the last float32 above a limit on the way down from a scale by a factor below 1; normal, or the scale."""
     lowered = round_to_float32(scale * factor)
+    steps = 0
     # A factor that rounds to 1 leads nowhere.
     while limit < lowered < scale and lowered >= SMALLEST_NORMAL:
         scale, lowered = lowered, round_to_float32(lowered * factor)
+        steps += 1
+        if steps > _LONGEST_WAY:
+            msg = f"a factor of {factor!r} is too near to 1, got more than {_LONGEST_WAY} backoffs down to {limit!r}"
+            raise InvalidValueError(msg)
     return scale

@@ -1,44 +1,94 @@
-"""What the ranks agree on: a vector of 16 int32 (64 bytes) that carries the verdict and a fingerprint of the state.
+"""What the ranks agree on: a vector of 22 int32 (88 bytes) that carries the verdict and a fingerprint of the state.
 
 ::
 
-    [nonfinite, at_min_scale, f1 .. f7, -f1 .. -f7]
+    [nonfinite, at_min_scale, f1 .. f10, -f1 .. -f10]
 
 After an element-wise MAX over the ranks, the first two are what any rank found, and ``max(f) == -max(-f)`` exactly
 when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. Only int32
 travels: MAX over floats gives ranks different answers when one of them holds a NaN.
+
+The fields are whatever the ranks must hold in common: the four of the state, the policy, and a :func:`position`, which
+says what the message is about. Small numbers share an int32: of a packed field, too, the least and the greatest value
+are those of some rank, so that an error can name what differs in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import operator
+import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace
 
+from gradscale.core import canonical
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Policy, ScaleState
-from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits
+from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits, round_to_float32
 from gradscale.errors import ScaleDesyncError
 
 __all__ = [
     "LENGTH",
     "AgreementVector",
+    "Position",
+    "Purpose",
     "Verdict",
+    "announcement",
+    "at_group",
     "describe_differences",
+    "foreign_message",
     "identify",
     "is_fixed",
+    "next_position",
+    "place",
+    "position",
     "read_both",
     "read_verdict",
 ]
 
-_FIELDS = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker", "policy", "iteration", "call")
-LENGTH = 2 + 2 * len(_FIELDS)
+_STATE = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker")
+_FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_norm")
+_COUNT = len(_FIELDS)
+LENGTH = 2 + 2 * _COUNT
+_PLACE = _FIELDS.index("place")
 # Positions whose numbers are kept as arrays: of two scalers' worth of optimizers in an iteration.
 _KEPT = 8
+
+# Of "message", from the lowest: the optimizer, the call of the iteration, the purpose.
+_OPTIMIZER_BITS = 15
+_CALL_BITS = 12
+# Of "place", from the lowest: what float32 lacks of max_norm, the position of the group in the list, the scaler.
+_REST_BITS = 12
+_GROUP_BITS = 5
+_SCALER_BITS = 14
+_NO_MAX_NORM = -1
+
+
+class Purpose(enum.IntEnum):
+    """What a message is for: those of one purpose are sent by the same call on every rank."""
+
+    STEP = 0
+    NORM = 1
+    DIAGNOSIS = 2
+    GROUP_AGREEMENT = 3
+    COMPILED = 4
+
+
+_CALLS = {
+    Purpose.STEP: "unscale_() or step()",
+    Purpose.NORM: "unscale_(max_norm=), for the norm over the group",
+    Purpose.DIAGNOSIS: "diagnose(gather=True)",
+    Purpose.GROUP_AGREEMENT: "a GroupAgreement",
+    Purpose.COMPILED: "gradscale_jax.agree",
+}
+
+Position: TypeAlias = tuple[int, int, int, int, int]
+"""The last fields of the fingerprint: what a message is about. Made by :func:`position`."""
 
 
 class Verdict(NamedTuple):
@@ -77,7 +127,9 @@ class AgreementVector:
         self._identity = 0
         # Whether the policy's settings cannot change without a new object.
         self._is_fixed = False
-        self._constants: dict[tuple[int, int, int], Array] = {}
+        self._constants: dict[tuple[int, ...], Array] = {}
+        # What is added between two groups of a list, by the number and the device.
+        self._shifts: dict[tuple[int, str], Array] = {}
         # Of a verdict that the host knows: the flag and the first fields.
         self._numbers: list[int] | None = None
 
@@ -87,7 +139,7 @@ class AgreementVector:
         return self._state
 
     def pack(
-        self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array | int, position: tuple[int, int]
+        self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array | int, position: Position
     ) -> Any:
         """Return the vector: 1-d int32 on the state's device, or a list of the same numbers if the host knows them.
 
@@ -101,16 +153,15 @@ class AgreementVector:
             What the gradients were unscaled with.
         nonfinite : array or int
             The local count: 0-d int32; or an int, for a state that the host reads without waiting.
-        position : tuple of int
-            The iteration, and the number of this agreement in it: ranks that leave one out are found.
+        position : Position
+            What the message is about.
         """
         if self._state is not state or self._policy is not policy:
             self._identify(policy)
             self._state = state
             self._fingerprint = self._numbers = None
             self._constants = {}
-        iteration, call = position
-        key = (self._identity, iteration & LARGEST_INT32, call)
+        key = (self._identity, *position)
         if isinstance(nonfinite, int):
             if self._numbers is None:
                 self._numbers = _read_state(backend, policy, state)
@@ -133,13 +184,33 @@ class AgreementVector:
         return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
 
     def pack_plain(
-        self, policy: Policy, state: ScaleState, nonfinite: int, position: tuple[int, int], *, at_min_scale: bool
+        self, policy: Policy, state: ScaleState, nonfinite: int, position: Position, *, at_min_scale: bool
     ) -> list[int]:
         """Return the vector of a state of Python numbers, as a list; ``at_min_scale`` is what the policy says of it."""
         self._identify(policy)
-        iteration, call = position
-        fields = [bits_of_float32(state.scale), *state[1:], self._identity, iteration & LARGEST_INT32, call]
-        return _vector(nonfinite, at_min_scale, fields)
+        return _vector(nonfinite, at_min_scale, [bits_of_float32(state.scale), *state[1:], self._identity, *position])
+
+    def shifted(self, backend: Backend | None, x: Any, by: int) -> Any:
+        """Return a vector for the next group of a list, whose place is that much greater; differences stay in it.
+
+        Parameters
+        ----------
+        backend : Backend or None
+            That of an array; None for a list.
+        x : array or list of int
+            What one group has agreed on; left alone.
+        by : int
+            The difference of the two groups' ``place``.
+        """
+        row = [0] * LENGTH
+        row[2 + _PLACE], row[2 + _COUNT + _PLACE] = by, -by
+        if backend is None:
+            return list(map(operator.add, x, row))
+        xp, where = array_namespace(x), backend.placement(x)
+        key = by, str(where)
+        if key not in self._shifts:
+            self._shifts[key] = xp.asarray(row, dtype=xp.int32, device=where)
+        return x + self._shifts[key]
 
     def _identify(self, policy: Policy) -> None:
         if self._policy is not policy or not self._is_fixed:
@@ -161,6 +232,76 @@ def _read_state(backend: Backend, policy: Policy, state: ScaleState) -> list[int
     return backend.read(xp.concat([xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)), fingerprint]))
 
 
+def position(
+    iteration: int,
+    call: int = 0,
+    *,
+    purpose: Purpose = Purpose.STEP,
+    optimizer: int = 0,
+    scaler: int = 0,
+    steps: int = 0,
+    max_norm: float | None = None,
+) -> Position:
+    """Return the fields that say what a message is about; numbers that do not fit are taken modulo.
+
+    Parameters
+    ----------
+    iteration, call : int
+        The iteration, and the number of this message in it: ranks that leave one out are found.
+    purpose : Purpose, default STEP
+        Which call sends it.
+    optimizer : int, default 0
+        The number of the optimizer, in the order in which the scaler has met them.
+    scaler : int, default 0
+        The number of the scaler, of those that were constructed over the (first) group.
+    steps : int, default 0
+        How many steps the scaler has made.
+    max_norm : float, optional
+        What gradients are clipped to.
+    """
+    norm, rest = (_NO_MAX_NORM, 0) if max_norm is None else _bits_of_norm(max_norm)
+    message = purpose << _CALL_BITS | call & (1 << _CALL_BITS) - 1
+    return (
+        iteration & LARGEST_INT32,
+        message << _OPTIMIZER_BITS | optimizer & (1 << _OPTIMIZER_BITS) - 1,
+        place(scaler, 0) | rest,
+        steps & LARGEST_INT32,
+        norm,
+    )
+
+
+def next_position(position: Position, iteration: int, call: int, steps: int) -> Position:
+    """Return what is made of a position of iteration 0, call 0 and step 0 for later ones."""
+    _, message, where, _, norm = position
+    call = (call & (1 << _CALL_BITS) - 1) << _OPTIMIZER_BITS
+    return iteration & LARGEST_INT32, message | call, where, steps & LARGEST_INT32, norm
+
+
+def place(scaler: int, group: int) -> int:
+    """Return the field for the number of a scaler over a group, and the position of the group in the list."""
+    number = (scaler & (1 << _SCALER_BITS) - 1) << _GROUP_BITS | group & (1 << _GROUP_BITS) - 1
+    return number << _REST_BITS
+
+
+def at_group(position: Position, group: int) -> Position:
+    """Return a position for a message that goes over one group of a list alone."""
+    iteration, message, before, steps, norm = position
+    return iteration, message, before + place(0, group), steps, norm
+
+
+@functools.lru_cache(maxsize=64)
+def _bits_of_norm(max_norm: float) -> tuple[int, int]:
+    """Return the bits of the nearest float32, and a few that tell apart what is the same float32."""
+    rounded = round_to_float32(max_norm)
+    rest = 0 if rounded == max_norm else zlib.crc32(struct.pack("<d", max_norm)) & (1 << _REST_BITS) - 1
+    return bits_of_float32(rounded), rest
+
+
+def announcement(position: Position) -> list[int]:
+    """Return the vector that announces another collective: it says nothing of a state, which may not be there yet."""
+    return _vector(0, 0, [0, 0, 0, 0, 0, *position])
+
+
 def is_fixed(policy: Any) -> bool:
     """Tell whether a policy is a frozen dataclass of settings that cannot change either."""
     parameters = getattr(type(policy), "__dataclass_params__", None)
@@ -174,9 +315,18 @@ def is_fixed(policy: Any) -> bool:
 
 
 def identify(policy: Any) -> int:
-    """Return a number from 0 to 2**31-1 that tells policies apart: of its settings, if it is a dataclass."""
-    text = repr(policy) if dataclasses.is_dataclass(policy) else type(policy).__qualname__
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+    """Return a number from 0 to 2**31-1 that tells policies apart: of its settings, if it is a dataclass.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a setting that has no value which is the same in every process; it names the field.
+    """
+    if dataclasses.is_dataclass(policy):
+        text = canonical.canonical(policy, f"the policy {type(policy).__qualname__}")
+    else:
+        text = type(policy).__qualname__.encode()
+    return zlib.crc32(text) & 0x7FFFFFFF
 
 
 def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], list[int]]:
@@ -188,37 +338,62 @@ def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], 
     return both[:LENGTH], both[LENGTH:]
 
 
-def read_verdict(values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str]) -> Verdict:
+def read_verdict(
+    values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str], moved: int = 0
+) -> Verdict:
     """Return the verdict, or say in which fields the ranks differ.
 
     Parameters
     ----------
-    values : sequence of int
+    values : list of int
         The vector after MAX.
-    own : sequence of int
+    own : list of int
         This rank's vector before MAX.
     policy : object
         This rank's policy, for the message.
     where : callable
         Returns which rank this is, and in which iteration, for the message.
+    moved : int, default 0
+        What was added to ``place`` between the groups of a list.
 
     Raises
     ------
     ScaleDesyncError
-        When the ranks differ.
+        When the ranks differ, or have met a message that no gradscale has sent.
     """
-    count = len(_FIELDS)
-    highest = values[2 : 2 + count]
-    negated = values[2 + count : LENGTH]
-    if any(map(operator.add, highest, negated)):
-        differing = describe_differences([-value for value in negated], highest, own[2 : 2 + count], policy)
+    # Where both a field and its negative are this rank's, they are everybody's.
+    if values[2:] != own[2:]:
+        _require_one_state(values, own, policy, where, moved)
+    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
+
+
+def _require_one_state(
+    values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str], moved: int
+) -> None:
+    mine = list(own)
+    mine[2 + _PLACE] += moved
+    mine[2 + _COUNT + _PLACE] -= moved
+    highest, lowest = values[2 : 2 + _COUNT], [-value for value in values[2 + _COUNT : LENGTH]]
+    if any(map(operator.lt, values[2:], mine[2:])):
+        # No maximum is below what went into it.
+        raise foreign_message(where())
+    if highest != lowest:
+        differing = describe_differences(lowest, highest, mine[2 : 2 + _COUNT], policy)
         msg = (
             f"ranks hold different states, seen by {where()}: {differing}. No rank takes this step. Load "
             f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
             f"update() for the same optimizers in the same order everywhere"
         )
         raise ScaleDesyncError(msg)
-    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
+
+
+def foreign_message(where: str) -> ScaleDesyncError:
+    """Return what is raised when a rank has met a message that is not gradscale's."""
+    return ScaleDesyncError(
+        f"a foreign message was met, seen by {where}: some rank makes a collective of its own over this group where "
+        f"others make gradscale's. No rank takes this step, and what that collective gave is wrong, too. Make all "
+        f"collectives over the group in one order on every rank, or pass the scaler a group of its own"
+    )
 
 
 def describe_differences(lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: Any) -> str:
@@ -227,25 +402,69 @@ def describe_differences(lowest: Sequence[int], highest: Sequence[int], own: Seq
     Parameters
     ----------
     lowest, highest : sequence of int
-        Each field's least and greatest value on any rank.
+        Each field's least and greatest value on any rank; the last ones may be left out.
     own : sequence of int, optional
         This rank's; None where one process drives them all.
     policy : object
         This rank's policy.
     """
-    mine: Sequence[int | None] = [None] * len(_FIELDS) if own is None else own
-    fields = zip(_FIELDS, lowest, highest, mine, strict=True)
-    return "; ".join(_difference(*field, policy) for field in fields if field[1] != field[2])
+    all_three = [_unpacked(fields) for fields in (lowest, highest, own or ())]
+    low, high, here = all_three
+    differing = [name for name in low if low[name] != high[name]]
+    if "purpose" in differing:
+        # What the calls are for differs with them.
+        differing = [name for name in differing if name not in (*_STATE, "policy", "steps", "max_norm")]
+    return "; ".join(_difference(name, low[name], high[name], here.get(name), policy) for name in differing)
+
+
+def _unpacked(fields: Sequence[int]) -> dict[str, int]:
+    """Return fields by their names, each number of a packed one by itself."""
+    named = dict(zip(_FIELDS, fields, strict=False))
+    if "message" in named:
+        message = named.pop("message")
+        named["optimizer"] = message & (1 << _OPTIMIZER_BITS) - 1
+        named["call"] = message >> _OPTIMIZER_BITS & (1 << _CALL_BITS) - 1
+        named["purpose"] = message >> _OPTIMIZER_BITS + _CALL_BITS
+    if "place" in named:
+        number = named.pop("place")
+        named["rest"] = number & (1 << _REST_BITS) - 1
+        named["group"] = number >> _REST_BITS & (1 << _GROUP_BITS) - 1
+        named["scaler"] = number >> _REST_BITS + _GROUP_BITS
+    return named
+
+
+_DESCRIPTIONS = {
+    "call": "call of the iteration",
+    "purpose": "the call itself",
+    "optimizer": "optimizer",
+    "scaler": "scaler of the group",
+    "steps": "steps made so far",
+}
+_CONSEQUENCES = {
+    "call": ", so some rank left one out",
+    "optimizer": ", numbered in the order in which the scaler has met them, so some rank has them in another order",
+    "scaler": ", numbered in the order of their construction, so some rank has them in another order",
+    "steps": ", so some rank left out step() after unscale_()",
+}
 
 
 def _difference(name: str, low: int, high: int, own: int | None, policy: Any) -> str:
     if name == "policy":
         return f"policy (here {policy!r}) or diagnose="
+    if name == "group":
+        return "position of the group in the list, so some rank has the groups in another order"
+    if name == "rest":
+        return "max_norm, in digits that float32 does not have"
     least, most, here = (_readable(name, value) for value in (low, high, own))
-    described = f"{name} of the iteration" if name == "call" else name
-    consequence = ", so some rank left one out" if name == "call" else ""
-    return f"{described} from {least} to {most}" + (f" (here {here})" if own is not None else "") + consequence
+    described = f"{_DESCRIPTIONS.get(name, name)} from {least} to {most}"
+    return described + (f" (here {here})" if own is not None else "") + _CONSEQUENCES.get(name, "")
 
 
 def _readable(name: str, value: int | None) -> str:
-    return repr(float32_from_bits(value)) if name == "scale" and value is not None else str(value)
+    if value is None:
+        return ""
+    if name == "purpose":
+        return _CALLS[Purpose(value)] if value in _CALLS else f"an unknown one, {value}"
+    if name == "max_norm" and value == _NO_MAX_NORM:
+        return "None"
+    return repr(float32_from_bits(value)) if name in ("scale", "max_norm") else str(value)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradscale.core import validation
+from gradscale.core.messages import key_names, reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.policies import presets
@@ -108,14 +109,13 @@ _SHOWN = 12
 
 def _nearest(name: Any, names: Iterable[str]) -> str:
     """Return a question for the nearest of some names, or an empty string."""
-    close = difflib.get_close_matches(f"{name}".lower(), sorted(names), 1)
+    close = difflib.get_close_matches(name.lower(), sorted(names), 1) if isinstance(name, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _listed(fields: Mapping[Any, Any]) -> str:
     """Return the keys of a mapping as text, the first of many."""
-    names = sorted(map(str, fields))
-    return f"the keys {names[:_SHOWN]}{' ...' if len(names) > _SHOWN else ''}"
+    return f"the keys {key_names(fields)}"
 
 
 def _is_numbered(fields: Mapping[Any, Any]) -> bool:
@@ -185,7 +185,7 @@ def _likeness(layout: _Layout, fields: Mapping[Any, Any]) -> tuple[int, int, int
 def _nested(holder: Any, system: str | None, where: str, depth: int) -> Iterator[tuple[int, str]]:
     """Yield how much what lies deeper looks like a scaler's state, and the expression for it."""
     for key, value in holder.items() if isinstance(holder, Mapping) else enumerate(holder):
-        inside = f"{where}[{key!r}]"
+        inside = f"{where}[{shown(key)}]"
         found = _matches(value, system) if isinstance(value, Mapping) else []
         if len(found) == 1:
             yield len(found[0].required), inside
@@ -214,6 +214,15 @@ class ForeignState:
         The settings and trackers that the saved state does not say.
     assumed : mapping of str to object
         The value taken for each of these that the caller did not give.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> foreign = gradscale.load_foreign_state({"loss_scale": 1024.0, "unskipped": 5}, growth_interval=1000)
+    >>> (foreign.format, foreign.missing)
+    ('apex', ('growth_interval', 'min_scale', 'max_scale', 'system'))
+    >>> foreign.assumed["max_scale"]
+    16777216.0
     """
 
     format: str
@@ -275,18 +284,34 @@ def load_foreign_state(
         For an unknown format or setting, with the nearest, and for a setting that the state does say.
     InvalidTypeError
         For a path, bytes or another object, with how to load it.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> saved = {"scale": 4096.0, "growth_tracker": 17, "hysteresis_tracker": 1}  # Megatron's
+    >>> foreign = gradscale.load_foreign_state(saved)
+    >>> scaler = gradscale.GradScaler(policy=foreign.policy)
+    >>> scaler.load_state_dict(foreign.state_dict)
+    >>> (foreign.format, scaler.get_scale())
+    ('megatron', 4096.0)
     """
-    if format is not None and format not in _SYSTEMS:
-        msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {format!r}{_nearest(format, _SYSTEMS)}"
+    if format is not None and not (isinstance(format, str) and format in _SYSTEMS):
+        msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{_nearest(format, _SYSTEMS)}"
         raise InvalidValueError(msg)
+    with reading("the state"):
+        return _loaded(state, format, loss_id, settings)
+
+
+def _loaded(state: Any, system: str | None, loss_id: int | None, settings: dict[str, Any]) -> ForeignState:
+    """Return what ``load_foreign_state`` does for a known system or None."""
     fields, layout = _fields(state)
     if layout is None:
         # One of several is apex's, however little is left of it.
-        system = format or ("apex" if _several(fields) else None)
+        system = system or ("apex" if _several(fields) else None)
         fields = _chosen(fields, loss_id)
         layout = _recognise(fields, system)
-    elif format not in (None, layout.system):
-        msg = f"the state is {layout.system}'s, got format={format!r}; leave it out"
+    elif system not in (None, layout.system):
+        msg = f"the state is {layout.system}'s, got format={system!r}; leave it out"
         raise InvalidValueError(msg)
     return _translate(fields, layout, settings)
 
@@ -294,20 +319,20 @@ def load_foreign_state(
 def _fields(state: Any) -> tuple[Mapping[Any, Any], _Layout | None]:
     """Return the state as a mapping, and its layout where an object's class tells it."""
     if isinstance(state, Mapping):
-        return state, None
+        return validation.mapping("state", state), None
     kind = type(state)
     layout = _OBJECTS.get((kind.__module__.partition(".")[0], kind.__name__))
     if layout is not None:
         return {key: getattr(state, key, None) for key in layout.vocabulary}, layout
     if isinstance(state, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(state, "read"):
         msg = (
-            f"state must be what was loaded from a file, got {state!r}; load it without running what it may hold: "
+            f"state must be what was loaded from a file, got {shown(state)}; load it without running what it may hold: "
             f"torch.load(path, weights_only=True), flax.serialization.msgpack_restore(data), "
             f"numpy.load(path, allow_pickle=False), or h5py.File(path), and pass the part that is the scaler's"
         )
     else:
         msg = (
-            f"state must be a mapping, or a DynamicScale of flax or a loss scale of jmp, got {state!r} of type "
+            f"state must be a mapping, or a DynamicScale of flax or a loss scale of jmp, got {shown(state)} of type "
             f"{kind.__name__}; pass its state_dict(), or vars() of it"
         )
     raise InvalidTypeError(msg)
@@ -317,23 +342,28 @@ def _chosen(fields: Mapping[Any, Any], loss_id: int | None) -> Mapping[Any, Any]
     """Return one of apex's loss scalers where there are some, and Keras' numbered variables by their names."""
     scalers = _several(fields)
     if scalers:
-        choice = next(iter(scalers)) if loss_id is None and len(scalers) == 1 else f"{loss_id}"
+        choice = next(iter(scalers)) if loss_id is None and len(scalers) == 1 else _number_of(loss_id)
         if choice not in scalers or not isinstance(scalers[choice], Mapping):
             msg = (
                 f"the apex state holds {len(scalers)} loss scalers, {', '.join(f'loss_scaler{i}' for i in scalers)}, "
-                f"got loss_id={loss_id!r}; load each into a scaler of its own, with loss_id= its number"
+                f"got loss_id={shown(loss_id)}; load each into a scaler of its own, with loss_id= its number"
             )
             raise StateDictError(msg)
-        inner: Mapping[Any, Any] = scalers[choice]
-        return inner
+        return validation.mapping(f"loss_scaler{choice}", scalers[choice])
     if loss_id is not None:
-        msg = (
-            f"loss_id= chooses among apex's 'loss_scaler0', 'loss_scaler1', ..., got {loss_id!r} and {_listed(fields)}"
-        )
+        which = "apex's 'loss_scaler0', 'loss_scaler1', ..."
+        msg = f"loss_id= chooses among {which}, got {shown(loss_id)} and {_listed(fields)}"
         raise InvalidValueError(msg)
     if _is_numbered(fields):
         return {name: fields[at] for name, at in _KERAS_POSITIONS.items()}
     return fields
+
+
+def _number_of(loss_id: Any) -> str:
+    """Return the number of a loss as it stands in the key of its scaler; an empty string for none."""
+    if loss_id is None or isinstance(loss_id, str):
+        return loss_id or ""
+    return f"{validation.integer('loss_id', loss_id, -validation.LARGEST_INT32, validation.LARGEST_INT32)}"
 
 
 def _several(fields: Mapping[Any, Any]) -> dict[str, Any]:
@@ -353,7 +383,7 @@ def _translate(fields: Mapping[Any, Any], layout: _Layout, settings: dict[str, A
         if name not in missing:
             wanted = f"the settings that can be given are {', '.join(missing)}" if missing else "leave it out"
             reason = f"says {name} itself" if name in said else f"has no setting {name!r}"
-            msg = f"this {layout.system} state {reason}, got {name}={value!r}; {wanted}{_nearest(name, missing)}"
+            msg = f"this {layout.system} state {reason}, got {name}={shown(value)}; {wanted}{_nearest(name, missing)}"
             raise InvalidValueError(msg)
     try:
         fields = {key: _scalar(value) if key in layout.vocabulary else value for key, value in fields.items()}

@@ -16,6 +16,7 @@ from array_api_compat import array_namespace, device, is_array_api_obj, to_devic
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, has_float64
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
@@ -62,7 +63,7 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
     @functools.wraps(update)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
         if len(args) > 2 or "nonfinite" not in kwargs:
-            given = f"{args[2]!r} without a name" if len(args) > 2 else "none"
+            given = f"{shown(args[2])} without a name" if len(args) > 2 else "none"
             msg = (
                 f"update takes its verdict by name, got {given}; call update(state, nonfinite=...) with the number of "
                 f"gradients that are not finite, 0 for a clean step (jmp's adjust takes the opposite: whether all are)"
@@ -104,6 +105,9 @@ class BoundedScale:
     LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
 
     def __post_init__(self) -> None:
+        # The bound of the interval depends on the settings of the rule.
+        for name, value in self.checked_settings().items():
+            object.__setattr__(self, name, value)
         checked: dict[str, Any] = {
             "init_scale": validation.scale("init_scale", self.init_scale),
             "growth_factor": validation.number(
@@ -113,7 +117,6 @@ class BoundedScale:
             "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.largest_interval),
             "min_scale": validation.scale("min_scale", self.min_scale),
             "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
-            **self.checked_settings(),
         }
         if self.max_scale is not None:
             checked["max_scale"] = validation.scale("max_scale", self.max_scale)
@@ -139,6 +142,11 @@ class BoundedScale:
     def largest_scale(self) -> float:
         """``max_scale``, or float32's own largest."""
         return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
+
+    @property
+    def largest_trackers(self) -> tuple[int, int, int]:
+        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
+        return (validation.LARGEST_INT32,) * 3
 
     def init(self, like: Array) -> ScaleState:
         """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
@@ -219,6 +227,19 @@ class DynamicScale(BoundedScale):
     ------
     InvalidValueError, InvalidTypeError
         For an argument out of range or of a wrong type, with its name and value.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> policy = gradscale.DynamicScale(init_scale=2.0**16, hysteresis=2)
+    >>> state = policy.init(like=np.float32(0.0))
+    >>> for nonfinite in (1, 0, 3, 1):  # of four steps, the first and the last two overflow
+    ...     state = policy.update(state, nonfinite=np.int32(nonfinite))
+    ...     print(float(state.scale))
+    65536.0
+    65536.0
+    65536.0
+    32768.0
     """
 
     growth_after: GrowthAfter = "interval"
@@ -234,6 +255,13 @@ class DynamicScale(BoundedScale):
         # The tracker counts one step more where growth comes one step later.
         return validation.LARGEST_INT32 - (self.growth_after != "interval")
 
+    @property
+    def largest_trackers(self) -> tuple[int, int, int]:
+        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
+        if self.tolerance is not None:
+            return self.growth_interval, validation.LARGEST_INT32, validation.LARGEST_INT32
+        return self.growth_interval, 0 if self.hysteresis == 1 else self.hysteresis, 0
+
     def checked_settings(self) -> dict[str, Any]:
         """Return the checked values of the fields that this rule adds."""
         checked: dict[str, Any] = {
@@ -243,7 +271,7 @@ class DynamicScale(BoundedScale):
         }
         if self.tolerance is not None:
             checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
-            if self.hysteresis != 1:
+            if checked["hysteresis"] != 1:
                 msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
                 raise InvalidValueError(msg)
         return checked
@@ -330,6 +358,14 @@ class StaticScale:
     ----------
     init_scale : float, default 65536.0
         The scale; finite, and a normal float32 above zero.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> policy = gradscale.StaticScale(128.0)
+    >>> state = policy.init(like=np.float32(0.0))
+    >>> float(policy.update(state, nonfinite=np.int32(1)).scale)
+    128.0
     """
 
     init_scale: float = 2.0**16
@@ -361,7 +397,7 @@ class StaticScale:
 
 def _first_state(scale: float, like: Array) -> ScaleState:
     if not is_array_api_obj(like):
-        msg = f"like must be an array, whose library and device the state is made on, got {like!r}"
+        msg = f"like must be an array, whose library and device the state is made on, got {shown(like)}"
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
     where = registry.backend_for(like).placement(like)
@@ -379,7 +415,7 @@ def new_state(xp: Any, *fields: Array) -> ScaleState:
 def overflow_flag(nonfinite: Array, like: Array) -> Array:
     """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
     if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
-        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {nonfinite!r}"
+        msg = f"nonfinite must be a 0-d array, such as unscale returns, got {shown(nonfinite)}"
         raise InvalidTypeError(msg)
     xp = array_namespace(nonfinite)
     flag = nonfinite if xp.isdtype(nonfinite.dtype, "bool") else nonfinite != xp.zeros_like(nonfinite)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy, ScaleState
 from gradscale.core.vector import is_fixed
 from gradscale.errors import InvalidTypeError
@@ -423,7 +424,7 @@ def unroll(policy: Policy) -> Unrolled:
     except Exception as error:
         msg = (
             f"the policy must be pure functions of 0-d arrays of the array API standard to be simulated, "
-            f"got {policy!r}, and tracing it failed with {type(error).__name__}: {error}"
+            f"got {shown(policy)}, and tracing it failed with {type(error).__name__}: {error}"
         )
         raise InvalidTypeError(msg) from error
     namespace = dict(HELPERS)

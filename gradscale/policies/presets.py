@@ -12,6 +12,7 @@ import inspect
 from typing import Any, NoReturn
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import AtMin, DynamicScale
@@ -45,6 +46,13 @@ def torch(
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0 after many overflows, and one that inf keeps.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.torch(growth_interval=2), recorded("CCOC")).scale
+    (65536.0, 65536.0, 131072.0, 65536.0)
     """
     return DynamicScale(**locals())
 
@@ -62,6 +70,13 @@ def apex(
     ``min_scale`` where there is one. fp16_utils and contrib have a minimum of 1 and no maximum.
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.apex(growth_interval=2, max_scale=2.0**16), recorded("CCOC")).scale
+    (65536.0, 65536.0, 65536.0, 32768.0)
     """
     return DynamicScale(**locals())
 
@@ -79,6 +94,13 @@ def apex_hysteresis(
     Torch's rule, but only the ``hysteresis``-th of consecutive overflows and each after it back off. NeMo's defaults.
 
     Not reproduced: the scale may reach 0; NeMo loses the count of overflows in a checkpoint by a misspelt key.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.apex_hysteresis(hysteresis=2), recorded("OCOOC")).scale
+    (65536.0, 65536.0, 65536.0, 65536.0, 32768.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("clean_step",))
 
@@ -98,6 +120,13 @@ def megatron(
     backs off, down to ``min_scale``. Overflows need not be consecutive, whatever Megatron's documentation says.
 
     Not reproduced: growth to inf, which nothing there stops.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.megatron(hysteresis=2), recorded("OCOOC")).scale
+    (4294967296.0, 4294967296.0, 4294967296.0, 2147483648.0, 1073741824.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("growth",))
 
@@ -118,6 +147,13 @@ def deepspeed(
     With ``raise_at_min`` the scaler raises ScaleUnderflowError where DeepSpeed raises a bare Exception.
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.deepspeed(growth_interval=2), recorded("CCCCCC")).scale
+    (65536.0, 65536.0, 65536.0, 131072.0, 131072.0, 262144.0)
     """
     consecutive = validation.boolean("consecutive_hysteresis", consecutive_hysteresis)
     return DynamicScale(
@@ -138,6 +174,13 @@ def deepspeed_stage0(*, init_scale: float = 2.0**16, growth_interval: int = 1000
     setting in its JSON the fused optimizer starts at 2**32.
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.deepspeed_stage0(growth_interval=2), recorded("CCCCO")).scale
+    (65536.0, 65536.0, 65536.0, 131072.0, 131072.0)
     """
     return DynamicScale(**locals(), growth_after="first_interval_plus_one")
 
@@ -159,6 +202,13 @@ def fairseq(
     the class; its command line starts at 128, with an interval that depends on the number of workers.
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.fairseq(tolerance=0.5), recorded("CCOC")).scale
+    (32768.0, 32768.0, 32768.0, 32768.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     smallest = validation.number("min_scale", min_scale, at_least=0.0)
@@ -192,6 +242,13 @@ def metaseq(
     ``min_scale`` leaves the scale and raises nothing. No setting of DynamicScale: the interval changes.
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.metaseq(growth_interval=2), recorded("CCCCCCC")).scale
+    (4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 16.0)
     """
     smallest = validation.scale("min_scale", min_scale)
     at_min: AtMin = "hold"
@@ -217,6 +274,13 @@ def colossalai(
     Megatron's, with a maximum; a ``hysteresis`` of 0 is one of 1. The defaults are those of the class.
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.colossalai(hysteresis=2, max_scale=2.0**16), recorded("OOC")).scale
+    (65536.0, 65536.0, 32768.0)
     """
     hysteresis = max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1)
     return DynamicScale(**locals(), hysteresis_refill=("growth",))
@@ -236,6 +300,13 @@ def paddle(
     begins anew after each backoff. It is ``decr_every_n_nan_or_inf`` there.
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.paddle(hysteresis=2), recorded("OOOOC")).scale
+    (65536.0, 65536.0, 32768.0, 32768.0, 16384.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"))
 
@@ -252,6 +323,13 @@ def paddle_static(
 
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
     ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.paddle_static(init_scale=2.0), recorded("OOC")).scale
+    (2.0, 1.0, 1.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
@@ -262,6 +340,13 @@ def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth
     Growth after 2000 clean steps in a row; each overflow backs off, down to 1.
 
     Not reproduced: RuntimeError after 1000 consecutive overflows, at which the scale has long been 1; growth to inf.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.mindspore(growth_interval=2), recorded("CCOC")).scale
+    (16777216.0, 16777216.0, 33554432.0, 16777216.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     return DynamicScale(**locals(), min_scale=1.0)
@@ -277,6 +362,13 @@ def mxnet(
     to remember.
 
     Not reproduced: a scale that reaches 0.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.mxnet(growth_interval=2), recorded("CCCC")).scale
+    (65536.0, 65536.0, 65536.0, 131072.0)
     """
     return DelayedScale(init_scale=init_scale, growth_interval=growth_interval, max_scale=max_scale)
 
@@ -290,6 +382,13 @@ def chainer(
     2**(1/1000) each; an overflow halves it. It is no setting of DynamicScale, because each step multiplies.
 
     Not reproduced: rounding errors that add up over the steps; a scale that no checkpoint holds.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.chainer(), recorded("CCOC")).scale
+    (1.0, 2.0, 4.0, 2.0)
     """
     return GradualScale(**locals(), fast_start=True)
 
@@ -301,6 +400,13 @@ def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000
     setting of DynamicScale, because each step multiplies.
 
     Not reproduced: rounding errors that add up in the logarithm; a scale that reaches 0; no checkpoint of it.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.guided_diffusion(growth_interval=1), recorded("CCOC")).scale
+    (1048576.0, 2097152.0, 4194304.0, 2097152.0)
     """
     return GradualScale(init_scale=init_scale, growth_interval=growth_interval)
 
@@ -314,6 +420,13 @@ def jmp(
     takes them, a ``min_scale`` of 0 is one of float32's smallest normal number, and the interval may be a float.
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.jmp(growth_interval=2), recorded("CCOC")).scale
+    (32768.0, 32768.0, 65536.0, 32768.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     if min_scale == 0:
@@ -336,6 +449,13 @@ def flax(
     ``min_scale``.
 
     Not reproduced: a scaled half-precision loss that is inf at the first scale of 65536; here it becomes float32.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.flax(growth_interval=2), recorded("CCCC")).scale
+    (65536.0, 65536.0, 65536.0, 131072.0)
     """
     growth_factor = _single("growth_factor", growth_factor)
     backoff_factor = _single("backoff_factor", backoff_factor)
@@ -355,6 +475,13 @@ def mpx(
     It has no default scale; 2**15 is its documentation's. The maximum is no power of two, and so is no scale after it.
 
     Not reproduced: loss and gradients divided by the scale after the update, halved on each growth step.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.mpx(growth_interval=1), recorded("CCCO")).scale
+    (32768.0, 65504.0, 65504.0, 65504.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     return DynamicScale(**locals())
@@ -366,6 +493,13 @@ def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Dynami
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.keras(growth_interval=2), recorded("CCOC")).scale
+    (32768.0, 32768.0, 65536.0, 32768.0)
     """
     return DynamicScale(**locals())
 
@@ -380,14 +514,23 @@ def __getattr__(name: str) -> NoReturn:
 
 def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
-    return f"no preset has this name, got {name!r}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
+    return f"no preset has this name, got {shown(name)}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
 
 
 _PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}
 
 
 def names() -> list[str]:
-    """Return the names of all presets, sorted."""
+    """Return the names of all presets, sorted.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> len(presets.names())
+    19
+    >>> presets.names()[:3]
+    ['apex', 'apex_hysteresis', 'chainer']
+    """
     return sorted(_PRESETS)
 
 
@@ -398,16 +541,23 @@ def named(name: str, /, **settings: Any) -> Policy:
     ------
     InvalidValueError, InvalidTypeError
         For an unknown name, naming the nearest one; for a setting that the preset does not have, or out of range.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> policy = presets.named("megatron", hysteresis=3)
+    >>> (policy.hysteresis, policy.min_scale)
+    (3, 1.0)
     """
     if not isinstance(name, str):
-        msg = f"the name of a preset must be a str, got {name!r} of type {type(name).__name__}"
+        msg = f"the name of a preset must be a str, got {shown(name)} of type {type(name).__name__}"
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
         raise InvalidValueError(_unknown(name))
     known = list(inspect.signature(_PRESETS[name]).parameters)
     unknown = [setting for setting in settings if setting not in known]
     if unknown:
-        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {settings!r}; it has {', '.join(known)}"
+        msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {shown(settings)}; it has {', '.join(known)}"
         raise InvalidValueError(msg)
     policy: Policy = _PRESETS[name](**settings)
     return policy

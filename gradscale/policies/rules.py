@@ -42,6 +42,11 @@ class DelayedScale(BoundedScale):
     interval for a growth that is due, and the overflow tracker is 1 for a backoff.
     """
 
+    @property
+    def largest_trackers(self) -> tuple[int, int, int]:
+        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
+        return self.growth_interval, 1, 0
+
     @verdict_by_name
     def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
         """Return the state after a step: the last step's change made, and this one's noted.
@@ -185,6 +190,12 @@ class GradualScale(BoundedScale):
     def largest_interval(self) -> int:
         """The largest growth interval that its tracker can count."""
         return 2**20
+
+    @property
+    def largest_trackers(self) -> tuple[int, int, int]:
+        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
+        # A ratio is at most 1, in its unit.
+        return self.growth_interval, 1, 2**30
 
     @verdict_by_name
     def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:

@@ -14,6 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from gradscale.core import validation
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.plain import unroll
@@ -44,6 +45,14 @@ class Gradients:
     ------
     InvalidValueError
         For no step, or another number of medians than of steps.
+
+    Examples
+    --------
+    >>> from gradscale.policies.simulation import Gradients, simulate
+    >>> from gradscale import presets
+    >>> gradients = Gradients(largest=[0.5, 1.0, 2.0])
+    >>> simulate(presets.torch(), gradients).skipped
+    (False, True, True)
     """
 
     largest: Sequence[float]
@@ -51,14 +60,25 @@ class Gradients:
     sigma: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "largest", _floats("the magnitude", self.largest, validation.magnitude))
         if len(self.largest) == 0:
             msg = "a trace must hold at least one step, got an empty one"
             raise InvalidValueError(msg)
         if self.medians is not None:
+            object.__setattr__(self, "medians", _floats("the median", self.medians, validation.number))
             validation.number("sigma", self.sigma, above=0.0)
             if len(self.medians) != len(self.largest):
                 msg = f"there must be a median for each step, got {len(self.medians)} for {len(self.largest)} steps"
                 raise InvalidValueError(msg)
+
+
+def _floats(what: str, values: Any, check: Callable[[str, Any], float]) -> Sequence[float]:
+    """Return a sequence of floats: the very same one where it is a list or tuple of them."""
+    # Asked for in one go: a recorded run has millions.
+    if type(values) in (list, tuple) and set(map(type, values)) == {float}:
+        floats: Sequence[float] = values
+        return floats
+    return [check(f"{what} of step {number}", value) for number, value in _numbered(values, "numbers")]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -79,6 +99,14 @@ class Simulation:
         The scale after the last step.
     raised_at : int or None
         The step, from 1, in which the policy raised, which is then the last one; None for a run to the end.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(presets.torch(), recorded("COO"))
+    >>> (run.steps, run.skipped_steps, run.final_scale)
+    (3, 2, 16384.0)
     """
 
     name: str
@@ -140,6 +168,13 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
         For another character, with its position, and when there is no step.
     InvalidTypeError
         For anything else than booleans.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> simulate(presets.megatron(hysteresis=2), recorded("OCO")).final_scale
+    2147483648.0
     """
     if isinstance(overflows, str):
         steps = _from_letters(overflows)
@@ -168,6 +203,14 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
         For a negative magnitude, and when there is none. An inf or NaN overflows whatever the scale.
     InvalidTypeError
         For anything else than numbers.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import measured, simulate
+    >>> run = simulate(presets.torch(), measured([0.5, 2.0, 0.5]))  # 2.0 times 65536 overflows
+    >>> run.skipped
+    (False, True, False)
     """
     # A number of another precision would be multiplied by the scale in that one, and overflow there.
     largest = [
@@ -179,9 +222,10 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
 
 def _numbered(values: Any, wanted: str) -> Iterator[tuple[int, Any]]:
     if not isinstance(values, Iterable):
-        msg = f"a trace must be an iterable of {wanted}, got {values!r} of type {type(values).__name__}"
+        msg = f"a trace must be an iterable of {wanted}, got {shown(values)} of type {type(values).__name__}"
         raise InvalidTypeError(msg)
-    yield from enumerate(values, 1)
+    with reading("a trace"):
+        yield from enumerate(values, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,6 +259,14 @@ class SyntheticGradients:
     ------
     InvalidValueError, InvalidTypeError
         For a setting out of range or of a wrong type, with its name and value.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import SyntheticGradients, simulate
+    >>> gradients = SyntheticGradients(steps=1000, seed=1).gradients()
+    >>> simulate(presets.torch(growth_interval=100), gradients).steps
+    1000
     """
 
     steps: int = 100_000
@@ -297,8 +349,19 @@ def simulate(
         For a policy that cannot be traced: it asks for an array's value.
     InvalidValueError
         For gradients of no steps.
+
+    Examples
+    --------
+    >>> from gradscale import presets
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(presets.torch(growth_interval=2), recorded("CCOC"))
+    >>> run.scale
+    (65536.0, 65536.0, 131072.0, 65536.0)
     """
     validation.policy(policy)
+    if progress is not None and not callable(progress):
+        msg = f"progress must be callable, got {shown(progress)} of type {type(progress).__name__}"
+        raise InvalidTypeError(msg)
     if isinstance(gradients, SyntheticGradients):
         gradients = gradients.gradients()
     elif not isinstance(gradients, Gradients):

@@ -34,6 +34,14 @@ def every_rank(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     ------
     InvalidTypeError
         For what cannot be called.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> callback = gradscale.callbacks.every_rank(print)
+    >>> scaler = gradscale.GradScaler(on_skip=callback)
+    >>> callback.every_rank
+    True
     """
     if not callable(callback):
         msg = f"callback must be a callable that takes a report, got {callback!r}"
@@ -49,9 +57,10 @@ def every_rank(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class LogUpdates:
-    """Log a line for each skipped step, and one when the scale has changed; nothing else.
+    """Log a line for each skipped step, and one when an update has changed the scale; nothing else.
 
-    As ``on_update`` it does both, as ``on_skip`` the first, and as both it tells of each step once.
+    The line of an iteration has the scale before and after its update. As ``on_update`` it does both, as ``on_skip``
+    the first, and as both it tells of each step once.
 
     Parameters
     ----------
@@ -65,6 +74,12 @@ class LogUpdates:
         How many updates pass between two summaries; 0 for none.
     every_rank : bool, default False
         Log on every rank, and not on rank 0 alone.
+
+    Examples
+    --------
+    >>> import gradscale, logging
+    >>> log = gradscale.callbacks.LogUpdates(logging.getLogger("train"), summary_every=1000)
+    >>> scaler = gradscale.GradScaler(on_update=log)
     """
 
     def __init__(
@@ -95,9 +110,9 @@ class LogUpdates:
             self._told.append(report)
             return
         if self._scale is not None and report.scale != self._scale:
-            change = "grew" if report.scale > self._scale else "backed off"
-            self._log(self._level, f"iteration {report.iteration}: scale {change}, {self._scale:g} -> {report.scale:g}")
-        self._scale = report.scale
+            # Between two updates: loaded, say.
+            self._tell_change(report, "was set", self._scale, report.scale)
+        self._scale = report.scale if report.new_scale is None else report.new_scale
         skipped = [step for step in report.steps if step.skipped]
         for step in skipped:
             if not any(step is told for told in self._told):
@@ -106,7 +121,12 @@ class LogUpdates:
             # Unscaled, and left out by the loop itself.
             self._log(self._skip_level, f"iteration {report.iteration}: overflow at scale {report.scale:g}")
         self._told.clear()
+        if self._scale != report.scale:
+            self._tell_change(report, "grew" if self._scale > report.scale else "backed off", report.scale, self._scale)
         self._summarize(report)
+
+    def _tell_change(self, report: UpdateReport, change: str, before: float, after: float) -> None:
+        self._log(self._level, f"iteration {report.iteration}: scale {change}, {before:g} -> {after:g}")
 
     def _tell_skip(self, step: StepReport) -> None:
         if not step.skipped:
@@ -125,7 +145,7 @@ class LogUpdates:
             self._log(
                 self._level,
                 f"iteration {report.iteration}: {self._skipped} of the last {self._updates} steps skipped "
-                f"({share:.3g} %), scale {report.scale:g}",
+                f"({share:.3g} %), scale {self._scale:g}",
             )
             self._updates = self._skipped = 0
 
@@ -165,6 +185,16 @@ class TensorBoard:
     ------
     InvalidTypeError
         For a writer without ``add_scalar``.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> class Writer:  # torch.utils.tensorboard.SummaryWriter() in its place
+    ...     def add_scalar(self, tag, value, step):
+    ...         if tag == "amp/scale": print(step, tag, value)
+    >>> callback = gradscale.callbacks.TensorBoard(Writer(), prefix="amp/")  # for GradScaler(on_update=callback)
+    >>> callback(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    1 amp/scale 65536.0
     """
 
     def __init__(

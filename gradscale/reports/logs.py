@@ -12,12 +12,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.reports.steps import StepReport, UpdateReport
 
 __all__ = ["COLUMNS", "CSV", "JSONLines", "read_log", "row_of"]
 
-COLUMNS = ("iteration", "rank", "scale", "skipped", "nonfinite", "retries", "magnitude", "parameter", "cause")
+COLUMNS = (
+    "iteration",
+    "rank",
+    "scale",
+    "new_scale",
+    "skipped",
+    "nonfinite",
+    "retries",
+    "magnitude",
+    "parameter",
+    "cause",
+)
 
 _TEXT = ("parameter", "cause")
 _RANK = "{rank}"
@@ -27,6 +39,7 @@ _LONGEST_SHOWN = 60
 def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     """Return a report as a flat row of plain values, with ``COLUMNS`` as its keys.
 
+    ``scale`` is the one before the iteration's update, ``new_scale`` the one after it, None for a StepReport.
     ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and
     ``cause`` what is at fault, where an OverflowReport was made; else None.
     """
@@ -38,6 +51,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
         "iteration": report.iteration,
         "rank": getattr(report, "rank", None),
         "scale": report.scale,
+        "new_scale": getattr(report, "new_scale", None),
         "skipped": report.skipped,
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
@@ -196,6 +210,14 @@ class JSONLines:
         the scaler's state is complete by then, and training can go on.
     InvalidValueError
         For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
+
+    Examples
+    --------
+    >>> import gradscale, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(pathlib.Path(folder, "scale.jsonl").read_text()[:47])
+    {"iteration": 1, "rank": 0, "scale": 65536.0, "
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -230,6 +252,14 @@ class CSV:
 
     Parameters, errors and guarantees are those of :class:`JSONLines`; a file to append to must have the same columns,
     and keeps its one first line.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.CSV(f"{folder}/scale.csv") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(gradscale.callbacks.read_log(f"{folder}/scale.csv")[0]["scale"])
+    65536.0
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -254,7 +284,7 @@ class CSV:
 def _as_text(path: Any) -> str:
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str):
-        msg = f"path must be a str or os.PathLike, got {path!r} of type {type(path).__name__}"
+        msg = f"path must be a str or os.PathLike, got {shown(path)} of type {type(path).__name__}"
         raise InvalidTypeError(msg)
     return where
 
@@ -291,6 +321,14 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         read or holds no row.
     InvalidTypeError
         For a path of another type.
+
+    Examples
+    --------
+    >>> import gradscale, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=True, rank=0, steps=()))
+    ...     print([(row["scale"], row["skipped"]) for row in gradscale.callbacks.read_log(f"{folder}/scale.jsonl")])
+    [(65536.0, True)]
     """
     where = _as_text(path)
     try:

@@ -46,6 +46,13 @@ class ParameterReport:
         None where nothing is finite.
     missing : bool
         Whether there is no gradient (``None``, or one without values).
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> report = gradscale.ParameterReport("head", shape=(2, 2), dtype="float16", size=4, inf=1, zeros=2, largest=8.0)
+    >>> (report.nonfinite, report.zero_fraction, report.largest)
+    (1, 0.5, 8.0)
     """
 
     name: str
@@ -154,6 +161,17 @@ class OverflowReport:
         How many parameters of all ranks are not listed: of each rank of a large group only the worst are gathered.
     loss_nonfinite : int or None
         How many arrays of the unscaled loss, on any rank, are not finite; None where it is not known.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): ...
+    >>> optimizer, scaler = SGD(), gradscale.GradScaler()
+    >>> optimizer.grads = {"head": scaler.scale(np.float32([1.0, np.inf]))}
+    >>> report = scaler.diagnose(optimizer)
+    >>> (report.cause, [(entry.name, entry.inf) for entry in report.nonfinite])
+    ('scale', [("['head']", 1)])
     """
 
     entries: tuple[ParameterReport, ...]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
 from gradscale.policies.plain import LARGEST_FLOAT16
@@ -43,12 +44,22 @@ _STRIP = 0.09
 class _Row(NamedTuple):
     x: float
     scale: float
+    new_scale: float | None
     skipped: bool
     magnitude: float | None
 
 
+class _Scaler(Protocol):
+    """What is drawn of a scaler."""
+
+    @property
+    def history(self) -> list[StepReport]: ...
+
+    def get_scale(self) -> float: ...
+
+
 def history(
-    history: Iterable[StepReport | UpdateReport] | str | os.PathLike[str],
+    history: _Scaler | Iterable[StepReport | UpdateReport] | str | os.PathLike[str],
     path: str | os.PathLike[str] | None = None,
     *,
     ax: Axes | None = None,
@@ -61,8 +72,9 @@ def history(
 
     Parameters
     ----------
-    history : iterable of StepReport or UpdateReport, str or os.PathLike
-        A scaler's ``history``, reports that were kept, or the path of a log of JSONLines or CSV.
+    history : scaler, iterable of StepReport or UpdateReport, str or os.PathLike
+        A scaler, reports that were kept, or the path of a log of JSONLines or CSV. The line ends with the scale that
+        the last update has left; StepReports alone, such as ``scaler.history``, do not know that one.
     path : str or os.PathLike, optional
         A file to save to; its suffix gives the format.
     ax : matplotlib.axes.Axes, optional
@@ -83,6 +95,14 @@ def history(
         For an empty history, a malformed log, other objects, or a suffix of ``path`` that matplotlib does not know.
     LogWriteError
         When ``path`` cannot be written.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> steps = [gradscale.StepReport(i == 5, 2.0 ** (16 - (i > 5)), int(i == 5), "stepped", i) for i in range(1, 11)]
+    >>> figure = gradscale.plot.history(steps)  # or a scaler's history, or a log; with a path it is saved
+    >>> figure.axes[0].get_title(loc="left")
+    '1 of 10 steps skipped (10 %)'
     """
     rows, x_label = _rows(history)
     magnitudes = [row for row in rows if row.magnitude]
@@ -96,7 +116,8 @@ def history(
     if len(axes) > 1:
         _draw_range(axes[1], magnitudes)
     skipped = [row for row in rows if row.skipped]
-    _draw_scale(axes[0], [row.x for row in rows], [row.scale for row in rows], label="scale", color=_COLOURS[0])
+    scales, last = [row.scale for row in rows], rows[-1].new_scale
+    _draw_scale(axes[0], [row.x for row in rows], scales, last, label="scale", color=_COLOURS[0])
     if skipped:
         columns = _columns([row.x for row in skipped], skipped[-1].x - skipped[0].x)
         marks = {(column, row.scale): row for column, row in zip(columns, skipped, strict=True)}.values()
@@ -110,7 +131,7 @@ def history(
             zorder=3,
             label="step skipped",
         )
-    _style(axes[0], [row.scale for row in rows])
+    _style(axes[0], scales if last is None else [*scales, last])
     _legend(axes[0])
     axes[0].set_title(_share(len(skipped), len(rows)) if title is None else title, loc="left", fontsize=11)
     axes[0].set_ylabel("scale")
@@ -139,12 +160,20 @@ def simulation(
     -------
     Figure
         Not shown, as :func:`history`'s; the same errors.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> run = simulate(gradscale.presets.torch(), recorded("CCOC"), name="torch")
+    >>> gradscale.plot.simulation(run).axes[0].get_title(loc="left")
+    'torch: 1 of 4 steps skipped (25 %)'
     """
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
         msg = (
             f"results must be at least one Simulation, as gradscale.policies.simulation.simulate() returns, "
-            f"got {results!r}"
+            f"got {shown(results)}"
         )
         raise InvalidTypeError(msg)
     figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
@@ -180,19 +209,28 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         found = read_log(history)
         for row in found:
             where = f"line {row['line']} of {os.fspath(history)!r}"
-            scale, magnitude = row.get("scale"), row.get("magnitude")
-            if not (_is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32):
-                msg = f"{where} must have a scale above 0 that float32 can hold, got {scale!r:.60}"
-                raise InvalidValueError(msg)
+            magnitude = row.get("magnitude")
+            for name in ("scale", "new_scale"):
+                scale = row.get(name)
+                if name == "new_scale" and scale is None:
+                    continue
+                if not (_is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32):
+                    msg = f"{where} must have a {name} above 0 that float32 can hold, got {scale!r:.60}"
+                    raise InvalidValueError(msg)
             if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
                 msg = f"{where} must have a magnitude that is a number from 0 on, or none, got {magnitude!r:.60}"
                 raise InvalidValueError(msg)
     else:
+        last = None
+        if hasattr(history, "history") and hasattr(history, "get_scale"):
+            history, last = history.history, history.get_scale()
         reports = list(history) if isinstance(history, Iterable) else [history]
         if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
-            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {reports[:3]!r}"
+            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
             raise InvalidTypeError(msg)
         found = [row_of(report) for report in reports]
+        if found and last is not None:
+            found[-1]["new_scale"] = last
     if not found:
         msg = "the history must hold at least one step, got an empty one"
         raise InvalidValueError(msg)
@@ -206,7 +244,8 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         # What is no finite number, or beyond any gradient, is not drawn.
         is_drawable = magnitude is not None and magnitude <= validation.LARGEST_FLOAT32
         x = row["iteration"] if is_in_order else number
-        rows.append(_Row(x, row["scale"], row.get("skipped") is True, magnitude if is_drawable else None))
+        is_skipped = row.get("skipped") is True
+        rows.append(_Row(x, row["scale"], row.get("new_scale"), is_skipped, magnitude if is_drawable else None))
     return rows, "iteration" if is_in_order else "row of the log"
 
 
@@ -241,7 +280,7 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     return figure
 
 
-def _draw_scale(ax: Axes, x: Sequence[float], scales: Sequence[float], **how: Any) -> None:
+def _draw_scale(ax: Axes, x: Sequence[float], scales: Sequence[float], last: float | None = None, **how: Any) -> None:
     """Draw a line by the points where it turns; where they are more than pixels, what each column of them spans."""
     turns = [0, *(i for i in range(1, len(scales)) if scales[i] != scales[i - 1]), len(scales) - 1]
     if len(turns) > 2 * _COLUMNS:
@@ -251,10 +290,9 @@ def _draw_scale(ax: Axes, x: Sequence[float], scales: Sequence[float], **how: An
         highest = (max(column, key=scales.__getitem__) for column in columns)
         ends = (i for column in columns for i in (column[0], column[-1]))
         turns = sorted({*lowest, *highest, *ends})
-    # The last step lasts as long as the others.
-    ax.plot(
-        [*(x[i] for i in turns), x[-1] + 1], [*(scales[i] for i in turns), scales[-1]], drawstyle="steps-post", **how
-    )
+    # The last step lasts as long as the others, and ends with what its update has made of the scale.
+    heights = [*(scales[i] for i in turns), scales[-1] if last is None else last]
+    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", **how)
 
 
 def _columns(x: Sequence[float], span: float) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeV
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.reports.overflow import OverflowReport
@@ -145,7 +146,7 @@ class Reports(Generic[_Pending]):
         if optimizer in self._deferred:
             self._last[optimizer] = self._deferred.pop(optimizer).report()
         if optimizer not in self._last:
-            msg = f"last_step() needs a step() of this optimizer first, got {optimizer!r}"
+            msg = f"last_step() needs a step() of this optimizer first, got {shown(optimizer)}"
             raise CallOrderError(msg)
         return self._last[optimizer]
 
@@ -223,6 +224,6 @@ def _call(callbacks: Sequence[Callable[[Any], object]], report: Any, rank: int) 
 def _as_tuple(name: str, callbacks: Any) -> tuple[Callable[[Any], object], ...]:
     listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
-        msg = f"{name} must be a callable that takes a report, or a sequence of these, got {callbacks!r}"
+        msg = f"{name} must be a callable that takes a report, or a sequence of these, got {shown(callbacks)}"
         raise InvalidTypeError(msg)
     return tuple(listed)

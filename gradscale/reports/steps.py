@@ -32,6 +32,14 @@ class StepReport(NamedTuple):
         How many gradient arrays of this rank held an inf or NaN: whether it saw the overflow, or only heard of it.
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> report = gradscale.StepReport(skipped=True, scale=65536.0, nonfinite=2, reason="overflow", iteration=7)
+    >>> if report.skipped:
+    ...     print(f"iteration {report.iteration} overflowed at scale {report.scale:g}")
+    iteration 7 overflowed at scale 65536
     """
 
     skipped: bool
@@ -52,14 +60,28 @@ class UpdateReport(NamedTuple):
     iteration : int
         The scaler's iteration, from 1, which this update has ended.
     scale : float
-        The scale that its gradients were divided by. What the update has made of it is in the next report: no read
-        from the device is made for this one.
+        The scale that its gradients were divided by.
     skipped : bool
         Whether any of the optimizers' steps was left out.
     rank : int
         This process's rank; 0 without a group.
     steps : tuple of StepReport
         One for each optimizer that was stepped, in order.
+    new_scale : float or None
+        What the update has made of the scale. A scaler always says it: from what the step has read, where the policy is
+        frozen; else by a host read more, such as of torch's tensors on an accelerator.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): ...
+    >>> optimizer = SGD()
+    >>> scaler = gradscale.GradScaler(on_update=lambda report: print(report.iteration, report.skipped))
+    >>> optimizer.grads = scaler.scale(np.float32([np.nan]))
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    1 True
     """
 
     iteration: int
@@ -67,3 +89,4 @@ class UpdateReport(NamedTuple):
     skipped: bool
     rank: int
     steps: tuple[StepReport, ...]
+    new_scale: float | None = None

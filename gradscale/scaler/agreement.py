@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation, vector
+from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.vector import AgreementVector, Verdict
+from gradscale.core.validation import float32_from_bits
+from gradscale.core.vector import AgreementVector, Position, Purpose, Verdict
 from gradscale.errors import (
     BackendError,
     CallOrderError,
@@ -25,7 +30,59 @@ from gradscale.scaler.live_state import ArrayState
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 from gradscale.scaler.parts import LiveState, Pending
 
-__all__ = ["Agreement", "Exchange", "GroupAgreement", "PendingVerdict", "whereabouts"]
+__all__ = ["Agreement", "Exchange", "GroupAgreement", "PendingVerdict", "Subject", "take_lists", "whereabouts"]
+
+
+class Subject(NamedTuple):
+    """Whose message it is, beside the scaler.
+
+    Attributes
+    ----------
+    optimizer : int
+        Number of the optimizer, in the order in which the scaler has met them in messages.
+    max_norm : float or None
+        What its gradients are clipped to.
+    """
+
+    optimizer: int = 0
+    max_norm: float | None = None
+
+
+_NOBODY = Subject()
+# Optimizers of which that is kept.
+_KEPT = 64
+
+
+class _Numbers:
+    """Numbers for objects in the order in which they come. Copies of a scaler go on with the same ones."""
+
+    def __init__(self) -> None:
+        self._known: IdentityMap[int] = IdentityMap()
+        self._next = 0
+
+    def of(self, key: Any) -> int:
+        number = self._known.by_id(id(key))
+        if number is None:
+            number = self._known[key] = self._next
+            self._next += 1
+        return number
+
+
+# How many scalers each group has had, by the library's own group.
+_scalers: IdentityMap[int] = IdentityMap()
+
+
+def _count_scaler(collectives: Collectives) -> int:
+    """Return how many scalers a group has had before, and count one more."""
+    group = getattr(collectives, "identity", collectives)
+    try:
+        weakref.ref(group)
+    except TypeError:
+        # It would be kept for ever, and a communicator holds memory of a device.
+        return 0
+    number = _scalers.by_id(id(group)) or 0
+    _scalers[group] = number + 1
+    return number
 
 
 class Agreement:
@@ -46,6 +103,8 @@ class Agreement:
     ----------
     vector : AgreementVector
         Makes what is sent.
+    steps : int
+        How many steps the scaler has made over its groups.
     """
 
     def __init__(
@@ -63,6 +122,16 @@ class Agreement:
         # Why the groups can no longer be used.
         self._lost: GradscaleError | None = None
         self.vector = AgreementVector(diagnoses=diagnoses)
+        self._begin_to_count()
+
+    def _begin_to_count(self) -> None:
+        """Begin with the numbers that all ranks begin with, which join one group."""
+        self.steps = 0
+        self._optimizers = _Numbers()
+        # By the collectives, the number of this scaler over the group.
+        self._own_numbers: IdentityMap[int] = IdentityMap()
+        # What the messages of an optimizer have in common.
+        self._first_positions: dict[tuple[Subject, int], Position] = {}
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -89,9 +158,12 @@ class Agreement:
         return self._groups is None
 
     def join(self, groups: Sequence[Collectives]) -> None:
-        """Agree over other groups from now on."""
+        """Agree over other groups from now on, as one more scaler over them."""
         self._groups = groups
         self._lost = None
+        self._begin_to_count()
+        for collectives in groups:
+            self._number_over(collectives)
 
     def leave(self) -> None:
         """Agree over nothing until there is a group, which is an error to do without."""
@@ -147,8 +219,51 @@ class Agreement:
         )
         raise CallOrderError(msg)
 
+    def subject(self, optimizer: Any, max_norm: float | None = None) -> Subject:
+        """Return whose message is to be sent: an optimizer is numbered when it is first asked for."""
+        return Subject(self._optimizers.of(optimizer), max_norm)
+
+    def position(self, frame: Frame, groups: Sequence[Collectives], subject: Subject) -> Position:
+        """Return what the next message of a step is about, which counts in its iteration."""
+        iteration, call = frame.next_position()
+        key = subject, self._number_over(groups[0])
+        first = self._first_positions.get(key)
+        if first is None:
+            if len(self._first_positions) >= _KEPT:
+                self._first_positions = {}
+            (optimizer, max_norm), scaler = key
+            first = vector.position(0, optimizer=optimizer, scaler=scaler, max_norm=max_norm)
+            self._first_positions[key] = first
+        return vector.next_position(first, iteration, call, self.steps)
+
+    def position_of_call(self, number: int, groups: Sequence[Collectives]) -> Position:
+        """Return what the message of a GroupAgreement is about."""
+        return vector.position(number, purpose=Purpose.GROUP_AGREEMENT, scaler=self._number_over(groups[0]))
+
+    def _number_over(self, collectives: Collectives) -> int:
+        """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
+        number = self._own_numbers.by_id(id(collectives))
+        if number is None:
+            number = self._own_numbers[collectives] = _count_scaler(collectives)
+        return number
+
+    def _shifts(self, groups: Sequence[Collectives]) -> list[int]:
+        """Return what is added to a message's place from each group of a list to the next."""
+        places = [vector.place(self._number_over(one), index) for index, one in enumerate(groups)]
+        return [after - before for before, after in itertools.pairwise(places)]
+
+    def moved(self, groups: Sequence[Collectives]) -> int:
+        """Return by how much a message's place is greater after all groups than it was."""
+        return sum(self._shifts(groups)) if len(groups) > 1 else 0
+
     def start(
-        self, found: Any, live: LiveState, state: ScaleState, frame: Frame, groups: Sequence[Collectives]
+        self,
+        found: Any,
+        live: LiveState,
+        state: ScaleState,
+        frame: Frame,
+        groups: Sequence[Collectives],
+        subject: Subject = _NOBODY,
     ) -> Pending:
         """Begin the agreement on what this rank has found in an optimizer's gradients.
 
@@ -164,8 +279,10 @@ class Agreement:
             Of the iteration.
         groups : sequence of Collectives
             What to agree over; empty for a process that decides alone.
+        subject : Subject, optional
+            Whose gradients they are.
         """
-        return self._pending(self, found, live, state, frame, groups)
+        return self._pending(self, found, live, state, frame, groups, subject)
 
     def reduce(self, groups: Sequence[Collectives], sent: Any, number: int) -> Callable[[], Any]:
         """Begin a MAX over the first group, and return what finishes it, and then those over the others.
@@ -183,12 +300,14 @@ class Agreement:
             return lambda: sent
         first, *others = groups
         pending = first.start_max(sent)
+        shifts = self._shifts(groups) if others else ()
 
         def finish() -> Any:
             try:
                 agreed = pending()
-                for collectives in others:
-                    agreed = collectives.start_max(agreed)()
+                for collectives, by in zip(others, shifts, strict=True):
+                    backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
+                    agreed = collectives.start_max(self.vector.shifted(backend, agreed, by))()
             except (BackendError, CollectiveTimeoutError) as error:
                 self._lose(error, number)
                 raise
@@ -200,13 +319,45 @@ class Agreement:
         self, collectives: Collectives, values: list[int], like: Array, live: LiveState, number: int
     ) -> list[int]:
         """Return the element-wise MAX of a few integers over a group, in the library of ``like``. One host read."""
-        xp, backend = array_namespace(like), live.backend_for(like)
-        x = xp.asarray(values, dtype=xp.int32, device=backend.placement(like))
         try:
+            if take_lists([collectives]):
+                agreed: list[int] = collectives.start_max(values)()
+                return agreed
+            xp, backend = array_namespace(like), live.backend_for(like)
+            x = xp.asarray(values, dtype=xp.int32, device=backend.placement(like))
             return backend.read(collectives.start_max(x)())
         except (BackendError, CollectiveTimeoutError) as error:
             self._lose(error, number)
             raise
+
+    def announce(
+        self,
+        collectives: Collectives,
+        index: int,
+        purpose: Purpose,
+        subject: Subject,
+        live: LiveState,
+        frame: Frame,
+        like: Array,
+    ) -> None:
+        """Tell the ranks of a group which collective comes next, by a message that is as long as every other.
+
+        Whatever another rank sends in its place is then seen on every rank, before messages of different lengths meet.
+        One collective and one host read.
+
+        Raises
+        ------
+        ScaleDesyncError
+            When the ranks have come to the group by different calls, or for different optimizers.
+        """
+        iteration, call = frame.next_position()
+        scaler = self._number_over(collectives)
+        position = vector.position(
+            iteration, call, purpose=purpose, optimizer=subject.optimizer, scaler=scaler, max_norm=subject.max_norm
+        )
+        sent = vector.announcement(vector.at_group(position, index))
+        agreed = self.maximum(collectives, sent, like, live, iteration)
+        vector.read_verdict(agreed, sent, live.policy, lambda: whereabouts([collectives], iteration))
 
     def _lose(self, error: BackendError | CollectiveTimeoutError, number: int) -> None:
         if isinstance(error, CollectiveTimeoutError):
@@ -215,13 +366,16 @@ class Agreement:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: without groups, which do not travel."""
-        vector = AgreementVector(diagnoses=self._diagnoses)
-        return self.__dict__ | {"_groups": () if self.is_alone else None, "_lost": None, "vector": vector}
+        fresh = Agreement(() if self.is_alone else None, diagnoses=self._diagnoses)
+        kept = {"_pending": self._pending, "_own_rank": self._own_rank}
+        return self.__dict__ | fresh.__dict__ | kept
 
     def __copy__(self) -> Agreement:
         # A copy in the same process talks to the same ranks.
         copied = Agreement(self._groups, diagnoses=self._diagnoses, pending=self._pending, own_rank=self._own_rank)
         copied._lost = self._lost
+        # Nothing tells it from this one, which it may take the place of on some ranks.
+        copied.steps, copied._optimizers, copied._own_numbers = self.steps, self._optimizers, self._own_numbers
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
@@ -234,7 +388,7 @@ class PendingVerdict:
 
     Parameters
     ----------
-    agreement, found, live, state, frame, groups
+    agreement, found, live, state, frame, groups, subject
         As for :meth:`Agreement.start`.
     """
 
@@ -249,10 +403,12 @@ class PendingVerdict:
         state: ScaleState,
         frame: Frame,
         groups: Sequence[Collectives],
+        subject: Subject = _NOBODY,
     ) -> None:
         self.groups = groups
         self.version = live.version
         self.known: Verdict | None = None
+        self.numbers: ScaleState | None = None
         self._live, self._state, self._number = live, state, frame.number
         count = found.nonfinite
         self._agreed: Any = None
@@ -262,12 +418,15 @@ class PendingVerdict:
             if not groups:
                 self.known = Verdict(count, count, at_min_scale, state.scale)
                 return
-            position = frame.next_position()
+            position = agreement.position(frame, groups, subject)
             self._sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
-            if not all(getattr(collectives, "takes_lists", False) for collectives in groups):
+            if not take_lists(groups):
                 self._sent = live.home.asarray(self._sent, dtype=live.home.int32)
         else:
-            self._sent = agreement.vector.pack(live.backend, live.policy, state, count, frame.next_position())
+            # A process alone has nobody to tell what it is about.
+            position = agreement.position(frame, groups, subject) if groups else vector.position(frame.number)
+            self._sent = agreement.vector.pack(live.backend, live.policy, state, count, position)
+        self._moved = agreement.moved(groups)
         self._finish = agreement.reduce(groups, self._sent, frame.number)
 
     def verdict(self) -> Verdict:
@@ -278,13 +437,17 @@ class PendingVerdict:
                 agreed, sent = self._agreed, self._sent
             else:
                 agreed, sent = vector.read_both(self._live.backend_for(self._agreed), self._agreed, self._sent)
+            if not self.groups:
+                # Nobody else has had a hand in it: what cannot be is the library's.
+                self._live.checked(agreed[2:6])
+            self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])
             if hasattr(self._agreed, "compute"):
                 # A lazy library would compute all that it depends on once more in the update.
                 xp = array_namespace(self._agreed)
                 self._agreed = xp.asarray(agreed, dtype=xp.int32)
                 self._live.settle(self._state, agreed[2:6])
             self.known = vector.read_verdict(
-                agreed, sent, self._live.policy, lambda: whereabouts(self.groups, self._number)
+                agreed, sent, self._live.policy, lambda: whereabouts(self.groups, self._number), self._moved
             )
         return self.known
 
@@ -306,19 +469,70 @@ class Exchange:
         The group.
     agreement, live, frame
         Of the scaler, whose iteration a failure ends.
+    purpose : Purpose
+        What it is for.
+    optimizer : object
+        Whose norm or diagnosis.
+    max_norm : float, optional
+        What is clipped to.
+    index : int, default 0
+        Position of the group in the list.
     """
 
-    def __init__(self, collectives: Collectives, agreement: Agreement, live: LiveState, frame: Frame) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        agreement: Agreement,
+        live: LiveState,
+        frame: Frame,
+        purpose: Purpose,
+        optimizer: Any,
+        *,
+        max_norm: float | None = None,
+        index: int = 0,
+    ) -> None:
         self.rank, self.size = collectives.rank, collectives.size
         self._collectives, self._agreement, self._live, self._frame = collectives, agreement, live, frame
+        self._purpose, self._optimizer, self._max_norm, self._index = purpose, optimizer, max_norm, index
+        self._is_announced = False
+
+    def announce(self, like: Array) -> None:
+        """Tell the other ranks what comes, and find out that they come to it as well. One collective, one host read.
+
+        Raises
+        ------
+        ScaleDesyncError
+            On every rank, when another one comes to the group by another call.
+        """
+        subject = self._agreement.subject(self._optimizer, self._max_norm)
+        with self._ending_the_iteration():
+            self._agreement.announce(
+                self._collectives, self._index, self._purpose, subject, self._live, self._frame, like
+            )
+        self._is_announced = True
 
     def maximum(self, values: list[int], like: Array) -> list[int]:
-        """Return the element-wise MAX over the group, in the library and on the device of ``like``. One host read."""
-        try:
+        """Return the element-wise MAX over the group, in the library and on the device of ``like``. One host read.
+
+        The first one is announced, by one collective and one host read more.
+        """
+        if not self._is_announced:
+            self.announce(like)
+        with self._ending_the_iteration():
             return self._agreement.maximum(self._collectives, values, like, self._live, self._frame.number)
-        except (BackendError, CollectiveTimeoutError) as error:
+
+    @contextlib.contextmanager
+    def _ending_the_iteration(self) -> Iterator[None]:
+        try:
+            yield
+        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
             self._frame.failure = error
             raise
+
+
+def take_lists(groups: Sequence[Collectives]) -> bool:
+    """Tell whether groups take lists of int beside arrays: all of them have a true attribute ``takes_lists``."""
+    return all(getattr(collectives, "takes_lists", False) for collectives in groups)
 
 
 def whereabouts(groups: Sequence[Collectives], number: int) -> str:
@@ -353,13 +567,25 @@ class GroupAgreement:
         For a group that no adapter serves.
     CollectiveTimeoutError
         When some rank does not construct its own.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> policy = gradscale.DynamicScale()
+    >>> def train(group):  # one rank has found an inf or NaN
+    ...     nonfinite = np.asarray(1 if group.rank == 0 else 0, np.int32)
+    ...     return int(gradscale.GroupAgreement(group, policy)(nonfinite, policy.init(like=nonfinite)))
+    >>> gradscale.testing.run_ranks(3, train)
+    [1, 1, 1]
     """
 
     def __init__(self, group: Any, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)
-        self._packer = vector.AgreementVector()
+        vector.identify(self._policy)
+        self._agreement = Agreement()
+        self._agreement.join(self._groups)
         self._calls = 0
         # Why the ranks can no longer agree.
         self._failure: GradscaleError | None = None
@@ -401,16 +627,15 @@ class GroupAgreement:
         backend = registry.backend_for(state.scale)
         backend.refuse_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
-        sent = self._packer.pack(backend, self._policy, state, nonfinite, (self._calls, 0))
+        agreement = self._agreement
+        position = agreement.position_of_call(self._calls, self._groups)
+        sent = agreement.vector.pack(backend, self._policy, state, nonfinite, position)
         try:
-            agreed = sent
-            for collectives in self._groups:
-                agreed = collectives.start_max(agreed)()
+            agreed = agreement.reduce(self._groups, sent, self._calls)()
             received, own = vector.read_both(backend, agreed, sent)
-            verdict = vector.read_verdict(received, own, self._policy, self._where)
+            moved = agreement.moved(self._groups)
+            verdict = vector.read_verdict(received, own, self._policy, self._where, moved)
         except (CollectiveTimeoutError, BackendError, ScaleDesyncError) as error:
-            if isinstance(error, CollectiveTimeoutError):
-                error.iteration = self._calls
             self._failure = error
             raise
         self._calls += 1

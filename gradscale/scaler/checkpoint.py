@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gradscale.core import validation
+from gradscale.core.messages import key_names, reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.policies import dynamic as policies
@@ -70,23 +71,23 @@ def parse(saved: Any, policy: Policy) -> Loaded:
     StateDictError
         Naming the key and the value.
     """
-    if not isinstance(saved, Mapping):
-        msg = f"a state dict must be a mapping, got {saved!r} of type {type(saved).__name__}"
-        raise StateDictError(msg)
-    if not saved:
-        msg = (
-            "the state dict is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load "
-            "another"
-        )
-        raise StateDictError(msg)
     try:
-        return _parse(saved, policy)
+        with reading("a state dict"):
+            return _parse(validation.mapping("a state dict", saved), policy)
+    except StateDictError:
+        raise
     except (InvalidTypeError, InvalidValueError) as error:
         msg = f"the state dict cannot be loaded: {error}; nothing was changed"
         raise StateDictError(msg) from error
 
 
 def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
+    if not saved:
+        msg = (
+            "the state dict is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load "
+            "another"
+        )
+        raise StateDictError(msg)
     version = validation.integer("version", saved.get("version", VERSION), 1, validation.LARGEST_INT32)
     if version > VERSION:
         msg = f"version {version} is newer than {VERSION}, the newest that this gradscale reads; upgrade it"
@@ -94,7 +95,7 @@ def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
     missing = [key for key in ("scale", *_FACTORS, "_growth_tracker") if key not in saved]
     if missing:
         msg = (
-            f"keys {missing} are missing, got {sorted(map(str, saved))} (gradscale.load_foreign_state translates the "
+            f"keys {missing} are missing, got {key_names(saved)} (gradscale.load_foreign_state translates the "
             f"states of other systems)"
         )
         raise InvalidValueError(msg)
@@ -113,7 +114,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
         restored = _restore_policy(description)
         if type(policy) not in _KINDS.values():
             msg = (
-                f"it holds a {type(restored).__name__}, and this scaler's policy is {policy!r}; leave out the key "
+                f"it holds a {type(restored).__name__}, and this scaler's policy is {shown(policy)}; leave out the key "
                 f"'policy' to keep this one"
             )
             raise InvalidValueError(msg)
@@ -128,15 +129,16 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
 
 
 def _restore_policy(description: Any) -> Policy:
-    if not isinstance(description, Mapping) or description.get("kind") not in list(_KINDS):
-        msg = f"policy must be a mapping with a kind out of {sorted(_KINDS)}, got {description!r}"
+    kinds = tuple(sorted(_KINDS))
+    settings = validation.mapping("policy", description, f"a mapping with a kind out of {list(kinds)}")
+    kind = _KINDS[validation.choice("the kind of the policy", settings.pop("kind", None), kinds)]
+    known = [field.name for field in dataclasses.fields(kind)]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        msg = (
+            f"policy has settings that this gradscale does not know, got {key_names(unknown)}; a {kind.__name__} has "
+            f"{known}"
+        )
         raise InvalidValueError(msg)
-    settings = {name: value for name, value in description.items() if name != "kind"}
-    try:
-        restored: Policy = _KINDS[description["kind"]](**settings)
-    except (InvalidTypeError, InvalidValueError):
-        raise
-    except TypeError as error:
-        msg = f"policy has settings that this gradscale does not know: {error}"
-        raise InvalidValueError(msg) from error
+    restored: Policy = kind(**settings)
     return restored

@@ -12,9 +12,12 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import ops, tree, validation
 from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
+from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.standard import library_name
 from gradscale.core.summaries import Summary, count_nonfinite
+from gradscale.core.vector import Purpose
 from gradscale.errors import InvalidTypeError
 from gradscale.reports.diagnose import gather as gather_reports
 from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
@@ -57,7 +60,7 @@ class Diagnosis:
         *,
         gather: bool = False,
     ) -> OverflowReport:
-        """Return the report on an optimizer's gradients; one host read, and two all-reduces for each group to gather.
+        """Return the report on an optimizer's gradients; one host read, and three all-reduces for each group to gather.
 
         Parameters
         ----------
@@ -84,9 +87,13 @@ class Diagnosis:
             # Whatever it is, also of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
         like = self._like_any(optimizer, frame)
+        parts = self._agreement, self._live, frame, Purpose.DIAGNOSIS, optimizer
+        exchanges: IdentityMap[Exchange] = IdentityMap()
+        for index, group in enumerate(groups):
+            exchanges[group] = Exchange(group, *parts, index=index)
 
         def agree(collectives: Collectives, values: list[int]) -> list[int]:
-            return Exchange(collectives, self._agreement, self._live, frame).maximum(values, like)
+            return exchanges[collectives].maximum(values, like)
 
         reports = gather_reports(own, groups, agree)
         if failure is not None:
@@ -185,7 +192,7 @@ class Diagnosis:
         numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
         for number in numbers:
             if not isinstance(number, (int, float, complex)):
-                msg = f"loss must hold arrays and numbers, got {number!r} of type {type(number).__name__}"
+                msg = f"loss must hold arrays and numbers, got {shown(number)} of type {type(number).__name__}"
                 raise InvalidTypeError(msg)
         count = self.count_nonfinite(leaves)
         # Integers are finite, also those that no float holds.

@@ -10,19 +10,25 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from array_api_compat import array_namespace, device
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, has_float64, kind_of
 from gradscale.core.backend import Backend
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Policy, ScaleState
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.plain import PlainRule, plain_rule
 
-__all__ = ["ArrayState", "checked_scale", "numbers_of", "placed", "with_setting"]
+__all__ = ["ANY_TRACKERS", "ArrayState", "checked_scale", "largest_trackers", "numbers_of", "placed", "with_setting"]
+
+Trackers: TypeAlias = tuple[int, ...]
+
+ANY_TRACKERS: Trackers = (validation.LARGEST_INT32,) * 3
+"""What the trackers of a state may reach whose policy does not say."""
 
 
 class ArrayState:
@@ -47,7 +53,7 @@ class ArrayState:
         elif backend is not None and not isinstance(backend, Backend):
             msg = (
                 f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
-                f"derives from gradscale.Backend, got {backend!r}"
+                f"derives from gradscale.Backend, got {shown(backend)}"
             )
             raise InvalidTypeError(msg)
         self.policy = policy
@@ -62,6 +68,8 @@ class ArrayState:
         self._like: Array | None = None
         # What a checkpoint or the user has set before there was an array.
         self._restored: dict[str, Any] = {}
+        # What the trackers can have reached since the scaler was made.
+        self._largest = largest_trackers(policy)
 
     @property
     def is_made(self) -> bool:
@@ -121,7 +129,7 @@ class ArrayState:
     def _numbers_of(self, state: ScaleState) -> ScaleState:
         if isinstance(state.scale, float):
             return state
-        return ScaleState(**numbers_of(state, self.backend))
+        return ScaleState(**numbers_of(state, self.backend, self._largest))
 
     def resolved(self, state: ScaleState) -> ScaleState:
         """Return the state itself, in whose place nothing is put."""
@@ -164,8 +172,17 @@ class ArrayState:
         Its plans would otherwise hold all iterations before, and each read compute them again.
         """
         if self._state is state:
-            fields = (validation.float32_from_bits(values[0]), *values[1:])
-            self._state = placed(state, dict(zip(ScaleState._fields, fields, strict=True)))
+            self._state = placed(state, self.checked(values))
+
+    def checked(self, values: Sequence[int]) -> dict[str, Any]:
+        """Return what the host has read of a state, its fingerprint, as numbers by the names of its fields.
+
+        Raises
+        ------
+        BackendError
+            For what no policy makes: a function of the library is wrong.
+        """
+        return _possible(values, self._largest, self._home)
 
     def observe(self, scale: float, version: int) -> None:
         """Take note of the scale that a verdict carries; nothing depends on it here."""
@@ -191,12 +208,14 @@ class ArrayState:
     def replace_setting(self, name: str, value: Any) -> None:
         """Set one of a DynamicScale's settings."""
         self.policy = with_setting(self.policy, name, value)
+        self._largest = largest_trackers(self.policy, self._largest)
         if self._state is not None:
             self._settle_on(self._state)
 
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:  # noqa: ARG002
         """Go on with another policy and other numbers; the arrays of the present state are never written to."""
         self.policy = policy
+        self._largest = largest_trackers(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         if self._state is None:
             self._restored = numbers
         else:
@@ -224,11 +243,48 @@ def placed(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
     return state._replace(**arrays)
 
 
-def numbers_of(state: ScaleState, backend: Backend) -> dict[str, Any]:
-    """Return a state as numbers, by the names of its fields. One host read."""
-    bits, *trackers = backend.read(backend.fingerprint(state))
-    fields = (validation.float32_from_bits(bits), *trackers)
-    return dict(zip(ScaleState._fields, fields, strict=True))
+def numbers_of(state: ScaleState, backend: Backend, largest: Trackers = ANY_TRACKERS) -> dict[str, Any]:
+    """Return a state as numbers, by the names of its fields. One host read.
+
+    Parameters
+    ----------
+    state : ScaleState
+        Of arrays.
+    backend : Backend
+        The adapter of their library.
+    largest : tuple of int, optional
+        What the trackers can have reached. Default: all that int32 holds.
+
+    Raises
+    ------
+    BackendError
+        For what no policy makes: a function of the library is wrong.
+    """
+    return _possible(backend.read(backend.fingerprint(state)), largest, array_namespace(state.scale))
+
+
+def _possible(values: Sequence[int], largest: Trackers, library: Any) -> dict[str, Any]:
+    """Return a fingerprint that the host has read as numbers, having checked that a policy can have made it."""
+    bits, *trackers = values
+    scale = validation.float32_from_bits(bits)
+    if 0.0 < scale < math.inf and all(0 <= tracker <= most for tracker, most in zip(trackers, largest, strict=True)):
+        return dict(zip(ScaleState._fields, (scale, *trackers), strict=True))
+    names = ScaleState._fields[1:]
+    found = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
+    most = ", ".join(f"{name} {most}" for name, most in zip(names, largest, strict=True))
+    msg = (
+        f"the host has read a state from {library.__name__} that no policy makes, got scale={scale!r}, {found}; the "
+        f"scale is finite and above 0, and no tracker negative or above {most}. A function of the library, such as "
+        f"concat, gives wrong values for arrays this small, or something else has written to the state; the scaler has "
+        f"not taken it over. gradscale.testing.check_backend may show which; try another version of the library"
+    )
+    raise BackendError(msg)
+
+
+def largest_trackers(policy: Policy, reached: Sequence[int] = ()) -> Trackers:
+    """Return what the trackers of a policy's states can reach, from those that they may have reached before."""
+    said: Trackers = getattr(policy, "largest_trackers", ANY_TRACKERS)
+    return tuple(map(max, said, reached)) if reached else said
 
 
 def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
@@ -242,7 +298,7 @@ def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
         For a value out of range.
     """
     if not isinstance(policy, DynamicScale):
-        msg = f"{name} can be set only of a DynamicScale, got the policy {policy!r}"
+        msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
         raise InvalidTypeError(msg)
     # A validated copy: nothing is changed when the value is refused.
     return dataclasses.replace(policy, **{name: value})
@@ -256,13 +312,14 @@ def checked_scale(new_scale: Any, policy: Policy) -> float:
     InvalidTypeError, InvalidValueError
         For what is no number, not finite or not above zero, and outside of the policy's bounds.
     """
-    shape = getattr(new_scale, "shape", None)
-    if shape is None or isinstance(new_scale, float):
-        value = validation.scale("new_scale", new_scale)
-    else:
-        value = _read_scale(new_scale)
+    with reading("new_scale"):
+        shape = getattr(new_scale, "shape", None)
+        if shape is None or isinstance(new_scale, float):
+            value = validation.scale("new_scale", new_scale)
+        else:
+            value = _read_scale(new_scale)
     if policy.clamp(value) != value:
-        msg = f"new_scale must lie within the policy's bounds, got {new_scale!r} with {policy!r}"
+        msg = f"new_scale must lie within the policy's bounds, got {shown(new_scale)} with {shown(policy)}"
         raise InvalidValueError(msg)
     return value
 
@@ -271,7 +328,7 @@ def _read_scale(array: Array) -> float:
     xp = array_namespace(array)
     is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
     if math.prod(array.shape) != 1 or not is_real:
-        msg = f"new_scale must be a number or a real array of 1 element, got {array!r}"
+        msg = f"new_scale must be a number or a real array of 1 element, got {shown(array)}"
         raise InvalidTypeError(msg)
     wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
     wide = xp.reshape(xp.astype(array, wide_dtype), ())
@@ -283,6 +340,6 @@ def _read_scale(array: Array) -> float:
     flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
     is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))
     if not is_valid:
-        msg = f"new_scale must be above 0, finite and a normal float32, got {array!r}"
+        msg = f"new_scale must be above 0, finite and a normal float32, got {shown(array)}"
         raise InvalidValueError(msg)
     return validation.float32_from_bits(bits)

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
@@ -119,7 +120,8 @@ def chosen_policy(policy: Policy | None, factors: Mapping[str, Any]) -> Policy:
     if policy is None:
         return DynamicScale(**given)
     if given:
-        msg = f"give policy= or {', '.join(f'{name}=' for name in given)}, not both, got {policy!r} and {given!r}"
+        either = f"policy= or {', '.join(f'{name}=' for name in given)}"
+        msg = f"give {either}, not both, got {shown(policy)} and {shown(given)}"
         raise InvalidValueError(msg)
     found: Policy = validation.policy(policy, _POLICY_MEMBERS)
     return found

@@ -172,6 +172,8 @@ class Pending(Protocol):
         What is agreed over; empty for a process that decides alone.
     known : Verdict or None
         What the host has read.
+    numbers : ScaleState or None
+        The state that it was unscaled with, as numbers that were read with the verdict; None where they were not.
     is_begun : bool
         Whether there is anything to be read.
     is_read_later : bool
@@ -189,6 +191,9 @@ class Pending(Protocol):
 
     @property
     def known(self) -> Verdict | None: ...  # noqa: D102
+
+    @property
+    def numbers(self) -> ScaleState | None: ...  # noqa: D102
 
     @property
     def is_begun(self) -> bool: ...  # noqa: D102

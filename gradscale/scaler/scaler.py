@@ -8,15 +8,18 @@ from typing import Any, NamedTuple, Never, Self, Unpack
 
 from gradscale.core import registry, validation
 from gradscale.core.clipping import NormOver, checked_norm
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Purpose, Verdict, identify
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.policies.plain import plain_rule
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement, Exchange
 from gradscale.scaler.diagnosis import Diagnosis
+from gradscale.scaler.frame import Frame
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import ArrayState, checked_scale
 from gradscale.scaler.options import (
@@ -87,12 +90,24 @@ class GradScaler:
     -----
     Several optimizers share the scale: each is skipped on its own verdict, and any overflow backs the scale off once.
     The state is made on the library and device of the first floating array that comes along.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> optimizer, scaler = SGD(), gradscale.GradScaler(init_scale=1024.0)
+    >>> optimizer.grads = scaler.scale(np.float32([1.0, np.inf]))  # the gradients of a scaled loss
+    >>> scaler.step(optimizer)  # prints nothing: it is skipped
+    >>> scaler.update()
+    >>> (scaler.last_step(optimizer).reason, scaler.get_scale())
+    ('overflow', 512.0)
     """
 
     def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
         if positional:
             msg = (
-                f"a scaler of gradscale takes its options by name, got {positional!r}; what takes "
+                f"a scaler of gradscale takes its options by name, got {shown(positional)}; what takes "
                 f"torch.amp.GradScaler's arguments is gradscale_torch.GradScaler"
             )
             raise InvalidTypeError(msg)
@@ -180,7 +195,7 @@ class GradScaler:
         -------
         array or None
             With ``max_norm`` the norm before clipping, 0-d float32; None from a disabled scaler without gradients. No
-            host read; two, and one all-reduce more, with ``norm_over="group"``.
+            host read; three, and two all-reduces more, with ``norm_over="group"``.
 
         Raises
         ------
@@ -253,7 +268,7 @@ class GradScaler:
             fine, before or after ``unscale_``.
         ScaleUnderflowError
             When an overflow finds the scale at ``min_scale`` and the policy says so; the iteration is ended first, so
-            the scaler can be saved or used on.
+            the scaler can be saved or used on. What a callback has raised in the same call is its ``__context__``.
         InvalidValueError, InvalidTypeError
             For a new scale that is not finite and above zero, or outside the policy's bounds; nothing is changed.
         ScaleDesyncError, CollectiveTimeoutError
@@ -270,6 +285,11 @@ class GradScaler:
                 pending.append(turn.pending)
                 if not turn.pending.is_read_later:
                     verdicts.append(turn.verdict())
+        before = None
+        if self._reports.on_update is not None:
+            judged: list[StepReport | Verdict] = [*self._iteration.reports, *verdicts]
+            # Without a verdict it has to be read, which is free of charge where the state is one of numbers.
+            before = judged[0].scale if judged else live.scale()
         if wanted is not None:
             live.replace_scale(wanted)
         elif frame.lowered is not None:
@@ -282,15 +302,29 @@ class GradScaler:
         elif not frame.scaled and self._agreement.is_alone:
             frame.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
         ended, self._iteration = self._iteration, Iteration(frame.number + 1)
-        if self._reports.on_update is not None:
-            self._tell_update(ended, verdicts)
+        underflow = None
         if wanted is None and any(verdict.nonfinite and verdict.at_min_scale for verdict in verdicts):
-            msg = (
+            underflow = ScaleUnderflowError(
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
-                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {live.policy!r}'
+                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {shown(live.policy)}'
             )
-            raise ScaleUnderflowError(msg)
+        if before is not None:
+            after = before
+            if wanted is not None:
+                after = wanted
+            elif pending or ended.frame.lowered is not None:
+                after = self._updated_scale(ended.frame, pending, verdicts)
+            try:
+                self._tell_update(ended, verdicts, before, after)
+            except Exception as error:
+                if underflow is not None:
+                    # All ranks raise it; a callback may fail on one of them.
+                    underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
+                    raise underflow  # noqa: B904 (the callback's is its context, not its cause)
+                raise
+        if underflow is not None:
+            raise underflow
 
     # What is told.
 
@@ -303,6 +337,42 @@ class GradScaler:
             When it has not been stepped by this scaler.
         """
         return self._reports.last(optimizer)
+
+    def step_schedule(self, optimizer: Any, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
+
+        Call it after each ``step``, before or after ``update``, for each schedule that counts the optimizer's steps.
+        One that counts epochs is stepped by itself: ``schedule.step()``.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Which was stepped.
+        schedule : object
+            Whose ``step`` is called.
+        *args, **kwargs
+            Passed on, such as the metric of a ``ReduceLROnPlateau``.
+
+        Raises
+        ------
+        CallOrderError
+            When the optimizer has not been stepped by this scaler.
+        InvalidTypeError
+            For a schedule without ``step``, or an optimizer in its place.
+
+        Notes
+        -----
+        The host reads what ``last_step`` reads. Over a group the schedules of all ranks stay equal, since all skip
+        together. A disabled scaler skips no step.
+        """
+        if not callable(getattr(schedule, "step", None)) or hasattr(schedule, "param_groups"):
+            msg = (
+                f"schedule must be a learning-rate schedule with step(), got {shown(schedule)}: call "
+                f"step_schedule(optimizer, schedule)"
+            )
+            raise InvalidTypeError(msg)
+        if not self.last_step(optimizer).skipped:
+            schedule.step(*args, **kwargs)
 
     @property
     def history(self) -> list[StepReport]:
@@ -361,7 +431,8 @@ class GradScaler:
         Returns
         -------
         OverflowReport
-            ``print`` shows it as a table. One host read, and two all-reduces for each group with ``gather``.
+            ``print`` shows it as a table. One host read; with ``gather`` three more for each group, and as many
+            all-reduces.
 
         Raises
         ------
@@ -521,6 +592,7 @@ class GradScaler:
     def end_step(self, optimizer: Any, turn: Turn, outcome: Outcome) -> None:
         """Record what has become of a step: the second half of ``step``."""
         turn.stage = Stage.STEPPED
+        self._agreement.steps += 1
         number = turn.frame.number
         if turn.pending is not None and turn.pending.is_scaled:
             self._unscaler.remember_left_scaled(optimizer)
@@ -537,6 +609,9 @@ class GradScaler:
 
     def agree_over(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
+        if groups:
+            # A policy that ranks cannot compare is refused now, and not in the first step.
+            identify(self._live.policy)
         if self._iteration.frame.failure is not None:
             self._iteration = Iteration(self._iteration.frame.number)
         self._agreement.join(groups)
@@ -562,8 +637,8 @@ class GradScaler:
         InvalidValueError, InvalidTypeError
             For a norm that is no number or negative, another ``norm_over`` or none over a group, or several groups.
         """
-        if norm_over not in (None, "rank", "group"):
-            msg = f'norm_over must be "rank" or "group", got {norm_over!r}'
+        if norm_over is not None and not (isinstance(norm_over, str) and norm_over in ("rank", "group")):
+            msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
             raise InvalidValueError(msg)
         if max_norm is None:
             if norm_over is not None:
@@ -594,7 +669,8 @@ class GradScaler:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        return Clip(largest, Exchange(groups[0], self._agreement, self._live, self._iteration.frame))
+        parts = groups[0], self._agreement, self._live, self._iteration.frame
+        return Clip(largest, Exchange(*parts, Purpose.NORM, optimizer, max_norm=largest))
 
     def _apply_deferred(self) -> None:
         """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
@@ -606,14 +682,25 @@ class GradScaler:
                 raise
             self._live.observe(verdict.scale, pending.version)
 
-    def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict]) -> None:
+    def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict], before: float, after: float) -> None:
         """Tell of an iteration that the update has ended, with the verdicts on what was unscaled in it."""
         steps = tuple(ended.reports)
         judged: list[StepReport | Verdict] = [*steps, *verdicts]
-        # An iteration without gradients has not moved the scale.
-        scale = judged[0].scale if judged else self._live.scale()
         skipped = any(one.nonfinite > 0 for one in judged)
-        self._reports.tell_update(UpdateReport(ended.frame.number, scale, skipped, self._agreement.rank(), steps))
+        number, rank = ended.frame.number, self._agreement.rank()
+        self._reports.tell_update(UpdateReport(number, before, skipped, rank, steps, after))
+
+    def _updated_scale(self, frame: Frame, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> float:
+        """Return the scale that an update has left, computed anew from what was read, where that spares a read."""
+        live = self._live
+        before = pending[-1].numbers if pending and frame.lowered is None else None
+        if before is None or len(verdicts) < len(pending) or isinstance(live.current().scale, float):
+            return live.scale()
+        rule = plain_rule(live.policy)
+        if rule is None:
+            return live.scale()
+        after: float = rule.update(before, max(verdict.nonfinite for verdict in verdicts)).scale
+        return after
 
 
 @with_options(ScalerOptions, CommonOptions)
@@ -621,7 +708,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 64 bytes for each optimizer, iteration and group, on every rank, whatever it found
+    parallelism. One collective of 88 bytes for each optimizer, iteration and group, on every rank, whatever it found
     and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
     is an error on every rank instead of a silent divergence.
 
@@ -649,6 +736,18 @@ class ShardedGradScaler(GradScaler):
     ``unscale_``, ``step`` and ``update`` for the same optimizers in the same order on every rank. ``backend`` lets a
     rank that never has an array take part. Rank 0 is the one that is rank 0 of every group. A disabled scaler makes no
     collectives.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> def train(group):  # MPI.COMM_WORLD in place of these ranks, which are threads
+    ...     optimizer, scaler = SGD(), gradscale.ShardedGradScaler(group=group)
+    ...     optimizer.grads = scaler.scale(np.float32([1.0, np.inf if group.rank == 1 else 1.0]))
+    ...     return scaler.step(optimizer), scaler.last_step(optimizer).reason
+    >>> gradscale.testing.run_ranks(2, train)
+    [(None, 'overflow'), (None, 'overflow')]
     """
 
     def __init__(self, *, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale.core import ops, tree
+from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.scaler.live_state import ArrayState
@@ -34,8 +35,13 @@ class ArrayScaling:
         InvalidTypeError
             For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
-        kind = (type(outputs), getattr(outputs, "dtype", None))
-        if kind in self._met and live.is_made:
+        try:
+            kind = (type(outputs), getattr(outputs, "dtype", None))
+            is_met = kind in self._met
+        except Exception as error:
+            refusal = unreadable("outputs", error)
+            raise refusal from error
+        if is_met and live.is_made:
             backend = live.backend
             backend.refuse_tracing("scale()")
             state = in_force(outputs)
@@ -43,7 +49,7 @@ class ArrayScaling:
             note(state, (outputs,))
             return product
         if isinstance(outputs, int):
-            msg = f"outputs must be an array or nested containers of arrays, got {outputs!r}"
+            msg = f"outputs must be an array or nested containers of arrays, got {shown(outputs)}"
             raise InvalidTypeError(msg)
         leaves, rebuild = tree.flatten(outputs)
         like = ops.first_floating(leaves)

@@ -112,7 +112,11 @@ class Turn:
             if not gradients.is_touched:
                 self.stage = before
             raise
-        self.pending = agreement.start(found, live, state, frame, groups)
+        if groups:
+            subject = agreement.subject(optimizer, getattr(request, "max_norm", None))
+            self.pending = agreement.start(found, live, state, frame, groups, subject)
+        else:
+            self.pending = agreement.start(found, live, state, frame, groups)
         norm: Array | None = found.norm
         return norm
 

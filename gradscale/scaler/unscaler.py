@@ -166,7 +166,7 @@ def _clip(
     nonfinite : array or int
         One more than before where the norm is an overflow.
     norm : array
-        0-d float32, before clipping. Over a group two host reads and one all-reduce; else none.
+        0-d float32, before clipping. Over a group three host reads and two all-reduces; else none.
     """
     norm, factor, overflows = clip_factor(squares, clip.max_norm)
     if clip.exchange is not None:

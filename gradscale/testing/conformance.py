@@ -11,6 +11,7 @@ from array_api_compat import device as device_of
 
 from gradscale.core import arithmetic, summaries, validation
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError
 from gradscale.policies.dynamic import DynamicScale
@@ -47,9 +48,16 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
         With the case and both answers, when it differs from the pure core.
     InvalidTypeError
         For a backend that does not derive from :class:`gradscale.Backend`.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_numpy, numpy as np
+    >>> backend = gradscale_numpy.NumpyBackend(fast=False)
+    >>> with np.errstate(all="ignore"):
+    ...     gradscale.testing.check_backend(backend, np.zeros(1), dtypes=[np.float32])  # nothing raised: no difference
     """
     if not isinstance(backend, Backend):
-        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {backend!r}"
+        msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {shown(backend)}"
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
     device = device_of(like)
@@ -332,6 +340,14 @@ def check_collectives(collectives: Collectives, like: Array, *, repetitions: int
     ------
     AssertionError
         With both answers, when a result is wrong.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> def check(group):
+    ...     gradscale.testing.check_collectives(group, np.zeros(1))
+    >>> gradscale.testing.run_ranks(2, check)
+    [None, None]
     """
     from gradscale.core import registry
 

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
-from gradscale.errors import CollectiveTimeoutError, GradscaleError
+from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["RankFailedError", "ThreadCollectives", "run_ranks"]
 
@@ -19,7 +20,19 @@ _Result = TypeVar("_Result")
 
 
 class RankFailedError(GradscaleError, RuntimeError):
-    """Another rank of ``run_ranks`` raised; its exception is what ``run_ranks`` raises."""
+    """Another rank of ``run_ranks`` raised; its exception is what ``run_ranks`` raises.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> def work(group):
+    ...     try: group.start_max(np.zeros(1, np.int32))() if group.rank == 0 else 1 // 0
+    ...     except gradscale.testing.RankFailedError as error: print(error)
+    >>> try: gradscale.testing.run_ranks(2, work)
+    ... except ZeroDivisionError as error: print(error)
+    rank 0 of 2 waits for rank 1, which raised
+    integer division or modulo by zero
+    """
 
 
 class _World:
@@ -29,7 +42,7 @@ class _World:
         self.size = size
         self.changed = threading.Condition()
         self.contributions: dict[int, dict[int, Array]] = {}
-        self.results: dict[int, Array] = {}
+        self.results: dict[int, Array | GradscaleError] = {}
         self.collected: dict[int, int] = {}
         self.failed_rank: int | None = None
 
@@ -43,6 +56,14 @@ class ThreadCollectives:
         Position in the group, and number of ranks.
     calls : int
         How many collectives this rank has started.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> def largest(group):  # a ThreadCollectives
+    ...     return group.start_max(np.asarray([group.rank, 7], np.int32))().tolist()
+    >>> gradscale.testing.run_ranks(2, largest)
+    [[1, 7], [1, 7]]
     """
 
     def __init__(self, world: _World, rank: int, timeout: float) -> None:
@@ -50,10 +71,22 @@ class ThreadCollectives:
         self.size = world.size
         self.calls = 0
         self._world = world
-        self._timeout = timeout
+        # Python can wait some 292 years, and no longer.
+        self._timeout = min(timeout, threading.TIMEOUT_MAX)
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
-        """Begin an element-wise MAX all-reduce of an array; the returned call finishes it."""
+        """Begin an element-wise MAX all-reduce of an array; the returned call finishes it.
+
+        Raises
+        ------
+        InvalidTypeError
+            For what is no array.
+        InvalidValueError
+            By the returned call, on every rank, when the ranks' arrays differ in library, shape or dtype.
+        """
+        if not is_array_api_obj(x):
+            msg = f"what is reduced must be an array, got {shown(x)} of type {type(x).__name__}"
+            raise InvalidTypeError(msg)
         world, position = self._world, self.calls
         self.calls += 1
         with world.changed:
@@ -61,8 +94,7 @@ class ThreadCollectives:
             # A copy, as a message is: what the rank does to its array later must not be seen.
             contributions[self.rank] = array_namespace(x).asarray(x, copy=True)
             if len(contributions) == self.size:
-                maximum = array_namespace(x).maximum
-                world.results[position] = functools.reduce(maximum, world.contributions.pop(position).values())
+                world.results[position] = _maximum(world.contributions.pop(position))
                 world.changed.notify_all()
 
         taken: list[Array] = []
@@ -75,7 +107,10 @@ class ThreadCollectives:
                     lambda: position in world.results or world.failed_rank is not None, self._timeout
                 )
                 if position in world.results:
-                    taken.append(array_namespace(x).asarray(world.results[position], copy=True))
+                    result = world.results[position]
+                    if isinstance(result, GradscaleError):
+                        raise type(result)(*result.args) from result.__cause__
+                    taken.append(array_namespace(x).asarray(result, copy=True))
                     world.collected[position] = world.collected.get(position, 0) + 1
                     if world.collected[position] == self.size:
                         del world.results[position], world.collected[position]
@@ -86,6 +121,25 @@ class ThreadCollectives:
             raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
 
         return finish
+
+
+def _maximum(contributions: dict[int, Array]) -> Array | GradscaleError:
+    """Return the element-wise MAX of what the ranks have sent, or the error for arrays that do not go together."""
+    sent = [(array_namespace(x).__name__, tuple(x.shape), f"{x.dtype}") for x in contributions.values()]
+    for rank, one in zip(contributions, sent, strict=True):
+        if one != sent[0]:
+            first = next(iter(contributions))
+            return InvalidValueError(
+                f"every rank must send an array of one library, shape and dtype, got {sent[0]} on rank {first} and "
+                f"{one} on rank {rank}"
+            )
+    xs = list(contributions.values())
+    try:
+        return functools.reduce(array_namespace(xs[0]).maximum, xs)
+    except Exception as error:
+        failed = BackendError(f"{sent[0][0]} failed to compute a maximum of {shown(xs[0])}: {error}")
+        failed.__cause__ = error
+        return failed
 
 
 def run_ranks(
@@ -104,7 +158,7 @@ def run_ranks(
     function : callable
         Called once on each rank with its :class:`ThreadCollectives`, which is a group for ``ShardedGradScaler``.
     timeout : float, default 30.0
-        Seconds that a rank waits for the others in a collective.
+        Seconds that a rank waits for the others in a collective; ``math.inf`` for ever.
     return_exceptions : bool, default False
         False: the first exception of a rank wakes the ranks that wait for it, and is raised. True: a failing rank
         leaves silently, as a process that died, and exceptions stand in the list in place of results.
@@ -113,15 +167,32 @@ def run_ranks(
     -------
     list
         The results, by rank.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        For a size, a function or a timeout that is none.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> def work(group):
+    ...     return group.rank, group.size
+    >>> gradscale.testing.run_ranks(3, work)
+    [(0, 3), (1, 3), (2, 3)]
     """
     size = validation.integer("size", size, 1, validation.LARGEST_INT32)
+    if not callable(function):
+        msg = f"function must be callable, got {shown(function)} of type {type(function).__name__}"
+        raise InvalidTypeError(msg)
+    seconds = validation.timeout(timeout)
     world = _World(size)
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadCollectives(world, rank, timeout))
+            results[rank] = function(ThreadCollectives(world, rank, seconds))
         except BaseException as error:
             results[rank] = error
             with world.changed:

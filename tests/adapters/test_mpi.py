@@ -31,11 +31,11 @@ def scenario(name: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("optimizers", [1, 3])
-def test_one_message_of_at_most_64_bytes_for_each_optimizer_and_iteration(world: MPIWorld, optimizers: int) -> None:
+def test_one_message_of_at_most_128_bytes_for_each_optimizer_and_iteration(world: MPIWorld, optimizers: int) -> None:
     cases = [(optimizers, bad_rank, parameters) for bad_rank in (-1, 0, world.size - 1) for parameters in (0, 1, 40)]
     for (_, bad_rank, parameters), results in zip(cases, world.run_each(scenario("messages"), cases), strict=True):
         for result in results:
-            assert result["messages"] == [64] * (3 * optimizers)
+            assert result["messages"] == [88] * (3 * optimizers)
             assert result["steps"] == [2 if bad_rank >= 0 and parameters else 3] * optimizers
 
 
@@ -95,6 +95,60 @@ def test_the_adapter_can_be_imported_before_mpi_is_initialized() -> None:
     program = "import mpi4py; mpi4py.rc.initialize = False; import gradscale_numpy.mpi; print('imported')"
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (completed.returncode, completed.stdout.strip()) == (0, "imported"), completed.stderr
+
+
+WITHOUT_MPI = """
+import sys
+import mpi4py
+how = sys.argv[1]
+mpi4py.rc.initialize = how == "finalized"
+from mpi4py import MPI
+import numpy as np
+import gradscale
+
+class Optimizer:
+    steps = 0
+    def __init__(self): self.grads = [np.full(3, 65536.0, dtype=np.float32)]
+    def step(self): self.steps += 1
+
+def said(call):
+    try:
+        call()
+    except gradscale.CallOrderError as error:
+        return str(error)
+    return "came out"
+
+def construct():
+    gradscale.ShardedGradScaler(group=MPI.COMM_WORLD, timeout=20.0)
+
+if how == "not initialised":
+    before = said(construct)
+    assert before.startswith("MPI is not initialised in this process"), before
+    assert "MPI.Init()" in before
+    MPI.Init()
+scaler = gradscale.ShardedGradScaler(group=MPI.COMM_WORLD, timeout=20.0)
+optimizers = [Optimizer(), Optimizer(), Optimizer()]
+scaler.scale(np.float32(1.0))
+scaler.step(optimizers[0])
+scaler.unscale_(optimizers[1])
+MPI.Finalize()
+for call in (lambda: scaler.step(optimizers[1]), lambda: scaler.step(optimizers[2]), construct):
+    after = said(call)
+    assert after.startswith("MPI was finalised in this process"), after
+    assert "before MPI.Finalize()" in after
+assert [optimizer.steps for optimizer in optimizers] == [1, 0, 0]
+sys.stdout.write("survived\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["not initialised", "finalized"])
+@pytest.mark.parametrize("size", [None, 1, 2], ids=["without mpiexec", "1 rank", "2 ranks"])
+def test_without_mpi_a_scaler_is_refused_and_the_process_lives(size: int | None, how: str) -> None:
+    program = ["-c", WITHOUT_MPI, how]
+    command = [sys.executable, *program] if size is None else mpi_command(size, *program)
+    completed = subprocess.run(command, env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.split() == ["survived"] * (size or 1)
 
 
 def test_only_int32_vectors_travel(world: MPIWorld) -> None:

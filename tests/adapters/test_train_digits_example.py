@@ -33,6 +33,7 @@ WITHOUT = """
 import runpy, sys
 sys.modules[sys.argv.pop(1)] = None
 del sys.argv[0]
+sys.path[0] = sys.argv[0].rpartition("/")[0]  # as Python does for a program
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

@@ -19,7 +19,9 @@ METHODS = ["FSDP2", "FSDP1", "DDP"]
 OPTIONS = {"FSDP2": [], "FSDP1": ["--fsdp1"], "DDP": ["--ddp"]}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 # Machines with a GPU run what they are told to run on it; all else here is about processes on CPUs.
-ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+# Copies of the example, with a line changed, find what it shares with the others.
+PATHS = os.pathsep.join(filter(None, (str(PROGRAM.parent), os.environ.get("PYTHONPATH"))))
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
 

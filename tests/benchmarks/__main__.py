@@ -26,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.json is not None and not chosen.json.absolute().parent.is_dir():
         parser.error(f"cannot write --json {chosen.json}: {chosen.json.parent} is no folder")
+    if chosen.plot is not None and not chosen.plot.absolute().parent.is_dir():
+        parser.error(f"cannot write --plot {chosen.plot}: {chosen.plot.parent} is no folder")
     use_one_thread()
     if chosen.list:
         print("\n".join(case_names()))
@@ -49,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         _warn()
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report(outcomes), indent=2) + "\n")
+    if chosen.plot is not None:
+        from benchmarks import iterations
+
+        iterations.plot((row for outcome in outcomes for row in outcome.rows), chosen.plot)
     if any(outcome.failed for outcome in outcomes):
         return 1
     return int(chosen.check and not all(outcome.met for outcome in outcomes))
@@ -77,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         const=Path("benchmarks.json"),
         metavar="FILE",
         help="write the numbers to FILE too (%(const)s if it is left out)",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw how the cost of an iteration grows, as FILE (.png or .svg)"
     )
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="run only cases with this in their name")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed or a case not run")

@@ -61,9 +61,10 @@ def measure(rounds: int) -> dict[str, float]:
     from mpi4py import MPI
 
     import gradscale
+    from gradscale.core.vector import LENGTH
 
     comm = MPI.COMM_WORLD
-    x = np.arange(16, dtype=np.int32)
+    x = np.arange(LENGTH, dtype=np.int32)
     received = np.empty_like(x)
     collectives = gradscale.registry.collectives_for(comm, timeout=60)
     optimizer = SimpleNamespace(

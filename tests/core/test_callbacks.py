@@ -21,9 +21,11 @@ from gradscale.reports.callbacks import CSV, JSONLines, LogUpdates, TensorBoard,
 from gradscale.reports.steps import StepReport, UpdateReport
 
 
-def update(iteration: int, scale: float = 8.0, *, skipped: bool = False, rank: int = 0) -> UpdateReport:
+def update(
+    iteration: int, scale: float = 8.0, new_scale: float | None = None, *, skipped: bool = False, rank: int = 0
+) -> UpdateReport:
     step = StepReport(skipped, scale, 2 * skipped, "overflow" if skipped else "stepped", iteration)
-    return UpdateReport(iteration, scale, skipped, rank, (step,))
+    return UpdateReport(iteration, scale, skipped, rank, (step,), scale if new_scale is None else new_scale)
 
 
 @pytest.mark.parametrize("kind", [JSONLines, CSV])
@@ -95,16 +97,19 @@ def test_a_full_disk_says_that_training_can_go_on(tmp_path: Path) -> None:
 def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     log = LogUpdates(summary_every=4)
-    skipped = update(2, skipped=True)
+    skipped = update(2, 8.0, 4.0, skipped=True)
     log(update(1))
     log(skipped.steps[0])
     log(skipped)
     log(update(3, 4.0))
-    log(update(4, 4.0))
+    log(update(4, 4.0, 16.0))
+    log(update(5, 2.0, 2.0))
     assert caplog.messages == [
         "iteration 2: step skipped at scale 8, 2 gradients with inf or NaN",
-        "iteration 3: scale backed off, 8 -> 4",
-        "iteration 4: 1 of the last 4 steps skipped (25 %), scale 4",
+        "iteration 2: scale backed off, 8 -> 4",
+        "iteration 4: scale grew, 4 -> 16",
+        "iteration 4: 1 of the last 4 steps skipped (25 %), scale 16",
+        "iteration 5: scale was set, 16 -> 2",
     ]
 
 
@@ -120,12 +125,28 @@ def test_logging_names_the_parameters_that_overflowed_and_says_when_the_model_is
         scaler.scale(np.float32(bad_loss))
         scaler.step(optimizer)
         scaler.update()
-    first, second, change = caplog.messages
+    first, change, second, last = caplog.messages
     assert first == (
         "iteration 1: step skipped at scale 65536, 4 gradients with inf or NaN: ['a'], ['b'], ['c'] and 1 more"
     )
     assert second.endswith("and 1 more; the model is at fault, not the scale")
-    assert change == "iteration 2: scale backed off, 65536 -> 32768"
+    assert change == "iteration 1: scale backed off, 65536 -> 32768"
+    assert last == "iteration 2: scale backed off, 32768 -> 16384"
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("bad", ["b", "bc"], ids=["one", "two"])
+def test_a_row_names_the_worst_parameter_and_the_largest_finite_gradient(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with JSONLines(path) as log:
+        scaler = gradscale.GradScaler(init_scale=8.0, on_skip=log, diagnose="on_overflow")
+        grads = {name: np.full(3, np.inf if name in bad else 4.0, np.float32) for name in "abcd"}
+        scaler.scale(np.float32(1.0))
+        scaler.step(Tree(grads))
+        scaler.update()
+    (row,) = read_log(path)
+    assert (row["parameter"], row["cause"], row["nonfinite"]) == ("['b']", "scale", len(bad))
+    assert row["magnitude"] == 0.5
 
 
 def test_a_summary_writer_takes_the_scalars(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError
-from gradscale.groups import GroupWait, poll
+from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, groups
+from gradscale.groups import GroupWait, poll, refuse_forked
 
 
 @pytest.mark.parametrize("questions", [1, 2, 50])
@@ -24,6 +24,80 @@ def test_it_ends_when_the_time_is_over_and_has_asked_once() -> None:
     assert not poll(lambda: bool(asked.append(1)), 0.0)
     assert asked
     assert poll(lambda: True, 0.0)
+
+
+class Clock:
+    """A clock that goes on by a little with each look at it, and by what is slept."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(groups, "time", made)
+    return made
+
+
+@pytest.mark.parametrize("timeout", [0.02, 1.0, 10.0])
+@pytest.mark.parametrize("pause", [1e-3, 0.4], ids=["short questions", "questions that wait"])
+def test_the_time_that_is_over_is_found_soon_after(clock: Clock, timeout: float, pause: float) -> None:
+    def ask() -> bool:
+        clock.now += min(pause, timeout / 4)
+        return False
+
+    assert not poll(ask, timeout)
+    assert timeout <= clock.now < 1.01 * timeout + 1.0
+
+
+@pytest.mark.parametrize("timeout", [0.02, 1.0, 10.0])
+@pytest.mark.parametrize("suspended", [1.0, 3600.0, 1e7])
+def test_time_in_which_the_process_is_suspended_does_not_count(clock: Clock, timeout: float, suspended: float) -> None:
+    begin, first = 0.3 * timeout, True
+
+    def ask() -> bool:
+        nonlocal first
+        if first and clock.now > begin:
+            first = False
+            clock.now += suspended
+        # The other rank, which was suspended as well, comes as long after as it would have without.
+        return clock.now > begin + suspended + 0.4 * timeout
+
+    assert poll(ask, timeout)
+
+
+@pytest.mark.parametrize("timeout", [0.02, 10.0])
+def test_a_rank_that_is_gone_is_found_after_a_suspension_too(clock: Clock, timeout: float) -> None:
+    gaps = iter([3600.0, 7200.0])
+
+    def ask() -> bool:
+        clock.now += next(gaps, 0.0)
+        return False
+
+    assert not poll(ask, timeout)
+    assert 10800.0 < clock.now < 10800.0 + 1.01 * timeout + 1.0
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1.0])
+def test_it_asks_once_more_when_the_time_is_over(clock: Clock, timeout: float) -> None:
+    asked: list[float] = []
+
+    def ask() -> bool:
+        asked.append(clock.now)
+        is_late = clock.now >= timeout and len(asked) > 1
+        clock.now += timeout / 4
+        return is_late
+
+    assert poll(ask, timeout)
+    assert asked[-1] >= timeout
 
 
 def test_what_is_raised_ends_the_wait() -> None:
@@ -98,6 +172,28 @@ def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for() -> None:
     wait = wait_on(Group())
     with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for a letter"):
         wait.until(lambda: False, "a letter")
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 of 3 waited 0 s for the agreement on a step, and"):
+        wait.until(lambda: False)
+    assert wait.timed_out().operation == "the agreement on a step"
     wait.until(lambda: True, "a letter")
     assert wait.run(lambda: 4) == 4
     wait.require_usable()
+
+
+def test_a_child_after_fork_is_refused_whatever_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, given_up = Group(), []
+    wait = wait_on(group, given_up)
+    owner = groups._Process.number
+    monkeypatch.setattr(groups._Process, "number", owner + 1)
+    said = rf"rank 1 of 3 is process {owner}, got process {owner + 1}, a child after fork, .* use Courier in its parent"
+    with pytest.raises(BackendError, match=said):
+        wait.require_usable()
+    with pytest.raises(BackendError, match=said):
+        wait.run(raising(AssertionError("it must not be called")))
+    with pytest.raises(BackendError, match=f"it was made by process 7, got process {owner + 1}"):
+        refuse_forked("Courier", "it was made by process 7")
+    # Its own is fine, and the parent's is not lost.
+    wait_on(Group()).require_usable()
+    monkeypatch.undo()
+    wait.require_usable()
+    assert given_up == []

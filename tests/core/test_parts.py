@@ -14,7 +14,7 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, StepReport
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Purpose, Verdict
 from gradscale.reports.recorder import Reports, step_report
 from gradscale.scaler.agreement import Agreement, Exchange, PendingVerdict, whereabouts
 from gradscale.scaler.frame import Frame
@@ -182,7 +182,7 @@ def test_ranks_agree_over_each_group_once_for_each_verdict() -> None:
         live, frame = ArrayState(DynamicScale(init_scale=4.0)), Frame(3)
         state = live.current(np.float32(1.0))
         first, second = (agreement.start(found(n), live, state, frame, [group]) for n in (group.rank, 0))
-        exchange = Exchange(group, agreement, live, frame)
+        exchange = Exchange(group, agreement, live, frame, Purpose.NORM, Tree())
         return [
             *((each.verdict().nonfinite, each.verdict().local_nonfinite) for each in (first, second)),
             (group.calls, agreement.rank(), agreement.is_alone, whereabouts([group], 3)),
@@ -221,7 +221,7 @@ def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
         one.usable_groups()
     restored = pickle.loads(pickle.dumps(agreement.__getstate__() | {"_pending": None}))
     assert (restored["_groups"], restored["_lost"]) == (None, None)
-    exchange = Exchange(Lost(), agreement, live, frame)
+    exchange = Exchange(Lost(), agreement, live, frame, Purpose.NORM, Tree())
     assert frame.failure is None
     with pytest.raises(gradscale.CollectiveTimeoutError):
         exchange.maximum([1], np.float32(1.0))

@@ -83,6 +83,24 @@ def test_a_rule_may_look_at_the_count() -> None:
     assert scales == [8.0, 8.0, 2.0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Halving(StaticScale):
+    """Adds the halves of the scale, and of that, and so on: the scale is in it more often than can be counted."""
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+        scale = state.scale
+        for _ in range(100):
+            half = scale * 0.5
+            scale = half + half
+        return state._replace(scale=scale)
+
+
+def test_what_is_used_again_and_again_is_written_once() -> None:
+    rule = plain_rule(Halving(8.0))
+    assert rule is not None
+    assert rule.update(ScaleState(8.0, 0, 0, 0), 1).scale == 8.0  # type: ignore[arg-type]
+
+
 @dataclasses.dataclass
 class Mutable:
     """A policy whose settings may be changed from one update to the next."""

@@ -96,6 +96,49 @@ def test_an_update_after_unscale_without_a_step_is_told_with_its_verdict(strict:
     assert [report.scale for report in seen] == [65536.0, 32768.0]
 
 
+POLICIES = [
+    DynamicScale(growth_interval=2, init_scale=3.0, backoff_factor=0.3, growth_factor=1.7),
+    DynamicScale(hysteresis=2, growth_interval=1, max_scale=2.0**18),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["odd factors", "hysteresis"])
+def test_on_update_says_what_the_update_has_made_of_the_scale(arrays: Library, policy: DynamicScale) -> None:
+    seen: list[UpdateReport] = []
+    scaler, optimizer = GradScaler(policy=policy, on_update=seen.append), Tree()
+    scales = []
+    for value in (*RUN, *RUN):
+        before = scaler.get_scale()
+        iterate(arrays, scaler, optimizer, [value])
+        scales.append((before, scaler.get_scale()))
+    assert len(set(scales)) > 3
+    scaler.scale(arrays.asarray(1.0))
+    scaler.update(7.0)
+    scaler.scale(arrays.asarray(1.0))
+    scaler.update()
+    scales += [(scales[-1][1], 7.0), (7.0, 7.0)]
+    assert [(report.scale, report.new_scale) for report in seen] == scales
+
+
+def test_on_update_says_what_closures_have_made_of_the_scale(strict: Library) -> None:
+    seen: list[UpdateReport] = []
+    scaler = GradScaler(on_update=seen.append)
+
+    class Evaluating(Tree):
+        def step(self, closure: Any) -> None:
+            closure()
+
+    optimizer, values = Evaluating(), iter([math.inf, math.inf, 1.0])
+
+    def closure() -> None:
+        optimizer.grads = scaled(strict, scaler, next(values))
+
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert [(report.scale, report.new_scale) for report in seen] == [(16384.0, 16384.0)]
+    assert scaler.get_scale() == 16384.0
+
+
 def test_callbacks_and_history_cost_no_host_read_of_their_own(strict: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Any] = []
     read = Backend.read
@@ -147,6 +190,25 @@ def test_the_update_that_raises_at_the_minimum_is_told_before(strict: Library) -
     with pytest.raises(ScaleUnderflowError):
         iterate(strict, scaler, optimizer, [math.inf])
     assert [report.skipped for report in seen] == [True]
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: Library, error: BaseException) -> None:
+    def fail(_: Any) -> None:
+        raise error
+
+    policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
+    scaler, optimizer = GradScaler(policy=policy, on_update=fail), Tree()
+    if isinstance(error, Exception):
+        with pytest.raises(ScaleUnderflowError, match="at its minimum") as caught:
+            iterate(strict, scaler, optimizer, [math.inf])
+        assert caught.value.__context__ is error
+        assert not caught.value.__suppress_context__
+        assert caught.value.__notes__ == ["A callback of on_update has failed, too: OSError('no space left')"]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            iterate(strict, scaler, optimizer, [math.inf])
+    assert scaler.state_dict()["iteration"] == 2
 
 
 def test_copies_and_pickles_come_without_callbacks_and_history(strict: Library) -> None:

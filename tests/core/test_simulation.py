@@ -124,6 +124,27 @@ def test_a_model_is_reproducible_and_its_underflow_is_that_of_drawn_elements() -
     assert first.underflow[0] == pytest.approx((elements.astype(np.float16) == 0).mean(), abs=0.005)
 
 
+@pytest.mark.parametrize("elements", [1, 1000])
+def test_the_largest_of_a_model_are_those_of_drawn_elements(elements: int) -> None:
+    model = SyntheticGradients(steps=4000, seed=4, median=2.0**-22, sigma=4.0, elements=elements)
+    drawn = np.random.default_rng(0).normal(-22.0, 4.0, (4000, elements)).max(axis=1)
+    for share in (0.1, 0.5, 0.9):
+        found = np.quantile(np.log2(model.gradients().largest), share)
+        assert found == pytest.approx(np.quantile(drawn, share), abs=0.4)
+
+
+def test_a_long_run_is_made_to_its_end_and_tells_how_far_it_is() -> None:
+    told: list[int] = []
+    result = simulate(DynamicScale(), "C" * 45_000, progress=told.append)
+    assert len(result.scale) == len(result.skipped) == told[-1] == 45_000
+    assert result.raised_at is None
+    assert 1 < len(told) == len(set(told)) < 45
+    assert told == sorted(told)
+    told.clear()
+    assert simulate(DynamicScale(min_scale=1.0, at_min="raise"), "O" * 45_000, progress=told.append).raised_at == 17
+    assert told == [17]
+
+
 class _Branching:
     init_scale = 1.0
     init = DynamicScale().init
@@ -139,6 +160,16 @@ def test_a_policy_that_asks_for_a_value_is_refused() -> None:
     policy: Any = _Branching()
     with pytest.raises(InvalidTypeError, match=r"asks for the value of an array.*where\(\)"):
         simulate(policy, "C")
+
+
+class _Forgetful(StaticScale):
+    def update(self, state: Any, *, nonfinite: Any) -> Any:  # noqa: ARG002
+        return state[:-1]
+
+
+def test_a_policy_whose_state_loses_a_field_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match=r"got _Forgetful\(.*tracing it failed with ValueError"):
+        simulate(_Forgetful(8.0), "C")
 
 
 @pytest.mark.parametrize(

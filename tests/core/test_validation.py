@@ -212,6 +212,22 @@ def test_the_largest_with_finite_product_is_the_largest(factor: float) -> None:
         assert not np.isfinite(above) or not np.isfinite(np.float32(np.float64(above) * factor))
 
 
+@pytest.mark.parametrize("factor", [1.0 + 2.0**-52, 2.0, 3.7, 2.0**100])
+def test_the_largest_with_finite_product_is_found_in_few_steps(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    value_of = validation.float32_from_bits
+
+    def counted(bits: int) -> float:
+        tried.append(bits)
+        assert len(tried) < 8, "it goes through the numbers one by one, of which there are two billion"
+        return value_of(bits)
+
+    monkeypatch.setattr(validation, "float32_from_bits", counted)
+    validation.largest_with_finite_product.cache_clear()
+    assert validation.largest_with_finite_product(factor) > 0.0
+    assert tried
+
+
 @given(st.floats(1e-300, 1e300))
 def test_powers_of_two_are_told_apart(value: float) -> None:
     assert validation.is_power_of_two(value) == (math.log2(value).is_integer() and 2.0 ** math.log2(value) == value)

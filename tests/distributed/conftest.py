@@ -1,5 +1,7 @@
 """The worlds that distributed tests run in: threads of this process, processes under mpiexec, processes over gloo."""
 
+from typing import TypeVar
+
 import pytest
 from axes import require
 from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld
@@ -17,8 +19,21 @@ WORLDS = [
 @pytest.fixture(params=WORLDS)
 def world(request: pytest.FixtureRequest) -> ThreadWorld | ProcessWorld:
     """Return a world of 2 or 3 ranks."""
-    if isinstance(request.param, MPIWorld):
+    return _usable(request.param)
+
+
+@pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], ProcessWorld)])
+def processes(request: pytest.FixtureRequest) -> ProcessWorld:
+    """Return a world of 2 or 3 ranks that are processes."""
+    return _usable(request.param)
+
+
+World = TypeVar("World", bound=ThreadWorld | ProcessWorld)
+
+
+def _usable(world: World) -> World:
+    if isinstance(world, MPIWorld):
         require("mpi")
-    if isinstance(request.param, GlooWorld):
+    if isinstance(world, GlooWorld):
         require("torch")
-    return request.param
+    return world

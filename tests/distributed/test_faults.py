@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import fault_scenarios
 import pytest
 import scenarios
-from worlds import Failure, ProcessWorld, ThreadWorld
+from fault_scenarios import CLEAN
+from worlds import Failure, GlooWorld, ProcessWorld, ThreadWorld
 
 World = ThreadWorld | ProcessWorld
 
@@ -63,3 +65,29 @@ def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, how:
             assert f"{waited} for the agreement on a step in iteration 2" in failure.message
             assert 0.9 * world.short_timeout <= result["seconds"] < 30.0
             assert result["steps"] == 1
+
+
+@pytest.mark.tier("ranks")
+def test_all_ranks_suspended_for_longer_than_the_timeout_go_on(processes: ProcessWorld) -> None:
+    """The whole table of faults is in test_fault_table.py."""
+    for answer in processes.run(fault_scenarios.suspended, "all suspended for longer than the timeout", 1, "core"):
+        assert not isinstance(answer, Failure), answer
+        assert answer.pop("with the fault") > fault_scenarios.LONGER - 1.0, "the ranks were not suspended"
+        del answer["seconds"]
+        assert answer == CLEAN
+
+
+@pytest.mark.tier("ranks")
+def test_a_child_after_fork_is_refused_and_its_parents_go_on(processes: ProcessWorld) -> None:
+    for kind in ["core", "torch"] if isinstance(processes, GlooWorld) else ["core"]:
+        for rank, answer in enumerate(processes.run(fault_scenarios.forked, 1, kind)):
+            assert not isinstance(answer, Failure), answer
+            said = answer.pop("said")
+            assert answer == {"steps": 2, "scale": 32768.0}
+            if rank != 1:
+                continue
+            child, parent, stepped, constructed = said
+            for message in (stepped, constructed):
+                assert message.startswith("BackendError: "), message
+                assert f"process {parent}, got process {child}, a child after fork" in message
+            assert f"rank 1 of {processes.size} is process {parent}" in stepped

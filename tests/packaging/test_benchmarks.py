@@ -102,6 +102,24 @@ def test_a_case_is_measured_printed_as_a_table_and_written_as_json(tmp_path: Pat
     assert all(row["unit"] == "MiB" and row["ours"] > 0 for row in written["rows"])
 
 
+def test_how_an_iteration_grows_is_drawn(tmp_path: Path) -> None:
+    require("plot")
+    require("numpy")
+    from benchmarks import iterations
+    from benchmarks.measure import Row
+
+    rows = [
+        Row(f"iteration of {count} gradients of 10 elements, {name} / torch's", count * 1e-6, 1e-4, "s", 1.0)
+        for count in (1, 10, 100)
+        for name in ("numpy", "torch")
+    ]
+    iterations.plot(rows, tmp_path / "growth.svg")
+    drawn = (tmp_path / "growth.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in ("gradscale, numpy", "gradscale, torch", "torch.amp.GradScaler"))
+    with pytest.raises(ValueError, match="no times of iterations"):
+        iterations.plot([Row("memory", 1.0, 1.0, "MiB", None)], tmp_path / "nothing.svg")
+
+
 def test_what_cannot_be_run_is_listed_with_the_pip_command(tmp_path: Path) -> None:
     require("numpy")
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
@@ -109,7 +127,7 @@ def test_what_cannot_be_run_is_listed_with_the_pip_command(tmp_path: Path) -> No
     completed = bench("--quick", "--only", "torch-unscale", **hidden)
     assert completed.returncode == 0, completed.stderr
     assert "not run: torch-unscale, because No module named 'torch'" in completed.stdout
-    assert "python -m pip install 'gradscale[torch]'" in completed.stdout
+    assert "python -m pip install '.[torch]'" in completed.stdout
     assert bench("--quick", "--only", "torch-unscale", "--check", **hidden).returncode == 1
 
 
@@ -119,6 +137,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_measured(tmp_path: Pa
     assert completed.returncode == 2
     assert not list(tmp_path.iterdir())
     assert "no case has 'nothing of this name' in its name" in completed.stderr
-    completed = bench("--json", "no/such/folder/numbers.json")
-    assert completed.returncode == 2
-    assert "cannot write" in completed.stderr
+    for option in ("--json", "--plot"):
+        completed = bench(option, "no/such/folder/numbers.json")
+        assert completed.returncode == 2
+        assert f"cannot write {option}" in completed.stderr

@@ -137,6 +137,15 @@ def test_either_end_by_ctrl_c_is_130_and_one_line(
     assert capsys.readouterr() == ("", "gradscale: interrupted\n")
 
 
+@pytest.mark.tier("quick")
+def test_where_there_is_no_terminal_lines_have_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    require("cli")
+    from gradscale.cli.output import console
+
+    console().print("a" * 300)
+    assert [len(line) for line in capsys.readouterr().out.splitlines()] == [120, 120, 60]
+
+
 def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
     require("cli")
     (tmp_path / "hanging.py").write_text(

@@ -33,6 +33,9 @@ BROKEN = {
     "fakeneither": ("backend = object()", "neither for arrays nor for groups"),
 }
 
+# What the launchers of MPI leave in the environment of their ranks.
+LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "MPI_LOCALRANKID")
+
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     require("cli")
@@ -64,6 +67,7 @@ def third_party(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.tier("quick")
 def test_numpy_works_and_is_used() -> None:
     completed = doctor("numpy", "--json")
     assert completed.returncode == 0, completed.stderr
@@ -74,6 +78,26 @@ def test_numpy_works_and_is_used() -> None:
     report = json.loads(completed.stdout)
     assert report["ok"]
     assert {"gradscale", "python", "system"} <= set(report)
+
+
+@pytest.mark.tier("quick")
+def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("cli")
+    from gradscale.cli import doctor as command
+    from gradscale.cli.probe import find
+
+    for name in LAUNCHED:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # It ends before anything is used, and says what it was started with.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        f"left = [name for name in {(*LAUNCHED, 'KEPT')!r} if name in os.environ]\n"
+        "os.write(2, ' '.join(left).encode())\nos._exit(1)\n"
+    )
+    (numpy,) = find(["numpy"])
+    assert command.examine(numpy, LIMIT).reason == "KEPT"
 
 
 @pytest.mark.mpi
@@ -120,6 +144,14 @@ def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_par
     assert "a longer --timeout gives it more" in found["fakehang"]["reason"]
     assert found["fakehang"]["command"] == ""
     assert not json.loads(completed.stdout)["ok"]
+
+
+def test_names_may_be_separated_by_commas_as_those_that_are_required() -> None:
+    require("cli")
+    assert list(rows(doctor("numpy,cli,", "plot", "--json"))) == ["numpy", "cli", "plot"]
+    refused = doctor(",")
+    assert refused.returncode == 2
+    assert "give names, such as numpy,mpi, got ','" in refused.stderr
 
 
 def test_what_is_broken_matters_only_if_it_is_required(third_party: str) -> None:

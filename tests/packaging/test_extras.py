@@ -59,6 +59,7 @@ DRAW = (
 )
 IMPORTS = [
     ("import gradscale_torch", "torch", "gradscale_torch", "torch"),
+    ("import gradscale_torch.plugins", "lightning", "gradscale_torch.plugins", "lightning"),
     ("import gradscale_jax", "jax", "gradscale_jax", "jax"),
     ("import gradscale_cupy", "cupy", "gradscale_cupy", "cupy"),
     ("import gradscale_cupy.nccl", "cupy", "gradscale_cupy", "cupy"),
@@ -78,6 +79,8 @@ IMPORTS = [
 def test_an_import_says_what_is_missing(statement: str, library: str, user: str, extra: str) -> None:
     if user in ("gradscale_numpy.mpi", "gradscale_numpy.fast"):
         require("numpy")
+    if user == "gradscale_torch.plugins":
+        require("torch")
     caught = (
         f"try:\n    {statement}\nexcept ModuleNotFoundError as error:\n"
         "    from gradscale import GradscaleError\n    assert isinstance(error, GradscaleError)\n"
@@ -178,6 +181,13 @@ def test_what_no_extra_mends_passes_unchanged(error: ImportError) -> None:
     with pytest.raises(ImportError) as caught, needs("this", "torch"):
         raise error
     assert caught.value is error
+
+
+def test_an_interrupted_import_ends_a_program_without_a_word() -> None:
+    with pytest.raises(SystemExit) as ended, program_needs("program.py", "torch"):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    assert ended.value.__suppress_context__
 
 
 def test_a_missing_library_is_found_before_anything_is_imported() -> None:

@@ -65,6 +65,8 @@ def test_each_kind_of_change(kind: str, source: str, expected: list[tuple[str, s
         "def f():\n    return None\n",
         "X: TypeAlias = Literal[1]",
         "X = 'a'",
+        "T = TypeVar('T', bound=int)",
+        "P = typing.ParamSpec('P')",
     ],
 )
 def test_what_is_left_alone(source: str) -> None:

@@ -31,6 +31,7 @@ TORCHS = {
     "_get_default_store",
     "_torchdynamo_disable",
     "_values",
+    "_world",
 }
 
 

@@ -6,12 +6,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axes import require
 
-from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, InvalidValueError, plot
+from gradscale import (
+    BackendNotAvailableError,
+    DynamicScale,
+    GradScaler,
+    InvalidTypeError,
+    InvalidValueError,
+    StaticScale,
+    plot,
+)
 from gradscale.policies.simulation import simulate
-from gradscale.reports.callbacks import JSONLines
+from gradscale.reports.callbacks import CSV, JSONLines
 from gradscale.reports.steps import UpdateReport
 
 REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
@@ -29,6 +38,49 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
         assert axes.lines[0].get_ydata()[0] == 8.0
         assert axes.collections[0].get_offsets().tolist() == [[2.0, 4.0]]
         assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("plot")
+    monkeypatch.chdir(tmp_path)
+    assert plot.history(REPORTS).axes[0].lines
+    assert plot.simulation(simulate(DynamicScale(), "CO", name="one")).axes[0].lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_panels_of_simulations_have_one_axis_that_holds_all_scales() -> None:
+    require("plot")
+    falling = simulate(DynamicScale(init_scale=65536.0), "O" * 12, name="falling")
+    figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
+    (low, high), other = (ax.get_ylim() for ax in figure.axes)
+    assert other == (low, high)
+    assert low < min(falling.scale) < max(falling.scale) < high
+
+
+def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path: Path) -> None:
+    require("plot")
+
+    class Optimizer:
+        def __init__(self) -> None:
+            self.grads = [np.full(3, np.inf, dtype=np.float32)]
+
+        def step(self) -> None:
+            raise AssertionError
+
+    reports: list[UpdateReport] = []
+    for path in (tmp_path / "log.jsonl", tmp_path / "log.csv"):
+        reports.clear()
+        log = (JSONLines if path.suffix == ".jsonl" else CSV)(path)
+        scaler = GradScaler(on_update=[log, reports.append])
+        for _ in range(2):
+            scaler.scale(np.float32(1.0))
+            scaler.step(Optimizer())
+            scaler.update()
+        for history in (scaler, reports, path):
+            (axes,) = plot.history(history).axes
+            assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0], history
+            assert list(axes.lines[0].get_xdata())[-1] == 3
+            assert axes.get_ylim()[0] < 16384.0
 
 
 def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
@@ -61,9 +113,10 @@ def test_an_empty_history_is_refused() -> None:
         ('{"scale": 2.0, "magnitude": -1}', "a magnitude that is a number from 0 on, or none, got -1"),
         ('{"scale": 1e300}', "a scale above 0 that float32 can hold, got 1e\\+300"),
         (f'{{"scale": 1{"0" * 400}}}', "a scale above 0 that float32 can hold, got 1000"),
+        ('{"scale": 2.0, "new_scale": 0}', "a new_scale above 0 that float32 can hold, got 0"),
         ('{"magnitude": 1.0}', "a scale above 0 that float32 can hold, got None"),
     ],
-    ids=["text", "negative", "large", "huge", "none"],
+    ids=["text", "negative", "large", "huge", "new", "none"],
 )
 def test_a_log_that_cannot_be_drawn_names_the_line(row: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(f'{{"scale": 2.0}}\n{row}\n')

@@ -1,5 +1,6 @@
 """What can be imported, what an import loads, and what is installed."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -7,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -36,6 +39,13 @@ PACKAGES = (
     "gradscale_numpy",
     pytest.param("gradscale_torch", marks=pytest.mark.torch),
     pytest.param("gradscale_jax", marks=pytest.mark.jax),
+)
+# These import what may not be installed.
+OPTIONAL = (
+    ["gradscale", "cli"],
+    ["gradscale_numpy", "fast"],
+    ["gradscale_numpy", "mpi"],
+    ["gradscale_torch", "plugins"],
 )
 
 
@@ -76,21 +86,35 @@ def test_public_names_are_listed_once_sorted_and_there() -> None:
     assert public - modules == set(gradscale.__all__) - modules
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_lists_names_that_it_has(package: str) -> None:
+def modules_of(package: str) -> Iterator[ModuleType]:
     folder = Path(importlib.import_module(package).__file__ or "").parent
     for path in sorted(folder.rglob("*.py")):
         names = [package, *path.relative_to(folder).with_suffix("").parts]
         if names[-1] == "__init__":
             names.pop()
-        # These import what may not be installed.
-        if names[:2] in (["gradscale_numpy", "mpi"], ["gradscale_numpy", "fast"], ["gradscale", "cli"]):
+        if names[:2] in OPTIONAL:
             continue
         module = importlib.import_module(".".join(names))
-        if not path.read_text().count("\n") > 1:
-            continue  # a room's own file, which is its docstring
+        # A room's own file is its docstring.
+        if path.read_text().count("\n") > 1:
+            yield module
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_lists_names_that_it_has(package: str) -> None:
+    for module in modules_of(package):
         for name in module.__all__:
             assert hasattr(module, name), f"{module.__name__}.{name}"
+
+
+def test_policies_reports_and_results_cannot_be_changed() -> None:
+    found = [getattr(module, name) for module in modules_of("gradscale") for name in module.__all__]
+    records = {one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}
+    assert {gradscale.DynamicScale, gradscale.StaticScale, gradscale.OverflowReport} < records
+    for record in records:
+        for field in dataclasses.fields(record):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(object.__new__(record), field.name, None)
 
 
 def test_errors_derive_from_the_root_and_from_a_built_in() -> None:

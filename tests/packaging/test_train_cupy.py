@@ -51,16 +51,21 @@ NO_CUPY = "import sys\nsys.modules['cupy'] = None\n"
 RECORDED = """
 import collections, dataclasses, importlib, json, sys
 name = sys.argv.pop(1)
-import train_digits
+import shared.runs
+from shared.ranks import Ranks
 
 def write(runs, options, ranks):
-    runs = [dataclasses.asdict(run) | {"dtype": run.dtype.__name__, "seconds": 0} for run in runs]
+    found = []
+    for run in runs:
+        values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        values |= {"scales": [report.scale for report in run.history], "skipped": run.skipped, "seconds": 0}
+        found.append(values | {"dtype": run.dtype.__name__})
     log = getattr(sys.modules.get("host_cupy"), "log", [])
     counts = collections.Counter(entry[0] for entry in log)
-    options.output.write_text(json.dumps({"runs": runs, "counts": counts}))
+    options.output.write_text(json.dumps({"runs": found, "counts": counts}))
 
-train_digits.write_plot = write
-with train_digits.Ranks() as world:
+shared.runs.write_picture = write
+with Ranks() as world:
     sys.exit(importlib.import_module(name).main(world))
 """
 
@@ -106,7 +111,7 @@ def over(group: str | None) -> list[str]:
 
 def recorded(folder: Path, size: int, name: str, *arguments: object, machine: str = "") -> Any:
     """Return what came of the runs of an example, with the counts of what it asked of the stand-in."""
-    output = folder / "runs.json"
+    output = folder / "runs.png"  # a name that the option takes
     completed = launch(folder, size, "-c", RECORDED, name, *arguments, "--output", output, machine=machine)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads(output.read_text())

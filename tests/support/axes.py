@@ -37,6 +37,7 @@ MODULES = {
     "examples": ("sklearn", "matplotlib", "tqdm"),
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
+    "transformers": ("transformers",),
     "keras": ("keras",),
     "cli": ("typer", "rich"),
     "plot": ("matplotlib",),

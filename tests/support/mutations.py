@@ -85,8 +85,9 @@ def changes(node: Any) -> Iterator[tuple[str, Any, ast.AST]]:
             yield "statement", node, ast.Pass()
         case ast.Module():
             for statement in node.body:
-                if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-                    yield "object", statement.value, ast.Constant(None)
+                made = statement.value if isinstance(statement, ast.Assign) else None
+                if isinstance(made, ast.Call) and not _is_left_alone(made):
+                    yield "object", made, ast.Constant(None)
 
 
 def _with(node: Any, **fields: Any) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from libraries import Library
 
-__all__ = ["Evaluating", "Grouped", "Parameter", "Recording", "Tree", "iterate", "scaled"]
+__all__ = ["Evaluating", "Grouped", "Parameter", "Recording", "Tree", "iterate", "iterate_plainly", "scaled"]
 
 
 class Parameter:
@@ -107,3 +108,12 @@ def iterate(arrays: Library, scaler: Any, optimizer: Any, values: Sequence[float
     scaler.step(optimizer)
     scaler.update()
     return scaler.last_step(optimizer)
+
+
+def iterate_plainly(scaler: Any, iterations: int) -> None:
+    """Make some iterations of NumPy's, all of them clean."""
+    optimizer = Tree()
+    for _ in range(iterations):
+        optimizer.grads = [scaler.scale(np.ones(2, np.float32))]
+        scaler.step(optimizer)
+        scaler.update()

@@ -1,0 +1,172 @@
+"""MixedPrecision and FabricMixedPrecision: Lightning's float16 plugins with a scaler of gradscale's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradscale.errors import CallOrderError, InvalidTypeError
+from gradscale.extras import needs
+from gradscale_torch.amp import GradScaler, ShardedGradScaler
+
+with needs("gradscale_torch.plugins", "lightning"):
+    from lightning.fabric.plugins import MixedPrecision as FabricsMixedPrecision
+    from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
+
+__all__ = ["FabricMixedPrecision", "HeldSchedule", "MixedPrecision"]
+
+Scaler = GradScaler | ShardedGradScaler
+
+
+class MixedPrecision(TrainersMixedPrecision):
+    """Lightning's plugin of this name for its Trainer, whose learning-rate schedules hold on skipped steps.
+
+    Parameters
+    ----------
+    precision : {"16-mixed", "bf16-mixed"}, default "16-mixed"
+        As in Lightning; "bf16-mixed" has no scaler.
+    device : str, default "cuda"
+        The type of the device that is trained on.
+    scaler : GradScaler or ShardedGradScaler, optional
+        Of ``gradscale_torch``. Default: ``GradScaler(device)``.
+
+    Attributes
+    ----------
+    scaler : GradScaler, ShardedGradScaler or None
+        For callbacks: ``trainer.precision_plugin.scaler.last_step(trainer.optimizers[0])``.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a scaler that is not of ``gradscale_torch``.
+    MissingExtraError
+        When this module is imported without Lightning.
+
+    Notes
+    -----
+    Schedules with ``interval="step"`` are stepped when the optimizer is, and so hold in a batch without a loss, too.
+    With ``frequency=n`` it is the step of each n-th batch that counts. Schedules of epochs, which they all are where
+    nothing is said, are left alone.
+
+    Checkpoints hold the scaler's state where Lightning's own plugin has it, and either plugin takes the other's.
+    """
+
+    scaler: Scaler | None
+
+    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: Scaler | None = None) -> None:
+        super().__init__(precision, device, _scaler_for(precision, device, scaler))
+
+    def connect(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[Any]]:
+        """Have the schedules hold that count steps; Lightning calls it when it has made them."""
+        for config in lr_schedulers:
+            if self.scaler is not None and _counts_steps(config):
+                own = getattr(config.scheduler, "optimizer", None)
+                optimizer = next((one for one in optimizers if one is own), optimizers[0])
+                config.scheduler = HeldSchedule(self.scaler, optimizer, config.scheduler)
+        return super().connect(model, optimizers, lr_schedulers)
+
+
+class FabricMixedPrecision(FabricsMixedPrecision):
+    """Lightning's plugin ``MixedPrecision`` for Fabric, which can hold learning-rate schedules on skipped steps.
+
+    Parameters
+    ----------
+    precision, device, scaler
+        As for :class:`MixedPrecision`.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a scaler that is not of ``gradscale_torch``.
+
+    Notes
+    -----
+    Fabric saves what it is given: ``fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})``.
+    """
+
+    scaler: Scaler | None
+
+    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: Scaler | None = None) -> None:
+        super().__init__(precision, device, _scaler_for(precision, device, scaler))
+
+    def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        """Step a learning-rate schedule unless the last step of its optimizer was skipped.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            As ``fabric.setup`` has given it, or the one that was given to it.
+        schedule : object
+            Whose ``step`` is called.
+        *args, **kwargs
+            Passed on.
+
+        Raises
+        ------
+        CallOrderError, InvalidTypeError
+            As :meth:`gradscale.GradScaler.step_schedule`.
+        """
+        if self.scaler is None:
+            schedule.step(*args, **kwargs)
+        else:
+            self.scaler.step_schedule(getattr(optimizer, "optimizer", optimizer), schedule, *args, **kwargs)
+
+
+class HeldSchedule:
+    """A learning-rate schedule whose ``step`` waits for a step of its optimizer; all else is the schedule's own.
+
+    Parameters
+    ----------
+    scaler : GradScaler or ShardedGradScaler
+        Which steps the optimizer.
+    optimizer : torch.optim.Optimizer
+        The one that the scaler is given.
+    schedule : object
+        Has ``step``. ``isinstance`` takes this for it.
+    """
+
+    __slots__ = ("_iteration", "_optimizer", "_scaler", "_schedule")
+
+    def __init__(self, scaler: Scaler, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        for name, value in zip(self.__slots__, (0, optimizer, scaler, schedule), strict=True):
+            object.__setattr__(self, name, value)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the schedule if its optimizer has made a step since this was last called."""
+        try:
+            iteration = self._scaler.last_step(self._optimizer).iteration
+        except CallOrderError:
+            # No batch has had a loss yet.
+            return
+        if iteration != self._iteration:
+            object.__setattr__(self, "_iteration", iteration)
+            self._scaler.step_schedule(self._optimizer, self._schedule, *args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The schedule's class, for ``isinstance``."""
+        return type(self._schedule)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._schedule, name, value)
+
+
+def _scaler_for(precision: Any, device: str, scaler: Any) -> Scaler | None:
+    """Return the scaler that is given, or a new one where float16 needs it."""
+    if scaler is None:
+        return GradScaler(device) if precision == "16-mixed" else None
+    if not isinstance(scaler, Scaler):
+        msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
+        raise InvalidTypeError(msg)
+    return scaler
+
+
+def _counts_steps(config: Any) -> bool:
+    """Tell whether Lightning steps a schedule after each batch, and it does not hold already."""
+    return config.interval == "step" and type(config.scheduler) is not HeldSchedule

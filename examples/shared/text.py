@@ -1,0 +1,72 @@
+"""465 kB of text about the Python language, which comes with Python, and a small transformer that learns it."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shared.torch_ranks import Ranks
+
+WIDTH, HEADS, LAYERS, CONTEXT = 32, 4, 2, 64
+WINDOWS = 16  # of CONTEXT characters each, in the batch of all ranks: 1024 characters
+VALIDATION_BATCHES = 8
+
+
+def load_text() -> tuple[Tensor, Tensor, int]:
+    """Return characters to train on, characters to validate on, and how many different ones there are."""
+    manual = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    numbers = {character: number for number, character in enumerate(sorted(set(manual)))}
+    characters = torch.tensor([numbers[character] for character in manual])
+    cut = len(characters) * 9 // 10
+    return characters[:cut], characters[cut:], len(numbers)
+
+
+def draw_windows(text: Tensor, batches: torch.Generator, ranks: Ranks) -> Tensor:
+    """Return this rank's part of a batch, which every rank draws alike: windows, characters."""
+    starts = torch.randint(len(text) - CONTEXT, (WINDOWS,), generator=batches)
+    mine = starts[ranks.rank :: ranks.size][: WINDOWS // ranks.size]
+    return text[mine[:, None] + torch.arange(CONTEXT + 1)].to(ranks.device)
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a perceptron, each on the normalised input and added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.inputs, self.outputs = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the next block works on, in the shape of ``x``: windows, characters, width."""
+        parts = self.inputs(self.attention_norm(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.outputs(attended.transpose(1, 2).flatten(2))
+        added: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
+        return x + added
+
+
+class Transformer(nn.Module):
+    """A language model of characters, started as GPT-2 is: weights of standard deviation 0.02, biases of zero."""
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self.characters, self.positions = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Return the mean float32 loss, in nats, of every character of the windows but the first."""
+        x = self.characters(windows[:, :-1]) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.output(self.norm(x)).float().flatten(0, 1), windows[:, 1:].flatten())

@@ -1,0 +1,68 @@
+"""What a user has passed, in the text of an error: short, and safe whatever the object does when it is looked at."""
+
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+
+from gradscale.errors import GradscaleError, InvalidTypeError
+
+__all__ = ["key_names", "reading", "shown", "unreadable"]
+
+_LONGEST = 1000
+_SHOWN = 12
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of an object, cut to 1000 characters; what it is in words where that raises.
+
+    Python itself refuses to print an integer of more than 4300 digits.
+    """
+    try:
+        text = repr(value)
+    except Exception as error:
+        if type(value) is int:
+            return f"an integer of {value.bit_length()} bits"
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def key_names(keys: Iterable[object]) -> str:
+    """Return the keys of a mapping as text, sorted, the first of many."""
+    names = sorted(key if type(key) is str else shown(key) for key in keys)
+    return f"{shown(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+
+
+class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function, in a with statement or above a function
+    """Turn what a user's object raises when it is read into an InvalidTypeError that says of what it is.
+
+    Parameters
+    ----------
+    what : str
+        The name of the object in the message, such as "the state dict".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, GradscaleError):
+            raise unreadable(self._what, error) from error
+
+
+def unreadable(what: str, error: Exception) -> InvalidTypeError:
+    """Return the error for an object that raises when it is read; the original is to be its cause."""
+    msg = (
+        f"{what} cannot be read, got {type(error).__name__} from it: {_text_of(error)}; pass plain Python values, "
+        f"arrays and containers"
+    )
+    return InvalidTypeError(msg)
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return f"{error}"[:_LONGEST]
+    except Exception:
+        return "an error without a text"

@@ -1,0 +1,344 @@
+"""The page of recipes for torch: each block runs against its host, skips, and leaves alone what a skip must leave."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axes import require
+from batches import Batch, Case
+
+from gradscale.testing import ThreadCollectives, run_ranks
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.tier("all"),
+    # Lightning 2.6 itself uses what torch 2.13 has deprecated.
+    pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
+]
+
+OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
+NAMES = {
+    *("schedule", "followers", "sam", "actor", "checkpoint"),
+    *("trainer", "fabric", "accelerate", "transformers"),
+}
+# The first micro-batch of the second batch, and the last one of the fourth.
+MICRO_OVERFLOWS = (5, 16)
+FOLDER = "checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def recipes() -> Any:
+    """Return what runs the blocks."""
+    require("torch")
+    import recipe_scenarios
+
+    return recipe_scenarios
+
+
+def cases(size: int) -> list[Case]:
+    """Return what is asked of a world of some ranks."""
+    return [("actor", MICRO_OVERFLOWS, bad_rank) for bad_rank in range(size)] + [("actor", (), 0)]
+
+
+BATCH = Batch("recipe_scenarios", cases)
+
+
+def common(recipes: Any, overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
+    """Return what most recipes take for granted."""
+    torch = require("torch")
+    from gradscale_torch import GradScaler
+
+    model = recipes.made_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        "scaler": GradScaler("cpu"),
+        "loss_of": recipes.Losses(overflows),
+    }
+
+
+def skips(scaler: Any) -> list[bool]:
+    """Return whether each step was skipped."""
+    return [report.skipped for report in scaler.history]
+
+
+SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
+
+
+def test_every_block_is_known_and_short(recipes: Any) -> None:
+    assert set(recipes.blocks()) == NAMES
+    lines = {
+        name: len([line for line in code.splitlines() if line and not line.startswith(("import ", "from "))])
+        for name, code in recipes.blocks().items()
+    }
+    assert lines["sam"] <= 12
+    assert max(lines.values()) <= 13
+
+
+def test_a_schedule_holds(recipes: Any) -> None:
+    names = recipes.run_block("schedule", **common(recipes))
+    assert skips(names["scaler"]) == SKIPS
+    assert names["schedule"].last_epoch == 5
+
+
+def test_what_follows_the_optimizer_holds(recipes: Any) -> None:
+    names = recipes.run_block("followers", **common(recipes))
+    assert skips(names["scaler"]) == SKIPS
+    assert names["steps"] == int(names["average"].n_averaged) == 5
+
+
+class SAM:
+    """Sharpness-aware minimisation with the interface of davda54/sam."""
+
+    def __init__(self, parameters: Any, rho: float = 0.05) -> None:
+        torch = require("torch")
+        self.base_optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+        self.state: dict[Any, Any] = collections.defaultdict(dict)
+        self.rho = rho
+
+    def weights(self) -> list[Any]:
+        """Return the weights that have gradients."""
+        listed = (weight for group in self.param_groups for weight in group["params"])
+        return [weight for weight in listed if weight.grad is not None]
+
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Climb, and remember where from."""
+        torch = require("torch")
+        norm = torch.stack([weight.grad.norm() for weight in self.weights()]).norm()
+        for weight in self.weights():
+            self.state[weight]["old_p"] = weight.data.clone()
+            weight.data.add_(weight.grad * (self.rho / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    def second_step(self) -> None:
+        """Go back, and step."""
+        for weight in self.weights():
+            weight.data = self.state[weight]["old_p"]
+        self.base_optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.base_optimizer.zero_grad()
+
+
+def trained_by_sam(recipes: Any, overflows: tuple[int, ...]) -> dict[str, Any]:
+    """Run the recipe with SAM; the calls of the loss at these numbers are infinite."""
+    given = common(recipes, overflows)
+    sam = SAM(given["model"].parameters())
+    weights = []
+
+    def remembered(model: Any, batch: Any) -> Any:
+        weights.append([weight.tolist() for weight in model.parameters()])
+        return losses(model, batch)
+
+    losses = given["loss_of"]
+    names = recipes.run_block("sam", **given | {"sam": sam, "loss_of": remembered})
+    return names | {"weights": [*weights, [weight.tolist() for weight in given["model"].parameters()]]}
+
+
+def test_sam_in_two_steps_is_sam_in_float32(recipes: Any) -> None:
+    torch = require("torch")
+    names = trained_by_sam(recipes, ())
+    model = recipes.made_model()
+    sam, loss_of = SAM(model.parameters()), recipes.Losses()
+    for batch in recipes.made_loader():
+        for step in (sam.first_step, sam.second_step):
+            sam.zero_grad()
+            loss_of(model, batch).backward()
+            if step == sam.second_step:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            step()
+    expected = [weight.tolist() for weight in model.parameters()]
+    for mine, plain in zip(names["weights"][-1], expected, strict=True):
+        # The norm is summed in another order than torch's.
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-5, atol=1e-7)
+    assert skips(names["scaler"]) == [False] * 16
+    assert names["scaler"]._get_growth_tracker() == recipes.BATCHES
+
+
+def test_an_overflow_of_either_pass_of_sam_leaves_the_weights_as_they_were(recipes: Any) -> None:
+    # The first pass of the second batch, and the second one of the third.
+    names = trained_by_sam(recipes, (3, 5))
+    weights = names["weights"]
+    assert skips(names["scaler"])[2:5] == [True, False, True]
+    # Before the second batch, the third and the fourth.
+    assert weights[2] == weights[3] == weights[5]
+    assert weights[3] != weights[4]
+    assert weights[5] != weights[7]
+    assert names["scaler"].get_scale() == 2.0**14
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int) -> None:
+    answers = BATCH.answer(2, "actor", MICRO_OVERFLOWS, bad_rank)
+    assert answers[0] == answers[1]
+    answer = answers[0]
+    assert answer["skipped"] == [2, 4]
+    assert answer["scale"] == 2.0**14
+    assert answer["dtypes"] == {"torch.float16"}
+    assert answer["masters"] == answer["moments"] == {"torch.float32"}
+    clean = BATCH.answer(2, "actor", (), 0)
+    assert clean[0] == clean[1]
+    assert clean[0]["skipped"] == []
+    assert clean[0]["weights"] != answer["weights"]
+    assert 0 < clean[0]["norm"] < 10
+
+
+def test_dcp_saves_and_loads_the_scaler(tmp_path: Path) -> None:
+    batch = Batch("recipe_scenarios", lambda _: [("checkpoint", str(tmp_path / FOLDER))])
+    for answer in batch.answer(2, "checkpoint", str(tmp_path / FOLDER)):
+        assert answer["before"] == answer["after"]
+        assert (answer["after"]["scale"], answer["after"]["growth_interval"]) == (2.0**15, 400)
+
+
+class Loader:
+    """Batches, as Lightning takes them; a list would be several loaders."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def test_the_trainer_skips_and_holds_the_schedule(recipes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lightning = require("lightning")
+    given = common(recipes)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = given["model"]
+
+        def training_step(self, batch: Any) -> Any:
+            return given["loss_of"](self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            schedule = {"scheduler": given["schedule"], "interval": "step"}
+            return {"optimizer": given["optimizer"], "lr_scheduler": schedule}
+
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    names = recipes.run_block("trainer", module=Module(), options=options, loader=Loader(recipes.made_loader()))
+    assert skips(names["scaler"]) == SKIPS
+    assert given["schedule"].last_epoch == 5
+    assert "StepReport(skipped=True" in capsys.readouterr().out
+
+
+def test_fabric_skips_holds_the_schedule_and_saves(recipes: Any, tmp_path: Path) -> None:
+    torch = require("torch")
+    require("lightning")
+    given = common(recipes) | {"path": tmp_path / "fabric.ckpt"}
+    names = recipes.run_block("fabric", **given)
+    scaler = names["precision"].scaler
+    assert skips(scaler) == SKIPS
+    assert given["schedule"].last_epoch == 5
+    saved = torch.load(given["path"], weights_only=True)
+    assert saved["precision"] == scaler.state_dict()
+
+
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """Return accelerate, and forget its global state afterwards."""
+    module = require("accelerate")
+    yield module
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+    module.state.GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("accelerate")
+def test_accelerate_skips_and_holds_the_schedule(recipes: Any) -> None:
+    given = common(recipes)
+    names = recipes.run_block("accelerate", **given)
+    assert skips(names["accelerator"].scaler) == SKIPS
+    assert given["schedule"].last_epoch == 5
+
+
+@pytest.mark.usefixtures("accelerate")
+def test_the_trainer_of_transformers_skips_and_holds_the_schedule(recipes: Any, tmp_path: Path) -> None:
+    torch = require("torch")
+    require("transformers")
+    given = common(recipes)
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = given["model"]
+
+        def forward(self, inputs: Any, labels: Any) -> Any:
+            assert labels.shape == (8, 1)
+            return {"loss": given["loss_of"](self.inner, inputs)}
+
+    names = recipes.run_block(
+        "transformers",
+        model=Model(),
+        examples=[{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch],
+        options={
+            "output_dir": str(tmp_path),
+            "use_cpu": True,
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 8,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        },
+    )
+    assert skips(names["trainer"].accelerator.scaler) == SKIPS
+    assert names["trainer"].lr_scheduler.last_epoch == 5
+
+
+def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    # As unscale_ says itself: over a group, plain tensors may be parts or copies. Here they are copies.
+    old = "scaler.unscale_(sam.base_optimizer, max_norm=1.0)\n"
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    new = f"scaler.unscale_(sam.base_optimizer)\n        {clip}\n"
+    code = recipes.blocks()["sam"]
+    assert code.count(old) == 1
+    monkeypatch.setattr(recipes, "blocks", lambda: {"sam": code.replace(old, new)})
+
+    def rank(group: ThreadCollectives) -> Any:
+        model = recipes.made_model()
+        # It has no gradient, and SAM leaves it alone.
+        model[0].bias.requires_grad_(False)
+        given = {
+            "torch": require("torch"),
+            "sam": SAM(model.parameters()),
+            "model": model,
+            "scaler": ShardedGradScaler("cpu", group=group),
+            # The first rank overflows in the climb of the second batch, the other one in the second pass of the third.
+            "loss_of": recipes.Losses([3] if group.rank == 0 else [5]),
+        }
+        names = recipes.run_block("sam", **given)
+        return skips(names["scaler"]), [weight.tolist() for weight in model.parameters()]
+
+    answers = run_ranks(2, rank)
+    assert answers[0] == answers[1]
+    assert [index for index, skipped in enumerate(answers[0][0]) if skipped] == [2, 4]
+
+
+def test_a_recipe_that_does_not_ask_is_found(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = "if not scaler.last_step(optimizer).skipped:"
+    code = recipes.blocks()["followers"]
+    assert code.count(asks) == 1
+    monkeypatch.setattr(recipes, "blocks", lambda: {"followers": code.replace(asks, "if True:")})
+    assert recipes.run_block("followers", **common(recipes))["steps"] == recipes.BATCHES

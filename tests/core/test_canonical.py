@@ -1,0 +1,123 @@
+"""A policy's number is the same in every process for equal settings, and another one for others."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import policies_of_ones_own as policies
+import pytest
+from policies_of_ones_own import by_name, made
+
+import gradscale
+from gradscale.core.vector import identify
+from gradscale.testing import run_ranks
+
+pytestmark = pytest.mark.numpy
+
+SEEDS = ("1", "2")
+
+
+def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
+    once, again = ({name: identify(made(setting)) for name, setting in by_name().items()} for _ in range(2))
+    assert once == again
+    assert len(set(once.values())) == len(once), once
+    assert identify(made(None, growth_interval=5)) != identify(made(None, growth_interval=6))
+    assert identify(gradscale.DynamicScale()) != identify(gradscale.StaticScale())
+
+
+def test_neither_the_hash_seed_nor_addresses_make_a_difference() -> None:
+    program = Path(policies.__file__)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), seed],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in SEEDS
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    first, second = map(ast.literal_eval, printed)
+    assert first == second
+    assert first.keys() == by_name().keys()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(2, 2.0, id="int and float"),
+        pytest.param(1, True, id="int and bool"),
+        pytest.param(0.0, -0.0, id="zeros"),
+        pytest.param(0.5, np.float32(0.5), id="NumPy's float"),
+        pytest.param(3, np.int64(3), id="NumPy's int"),
+        pytest.param({1, 2}, frozenset({2, 1}), id="sets"),
+        pytest.param({"a": 1, "b": 2}, {"b": 2, "a": 1}, id="order of a mapping"),
+        pytest.param(b"x", bytearray(b"x"), id="bytes"),
+    ],
+)
+def test_settings_that_compare_equal_are_no_difference(one: Any, other: Any) -> None:
+    assert one == other
+    assert identify(made(one)) == identify(made(other))
+
+
+@pytest.mark.parametrize("one", [[1, 23], [12, 3], ["1", 23], [[1, 23]], [1, [23]], ["ab", "c"], ["a", "bc"], []])
+def test_no_two_lists_run_together(one: Any) -> None:
+    others = [[1, 23], [12, 3], ["1", 23], [[1, 23]], [1, [23]], ["ab", "c"], ["a", "bc"], []]
+    equal = [other for other in others if identify(made(other)) == identify(made(one))]
+    assert equal == [one]
+
+
+def endless() -> list[Any]:
+    """Return a list that holds itself."""
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        pytest.param(policies.Odd(), r"the policy Own\.setting must be", id="object"),
+        pytest.param([1, policies.Odd()], r"Own\.setting\[1\] must be", id="in a list"),
+        pytest.param({"a": policies.Odd()}, r"Own\.setting\['a'\] must be", id="in a mapping"),
+        pytest.param({policies.Odd()}, r"an element of the policy Own\.setting must be", id="in a set"),
+        pytest.param(policies.Schedule(policies.Odd()), r"Own\.setting\.function must be", id="in a dataclass"),
+        pytest.param(policies.Odd().__init__, r"the object of the policy Own\.setting must", id="method"),
+        pytest.param(endless(), r"holds itself", id="endless"),
+    ],
+)
+def test_what_has_no_value_in_another_process_is_refused_by_its_name(setting: Any, named: str) -> None:
+    with pytest.raises(gradscale.InvalidTypeError, match=named):
+        identify(made(setting))
+
+    def construct(group: Any) -> None:
+        gradscale.ShardedGradScaler(group=group, policy=made(setting))
+
+    with pytest.raises(gradscale.InvalidTypeError, match=named):
+        run_ranks(1, construct)
+    with pytest.raises(gradscale.InvalidTypeError, match=named):
+        run_ranks(1, lambda group: gradscale.GroupAgreement(group, made(setting)))
+    # A process alone compares it with nobody's.
+    gradscale.GradScaler(policy=made(setting))
+
+
+def test_ranks_with_equal_policies_agree_and_others_do_not() -> None:
+    def train(group: Any, names: Any) -> float:
+        scaler = gradscale.ShardedGradScaler(group=group, policy=made({"names": names, "function": policies.ramp}))
+        scaler.scale(np.float32(1.0))
+        optimizer = dataclasses.make_dataclass("Optimizer", ["grads"], namespace={"step": lambda _: None})(
+            [np.ones(3, np.float32)]
+        )
+        scaler.step(optimizer)
+        return scaler.get_scale()
+
+    assert run_ranks(2, lambda group: train(group, {"a", "b"} if group.rank else {"b", "a"})) == [65536.0] * 2
+    with pytest.raises(gradscale.ScaleDesyncError, match="policy"):
+        run_ranks(2, lambda group: train(group, {"a", "b"} if group.rank else {"a", "c"}))

@@ -1,0 +1,144 @@
+"""What the host reads of a state is believed only where a policy can have made it; else the library is named."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+from libraries import Library
+from optimizers import Tree, iterate
+
+import gradscale
+from gradscale import BackendError, DynamicScale, GradScaler, presets
+from gradscale.core.backend import Backend
+from gradscale.core.validation import LARGEST_INT32, bits_of_float32
+from gradscale.scaler.live_state import largest_trackers, numbers_of
+
+pytestmark = pytest.mark.numpy
+
+BITS = bits_of_float32(65536.0)
+
+
+class Misplacing(Backend):
+    """Reads a state whose pieces a wrong ``concat`` has put elsewhere, once it is told to."""
+
+    def __init__(self) -> None:
+        self.values: list[int] | None = None
+
+    def read(self, x: Any) -> list[int]:
+        values = super().read(x)
+        if self.values is None:
+            return values
+        # A verdict's vector holds two numbers before those of the state.
+        before = values[:2] if len(values) > 4 else []
+        return [*before, *self.values, *values[len(before) + 4 :]]
+
+
+WRONG = {
+    "bits in the growth tracker": [BITS, BITS, 0, 0],
+    "bits in the overflow tracker": [BITS, 0, BITS, 0],
+    "bits in the rescale tracker": [BITS, 0, 0, BITS],
+    "zeros": [0, 0, 0, 0],
+    "a negative scale": [bits_of_float32(-1.0), 0, 0, 0],
+    "an infinite scale": [bits_of_float32(math.inf), 0, 0, 0],
+    "nan": [bits_of_float32(math.nan), 0, 0, 0],
+    "a negative tracker": [BITS, -1, 0, 0],
+    "a tracker beyond its threshold": [BITS, 2001, 0, 0],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("call", ["state_dict", "step"])
+def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, wrong: list[int], call: str) -> None:
+    backend = Misplacing()
+    scaler = GradScaler(backend=backend)
+    iterate(strict, scaler, Tree())
+    before = scaler.state_dict()
+    backend.values = wrong
+    with pytest.raises(BackendError, match="from array_api_strict that no policy makes, got scale=") as caught:
+        scaler.state_dict() if call == "state_dict" else iterate(strict, scaler, Tree())
+    assert "growth_tracker 2000, overflow_tracker 0, rescale_tracker 0" in str(caught.value)
+    backend.values = None
+    if call == "state_dict":
+        assert scaler.state_dict() == before
+        iterate(strict, scaler, Tree())
+
+
+@pytest.mark.tier("ranks")
+def test_a_lazy_library_whose_plans_are_wrong_does_not_change_the_state() -> None:
+    require("dask")
+    import dask.array as da
+
+    backend = Misplacing()
+    scaler = GradScaler(backend=backend)
+    optimizer = Tree([da.ones(2, dtype="float32") * scaler.scale(da.ones((), dtype="float32"))])
+    backend.values = [BITS, BITS, 0, 0]
+    with pytest.raises(BackendError, match=r"dask.array that no policy makes, got .*growth_tracker=1199570944"):
+        scaler.step(optimizer)
+    assert optimizer.steps == 0
+    backend.values = None
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (65536.0, 0)
+
+
+def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library) -> None:
+    scaler = GradScaler(growth_interval=5)
+    iterate(strict, scaler, Tree())
+    saved = scaler.state_dict()
+    saved |= {"_growth_tracker": 4000, "_overflow_tracker": 7, "_rescale_tracker": 9}
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict()["_growth_tracker"] == 4000
+    scaler = pickle.loads(pickle.dumps(scaler))
+    iterate(strict, scaler, Tree())
+    assert scaler.state_dict()["_growth_tracker"] == 0
+    assert scaler.state_dict()["_rescale_tracker"] == 9
+
+    scaler = GradScaler(growth_interval=1000)
+    for _ in range(8):
+        iterate(strict, scaler, Tree())
+    scaler.set_growth_interval(2)
+    assert scaler.state_dict()["_growth_tracker"] == 8
+    iterate(strict, scaler, Tree())
+    assert scaler.state_dict()["_growth_tracker"] == 0
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_no_rule_passes_what_it_says_its_trackers_reach(name: str) -> None:
+    policy = presets.named(name, growth_interval=3)
+    largest = largest_trackers(policy)
+    reached = [0, 0, 0]
+    state = policy.init(np.float32(1.0))
+    generator = np.random.default_rng(5)
+    for bad in generator.random(150) < 0.3:
+        state = policy.update(state, nonfinite=np.asarray(int(bad)))
+        reached = [max(int(tracker), most) for tracker, most in zip(state[1:], reached, strict=True)]
+    assert all(most <= limit for most, limit in zip(reached, largest, strict=True)), (reached, largest)
+    assert numbers_of(state, gradscale.registry.backend_for(state.scale), largest)["scale"] == float(state.scale)
+
+
+def test_a_policy_that_does_not_say_may_use_all_of_int32() -> None:
+    class Own:
+        pass
+
+    assert largest_trackers(Own()) == (LARGEST_INT32,) * 3  # type: ignore[arg-type]
+    assert largest_trackers(DynamicScale(hysteresis=3), [5, 1, 2]) == (2000, 3, 2)
+
+
+@pytest.mark.torch
+@pytest.mark.tier("ranks")
+def test_torch_names_itself_too() -> None:
+    require("torch")
+    import torch
+
+    import gradscale_torch
+
+    scaler = gradscale_torch.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler._scale.fill_(math.nan)
+    with pytest.raises(BackendError, match="torch that no policy makes, got scale=nan"):
+        scaler.state_dict()
+    scaler._scale.fill_(2.0)
+    assert scaler.state_dict()["scale"] == 2.0

@@ -1,0 +1,55 @@
+"""What an agreement costs does not grow with the number of ranks, nor with what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from optimizers import Tree
+
+from gradscale import ShardedGradScaler
+from gradscale.testing import ThreadCollectives, run_ranks
+
+pytestmark = pytest.mark.numpy
+
+LARGEST = 128  # bytes
+ITERATIONS = 3
+
+
+class Counting:
+    """A group that takes note of the bytes of each message."""
+
+    def __init__(self, group: ThreadCollectives) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.sent: list[int] = []
+        self._group = group
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        self.sent.append(x.nbytes)
+        return self._group.start_max(x)
+
+
+def sent_by_a_rank(group: ThreadCollectives, optimizers: int, gradients: int) -> list[int]:
+    """Return the bytes of each message that a rank sends in some iterations."""
+    counting = Counting(group)
+    scaler = ShardedGradScaler(group=counting)
+    trees = [Tree() for _ in range(optimizers)]
+    for _ in range(ITERATIONS):
+        scaler.scale(np.ones((), np.float32))
+        for tree in trees:
+            tree.grads = [np.ones(3, np.float32) for _ in range(gradients)]
+            scaler.step(tree)
+        scaler.update()
+    return counting.sent
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: int) -> None:
+    for optimizers, gradients in ((1, 1), (1, 100), (3, 1), (1, 0)):
+        sent = run_ranks(size, lambda group, wanted=(optimizers, gradients): sent_by_a_rank(group, *wanted))
+        assert all(rank == sent[0] for rank in sent)
+        assert len(sent[0]) == optimizers * ITERATIONS
+        assert len(set(sent[0])) == 1
+        assert 0 < sent[0][0] <= LARGEST

@@ -1,0 +1,315 @@
+"""What the ranks do in the tests of ranks that do something different: another order, another call, another norm.
+
+Each scenario takes a group, the odd rank, what it does differently, and the library whose scaler is meant: "numpy" or
+"torch". It returns what the rank was told, and nothing that depends on how far the others came.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scenarios import SGD, gradients, loss, rank_and_size
+from worlds import Failure
+
+import gradscale
+
+__all__ = ["Trainer", "differ", "grid_in_another_order", "legal", "torch_norm_on_one_rank", "users_own_collective"]
+
+TIMEOUT = 20.0
+
+
+class Trainer:
+    """A scaler of a library over a group, and optimizers that are told how large their gradients are."""
+
+    def __init__(self, group: Any, library: str, count: int = 2, **settings: Any) -> None:
+        self.library = library
+        self.scaler: Any
+        if library == "torch":
+            import gradscale_torch
+
+            self.scaler = gradscale_torch.ShardedGradScaler("cpu", group=group, timeout=TIMEOUT, **settings)
+        else:
+            self.scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, **settings)
+        self.optimizers = [self.optimizer() for _ in range(count)]
+        self.refill()
+
+    def optimizer(self) -> Any:
+        """Return a new optimizer, with gradients."""
+        if self.library == "torch":
+            import torch
+
+            parameter = torch.nn.Parameter(torch.ones(3))
+            parameter.grad = torch.ones(3)
+            return torch.optim.SGD([parameter], lr=0.1)
+        return SGD([np.ones(3, np.float32)])
+
+    def refill(self) -> None:
+        """Call ``scale``, and give every optimizer gradients anew."""
+        if self.library == "torch":
+            import torch
+
+            self.scaler.scale(torch.ones(()))
+            for optimizer in self.optimizers:
+                optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+            return
+        self.scaler.scale(np.float32(1.0))
+        for optimizer in self.optimizers:
+            optimizer.grads = [np.ones(3, np.float32)]
+
+    def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False) -> None:
+        """Make one iteration, with the optimizers in this order."""
+        self.refill()
+        if unscales:
+            for index in order:
+                self.scaler.unscale_(self.optimizers[index])
+        for index in order:
+            self.scaler.step(self.optimizers[index])
+        self.scaler.update()
+
+
+def failure_of(call: Callable[[], Any]) -> Failure | None:
+    """Return what a call raises; None for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return Failure.of(error)
+    return None
+
+
+def _swapped(group: Any, is_odd: bool, library: str, unscales: bool) -> Failure | None:
+    trainer = Trainer(group, library)
+    trainer.iterate(unscales=unscales)
+    return failure_of(lambda: trainer.iterate((1, 0) if is_odd else (0, 1), unscales))
+
+
+def swapped_steps(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Step two optimizers, in the second iteration in another order on the odd rank."""
+    return _swapped(group, is_odd, library, False)
+
+
+def swapped_unscaling(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Unscale two optimizers, in the second iteration in another order on the odd rank."""
+    return _swapped(group, is_odd, library, True)
+
+
+def swapped_scalers(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Use two scalers over one group, in another order on the odd rank from the first iteration on."""
+    trainers = [Trainer(group, library, 1) for _ in range(2)]
+
+    def train() -> None:
+        for trainer in reversed(trainers) if is_odd else trainers:
+            trainer.iterate((0,))
+
+    return failure_of(train)
+
+
+def step_left_out(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Leave out a step after unscale_ on the odd rank."""
+    trainer = Trainer(group, library, 1)
+    trainer.scaler.unscale_(trainer.optimizers[0])
+    if not is_odd:
+        trainer.scaler.step(trainer.optimizers[0])
+    trainer.scaler.update()
+    return failure_of(lambda: trainer.iterate((0,)))
+
+
+def _clipped(group: Any, library: str, **settings: Any) -> Failure | None:
+    trainer = Trainer(group, library, 1)
+
+    def train() -> None:
+        trainer.scaler.unscale_(trainer.optimizers[0], **settings)
+        trainer.scaler.step(trainer.optimizers[0])
+
+    return failure_of(train)
+
+
+def norm_of_rank(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Clip to another norm on the odd rank, where all ranks hold all gradients."""
+    return _clipped(group, library, max_norm=2.0 if is_odd else 1.0, norm_over="rank")
+
+
+def norm_of_group(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Clip to another norm on the odd rank, where each holds a part."""
+    return _clipped(group, library, max_norm=2.0 if is_odd else 1.0, norm_over="group")
+
+
+def last_digit_of_norm(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Clip to norms that are one float32, and two float64."""
+    return _clipped(group, library, max_norm=0.1 * (1 + 2**-40) if is_odd else 0.1, norm_over="rank")
+
+
+def norm_left_out(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Clip on the other ranks alone."""
+    return _clipped(group, library, **({} if is_odd else {"max_norm": 1.0, "norm_over": "rank"}))
+
+
+def group_norm_alone(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Ask for the norm over the group on the odd rank alone."""
+    return _clipped(group, library, max_norm=1.0, norm_over="group" if is_odd else "rank")
+
+
+def diagnosis_alone(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Gather a diagnosis on the odd rank alone, where the others step."""
+    trainer = Trainer(group, library)
+    trainer.iterate()
+
+    def train() -> None:
+        if is_odd:
+            trainer.scaler.diagnose(trainer.optimizers[0], gather=True)
+        trainer.iterate()
+
+    return failure_of(train)
+
+
+def diagnosis_of_another(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Gather the diagnosis of another optimizer on the odd rank."""
+    trainer = Trainer(group, library)
+    trainer.iterate()
+    return failure_of(lambda: trainer.scaler.diagnose(trainer.optimizers[is_odd], gather=True))
+
+
+def agreement_without_a_scaler(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Use a GroupAgreement on the odd rank, where the others step."""
+    trainer = Trainer(group, library, 1)
+    policy = gradscale.DynamicScale()
+    agree = gradscale.GroupAgreement(group, policy, timeout=TIMEOUT)
+    state = policy.init(loss(library))
+    _, nonfinite = gradscale.unscale(gradients(library), state)
+
+    def train() -> None:
+        if is_odd:
+            agree(nonfinite, state)
+        trainer.iterate((0,))
+
+    return failure_of(train)
+
+
+def differ(group: Any, odd_rank: int, what: str, library: str) -> Failure | None:
+    """Run the scenario of this name; what this rank was told."""
+    rank, _ = rank_and_size(group)
+    told: Failure | None = globals()[what](group, rank == odd_rank, library)
+    return told
+
+
+# Legal programs.
+
+
+def legal(group: Any, odd_rank: int, library: str) -> list[Any]:
+    """Do what ranks may do differently, and much that they must do alike; what every rank ends with."""
+    rank, _ = rank_and_size(group)
+    is_odd = rank == odd_rank
+    trainer = Trainer(group, library, 0)
+    # Made in another order, and stepped in one.
+    first, second = trainer.optimizer(), trainer.optimizer()
+    trainer.optimizers = [second, first] if is_odd else [first, second]
+    trainer.iterate()
+    if is_odd:
+        # Nobody is asked, and nothing is sent.
+        trainer.scaler.diagnose(trainer.optimizers[1])
+        trainer.scaler = copy.deepcopy(trainer.scaler)
+        pickle.dumps(trainer.scaler)
+    trainer.iterate(unscales=True)
+    trainer.scaler.diagnose(trainer.optimizers[1], gather=True)
+    trainer.scaler.load_state_dict(trainer.scaler.state_dict())
+    # One that was never met, and is gone after its iteration.
+    trainer.optimizers.append(trainer.optimizer())
+    trainer.iterate((0, 2, 1))
+    trainer.optimizers[2] = trainer.optimizer()
+    trainer.iterate((2, 0))
+    # Left out on every rank.
+    trainer.refill()
+    trainer.scaler.unscale_(trainer.optimizers[0])
+    trainer.scaler.update()
+    trainer.iterate()
+    other = Trainer(group, library, 1)
+    other.iterate((0,))
+    trainer.iterate()
+    trainer.scaler = pickle.loads(pickle.dumps(trainer.scaler))
+    trainer.scaler.set_group(group)
+    trainer.iterate()
+    trainer.scaler.set_group(group)
+    trainer.iterate()
+    other.iterate((0,))
+    saved = trainer.scaler.state_dict()
+    return [float(saved["scale"]), int(saved["_growth_tracker"]), len(trainer.optimizers)]
+
+
+# What needs groups of its own.
+
+
+def grid_in_another_order(groups: list[Any], is_odd: bool, library: str, settings: dict[str, Any]) -> Failure | None:
+    """Agree over the rows and columns of a grid, in another order on the odd rank."""
+    trainer = Trainer(groups[::-1] if is_odd else groups, library, 1, **settings)
+    return failure_of(lambda: trainer.iterate((0,)))
+
+
+def grid_of_mpi(comm: Any, odd_rank: int, library: str) -> list[Failure | None]:
+    """Agree over groups of 3 ranks that each two of them share one of: in one order, and in another on the odd rank."""
+    row = comm.Split(color=comm.rank // 2, key=comm.rank)
+    column = comm.Split(color=comm.rank % 2, key=comm.rank)
+    policies: list[Any] = [{}, {"policy": gradscale.StaticScale(4.0)}]
+    told = [
+        grid_in_another_order([row, column], is_odd and comm.rank == odd_rank, library, settings)
+        for settings in policies
+        for is_odd in (False, True)
+    ]
+    row.Free()
+    column.Free()
+    return told
+
+
+def users_own_collective(group: Any, odd_rank: int, library: str, how: str) -> list[Any]:
+    """Make an all-reduce of the user's own between unscale_ and step, on the odd rank before both; over gloo.
+
+    ``how`` says of what, and what it is reduced by.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, size = rank_and_size(group)
+    trainer = Trainer(group, library, 1)
+    trainer.iterate((0,))
+    kind, operation, number = {
+        "sum": (torch.int64, dist.ReduceOp.SUM, 3),
+        "zero": (torch.int64, dist.ReduceOp.SUM, 0),
+        "product": (torch.int64, dist.ReduceOp.PRODUCT, 2),
+        "lowest": (torch.int64, dist.ReduceOp.MAX, -(2**63)),
+        "float": (torch.float64, dist.ReduceOp.SUM, 0.1),
+        "negative": (torch.float64, dist.ReduceOp.SUM, -1.5),
+    }[how]
+    # As long as what is sent in the place of a vector.
+    own = torch.full((1 if size == 2 else 2,), number, dtype=kind)
+    trainer.refill()
+    if rank == odd_rank:
+        dist.all_reduce(own, op=operation)
+    trainer.scaler.unscale_(trainer.optimizers[0])
+    if rank != odd_rank:
+        dist.all_reduce(own, op=operation)
+    return [failure_of(lambda: trainer.scaler.step(trainer.optimizers[0])) for _ in range(2)]
+
+
+def torch_norm_on_one_rank(group: Any, odd_rank: int) -> Failure | None:
+    """Clip DTensors over their mesh on the odd rank, where the others unscale."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import gradscale_torch
+
+    rank, size = rank_and_size(group)
+    mesh = init_device_mesh("cpu", (size,))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(2 * size), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(2 * size), mesh, [Shard(0)])
+    scaler = gradscale_torch.GradScaler("cpu", timeout=TIMEOUT)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler.scale(torch.ones(()))
+
+    def train() -> None:
+        scaler.unscale_(optimizer, **({"max_norm": 1.0} if rank == odd_rank else {}))
+        scaler.step(optimizer)
+
+    return failure_of(train)
