@@ -162,7 +162,8 @@ def backend_for(x: Any) -> Backend:
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
-        if name is None:
+        # gradscale's own symbols, by which policies are traced, have what policies need alone.
+        if name is None and kind.__module__.partition(".")[0] != "gradscale":
             _require_standard(x)
         _backends[kind] = _PURE if name is None else array_backend(name)
     return _backends[kind]

@@ -120,6 +120,7 @@ PROGRAMS = [
     ("flax_linen.py", "flax,examples", ("jax",)),
     ("flax_nnx.py", "flax,examples", ("jax",)),
     ("equinox_train.py", "equinox,examples", ("equinox",)),
+    ("adapter_mlx.py", "mlx", ("mlx",)),
 ]
 
 

@@ -24,6 +24,7 @@ MODULES = {
     "torch": ("torch",),
     "dask": ("dask.array",),
     "ndonnx": ("ndonnx",),
+    "mlx": ("mlx.core",),
     "mpi": ("mpi4py.MPI",),
     "jax": ("jax",),
     "optax": ("optax",),
