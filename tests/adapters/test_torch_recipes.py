@@ -316,8 +316,11 @@ def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.Mo
     assert code.count(old) == 1
     monkeypatch.setattr(recipes, "blocks", lambda: {"sam": code.replace(old, new)})
 
+    # Made here: threads share torch's generator.
+    models = [recipes.made_model() for _ in range(2)]
+
     def rank(group: ThreadCollectives) -> Any:
-        model = recipes.made_model()
+        model = models[group.rank]
         # It has no gradient, and SAM leaves it alone.
         model[0].bias.requires_grad_(False)
         given = {
