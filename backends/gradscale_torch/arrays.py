@@ -12,7 +12,7 @@ from gradscale.core import arithmetic
 from gradscale.core.protocols import Collectives
 from gradscale.errors import InvalidTypeError
 from gradscale_torch import diagnosis
-from gradscale_torch.gradients import GradientGroups, group_tensors, kernel_view
+from gradscale_torch.gradients import GradientGroups, group_tensors, kernel_view, require_values
 from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
 from gradscale_torch.verdicts import TensorFound, count_nonfinite
 
@@ -117,6 +117,7 @@ class TorchBackend(Backend):
             found: Found = {}
             direct = [target for grad, target in zip(grads, out, strict=True) if _widened_into(grad, target)]
             grouped = GradientGroups(group_tensors([kernel_view(target) for target in direct]), [])
+            require_values(grouped.groups)
             inverse = inverse_of(state.scale)
             # What the scale of a device is would take a host read; a second look takes none.
             judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0

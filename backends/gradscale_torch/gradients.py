@@ -26,6 +26,7 @@ __all__ = [
     "kernel_view",
     "local_tensor",
     "parameters_of",
+    "require_values",
 ]
 
 Tensor = torch.Tensor
@@ -138,6 +139,23 @@ def _require_apart(index: int, gradient: Tensor) -> None:
         raise InvalidValueError(msg)
 
 
+def require_values(groups: Groups) -> None:
+    """Refuse tensors of the meta device, which have no values to judge.
+
+    Raises
+    ------
+    InvalidTypeError
+        When there is one.
+    """
+    for (device, dtype), tensors in groups.items():
+        if device.type == "meta":
+            msg = (
+                f"gradients must have values, got {len(tensors)} of {dtype} on torch's meta device: materialize the "
+                f"model (model.to_empty(device=...)) and load its weights first"
+            )
+            raise InvalidTypeError(msg)
+
+
 def collect(parameters: Parameters, *, allow_fp16: bool) -> GradientGroups:
     """Return the tensors that hold the gradients of parameters.
 
@@ -169,6 +187,7 @@ def collect(parameters: Parameters, *, allow_fp16: bool) -> GradientGroups:
             groups = group_tensors(tensors)
             if all(dtype.is_floating_point for _, dtype in groups):
                 _check_dtypes((dtype for _, dtype in groups), allow_fp16)
+                require_values(groups)
                 return GradientGroups(groups, [])
     tensors = [gradient for gradient in tensors if gradient.dtype.is_floating_point or gradient.dtype.is_complex]
     _check_dtypes((gradient.dtype for gradient in tensors), allow_fp16)
@@ -188,7 +207,9 @@ def collect(parameters: Parameters, *, allow_fp16: bool) -> GradientGroups:
             else:
                 uncoalesced.append(gradient)
         chosen.append(kernel_view(gradient))
-    return GradientGroups(group_tensors(chosen), uncoalesced)
+    groups = group_tensors(chosen)
+    require_values(groups)
+    return GradientGroups(groups, uncoalesced)
 
 
 def _check_dtypes(dtypes: Any, allow_fp16: bool) -> None:

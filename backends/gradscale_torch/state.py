@@ -15,7 +15,7 @@ from gradscale import registry
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.policies.plain import PlainRule, plain_rule
-from gradscale.scaler.live_state import ANY_TRACKERS, largest_trackers, numbers_of, placed, with_setting
+from gradscale.scaler.live_state import ANY_TRACKERS, largest_trackers, numbers_of, placed, require_values, with_setting
 from gradscale_torch import kernels
 from gradscale_torch.verdicts import is_capturing
 
@@ -100,6 +100,7 @@ class TensorState:
     def current(self, like: Array | None = None) -> ScaleState:
         """Return the state, made on the device of ``like`` if there is none yet."""
         if self._state is None:
+            require_values(like)
             self._floor = float(self._restored.get("scale", self.policy.init_scale))
             self._state = placed(self.policy.init(like), self._restored)
             self._restored = {}

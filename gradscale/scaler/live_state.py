@@ -23,7 +23,16 @@ from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.plain import PlainRule, plain_rule
 
-__all__ = ["ANY_TRACKERS", "ArrayState", "checked_scale", "largest_trackers", "numbers_of", "placed", "with_setting"]
+__all__ = [
+    "ANY_TRACKERS",
+    "ArrayState",
+    "checked_scale",
+    "largest_trackers",
+    "numbers_of",
+    "placed",
+    "require_values",
+    "with_setting",
+]
 
 Trackers: TypeAlias = tuple[int, ...]
 
@@ -107,6 +116,7 @@ class ArrayState:
     def current(self, like: Array | None = None) -> ScaleState:
         """Return the state, made on the library and device of ``like`` if there is none yet."""
         if self._state is None:
+            require_values(like)
             state = placed(self.policy.init(like), self._restored)
             self._restored = {}
             self._like, self._home = state.scale, array_namespace(state.scale)
@@ -226,6 +236,22 @@ class ArrayState:
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten = dict.fromkeys(("_state", "_backend", "_home", "_rule", "_like"))
         return self.__dict__ | {"_restored": restored} | forgotten
+
+
+def require_values(like: Array | None) -> None:
+    """Refuse to make a state beside a tensor of torch's meta device, where it would have no values.
+
+    Raises
+    ------
+    InvalidTypeError
+        For such a tensor.
+    """
+    if getattr(getattr(like, "device", None), "type", None) == "meta":
+        msg = (
+            f"the state cannot be made beside a tensor without values, got {shown(like)}: materialize the model, and "
+            f"scale its loss on a device that computes"
+        )
+        raise InvalidTypeError(msg)
 
 
 def replaced(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:

@@ -364,3 +364,39 @@ def test_a_parameter_that_raises_when_it_is_read_is_refused() -> None:
         used().step(optimizer)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert copy.copy(optimizer).steps == 0
+
+
+@pytest.mark.torch
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("kind", ["gradscale", "gradscale_torch"])
+def test_a_loss_or_gradients_without_values_are_refused_and_the_scaler_goes_on(kind: str) -> None:
+    require("torch")
+    import torch
+
+    import gradscale_torch
+
+    def scaler() -> Any:
+        return GradScaler() if kind == "gradscale" else gradscale_torch.GradScaler("cpu")
+
+    parameter = torch.nn.Parameter(torch.ones(3, device="meta"))
+    parameter.grad = torch.ones(3, device="meta")
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with pytest.raises(InvalidTypeError, match="the state cannot be made beside a tensor without values"):
+        scaler().scale(torch.ones((), device="meta"))
+    one = scaler()
+    one.scale(torch.ones(()))
+    for call in (one.step, one.unscale_):
+        with pytest.raises(InvalidTypeError, match=r"gradients must have values, got 1 of torch\.float32"):
+            call(optimizer)
+    one.update()
+    assert one.state_dict()["scale"] == 65536.0
+    with pytest.raises(InvalidValueError, match="holds itself"):
+        one.scale(holding_itself() if kind == "gradscale" else _tensors_that_hold_themselves())
+
+
+def _tensors_that_hold_themselves() -> list[Any]:
+    import torch
+
+    tensors: list[Any] = [torch.ones(())]
+    tensors.append(tensors)
+    return tensors
