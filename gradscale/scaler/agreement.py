@@ -72,9 +72,8 @@ class _Numbers:
 _scalers: IdentityMap[int] = IdentityMap()
 
 
-def _count_scaler(collectives: Collectives) -> int:
-    """Return how many scalers a group has had before, and count one more."""
-    group = getattr(collectives, "identity", collectives)
+def _count_scaler(group: Any) -> int:
+    """Return how many scalers a library's own group has had before, and count one more."""
     try:
         weakref.ref(group)
     except TypeError:
@@ -122,6 +121,8 @@ class Agreement:
         # Why the groups can no longer be used.
         self._lost: GradscaleError | None = None
         self.vector = AgreementVector(diagnoses=diagnoses)
+        # By the library's own group, the number of this scaler, which it has again when it joins that group again.
+        self._had: IdentityMap[int] = IdentityMap()
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
@@ -158,7 +159,7 @@ class Agreement:
         return self._groups is None
 
     def join(self, groups: Sequence[Collectives]) -> None:
-        """Agree over other groups from now on, as one more scaler over them."""
+        """Agree over other groups from now on, as one more scaler over them, or as before over a group that it had."""
         self._groups = groups
         self._lost = None
         self._begin_to_count()
@@ -244,7 +245,11 @@ class Agreement:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
         number = self._own_numbers.by_id(id(collectives))
         if number is None:
-            number = self._own_numbers[collectives] = _count_scaler(collectives)
+            group = getattr(collectives, "identity", collectives)
+            number = self._had.by_id(id(group))
+            if number is None:
+                number = self._had[group] = _count_scaler(group)
+            self._own_numbers[collectives] = number
         return number
 
     def _shifts(self, groups: Sequence[Collectives]) -> list[int]:
@@ -375,7 +380,8 @@ class Agreement:
         copied = Agreement(self._groups, diagnoses=self._diagnoses, pending=self._pending, own_rank=self._own_rank)
         copied._lost = self._lost
         # Nothing tells it from this one, which it may take the place of on some ranks.
-        copied.steps, copied._optimizers, copied._own_numbers = self.steps, self._optimizers, self._own_numbers
+        copied.steps, copied._optimizers = self.steps, self._optimizers
+        copied._own_numbers, copied._had = self._own_numbers, self._had
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:

@@ -114,7 +114,7 @@ class GradScaler:
         given = completed(options)
         factors = {name: given[name] for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
         live = ArrayState(chosen_policy(given["policy"], factors), given["backend"])
-        enabled = validation.truth("enabled", given["enabled"])
+        enabled = validation.boolean("enabled", given["enabled"])
         reports = made_reports(given)
         parts = Parts(
             live=live,

@@ -46,6 +46,12 @@ def check_library(like: Array) -> None:
     See Also
     --------
     check_backend : holds an adapter to the pure core.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> import numpy as np
+    >>> gradscale.testing.check_library(np.zeros(3))
     """
     if not is_array_api_obj(like):
         msg = f"like must be an array of a library that follows the array API standard, got {like!r}"

@@ -122,9 +122,11 @@ def test_a_scale_that_may_be_below_one_is_divided_out_before_the_step(torch: Any
 def test_each_step_since_a_verdict_may_have_lowered_the_scale_on_a_device(torch: Any) -> None:
     from gradscale_torch.state import TensorState
 
-    live = TensorState(gradscale.DynamicScale(init_scale=64.0), "meta")
-    # A device that the host does not read.
-    state = live.current(torch.zeros((), device="meta"))
+    live = TensorState(gradscale.DynamicScale(), "meta")
+    live.replace_scale(64.0)
+    # On a device that the host does not read.
+    state = live.policy.init(torch.zeros((), device="meta"))
+    live.take(state)
     assert not live.may_be_below_one(state)
     live.version = 5
     for steps, is_possible in {0: False, 1: False, 2: False, 3: True, 4: True}.items():

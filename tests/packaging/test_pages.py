@@ -15,7 +15,8 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in (
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "gradscale/README.md")),
-        *(ROOT / name for name in ("examples/README.md", "tests/benchmarks/README.md")),
+        *(ROOT / name for name in ("examples/README.md", "examples/README_ADAPTER.md")),
+        *(ROOT / name for name in ("tests/README.md", "tests/benchmarks/README.md")),
         *(ROOT / f"backends/gradscale_{name}/README.md" for name in ("numpy", "torch", "jax", "cupy")),
         ROOT / "backends/gradscale_torch/RECIPES.md",
     )
@@ -41,7 +42,7 @@ def test_every_block_of_python_is_run() -> None:
     assert len(set(names)) == len(names)
     assert set(names) == {
         *("torch-first", "numpy-first", "mpi", "functional", "single", "adapter", "testing", "torch", "jax"),
-        *("reports", "presets", "cupy"),
+        *("reports", "presets", "cupy", "library", "own-adapter"),
     }
     recipes = sum(len(RECIPE.findall(text)) for text in PAGES.values())
     assert sum(len(re.findall(r"```python", text)) for text in PAGES.values()) == len(BLOCKS) + recipes

@@ -57,13 +57,11 @@ def test_enabled_takes_any_truth_value(pair: tuple[Any, Any], torch: Any, value:
         loss = torch.ones(())
         assert scaler.scale(loss).item() == (65536.0 if value else 1.0)
     assert pair[0]("cpu", enabled=torch.tensor(True)).is_enabled() is True
-    assert GradScaler(enabled=value).is_enabled() is bool(value)
 
 
 def test_what_is_neither_true_nor_false_is_refused(pair: tuple[Any, Any], torch: Any) -> None:
-    for make in (lambda enabled: pair[0]("cpu", enabled=enabled), lambda enabled: GradScaler(enabled=enabled)):
-        with pytest.raises(InvalidTypeError, match="enabled must be true or false, got tensor"):
-            make(torch.ones(2))
+    with pytest.raises(InvalidTypeError, match="enabled must be true or false, got tensor"):
+        pair[0]("cpu", enabled=torch.ones(2))
 
 
 def test_device_is_whatever_names_one(pair: tuple[Any, Any], torch: Any) -> None:
