@@ -42,6 +42,7 @@ def as_host(x: Any) -> Any:
     return x.get()
 
 
+@pytest.mark.tier("ranks")
 def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
     dtypes.append(np.dtype(ml_dtypes.bfloat16))

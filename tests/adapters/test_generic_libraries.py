@@ -18,6 +18,8 @@ from gradscale import DynamicScale, GradScaler, registry
 from gradscale.core import arithmetic
 from gradscale.core.backend import Backend
 
+pytestmark = pytest.mark.tier("ranks")
+
 
 class Computations:
     """A scheduler of dask that counts how often it is asked to compute."""

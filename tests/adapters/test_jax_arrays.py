@@ -73,6 +73,7 @@ def test_a_bad_value_is_found_wherever_it_is(jax: Any, jnp: Any, size: int, valu
         assert int(judge(bad)) == 1, position
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_a_bad_value_on_each_device_of_a_mesh_is_found(jax: Any, explicit: bool, value: str) -> None:
@@ -223,6 +224,7 @@ def test_nothing_is_read_or_donated(jax: Any, jnp: Any) -> None:
     assert bits(unscaled[0]) == bits(grads[0])
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 def test_dtypes_are_the_same_under_every_promotion_and_precision(jax: Any, promotion: str, x64: bool) -> None:

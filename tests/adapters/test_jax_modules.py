@@ -11,7 +11,7 @@ from axes import require
 
 from gradscale import DynamicScale, InvalidTypeError
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = DynamicScale(init_scale=2.0**10)
 

@@ -153,6 +153,7 @@ def test_a_transformation_that_sees_overflows_fails_the_comparison() -> None:
         assert_close(run.params, alone.params)
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
 def test_momentum_in_binary_fractions_is_exact_against_numpy(how: str) -> None:
     import jax
@@ -186,6 +187,7 @@ def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str) -> None:
     assert np.signbit(run.params["bias"][0, 0])
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
 def test_a_chain_around_it_scales_the_updates_of_the_steps_that_are_taken(how: str) -> None:
     import optax
@@ -202,6 +204,7 @@ def test_a_chain_around_it_scales_the_updates_of_the_steps_that_are_taken(how: s
     np.testing.assert_array_equal(run.states[0].scale_state.scale, np.float32(SCALES))
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
 def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation(how: str) -> None:
     import optax
@@ -323,6 +326,7 @@ def test_extra_arguments_reach_the_inner_transformation(around: str) -> None:
     np.testing.assert_array_equal(updates["weight"], [-1.0, -1.0])
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
 def test_double_precision_stays_so_in_x64_mode(how: str) -> None:
     import jax

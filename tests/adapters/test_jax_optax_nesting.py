@@ -11,7 +11,7 @@ from jax_devices import require_jax
 
 import gradscale
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = gradscale.DynamicScale(init_scale=1024.0)
 

@@ -18,7 +18,7 @@ from optax_runs import assert_same_bits, first_params, gradients, scaled_step
 
 import gradscale
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = gradscale.DynamicScale(init_scale=1024.0)
 # Every tracker counts.

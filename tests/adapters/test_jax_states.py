@@ -13,7 +13,7 @@ from jax_devices import COUNT, require_mesh
 import gradscale
 from gradscale import CallOrderError, DynamicScale, InvalidTypeError, ScaleDesyncError, ScaleState
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 
 FOREIGN = [

@@ -16,8 +16,8 @@ World = ThreadWorld | ProcessWorld
 LIBRARIES = [
     pytest.param("numpy", id="numpy"),
     pytest.param("strict", id="strict"),
-    pytest.param("torch", id="torch", marks=pytest.mark.torch),
-    pytest.param("jax", id="jax", marks=pytest.mark.jax),
+    pytest.param("torch", id="torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")]),
+    pytest.param("jax", id="jax", marks=[pytest.mark.jax, pytest.mark.tier("ranks")]),
 ]
 
 

@@ -74,7 +74,14 @@ IMPORTS = [
 
 @pytest.mark.parametrize(
     ("statement", "library", "user", "extra"),
-    [pytest.param(*one, id=f"{one[0].partition('.')[0].split()[-1]}-{one[1]}-{one[2]}") for one in IMPORTS],
+    [
+        pytest.param(
+            *one,
+            id=f"{one[0].partition('.')[0].split()[-1]}-{one[1]}-{one[2]}",
+            marks=pytest.mark.tier("ranks" if number % 3 else "quick"),
+        )
+        for number, one in enumerate(IMPORTS)
+    ],
 )
 def test_an_import_says_what_is_missing(statement: str, library: str, user: str, extra: str) -> None:
     if user in ("gradscale_numpy.mpi", "gradscale_numpy.fast"):

@@ -10,7 +10,7 @@ import pytest
 from axes import require
 from jax_devices import require_mesh
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 SIZE = 16 << 20
 POSITIONS = {"first": 0, "odd": 7654321, "middle": SIZE // 2, "last": SIZE - 1}

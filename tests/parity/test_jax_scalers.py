@@ -17,7 +17,7 @@ from tiers import examples
 
 from gradscale import DynamicScale
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 Step = Callable[[Any, Any], tuple[Any, Any, Any, Any]]
 """From a state and the error put into the loss: the next state, the loss, its gradient, and whether that is finite."""

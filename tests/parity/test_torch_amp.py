@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from axes import require
 from hypothesis import example, given, settings
-from tiers import examples
+from tiers import examples, later
 from torch_runs import KINDS, Iteration, Treatment, assert_same, assert_same_runs, iterations, private_states
 
 from gradscale import CallOrderError
@@ -48,7 +48,7 @@ def group(torch: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
+@pytest.mark.parametrize("kinds", [*PAIRS[::2], *later("ranks", *PAIRS[1::2])], ids="-".join)
 @settings(max_examples=examples(25))
 @given(plan=iterations(6))
 @example(plan=[OVERFLOW, Iteration((UNSCALED, Treatment())), OVERFLOW, Iteration(restart="pickle"), Iteration()])

@@ -172,6 +172,7 @@ PLAIN: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 4}
 OWN_CLASS = [name for name in VARIANTS if name.startswith(("metaseq", "mxnet", "chainer", "guided"))]
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("name", ["chainer", "guided", "megatron.DynamicGradScaler(h=2)", "metaseq", "mxnet"])
 def test_the_scale_is_the_originals_in_a_lazy_library(name: str) -> None:
     """Dask takes milliseconds for an operation: some variants, and the beginning of a sequence."""
