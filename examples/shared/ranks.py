@@ -9,6 +9,7 @@ import traceback
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from gradscale.extras import remedy
 from shared.digits import Array, sum_rows
@@ -34,6 +35,9 @@ class Ranks:
             sys.exit(130)
         self.rank: int = self.comm.Get_rank() if self.comm else 0
         self.size: int = self.comm.Get_size() if self.comm else 1
+        if self.size > 1:
+            # Ranks share the cores: where the threads of each wait for one another, all others wait as well.
+            threadpool_limits(1)
         if self.size < launched:
             sys.exit(f"mpiexec started {launched} processes, and mpi4py sees {self.size}: they are of different MPIs")
 

@@ -27,7 +27,7 @@ class Ranks:
 
     def join(self) -> None:
         """Make the group of all processes."""
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         settings: dict[str, Any] = {"backend": "gloo"}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.tier("all")
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_digits.py"
 RUNS = ("fp32", "fp16, no scaling", "fp16 with gradscale")
 STEPS = 60
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 SIZES = [
     pytest.param(1, id="single"),
     pytest.param(2, id="mpi-2", marks=pytest.mark.mpi),
@@ -37,6 +38,18 @@ sys.path[0] = sys.argv[0].rpartition("/")[0]  # as Python does for a program
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+# Prints how many threads the linear algebra of a rank has.
+POOLS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy  # before the ranks, as the examples do
+from shared.ranks import Ranks
+from threadpoolctl import threadpool_info
+with Ranks() as ranks:
+    counts = ranks.all_gather_objects([pool["num_threads"] for pool in threadpool_info()])
+    print(counts if ranks.rank == 0 else "")
+"""
+
 
 @pytest.fixture(autouse=True)
 def libraries(request: pytest.FixtureRequest) -> None:
@@ -50,9 +63,19 @@ def launch(folder: Path, size: int, *arguments: object) -> subprocess.CompletedP
     """Run Python with arguments on ``size`` ranks; on one without mpiexec."""
     python = [str(argument) for argument in arguments]
     command = [sys.executable, *python] if size == 1 else mpi_command(size, *python)
+    # As a user has them: not set.
+    environment = {name: value for name, value in mpi_environment().items() if name not in THREADS}
     return subprocess.run(
-        command, env=mpi_environment(), cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+@pytest.mark.mpi
+@pytest.mark.tier("quick")
+def test_each_of_several_ranks_computes_on_one_thread(tmp_path: Path) -> None:
+    completed = launch(tmp_path, 2, "-c", POOLS, PROGRAM.parent)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.split() == ["[[1],", "[1]]"]
 
 
 def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
