@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
@@ -38,6 +39,9 @@ _LIMITS = (
 _LARGEST_ITERATION = 2**53
 # More than a picture has columns of pixels.
 _COLUMNS = 2000
+# Of a scale that turns more often than a picture shows, parts of which the mean and the range are drawn.
+_PARTS = 250
+_LOWEST_SPAN = 2.0**6
 _STRIP = 0.09
 
 
@@ -145,7 +149,10 @@ def simulation(
     *,
     title: str | None = None,
 ) -> Figure:
-    """Draw the scales of simulated runs, each in a panel of its own with the steps that it skipped; the axes are equal.
+    """Draw the scales of simulated runs, each in a panel with an axis of its own, and the steps that it skipped.
+
+    Where a scale turns more often than a picture shows, as in a million steps, a line shows its geometric mean over
+    many steps, and a band the lowest and the highest scale in them.
 
     Parameters
     ----------
@@ -178,17 +185,20 @@ def simulation(
         raise InvalidTypeError(msg)
     figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    low, high = min(min(run.scale) for run in runs), max(max(run.scale) for run in runs)
+    bands = []
     for index, (ax, run) in enumerate(zip(axes, runs, strict=True)):
         steps = range(1, run.steps + 1)
-        _draw_scale(ax, steps, run.scale, color=_COLOURS[index % len(_COLOURS)], linewidth=1.4)
+        band = _draw_scale(ax, steps, run.scale, color=_COLOURS[index % len(_COLOURS)], linewidth=1.4)
+        bands.append(band)
         skipped = [step for step, is_skipped in zip(steps, run.skipped, strict=True) if is_skipped]
         drawn = list(dict(zip(_columns(skipped, run.steps), skipped, strict=True)).values())
         # A strip below the data, in fractions of the height.
         strip = ax.get_xaxis_transform()
         ax.vlines(drawn, 0.0, _STRIP, transform=strip, color=_SKIPPED, linewidth=1.2 if len(drawn) < 200 else 0.6)
         ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}", loc="left", fontsize=10)
-        # The same axes for all, with room for the strip.
+        # So that a scale that moves little does not look as if it moved much; with room for the strip.
+        high = max(run.scale)
+        low = min(min(run.scale), high / _LOWEST_SPAN)
         _style(ax, [low * (low / high / 4.0) ** (1.6 * _STRIP), high])
         ax.set_ylabel("scale")
         if run.raised_at is not None:
@@ -197,7 +207,8 @@ def simulation(
             ax.annotate(f"raised in step {run.raised_at:,}", end, xytext=(9, 4), textcoords="offset points", fontsize=9)
     axes[-1].set_xlabel("step")
     mark = axes[0].vlines([], 0.0, 0.0, color=_SKIPPED, linewidth=1.6, label="step skipped")
-    axes[0].legend(handles=[mark], loc="lower right", bbox_to_anchor=(1.0, 0.98), frameon=False, fontsize=9)
+    handles: list[Any] = [mark, *(band for band in bands if band is not None)][:2]
+    axes[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=2, frameon=False, fontsize=9)
     if title is not None:
         figure.suptitle(title)
     return _saved(figure, path)
@@ -280,19 +291,41 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     return figure
 
 
-def _draw_scale(ax: Axes, x: Sequence[float], scales: Sequence[float], last: float | None = None, **how: Any) -> None:
-    """Draw a line by the points where it turns; where they are more than pixels, what each column of them spans."""
+def _draw_scale(
+    ax: Axes, x: Sequence[float], scales: Sequence[float], last: float | None = None, *, color: str, **how: Any
+) -> Any:
+    """Draw a line by the points where it turns; where they are more than pixels, return the band of its range."""
     turns = [0, *(i for i in range(1, len(scales)) if scales[i] != scales[i - 1]), len(scales) - 1]
-    if len(turns) > 2 * _COLUMNS:
-        width = -(-len(turns) // _COLUMNS)
-        columns = [turns[first : first + width] for first in range(0, len(turns), width)]
-        lowest = (min(column, key=scales.__getitem__) for column in columns)
-        highest = (max(column, key=scales.__getitem__) for column in columns)
-        ends = (i for column in columns for i in (column[0], column[-1]))
-        turns = sorted({*lowest, *highest, *ends})
+    if len(turns) > 2 * _PARTS:
+        return _draw_parts(ax, x, scales, color, **how)
     # The last step lasts as long as the others, and ends with what its update has made of the scale.
     heights = [*(scales[i] for i in turns), scales[-1] if last is None else last]
-    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", **how)
+    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=color, **how)
+    return None
+
+
+def _draw_parts(ax: Axes, x: Sequence[float], scales: Sequence[float], color: str, **how: Any) -> Any:
+    """Draw the geometric mean of each of many parts as a line, and the range of each as a band, which is returned."""
+    length = -(-len(scales) // _PARTS)
+    parts = [scales[first : first + length] for first in range(0, len(scales), length)]
+    begins = [x[first] for first in range(0, len(scales), length)]
+    means = [2.0 ** (math.fsum(map(math.log2, part)) / len(part)) for part in parts]
+    # Each lasts until the next one begins.
+    edges = [*begins, x[-1] + 1]
+    lowest, highest = ([extreme(part) for part in parts] for extreme in (min, max))
+    label = f"lowest to highest of {length:,} steps, and their mean"
+    band = ax.fill_between(
+        edges,
+        [*lowest, lowest[-1]],
+        [*highest, highest[-1]],
+        step="post",
+        color=color,
+        alpha=0.25,
+        linewidth=0,
+        label=label,
+    )
+    ax.plot(edges, [*means, means[-1]], drawstyle="steps-post", color=color, **how)
+    return band
 
 
 def _columns(x: Sequence[float], span: float) -> list[float]:

@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_each_injected_overflow_skips_one_step(tmp_path: Path, steps: tuple[int,
 def test_the_checkpoint_that_is_kept_serves_torchs_scaler(tmp_path: Path) -> None:
     torch: Any = require("torch")
     lines = run(tmp_path, "--epochs", 4, "--inject", 9, "--checkpoint", "digits.ckpt")
-    assert parts(lines, 4)["stopped"][-1] == "saved: 2^15, 15 clean steps of 40"
+    assert parts(lines, 4)["stopped"][-1] == "saved: scale 32768, 15 clean steps of 40"
     assert [path.name for path in tmp_path.iterdir()] == ["digits.ckpt"]
     saved = torch.load(tmp_path / "digits.ckpt", weights_only=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -122,8 +123,8 @@ def test_the_checkpoint_that_is_kept_serves_torchs_scaler(tmp_path: Path) -> Non
             id="scaler-state-lost",
         ),
         pytest.param(
-            "gradient.view(-1)[0] = torch.inf",
-            "pass",
+            "Injection(options.inject)",
+            "Injection([])",
             "FAILED: overflow was injected at [3], and skipped were []",
             id="overflow-unseen",
         ),
@@ -137,10 +138,12 @@ def test_a_run_that_goes_wrong_is_not_verified(tmp_path: Path, old: str, new: st
 
 
 @pytest.fixture(scope="module")
-def program() -> dict[str, Any]:
+def program() -> Iterator[dict[str, Any]]:
     """Return the example's functions, imported once: that takes longer than to run them."""
     require("lightning")
-    return runpy.run_path(str(PROGRAM))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PROGRAM.parent)
+        yield runpy.run_path(str(PROGRAM))
 
 
 @pytest.mark.parametrize(

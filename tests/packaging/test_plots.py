@@ -48,13 +48,27 @@ def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_the_panels_of_simulations_have_one_axis_that_holds_all_scales() -> None:
+def test_each_panel_of_simulations_has_an_axis_for_its_own_scales() -> None:
     require("plot")
-    falling = simulate(DynamicScale(init_scale=65536.0), "O" * 12, name="falling")
+    falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
     figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
-    (low, high), other = (ax.get_ylim() for ax in figure.axes)
-    assert other == (low, high)
-    assert low < min(falling.scale) < max(falling.scale) < high
+    limits = [ax.get_ylim() for ax in figure.axes]
+    assert limits[0][0] < min(falling.scale) < max(falling.scale) < limits[0][1] < 2.0**104
+    assert limits[1][0] < 1024.0 < limits[1][1] < 2.0**14
+    # A scale that does not move is drawn on an axis of several powers of two all the same.
+    assert limits[1][1] / limits[1][0] > 2.0**6
+
+
+def test_a_scale_that_turns_more_often_than_a_picture_shows_is_a_mean_and_a_range() -> None:
+    require("plot")
+    run = simulate(DynamicScale(init_scale=1024.0, growth_interval=1), "CO" * 10_000, name="nervous")
+    (ax,) = plot.simulation(run).axes
+    (line,) = ax.lines
+    (band,) = [one for one in ax.collections if one.get_label().startswith("lowest to highest of 80 steps")]
+    assert np.allclose(line.get_ydata(), 2.0**10.5)
+    vertices = band.get_paths()[0].vertices
+    assert (vertices[:, 0].min(), vertices[:, 0].max()) == (1, 20_001)
+    assert (vertices[:, 1].min(), vertices[:, 1].max()) == (1024.0, 2048.0)
 
 
 def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path: Path) -> None:
@@ -89,7 +103,8 @@ def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
     figure = plot.simulation([result, result])
     assert len(figure.axes) == 2
     assert "30,000 of 60,000" in figure.axes[0].get_title(loc="left")
-    assert 1900 <= len(figure.axes[0].collections[0].get_segments()) <= 2001
+    marks = next(one for one in figure.axes[0].collections if hasattr(one, "get_segments"))
+    assert 1900 <= len(marks.get_segments()) <= 2001
 
 
 def test_without_matplotlib_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
