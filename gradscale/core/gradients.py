@@ -169,7 +169,7 @@ def _parameter_lists(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     """Return each group of ``param_groups`` and its parameters."""
     found = []
     groups = optimizer.param_groups
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+    if type(groups) is not list and (isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable)):
         msg = f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got {shown(groups)}"
         raise InvalidTypeError(msg)
     for index, group in enumerate(groups):

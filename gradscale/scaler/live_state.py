@@ -50,11 +50,20 @@ class ArrayState:
     backend : str, Backend or None
         An adapter or its registered name; None for the one of the arrays' library.
 
+    Attributes
+    ----------
+    backend : Backend
+        The adapter of the library that the state is in, once there is a state.
+    home : namespace
+        Of that library; None without a state.
+
     Raises
     ------
     InvalidTypeError, BackendNotAvailableError
         For what is no adapter, or the name of none.
     """
+
+    backend: Backend
 
     def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
         if isinstance(backend, str):
@@ -67,11 +76,9 @@ class ArrayState:
             raise InvalidTypeError(msg)
         self.policy = policy
         self.version = 0
+        self.home: Any = None
         self._given = backend
         self._state: ScaleState | None = None
-        # Of the state's library, once there is a state.
-        self._backend: Backend | None = None
-        self._home: Any = None
         # None where the state is of arrays.
         self._rule: PlainRule | None = None
         self._like: Array | None = None
@@ -98,17 +105,6 @@ class ArrayState:
             return registry.array_backend(self._given)
         return self._given
 
-    @property
-    def backend(self) -> Backend:
-        """The adapter of the library that the state is in."""
-        assert self._backend is not None
-        return self._backend
-
-    @property
-    def home(self) -> Any:
-        """The namespace of the library that the state is in; None without a state."""
-        return self._home
-
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None where it has none of its own."""
         return None if self._given is None else self.backend_for(None).example()
@@ -119,8 +115,8 @@ class ArrayState:
             require_values(like)
             state = placed(self.policy.init(like), self._restored)
             self._restored = {}
-            self._like, self._home = state.scale, array_namespace(state.scale)
-            self._backend = self.backend_for(state.scale)
+            self._like, self.home = state.scale, array_namespace(state.scale)
+            self.backend = self.backend_for(state.scale)
             self._settle_on(state)
         return self._state  # type: ignore[return-value]
 
@@ -152,7 +148,7 @@ class ArrayState:
         found = self.policy.at_min_scale(self.arrays(state))
         if found is None or not isinstance(state.scale, float):
             return found
-        xp = self._home
+        xp = self.home
         return self.backend.read(xp.reshape(xp.astype(found, xp.int32), (1,)))[0] > 0
 
     def take(self, state: ScaleState) -> None:
@@ -166,7 +162,7 @@ class ArrayState:
         if self._rule is not None:
             self._state = self._rule.update(state, max(counts))
             return
-        xp = self._home
+        xp = self.home
         arrays = [xp.asarray(x, dtype=xp.int32) if isinstance(x, int) else x for x in counts]
         self._state = self.policy.update(state, nonfinite=functools.reduce(xp.maximum, arrays))
 
@@ -192,7 +188,7 @@ class ArrayState:
         BackendError
             For what no policy makes: a function of the library is wrong.
         """
-        return _possible(values, self._largest, self._home)
+        return _possible(values, self._largest, self.home)
 
     def observe(self, scale: float, version: int) -> None:
         """Take note of the scale that a verdict carries; nothing depends on it here."""
@@ -234,8 +230,9 @@ class ArrayState:
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers instead of arrays, so that the next array says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
-        forgotten = dict.fromkeys(("_state", "_backend", "_home", "_rule", "_like"))
-        return self.__dict__ | {"_restored": restored} | forgotten
+        forgotten = dict.fromkeys(("_state", "home", "_rule", "_like"))
+        kept = {name: value for name, value in self.__dict__.items() if name != "backend"}
+        return kept | {"_restored": restored} | forgotten
 
 
 def require_values(like: Array | None) -> None:

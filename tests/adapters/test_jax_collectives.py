@@ -12,7 +12,7 @@ from jax_devices import COUNT, require_mesh
 import gradscale
 from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleState
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 AXES = [
     pytest.param(("data",), (COUNT,), "data", id="one-axis"),
@@ -70,6 +70,7 @@ def test_what_is_no_vector_of_int32_is_refused(jax: Any, gradscale_jax: Any) -> 
             on_devices(jax, reduce, ("data",), (COUNT,), wrong)
 
 
+@pytest.mark.tier("quick")
 @pytest.mark.parametrize("axis_name", [(), None, ["data", []], {}], ids=repr)
 def test_what_names_no_axis_is_refused(gradscale_jax: Any, axis_name: Any) -> None:
     with pytest.raises(InvalidTypeError, match="axis_name must be the name of a mapped axis"):
@@ -86,7 +87,6 @@ def test_an_axis_that_is_not_mapped_is_refused(jax: Any, gradscale_jax: Any) -> 
         )
 
 
-@pytest.mark.tier("ranks")
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_an_overflow_on_each_rank_in_turn_is_agreed(
@@ -180,6 +180,7 @@ def test_the_message_names_both_ends_of_the_difference(jax: Any, gradscale_jax: 
         jax.tree.map(lambda x: x[2], verdict).check(policy)
 
 
+@pytest.mark.tier("quick")
 def test_agreement_is_one_reduction_of_88_bytes(jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale()
 

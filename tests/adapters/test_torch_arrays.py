@@ -33,11 +33,13 @@ def test_tensors_are_served_by_the_adapter(backend: Any) -> None:
     assert type(backend).__module__ == "gradscale_torch.arrays"
 
 
+@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("dtype", [*REALS, "complex64", "complex128"])
 def test_the_adapter_conforms_to_the_pure_core(torch: Any, backend: Any, dtype: str) -> None:
     check_backend(backend, torch.zeros(1), dtypes=[getattr(torch, dtype)])
 
 
+@pytest.mark.tier("ranks")
 def test_the_adapter_conforms_where_the_device_has_no_kernels(
     torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
