@@ -18,7 +18,7 @@ MODULES = (
     *("gradscale", "gradscale.errors", "gradscale.policies.presets", "gradscale.policies.rules"),
     *("gradscale.policies.simulation", "gradscale.reports.callbacks", "gradscale.reports.plot"),
     *("gradscale.core.registry", "gradscale.core.tree"),  # gradscale.testing comes with gradscale
-    *("gradscale_numpy", "gradscale_torch", "gradscale_jax"),
+    *("gradscale_numpy", "gradscale_torch", "gradscale_torch.plugins", "gradscale_jax"),
 )
 
 
