@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ pytestmark = [
 
 OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
 NAMES = {
-    *("schedule", "followers", "sam", "actor", "checkpoint"),
-    *("trainer", "fabric", "accelerate", "transformers"),
+    *("schedule", "followers", "sam", "actor", "checkpoint", "container", "pipeline"),
+    *("trainer", "fabric", "accelerate", "transformers", "timm", "ignite", "keras"),
 }
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)
+PARTS = range(4)  # of the pipeline, two on each of two ranks
 FOLDER = "checkpoint"
 
 
@@ -41,7 +43,12 @@ def recipes() -> Any:
 
 def cases(size: int) -> list[Case]:
     """Return what is asked of a world of some ranks."""
-    return [("actor", MICRO_OVERFLOWS, bad_rank) for bad_rank in range(size)] + [("actor", (), 0)]
+    return [
+        *(("actor", MICRO_OVERFLOWS, bad_rank) for bad_rank in range(size)),
+        ("actor", (), 0),
+        *(("pipeline", MICRO_OVERFLOWS, bad_part) for bad_part in PARTS),
+        ("pipeline", (), 0),
+    ]
 
 
 BATCH = Batch("recipe_scenarios", cases)
@@ -303,6 +310,139 @@ def test_the_trainer_of_transformers_skips_and_holds_the_schedule(recipes: Any, 
     )
     assert skips(names["trainer"].accelerator.scaler) == SKIPS
     assert names["trainer"].lr_scheduler.last_epoch == 5
+
+
+@pytest.fixture
+def timm() -> Any:
+    """Return timm, also where torchvision is one for CUDA and torch one for the CPU."""
+    torch = require("torch")
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError:
+            # It finds none of its operators, two of which it takes for granted. Nothing here calls them.
+            for name in ("nms", "qnms"):
+                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
+    return require("timm")
+
+
+@pytest.mark.usefixtures("timm")
+def test_timm_skips_holds_the_schedule_and_resumes(recipes: Any, tmp_path: Path) -> None:
+    from timm.models import resume_checkpoint
+    from timm.scheduler import StepLRScheduler
+    from timm.utils import CheckpointSaver, NativeScaler
+
+    given = common(recipes)
+    optimizer = given["optimizer"]
+    given["schedule"] = StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5, t_in_epochs=False)
+    names = recipes.run_block("timm", **given)
+    loss_scaler = names["loss_scaler"]
+    assert skips(loss_scaler._scaler) == SKIPS
+    assert names["updates"] == 5
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**5
+    saver = CheckpointSaver(given["model"], optimizer, amp_scaler=loss_scaler, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(epoch=0, metric=1.0)
+    resumed = NativeScaler("cpu")
+    resumed._scaler = type(loss_scaler._scaler)("cpu")
+    resume_checkpoint(given["model"], str(tmp_path / "last.pth.tar"), optimizer, resumed)
+    assert resumed.state_dict() == loss_scaler.state_dict()
+    assert resumed._scaler.get_growth_interval() == 500
+
+
+# ignite 0.5 itself uses what torch 2.13 has deprecated.
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning")
+def test_ignite_skips_holds_the_schedule_and_saves(recipes: Any, tmp_path: Path) -> None:
+    torch = require("torch")
+    require("ignite")
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    given = common(recipes)
+    losses = given["loss_of"]
+
+    def loss_fn(outputs: Any, targets: Any) -> Any:
+        assert targets.shape == (8, recipes.FEATURES)
+        return losses(torch.nn.Identity(), outputs)
+
+    names = recipes.run_block("ignite", **given, loss_fn=loss_fn, pairs=recipes.pairs())
+    scaler, trainer = names["scaler"], names["trainer"]
+    assert trainer.state.iteration == recipes.BATCHES
+    assert skips(scaler) == SKIPS
+    assert given["schedule"].last_epoch == 5
+    checkpoint = Checkpoint({"scaler": scaler, "model": given["model"]}, DiskSaver(str(tmp_path)))
+    checkpoint(trainer)
+    resumed = type(scaler)("cpu")
+    Checkpoint.load_objects({"scaler": resumed}, torch.load(checkpoint.last_checkpoint, weights_only=True))
+    assert resumed.state_dict() == scaler.state_dict()
+    assert resumed.get_growth_interval() == 500
+
+
+def test_the_optimizers_of_a_container_skip_together(recipes: Any) -> None:
+    torch = require("torch")
+    given = common(recipes, ())
+    model = given["model"]
+    # Of one optimizer's gradients alone.
+    model[2].weight.register_post_accumulate_grad_hook(recipes.overflowing(OVERFLOWS))
+    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
+    steps = [0, 0]
+
+    class Container:
+        def __init__(self) -> None:
+            self.optimizers = optimizers
+
+        def step(self) -> None:
+            for index, optimizer in enumerate(self.optimizers):
+                optimizer.step()
+                steps[index] += 1
+
+        def zero_grad(self) -> None:
+            model.zero_grad()
+
+    names = recipes.run_block("container", **given | {"container": Container()})
+    assert skips(names["scaler"]) == SKIPS
+    assert steps == [5, 5]
+    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+    assert names["scaler"].get_scale() == 2.0**13
+
+
+@pytest.mark.parametrize("bad_part", PARTS)
+def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(recipes: Any, bad_part: int) -> None:
+    answers = BATCH.answer(2, "pipeline", MICRO_OVERFLOWS, bad_part)
+    assert [answer["skipped"] for answer in answers] == [[2, 4]] * 2
+    assert [answer["local"] for answer in answers] == [[2, 4] if bad_part % 2 == rank else [] for rank in range(2)]
+    assert [answer["scale"] for answer in answers] == [2.0**14] * 2
+    check_trained(recipes, answers, skipped=(2, 4))
+
+
+def test_a_pipeline_trains_as_one_process_does(recipes: Any) -> None:
+    answers = BATCH.answer(2, "pipeline", (), 0)
+    assert [answer["skipped"] for answer in answers] == [[], []]
+    check_trained(recipes, answers, skipped=())
+    # Each of the skipped batches makes a difference that would be seen.
+    for skipped in ((2,), (4,)):
+        with pytest.raises(AssertionError):
+            check_trained(recipes, answers, skipped=skipped)
+
+
+def check_trained(recipes: Any, answers: list[Any], skipped: tuple[int, ...]) -> None:
+    """Check that the ranks' weights are those of plain training in float32, but for the skipped batches."""
+    torch = require("torch")
+    parts = recipes.made_parts()
+    model = torch.nn.Sequential(*parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, (inputs, targets) in enumerate(recipes.pairs(), start=1):
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if number not in skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert norm > 0
+    trained = {index: part for answer in answers for index, part in answer["weights"].items()}
+    assert sorted(trained) == list(PARTS)
+    for index, part in enumerate(parts):
+        for mine, plain in zip(trained[index], part.parameters(), strict=True):
+            # The mean is of micro-batches, and the norm's sum in another order.
+            torch.testing.assert_close(torch.tensor(mine), plain.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ MODULES = {
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
     "transformers": ("transformers",),
+    "timm": ("timm",),
+    "ignite": ("ignite",),
     "keras": ("keras",),
     "cli": ("typer", "rich"),
     "plot": ("matplotlib",),

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from recipe_blocks import TORCH_PAGE, blocks_on
 from torch import Tensor, nn
 
-__all__ = ["BATCHES", "FEATURES", "Losses", "blocks", "made_model", "run_block", "run_case"]
+__all__ = [
+    *("BATCHES", "FEATURES", "Losses", "blocks", "made_model", "made_parts", "overflowing", "pairs"),
+    *("run_block", "run_case"),
+]
 
-PAGE = Path(__file__).parents[2] / "backends" / "gradscale_torch" / "RECIPES.md"
 BATCHES, FEATURES = 8, 6
+PARTS = 4  # of a pipeline, two on each of two ranks
 
 
 def blocks() -> dict[str, str]:
     """Return the page's blocks of Python by their names; those without one are under an empty name."""
-    found = re.findall(r"(?:<!-- recipe: (\w+) -->\n)?```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len({name for name, _ in found}) == len(found)
-    return dict(found)
+    return blocks_on(TORCH_PAGE)
 
 
 def made_model(seed: int = 0) -> nn.Sequential:
@@ -35,6 +35,30 @@ def made_model(seed: int = 0) -> nn.Sequential:
 def made_loader() -> list[Tensor]:
     """Return the batches, of 8 examples each."""
     return list(torch.randn((BATCHES, 8, FEATURES), generator=torch.Generator().manual_seed(1)))
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    """Return the batches with targets of the same shape."""
+    return [(batch, batch.flip(-1)) for batch in made_loader()]
+
+
+def made_parts() -> list[nn.Sequential]:
+    """Return the parts of a network, which follow one upon the other."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(PARTS)]
+
+
+def overflowing(calls: Collection[int]) -> Callable[[Tensor], None]:
+    """Return a hook that makes a weight's gradient infinite where it is accumulated for these times, from 1."""
+    counted = itertools.count(1)
+
+    def hook(weight: Tensor) -> None:
+        if next(counted) in calls:
+            assert weight.grad is not None
+            weight.grad.fill_(torch.inf)
+
+    return hook
 
 
 class Losses:
@@ -58,7 +82,7 @@ class Losses:
 def run_block(name: str, **given: Any) -> dict[str, Any]:
     """Run a block of the page with these names, and return all names that there are then."""
     names = {"loader": made_loader(), "loss_of": Losses()} | given
-    exec(compile(blocks()[name], f"{PAGE.name}: {name}", "exec"), names)
+    exec(compile(blocks()[name], f"{TORCH_PAGE.name}: {name}", "exec"), names)
     return names
 
 
@@ -94,3 +118,40 @@ def checkpoint(group: Any, folder: str) -> dict[str, Any]:
     names = run_block("checkpoint", folder=folder, **{name: names[name] for name in ("actor", "optimizer", "scaler")})
     assert names["scaler"] is not before
     return {"before": before.state_dict(), "after": names["scaler"].state_dict()}
+
+
+class OptimizersContainer(torch.optim.Optimizer):
+    """Several optimizers behind one, which is of the parameters of all model parts, as torchtitan has it."""
+
+    def __init__(self, parts: Collection[nn.Module], **options: Any) -> None:
+        self.optimizers = [torch.optim.SGD(part.parameters(), **options) for part in parts]
+        super().__init__([weight for part in parts for weight in part.parameters()], options)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(*args, **kwargs)
+
+
+def pipeline(group: Any, overflows: tuple[int, ...], bad_part: int) -> dict[str, Any]:
+    """Train parts of a network in a pipeline of the ranks; one part's gradient overflows in some micro-batches."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = {index: part for index, part in enumerate(made_parts()) if index % size == rank}
+    if bad_part in parts:
+        parts[bad_part][0].weight.register_post_accumulate_grad_hook(overflowing(overflows))
+    given = {
+        "parts": parts,
+        "optimizers": OptimizersContainer(parts.values(), lr=0.1, momentum=0.9),
+        "pairs": pairs(),
+        "loss_fn": nn.functional.mse_loss,
+    }
+    names = run_block("pipeline", **given)
+    return {
+        "skipped": [report.iteration for report in names["scaler"].history if report.skipped],
+        "local": [report.iteration for report in names["scaler"].history if report.local_nonfinite],
+        "scale": names["scaler"].get_scale(),
+        "weights": {index: [weight.tolist() for weight in part.parameters()] for index, part in parts.items()},
+    }

@@ -1,0 +1,19 @@
+"""The recipes on the pages: blocks of Python that take names for granted, which a test gives them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["JAX_PAGE", "TORCH_PAGE", "blocks_on"]
+
+_BACKENDS = Path(__file__).parents[2] / "backends"
+TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
+JAX_PAGE = _BACKENDS / "gradscale_jax" / "README.md"
+
+
+def blocks_on(page: Path) -> dict[str, str]:
+    """Return a page's blocks of Python by their names; one that is no recipe is under an empty name."""
+    found = re.findall(r"(?:<!-- recipe: (\w+) -->\n)?```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert len({name for name, _ in found}) == len(found)
+    return dict(found)
