@@ -16,6 +16,7 @@ from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate,
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "TORCHS_SCALERS",
     "CommonOptions",
     "ScalerOptions",
     "chosen_policy",
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = 1800.0
+
+TORCHS_SCALERS = "torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
+"""What is said to those who give torch's arguments to gradscale's own scalers."""
 
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 
@@ -88,6 +92,8 @@ _DEFAULTS: ScalerOptions = {
     "diagnose": None,
     "history_size": HISTORY_SIZE,
 }
+# What torch's scalers take besides.
+_OF_TORCH = {"device", "process_group"}
 # What stands in a docstring in the place of the options.
 _PLACE = "    **options\n"
 
@@ -103,6 +109,8 @@ def completed(options: Mapping[str, Any]) -> ScalerOptions:
     unknown = [name for name in options if name not in _DEFAULTS]
     if unknown:
         msg = f"unexpected keyword arguments {unknown}; the options of a scaler are {list(_DEFAULTS)}"
+        if not _OF_TORCH.isdisjoint(unknown):
+            msg += f"; {TORCHS_SCALERS}"
         raise InvalidTypeError(msg)
     whole: ScalerOptions = {**_DEFAULTS, **options}  # type: ignore[typeddict-item]
     return whole

@@ -24,6 +24,7 @@ from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import ArrayState, checked_scale
 from gradscale.scaler.options import (
     DEFAULT_TIMEOUT,
+    TORCHS_SCALERS,
     CommonOptions,
     ScalerOptions,
     chosen_policy,
@@ -106,10 +107,7 @@ class GradScaler:
 
     def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
         if positional:
-            msg = (
-                f"a scaler of gradscale takes its options by name, got {shown(positional)}; what takes "
-                f"torch.amp.GradScaler's arguments is gradscale_torch.GradScaler"
-            )
+            msg = f"a scaler of gradscale takes its options by name, got {shown(positional)}; {TORCHS_SCALERS}"
             raise InvalidTypeError(msg)
         given = completed(options)
         factors = {name: given[name] for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
@@ -750,8 +748,10 @@ class ShardedGradScaler(GradScaler):
     [(None, 'overflow'), (None, 'overflow')]
     """
 
-    def __init__(self, *, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, *positional: Never, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]
+    ) -> None:
+        super().__init__(*positional, **options)
         self._timeout = validation.timeout(timeout)
         self._agreement.leave()
         self.set_group(group)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from axes import require
 
-from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets
+from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, presets
 
 pytestmark = pytest.mark.torch
 
@@ -236,6 +236,14 @@ def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
 def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:
     with pytest.raises(InvalidTypeError, match=r"by name, got \('cuda',\).*gradscale_torch\.GradScaler"):
         GradScaler("cuda")  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match=r"by name, got \('cuda',\).*gradscale_torch\.ShardedGradScaler"):
+        ShardedGradScaler("cuda", group=None)  # type: ignore[arg-type]
+    for given in ({"device": "cuda"}, {"process_group": None}):
+        with pytest.raises(InvalidTypeError, match=r"unexpected keyword arguments.*gradscale_torch\.GradScaler"):
+            GradScaler(**given)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError) as caught:
+        GradScaler(devise="cuda")  # type: ignore[call-arg]
+    assert "gradscale_torch" not in str(caught.value)
 
 
 def test_a_misspelt_preset_names_the_nearest_one() -> None:
