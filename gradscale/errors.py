@@ -102,8 +102,8 @@ class CallOrderError(GradscaleError, RuntimeError):
     >>> try:
     ...     gradscale.GradScaler().unscale_(optimizer)
     ... except gradscale.CallOrderError as error:
-    ...     print(str(error).partition(".")[0])
-    gradients are to be unscaled, and scale() has never been called (iteration 1)
+    ...     print(str(error).partition(";")[0])
+    gradients are to be unscaled, and scale() has never been called
     """
 
 

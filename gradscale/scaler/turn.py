@@ -99,7 +99,9 @@ class Turn:
         like = None
         if not live.is_made:
             if not groups and not live.is_known:
-                frame.wrong_order("gradients are to be unscaled, and scale() has never been called")
+                what = "gradients are to be unscaled, and scale() has never been called"
+                # As in a pipeline, of which the last stage alone has a loss.
+                frame.wrong_order(f"{what}; if another rank has the loss, use ShardedGradScaler")
             like = gradients.like
             if like is None:
                 like = agreement.example(live, frame.number)
