@@ -249,6 +249,9 @@ class GradScaler(torch.amp.GradScaler):
         -----
         One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls,
         and until then no rank steps.
+
+        What is read tells of a scale that is not finite and above 0, which something has written to the scaler's
+        tensors: a BackendError, from which ``load_state_dict`` leads on.
         """
         begun = _begin_plain_step(self._scaler, optimizer, args, kwargs)
         if begun is None:

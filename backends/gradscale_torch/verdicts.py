@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from gradscale.core import vector
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.vector import Verdict
+from gradscale.errors import BackendError
 from gradscale.scaler.agreement import Agreement, Subject, take_lists, whereabouts
 from gradscale.scaler.frame import Frame
 from gradscale.scaler.parts import LiveState
@@ -250,24 +252,44 @@ class TensorVerdict:
             return Verdict(count, count, bool(at_min_scale), state.scale)
         if found.count is not None and found.home.type == "cpu":
             is_at_min_scale = at_min_scale is not None and bool(at_min_scale.item())
-            return Verdict(found.count, found.count, is_at_min_scale, state.scale.item())
+            return Verdict(found.count, found.count, is_at_min_scale, _possible(state.scale.item()))
         flags = [found.flag, state.scale] + ([] if at_min_scale is None else [at_min_scale.float()])
         nonfinite, scale, *rest = torch.stack(flags).tolist()
         count = int(nonfinite) if found.count is None else found.count
-        return Verdict(count, count, any(rest), scale)
+        return Verdict(count, count, any(rest), _possible(scale))
 
     def _read_late(self, read: Callable[[bool], list[float] | None]) -> Verdict:
         values = read(True)
         assert values is not None
         if not self.groups:
             found, scale = values
-            return Verdict(int(found), int(found), False, scale)
+            return Verdict(int(found), int(found), False, _possible(scale))
         whole = [int(value) for value in values]
         return self._decoded(whole[: vector.LENGTH], whole[vector.LENGTH :])
 
     def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
         where = lambda: whereabouts(self.groups, self._number)  # noqa: E731
-        return vector.read_verdict(agreed, sent, self._live.policy, where, self._moved)
+        verdict = vector.read_verdict(agreed, sent, self._live.policy, where, self._moved)
+        _possible(verdict.scale)
+        return verdict
+
+
+def _possible(scale: float) -> float:
+    """Return a scale that the host has read from a tensor, having checked that a policy can have made it.
+
+    Raises
+    ------
+    BackendError
+        For one that is not finite and above 0, which torch's scalers would skip steps or lose gradients with for good.
+    """
+    if not 0.0 < scale < math.inf:
+        msg = (
+            f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else has written "
+            f"to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a checkpoint with "
+            f"load_state_dict(), which begins the iteration anew"
+        )
+        raise BackendError(msg)
+    return scale
 
 
 def would_wait(device: torch.device) -> bool:

@@ -576,3 +576,36 @@ def test_a_group_of_the_host_is_refused_in_a_graph(torch: Any, cuda: Any, monkey
     give(torch, scaler, optimizer, 1.0, "cuda")
     with cuda.capture(), pytest.raises(gradscale.CallOrderError, match="agree over a group of this device"):
         scaler.unscale_(optimizer)
+
+
+# Scales that no policy makes.
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -4.0])
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("groups", [0, 1])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_scale_that_no_policy_makes_is_told_where_a_step_reads_it(
+    torch: Any, cuda: Any, scale: float, home: str, groups: int, fused: bool
+) -> None:
+    from gradscale_torch import GradScaler
+
+    scaler = GradScaler(home, init_scale=8.0, group=[Group() for _ in range(groups)] or None)
+    optimizer = optimizer_on(torch, "SGD", home, fused=fused)
+    give(torch, scaler, optimizer, 1.0, home)
+    saved = scaler.state_dict()
+    scaler._scale.fill_(scale)
+    cuda.waits.clear()
+    reads = scaler.step
+    if fused and home == "cuda":
+        # What a device judges is read when somebody asks.
+        scaler.step(optimizer)
+        scaler.update()
+        reads = scaler.last_step
+    with pytest.raises(gradscale.BackendError, match=r"scale that no policy makes, got scale=.*load_state_dict"):
+        reads(optimizer)
+    assert len(cuda.waits) <= 1
+    scaler.load_state_dict(saved)
+    give(torch, scaler, optimizer, 1.0, home)
+    scaler.step(optimizer)
+    assert (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale) == (False, 8.0)
