@@ -110,7 +110,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("scale", [8.0, 0.5])
+@pytest.mark.parametrize("scale", [8.0, pytest.param(0.5, marks=pytest.mark.tier("ranks"))])
 @pytest.mark.parametrize(("way", "groups"), [("step", 0), ("step", 1), ("unscale_", 0), ("unscale_", 1), ("clip", 0)])
 def test_gradients_of_the_host_follow_a_loss_on_a_device(
     torch: Any, optimizer: str, scale: float, way: str, groups: int
@@ -307,7 +307,7 @@ def test_a_rank_without_a_loss_has_its_state_where_the_others_have_theirs(torch:
     assert str(scaler._scale.device) == "cuda:0"
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.tier("ranks"))])
 @pytest.mark.parametrize("form", ["numbers", "tensors", "device"])
 @pytest.mark.parametrize(("name", "options"), [("SGD", {}), ("AdamW", {"fused": True})], ids=["SGD", "fused-AdamW"])
 def test_the_users_default_device_and_dtype_are_not_the_scalers(
