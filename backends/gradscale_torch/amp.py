@@ -39,7 +39,7 @@ from gradscale_torch.optimizer_states import OptimizerStates, found_by_device
 from gradscale_torch.scaler import made_scaler
 from gradscale_torch.state import TensorState
 from gradscale_torch.unscaler import Request
-from gradscale_torch.verdicts import TensorVerdict
+from gradscale_torch.verdicts import NO_READS, TensorVerdict
 
 __all__ = ["GradScaler", "ShardedGradScaler"]
 
@@ -80,9 +80,13 @@ class GradScaler(torch.amp.GradScaler):
     -----
     The methods are torch's. Beyond them there are ``last_step(optimizer)``, ``step_schedule(optimizer, schedule)``,
     closures, and ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
-    ``step``, none with a fused optimizer on a device, and none elsewhere. ``on_skip``, ``on_update`` and ``diagnose``
-    have the host read the verdict of a fused optimizer on a device in each step, too. Rank 0 is that of
-    ``torch.distributed`` where it is initialized.
+    ``step``, none with a fused optimizer on a device, and none elsewhere, but of the scale where gradients are the
+    host's and the loss is on a device (CPU offload). ``on_skip``, ``on_update`` and ``diagnose`` have the host read the
+    verdict of a fused optimizer on a device in each step, too. Rank 0 is that of ``torch.distributed`` where it is
+    initialized.
+
+    In a captured CUDA graph, ``scale``, ``unscale_``, the ``step`` of a fused optimizer and ``update`` do in each
+    replay what they do otherwise. What would need the host is a CallOrderError there, the first ``scale`` among it.
 
     Examples
     --------
@@ -245,6 +249,9 @@ class GradScaler(torch.amp.GradScaler):
         -----
         One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls,
         and until then no rank steps.
+
+        What is read tells of a scale that is not finite and above 0, which something has written to the scaler's
+        tensors: a BackendError, from which ``load_state_dict`` leads on.
         """
         begun = _begin_plain_step(self._scaler, optimizer, args, kwargs)
         if begun is None:
@@ -278,8 +285,9 @@ class GradScaler(torch.amp.GradScaler):
     def last_step(self: Replacement, optimizer: torch.optim.Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer.
 
-        With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device;
-        else there is no host read beyond the one that ``step`` made.
+        With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device; of
+        a step in a captured graph each call reads what the last replay has found. Else there is no host read beyond
+        the one that ``step`` made.
 
         Raises
         ------
@@ -777,6 +785,7 @@ def _begin_plain_step(
     """Unscale and judge for a plain step; None for a fused optimizer, a closure or a disabled scaler."""
     if not scaler.is_enabled() or steps_by_itself(optimizer) or find_closure(args, kwargs) is not None:
         return None
+    cast(TensorState, scaler.parts.live).refuse_capture(NO_READS)
     turn = scaler.begin_step(optimizer)
     return turn, turn.verdict_for_step(optimizer)
 

@@ -14,6 +14,7 @@ from gradscale.errors import InvalidTypeError
 from gradscale_torch import diagnosis
 from gradscale_torch.gradients import GradientGroups, group_tensors, kernel_view, require_values
 from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
+from gradscale_torch.transfers import integers, moved
 from gradscale_torch.verdicts import TensorFound, count_nonfinite
 
 __all__ = ["TorchBackend"]
@@ -55,6 +56,14 @@ class TorchBackend(Backend):
     def placement(self, like: Tensor, /) -> torch.device:
         """Return the device of a tensor."""
         return like.device
+
+    def move(self, x: Tensor, like: Tensor, /) -> Tensor:
+        """Return a 0-d tensor on the device of another one; only what comes to the host is waited for."""
+        return moved(x, like.device)
+
+    def integers(self, values: Sequence[int], like: Tensor, /) -> Tensor:
+        """Return numbers as a 1-d int32 tensor on the device of another one; nothing is waited for."""
+        return integers(values, like.device)
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on the default device."""

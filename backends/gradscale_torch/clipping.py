@@ -10,6 +10,7 @@ from torch._utils import _flatten_dense_tensors
 
 from gradscale.errors import InvalidValueError
 from gradscale_torch.gradients import GradientGroups, Groups, Parameters, group_tensors, kernel_view, local_tensor
+from gradscale_torch.transfers import moved
 
 if TYPE_CHECKING:
     from gradscale_torch.collectives import TorchCollectives
@@ -106,23 +107,30 @@ def _is_counted_here(gradient: Any) -> bool:
 
 
 def _sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
-    parts = [part for (device, _), tensors in groups.items() for part in _squares(device, tensors)]
+    parts = [_sum_of_one_device(device, tensors) for (device, _), tensors in groups.items()]
     if not parts:
-        return torch.zeros((), device=home)
-    total = torch.stack([part.to(home, non_blocking=True).double() for part in parts]).sum()
-    if home.type != "cpu" or torch.isfinite(total).item():
-        return total
-    # Float32 overflows at tensors whose norm is above 1.8e19.
-    wide = [torch.linalg.vector_norm(t, dtype=torch.float64).to(home).square() for ts in groups.values() for t in ts]
-    return torch.stack(wide).sum()
+        return torch.zeros((), dtype=torch.float32, device=home)
+    return torch.stack([moved(part, home, dtype=_widest(home)) for part in parts]).sum()
 
 
-def _squares(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-    """Return sums of squares that add up to that of all tensors."""
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
     if device.type != "cpu":
         # The kernel waits for memory, so that float64 costs nothing where there is float64.
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if device.type == "mps" else torch.float64)
-        return [torch.stack(norms).square().sum()]
+        norms = torch._foreach_norm(tensors, 2, dtype=_widest(device))
+        return torch.stack(norms).square().sum()
+    total = torch.stack([square.double() for square in _squares(tensors)]).sum()
+    if torch.isfinite(total).item():
+        return total
+    # Float32 overflows at tensors whose norm is above 1.8e19.
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]).sum()
+
+
+def _squares(tensors: list[Tensor]) -> list[Tensor]:
+    """Return sums of squares that add up to that of all tensors of the host."""
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
     large = [tensor for tensor in tensors if tensor.numel() > _SMALL] if len(small) < len(tensors) else []
     joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
@@ -152,5 +160,5 @@ def clip_unscaled(
     factor = clip_factor(norm, max_norm)
     for (device, dtype), tensors in gradients.groups.items():
         wide = torch.promote_types(dtype, torch.float32)
-        torch._foreach_mul_([local_tensor(tensor) for tensor in tensors], factor.to(device, wide))
+        torch._foreach_mul_([local_tensor(tensor) for tensor in tensors], moved(factor, device, dtype=wide))
     return norm.float()

@@ -20,6 +20,7 @@ from gradscale.core.vector import foreign_message
 from gradscale.errors import BackendError, InvalidValueError, ScaleDesyncError
 from gradscale.groups import GroupWait
 from gradscale_torch import compact, groups
+from gradscale_torch.transfers import integers, is_capturing, refuse_capture
 
 __all__ = ["Pending", "TorchCollectives"]
 
@@ -34,6 +35,8 @@ _LATER = 10.0
 _under_way: dict[int, tuple[Any, torch.Tensor, dist.ProcessGroup]] = {}
 _MANY = 8
 
+_OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gradients that are on it"
+_HOST = torch.device("cpu")
 _CPU = 1  # in DLPack
 # Elements: vectors of fewer or more are sent whole. More have a part for each rank, in which all are different.
 _FEW, _MOST = 2, 32
@@ -42,7 +45,7 @@ _FEW, _MOST = 2, 32
 @atexit.register
 def _leave() -> None:
     """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
-    for group in {group for work, _, group in _under_way.values() if not work.is_completed()}:
+    for group in {group for work, _, group in _under_way.values() if not _is_completed(work)}:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -149,6 +152,8 @@ class TorchCollectives:
         if came_from not in self._routes:
             self._routes[came_from] = groups.travels_on(self._carriers, came_from, group.group)
         where = self._routes[came_from]
+        if where != came_from:
+            refuse_capture(where if came_from.type == "cpu" else came_from, _OF_THE_DEVICE)
         is_home = sent is x and where == came_from
         if where.type == "cpu" and self._is_gloo_on_host and _FEW < len(sent) <= _MOST:
             return self._start_compact(group, x, sent.tolist(), is_home=is_home)
@@ -161,7 +166,7 @@ class TorchCollectives:
     def _start_compact(self, group: GroupWait, x: Array | list[int], values: list[int], *, is_home: bool) -> Pending:
         """Send one or two integers for the vector."""
         exchange = compact.Exchange(values, self.rank, self.size)
-        buffer = torch.tensor(exchange.sent, dtype=torch.int64)
+        buffer = torch.tensor(exchange.sent, dtype=torch.int64, device="cpu")
         work = self._reduce(group, buffer, self._sum_options)
         return Pending(self, group, work, buffer, x, is_home, exchange)
 
@@ -182,9 +187,10 @@ class TorchCollectives:
             work = group.group.allreduce([buffer], options)
         except Exception as error:
             raise group.failure(error) from error
-        if len(_under_way) > _MANY:
-            _forget_what_is_done()
-        if not self._is_lookalike:
+        # What is captured belongs to the graph, and while it is nothing may be asked for.
+        if not self._is_lookalike and not is_capturing(buffer.device):
+            if len(_under_way) > _MANY:
+                _forget_what_is_done()
             _under_way[id(work)] = (work, buffer, group.group)
         return work
 
@@ -346,7 +352,7 @@ class Pending:
         try:
             maximum = exchange.maximum(self._buffer.tolist())
             if maximum is None:
-                self._buffer = torch.tensor(exchange.whole, dtype=torch.int32)
+                self._buffer = integers(exchange.whole, _HOST)
                 self._work = collectives._reduce(self._group, self._buffer, collectives._options)
                 self._wait_once()
                 maximum = exchange.whole_maximum(self._buffer.tolist())
@@ -368,21 +374,29 @@ class Pending:
 
 def _forget_what_is_done() -> None:
     for key, (work, _, _) in list(_under_way.items()):
-        if work.is_completed():
+        if _is_completed(work):
             del _under_way[key]
+
+
+def _is_completed(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:
+        # The device has failed, which whoever waits for it is told.
+        return False
 
 
 def _as_tensor(x: Array) -> torch.Tensor:
     """Return an array of another library, or a list, as a tensor, by DLPack or through the host."""
     if isinstance(x, list):
-        return torch.tensor(x, dtype=torch.int32)
+        return integers(x, _HOST)
     xp = array_namespace(x)
     if x.dtype != xp.int32 or x.ndim != 1:
         msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
         raise InvalidValueError(msg)
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == _CPU:
         # torch takes no read-only memory by DLPack, and ends the process at a negative stride.
-        return torch.tensor(registry.backend_for(x).read(x), dtype=torch.int32)
+        return integers(registry.backend_for(x).read(x), _HOST)
     return from_dlpack(xp.asarray(x, copy=True))
 
 
@@ -400,5 +414,5 @@ def _list_like(values: list[int], x: Array) -> Array:
     if isinstance(x, list):
         return values
     if isinstance(x, torch.Tensor):
-        return torch.tensor(values, dtype=torch.int32, device=x.device)
+        return integers(values, x.device)
     return array_namespace(x).asarray(values, dtype=x.dtype, device=registry.backend_for(x).placement(x))

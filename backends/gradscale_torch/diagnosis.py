@@ -70,7 +70,7 @@ def _summarize_one(tensor: Tensor) -> Tensor:
         return found
     step = _MOST_HALVES if tensor.element_size() == 2 else _BLOCK // tensor.element_size()
     blocks = torch.split(_dense_memory(tensor), step) if tensor.numel() else ()
-    return torch.tensor(words(map(_summarize_block, blocks)), dtype=torch.int32)
+    return torch.tensor(words(map(_summarize_block, blocks)), dtype=torch.int32, device="cpu")
 
 
 def _summarize_block(block: Tensor) -> Summary:

@@ -9,12 +9,15 @@ import torch
 from gradscale.scaler.stepper import Outcome
 from gradscale.scaler.turn import Stage, Turn
 from gradscale_torch.state import TensorState
+from gradscale_torch.transfers import moved
 from gradscale_torch.unscaler import Request
 from gradscale_torch.verdicts import TensorVerdict
 
 __all__ = ["FusedStepper", "steps_by_itself"]
 
 Tensor = torch.Tensor
+
+_CPU = torch.device("cpu")
 
 
 def steps_by_itself(optimizer: Any) -> bool:
@@ -46,13 +49,16 @@ class FusedStepper:
         pending.is_read_later = may_be_late and live.at_min_scale(state) is None
         verdict = None if pending.is_read_later else turn.verdict()
         preset = getattr(optimizer, "grad_scale", None)
+        found = pending.flag()
+        # torch's optimizers do not wait for what they bring to the host.
+        home = _CPU if pending.is_for_host else found.device
+        found = moved(found, home)
         if pending.is_scaled:
             scale, _ = live.scale_and_inverse(state)
-            optimizer.grad_scale = scale.clone() if preset is None else scale * preset
+            optimizer.grad_scale = moved(scale.clone() if preset is None else scale * preset, home)
         else:
             optimizer.grad_scale = preset
         # Copies: what an optimizer does to them is its own affair.
-        found = pending.flag()
         optimizer.found_inf = found.clone()
         fresh = _without_momentum(optimizer)
         try:
@@ -94,7 +100,7 @@ def _mend_momentum(optimizer: Any, fresh: list[Tensor], found: Tensor) -> None:
     for parameter in fresh:
         momentum = _momentum(optimizer, parameter)
         if momentum is not None:
-            skipped = found.to(momentum.device, non_blocking=True) != 0
+            skipped = moved(found, momentum.device) != 0
             momentum.copy_(torch.where(skipped, torch.zeros_like(momentum), momentum))
 
 

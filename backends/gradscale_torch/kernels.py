@@ -11,6 +11,7 @@ from gradscale.core import arithmetic
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
 from gradscale_torch.gradients import Groups
+from gradscale_torch.transfers import moved
 
 __all__ = ["combined", "has_fused_update", "inverse_of", "judge", "unscale_in_place", "update_in_place"]
 
@@ -21,10 +22,14 @@ Found = dict[torch.device, Tensor]
 # Device types and dtypes that the kernel has refused.
 _without_kernel: set[tuple[str, torch.dtype]] = set()
 _without_float64: set[torch.device] = set()
+_WITH_FLOAT64 = ("cpu", "cuda")
 
 
 def inverse_of(scale: Tensor) -> Tensor:
     """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 where the device has it. No host read."""
+    if scale.device.type in _WITH_FLOAT64:
+        # What fails here is an error of the device, which has nothing to do with the dtype.
+        return scale.double().reciprocal().float()
     if scale.device.type != "mps" and scale.device not in _without_float64:
         try:
             return scale.double().reciprocal().float()
@@ -41,7 +46,7 @@ def unscale_in_place(groups: Groups, inverse: Tensor, found: Found, *, judge_aga
     groups : dict
         Dense real tensors by device and dtype; overwritten.
     inverse : tensor
-        0-d float32 on any device.
+        0-d float32 on any device; waited for where tensors are the host's.
     found : dict
         By device; entries are added, or set to 1.
     judge_again : bool
@@ -53,19 +58,20 @@ def unscale_in_place(groups: Groups, inverse: Tensor, found: Found, *, judge_aga
         For a tensor whose elements share memory; others may have been overwritten by then.
     """
     for (device, dtype), tensors in groups.items():
-        factor = inverse if inverse.device == device else inverse.to(device, non_blocking=True)
+        factor = moved(inverse, device)
         flag = found[device] if device in found else found.setdefault(device, torch.zeros_like(factor))
         _apply(device, dtype, tensors, flag, factor)
         if judge_again:
-            _apply(device, dtype, tensors, flag, torch.ones((), device=device))
+            _apply(device, dtype, tensors, flag, torch.ones((), dtype=torch.float32, device=device))
 
 
 def judge(groups: Groups, found: Found) -> None:
     """Note where one of the tensors is not finite; they keep their values."""
     for device, dtype in groups:
         tensors = groups[device, dtype]
-        flag = found[device] if device in found else found.setdefault(device, torch.zeros((), device=device))
-        _apply(device, dtype, tensors, flag, torch.ones((), device=device))
+        if device not in found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        _apply(device, dtype, tensors, found[device], torch.ones((), dtype=torch.float32, device=device))
 
 
 def _apply(device: torch.device, dtype: torch.dtype, tensors: list[Tensor], flag: Tensor, factor: Tensor) -> None:
@@ -107,9 +113,9 @@ def _explain(tensors: Iterable[Tensor], error: RuntimeError) -> None:
 
 def combined(found: Mapping[torch.device, Tensor], home: torch.device) -> Tensor:
     """Return what was found on all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
-    flags = [flag.to(home, non_blocking=True) for flag in found.values()]
+    flags = [moved(flag, home) for flag in found.values()]
     if not flags:
-        return torch.zeros((), device=home)
+        return torch.zeros((), dtype=torch.float32, device=home)
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 

@@ -11,6 +11,7 @@ from gradscale.core import tree
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
+from gradscale_torch.transfers import moved
 
 __all__ = ["TensorScaling"]
 
@@ -51,9 +52,7 @@ class TensorScaling:
             state = in_force(tensor)
             note(state, (tensor,))
             scale, _ = live.scale_and_inverse(state)
-            if scale.device != tensor.device:
-                scale = scale.to(tensor.device, non_blocking=True)
-            scaled: Tensor = tensor * scale
+            scaled: Tensor = tensor * moved(scale, tensor.device)
             return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
 
         return multiply(outputs) if type(outputs) is Tensor else _mapped(outputs, multiply)

@@ -17,11 +17,13 @@ from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.policies.plain import PlainRule, plain_rule
 from gradscale.scaler.live_state import ANY_TRACKERS, largest_trackers, numbers_of, placed, require_values, with_setting
 from gradscale_torch import kernels
-from gradscale_torch.verdicts import is_capturing
+from gradscale_torch.transfers import is_capturing, moved, refuse_capture
 
 __all__ = ["TensorState"]
 
 Tensor = torch.Tensor
+
+_CPU = torch.device("cpu")
 
 
 class TensorState:
@@ -48,6 +50,10 @@ class TensorState:
         self._is_regular = False
         # The smallest scale that there can be now, as far as the host knows without a read.
         self._floor = 0.0
+        # The version in which the scale was last set, and not adapted.
+        self._replaced_in = 0
+        # Whether a captured graph adapts the state, and so lowers the scale when the host does not know.
+        self._is_replayed = False
         self._judged_policy: Policy | None = None
         self._is_fused = False
         # None where the state is of tensors.
@@ -101,11 +107,19 @@ class TensorState:
         """Return the state, made on the device of ``like`` if there is none yet."""
         if self._state is None:
             require_values(like)
+            home = like.device if isinstance(like, Tensor) else _CPU
+            refuse_capture(home, "call scale() once before, or every replay would begin with the first scale again")
             self._floor = float(self._restored.get("scale", self.policy.init_scale))
-            self._state = placed(self.policy.init(like), self._restored)
+            self._state = placed(
+                self.policy.init(like if home.type == "cpu" else torch.zeros((), device=_CPU)), self._restored
+            )
             self._restored = {}
-            if self._state.scale.device.type == "cpu":
+            if home.type == "cpu":
                 self._settle_on(plain_rule(self.policy))
+            else:
+                # Filled by kernels, which nobody waits for, as for copies of the host's memory.
+                filled = (torch.full((), field.item(), dtype=field.dtype, device=home) for field in self._state)
+                self._state = ScaleState(*filled)
         return self._state
 
     def _settle_on(self, rule: PlainRule | None) -> None:
@@ -120,8 +134,8 @@ class TensorState:
         """Return a state in tensors; new ones on the CPU for one of numbers."""
         if not isinstance(state.scale, float):
             return state
-        trackers = (torch.tensor(tracker, dtype=torch.int32) for tracker in state[1:])
-        return ScaleState(torch.tensor(state.scale), *trackers)
+        trackers = (torch.tensor(tracker, dtype=torch.int32, device=_CPU) for tracker in state[1:])
+        return ScaleState(torch.tensor(state.scale, dtype=torch.float32, device=_CPU), *trackers)
 
     def scale_and_inverse(self, state: ScaleState) -> tuple[Tensor, Tensor | None]:
         """Return the scale of a state, and of one of numbers its reciprocal, as 0-d float32; not to be written to."""
@@ -129,7 +143,7 @@ class TensorState:
         if not isinstance(scale, float):
             return scale, None
         if self._shown is None or self._shown[0] != scale:
-            shown = torch.tensor(scale)
+            shown = torch.tensor(scale, dtype=torch.float32, device=_CPU)
             self._shown = scale, shown, kernels.inverse_of(shown)
         return self._shown[1:]
 
@@ -154,6 +168,7 @@ class TensorState:
             self._state = self._rule.update(state, max(map(int, counts)))
             return
         self._floor *= getattr(self.policy, "backoff_factor", 1.0)
+        self._is_replayed = self._is_replayed or is_capturing(state.scale.device)
         first = counts[0]
         found = first if len(counts) == 1 and isinstance(first, Tensor) else _worst(counts, state.scale.device)
         if self._is_regular and self._has_fused_update():
@@ -163,6 +178,11 @@ class TensorState:
             return
         self._is_regular = True
         self._state = _copied_into(state, self.policy.update(state, nonfinite=found))
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise CallOrderError while a graph of the state's device is captured; ``what`` says what to do instead."""
+        if self._state is not None and not isinstance(self._state.scale, float):
+            refuse_capture(self._state.scale.device, what)
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one where the policy cannot."""
@@ -175,6 +195,8 @@ class TensorState:
 
     def observe(self, scale: float, version: int) -> None:
         """Take note of the scale that a verdict carries: since that version it has been backed off that often."""
+        if version < self._replaced_in:
+            return
         self._floor = scale
         if version != self.version:
             self._floor *= getattr(self.policy, "backoff_factor", 1.0) ** (self.version - version)
@@ -185,7 +207,7 @@ class TensorState:
             return state.scale < 1.0
         if state.scale.device.type == "cpu":
             return bool(state.scale.item() < 1.0)
-        return self._floor < 1.0 or is_capturing(state.scale.device)
+        return self._is_replayed or self._floor < 1.0 or is_capturing(state.scale.device)
 
     def numbers(self) -> dict[str, Any]:
         """Return the state as numbers, by the names of its fields. One host read."""
@@ -203,6 +225,7 @@ class TensorState:
     def replace_scale(self, scale: float) -> None:
         """Set the scale in place, and keep the trackers."""
         self._floor = scale
+        self._note_replaced()
         if self._state is None:
             self._restored["scale"] = scale
         elif self._rule is not None:
@@ -211,13 +234,19 @@ class TensorState:
             self._state.scale.fill_(scale)
             self._state = ScaleState(*self._state)
 
+    def _note_replaced(self) -> None:
+        """Take no more note of verdicts that were begun before now."""
+        self.version += 1
+        self._replaced_in = self.version
+
     def replace_field(self, name: str, value: Tensor) -> None:
         """Put a tensor of a host's in the place of a field, by identity where it fits."""
         self.current(value)
         state = self.tensors()
         assert state is not None
-        fields = {name: value.to(getattr(state, name).dtype).reshape(())}
-        self._state = state._replace(**fields)
+        field: Tensor = getattr(state, name)
+        placed_value = moved(value, field.device, dtype=field.dtype)
+        self._state = state._replace(**{name: placed_value.reshape(()) if placed_value.shape else placed_value})
         self._is_regular = False
 
     def replace_setting(self, name: str, value: Any) -> None:
@@ -234,6 +263,7 @@ class TensorState:
         self._largest = largest_trackers(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._is_regular = False
         self._floor = 0.0
+        self._note_replaced()
         if self._state is None:
             self._restored = numbers
             return
@@ -247,7 +277,7 @@ class TensorState:
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers instead of tensors, so that the next tensor says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
-        forgotten: dict[str, Any] = {"_is_regular": False, "_floor": 0.0}
+        forgotten: dict[str, Any] = {"_is_regular": False, "_is_replayed": False, "_floor": 0.0}
         forgotten |= dict.fromkeys(("_state", "_judged_policy", "_rule", "_left", "_shown"))
         return self.__dict__ | {"_restored": restored} | forgotten
 
@@ -262,7 +292,7 @@ def _worst(counts: Sequence[Array | int], home: torch.device) -> Tensor:
     flags: list[Tensor] = [count for count in counts if isinstance(count, Tensor)]
     known = [count for count in counts if isinstance(count, int)]
     if known:
-        flags.append(torch.tensor(float(max(known) > 0), device=home))
+        flags.append(torch.full((), float(max(known) > 0), dtype=torch.float32, device=home))
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 

@@ -84,9 +84,14 @@ class TensorGradients:
 
     @property
     def like(self) -> Tensor:
-        """A gradient, beside which the state belongs; without any a tensor on the device that is trained on."""
+        """A gradient, beside which the state belongs; on the device that is trained on where they are elsewhere.
+
+        The loss of other ranks is there, also if all gradients are on the host, so that messages go the same way.
+        """
         first = next(iter(self.grouped.groups.values()), None)
-        return torch.zeros((), device=self._unscaler.device) if first is None else first[0]
+        if first is None or (first[0].device.type == "cpu" and not self._unscaler.trains_on_host):
+            return torch.zeros((), device=self._unscaler.device)
+        return first[0]
 
     def groups(self) -> Sequence[Collectives]:
         """Return the mesh of DTensor parameters.
@@ -119,6 +124,11 @@ class TensorUnscaler:
         self._timeout = timeout
         self.forget()
 
+    @property
+    def trains_on_host(self) -> bool:
+        """Whether the device that is trained on is the host, or none was named."""
+        return self.device is None or (not isinstance(self.device, int) and torch.device(self.device).type == "cpu")
+
     def forget(self) -> None:
         """Forget parameters, meshes and steps."""
         self._known: IdentityMap[Parameters] = IdentityMap()
@@ -150,7 +160,9 @@ class TensorUnscaler:
         return TensorGradients(self, optimizer, parameters, grouped, request)
 
     def unscale(self, gradients: TensorGradients, live: TensorState, state: ScaleState) -> TensorFound:
-        """Divide gradients by the scale of a state, clip and judge them; or judge them alone. No host read.
+        """Divide gradients by the scale of a state, clip and judge them; or judge them alone.
+
+        No host read, but of the scale of a device that gradients of the host are divided by.
 
         The norm of DTensors costs an all-reduce of its own.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,15 +12,25 @@ import torch
 from gradscale.core import vector
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.vector import Verdict
+from gradscale.errors import BackendError
 from gradscale.scaler.agreement import Agreement, Subject, take_lists, whereabouts
 from gradscale.scaler.frame import Frame
 from gradscale.scaler.parts import LiveState
 from gradscale_torch.gradients import GradientGroups
 from gradscale_torch.kernels import Found, combined
+from gradscale_torch.transfers import integers, is_capturing, moved, refuse_capture, start_reading
 
-__all__ = ["TensorFound", "TensorVerdict", "count_nonfinite", "is_capturing", "start_reading", "would_wait"]
+__all__ = ["NO_READS", "TensorFound", "TensorVerdict", "count_nonfinite", "would_wait"]
 
 Tensor = torch.Tensor
+
+_CPU = torch.device("cpu")
+
+NO_READS = (
+    "step an optimizer in it that skips by itself (fused=True, capturable=True), without on_skip=, on_update=, "
+    'diagnose= and at_min="raise", or step after it'
+)
+"""What to do where a graph is captured and the host would have to read a verdict."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,7 +67,7 @@ class TensorFound:
         """Return a 0-d int32 on the scale's device: the count where it is known, else 0 or 1."""
         if self.count is None:
             return self.flag.to(torch.int32)
-        return torch.tensor(self.count, dtype=torch.int32, device=self.home)
+        return torch.full((), self.count, dtype=torch.int32, device=self.home)
 
 
 class TensorVerdict:
@@ -121,7 +132,7 @@ class TensorVerdict:
         if isinstance(state.scale, float) and count is not None:
             at_min_scale = bool(live.at_min_scale(state))
             sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
-            return torch.tensor(sent, dtype=torch.int32) if self._needs_tensors() else sent
+            return integers(sent, _CPU) if self._needs_tensors() else sent
         known = found.nonfinite if count is None or self._needs_tensors() else count
         arrays = live.arrays(state)
         return agreement.vector.pack(live.backend_for(arrays.scale), live.policy, arrays, known, position)
@@ -132,24 +143,34 @@ class TensorVerdict:
         return would_wait(self._found.home) and self._shown is None
 
     @property
+    def is_for_host(self) -> bool:
+        """Whether some of the gradients are the host's, which has to know the scale and the verdict to step by them."""
+        return any(device.type == "cpu" for device in self._found.found)
+
+    @property
     def is_read_by_host(self) -> bool:
         """Whether the ranks agree through the host, so that looking at the verdict reads it."""
         return len(self.groups) > 0 and self._found.home.type == "cpu" and not self.is_read_later
 
     def verdict(self) -> Verdict:
         """Return the verdict, read by the host if it is not yet, or what a host has written in its place."""
-        if self.known is None:
-            if self._late is not None:
-                self.known = self._read_late(self._late)
-            else:
-                self.known = self._read()
-                self._live.observe(self.known.scale, self._live.version)
+        found = self._read_once() if self.known is None else self.known
         if self._shown is None:
-            return self.known
+            return found
         is_bad = any(flag.item() for flag in self._shown.values())
-        if is_bad == (self.known.nonfinite > 0):
-            return self.known
-        return self.known._replace(nonfinite=int(is_bad))
+        return found if is_bad == (found.nonfinite > 0) else found._replace(nonfinite=int(is_bad))
+
+    def _read_once(self) -> Verdict:
+        """Read the verdict and keep it in mind; but for one that each replay of a graph writes anew."""
+        if self._late is None:
+            refuse_capture(self._found.home, NO_READS)
+            self.known = found = self._read()
+            self._live.observe(found.scale, self._live.version)
+            return found
+        found = self._read_late(self._late)
+        if not self.is_captured:
+            self.known = found
+        return found
 
     def count(self) -> Tensor | int:
         """Return the agreed verdict for the live state: a number where the host has read it, else a flag."""
@@ -165,7 +186,7 @@ class TensorVerdict:
         if not self.groups:
             return self._found.flag
         if self.is_read_by_host:
-            return torch.tensor(float(self.verdict().nonfinite > 0))
+            return torch.tensor(float(self.verdict().nonfinite > 0), dtype=torch.float32, device=_CPU)
         agreed = self._finished()
         fields = agreed[2:].reshape(2, -1)
         # Where ranks differ no rank steps, until the host sees it.
@@ -178,7 +199,7 @@ class TensorVerdict:
             if self.groups:
                 flag = self.flag()
                 devices = self._found.found or [self._found.home]
-                self._shown = {device: flag.to(device, copy=True, non_blocking=True) for device in devices}
+                self._shown = {device: moved(flag, device).clone() for device in devices}
             else:
                 self._shown = self._found.found
         return self._shown
@@ -231,23 +252,44 @@ class TensorVerdict:
             return Verdict(count, count, bool(at_min_scale), state.scale)
         if found.count is not None and found.home.type == "cpu":
             is_at_min_scale = at_min_scale is not None and bool(at_min_scale.item())
-            return Verdict(found.count, found.count, is_at_min_scale, state.scale.item())
+            return Verdict(found.count, found.count, is_at_min_scale, _possible(state.scale.item()))
         flags = [found.flag, state.scale] + ([] if at_min_scale is None else [at_min_scale.float()])
         nonfinite, scale, *rest = torch.stack(flags).tolist()
-        return Verdict(int(nonfinite), int(nonfinite), any(rest), scale)
+        count = int(nonfinite) if found.count is None else found.count
+        return Verdict(count, count, any(rest), _possible(scale))
 
     def _read_late(self, read: Callable[[bool], list[float] | None]) -> Verdict:
         values = read(True)
         assert values is not None
         if not self.groups:
             found, scale = values
-            return Verdict(int(found), int(found), False, scale)
+            return Verdict(int(found), int(found), False, _possible(scale))
         whole = [int(value) for value in values]
         return self._decoded(whole[: vector.LENGTH], whole[vector.LENGTH :])
 
     def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
         where = lambda: whereabouts(self.groups, self._number)  # noqa: E731
-        return vector.read_verdict(agreed, sent, self._live.policy, where, self._moved)
+        verdict = vector.read_verdict(agreed, sent, self._live.policy, where, self._moved)
+        _possible(verdict.scale)
+        return verdict
+
+
+def _possible(scale: float) -> float:
+    """Return a scale that the host has read from a tensor, having checked that a policy can have made it.
+
+    Raises
+    ------
+    BackendError
+        For one that is not finite and above 0, which torch's scalers would skip steps or lose gradients with for good.
+    """
+    if not 0.0 < scale < math.inf:
+        msg = (
+            f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else has written "
+            f"to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a checkpoint with "
+            f"load_state_dict(), which begins the iteration anew"
+        )
+        raise BackendError(msg)
+    return scale
 
 
 def would_wait(device: torch.device) -> bool:
@@ -267,42 +309,3 @@ def count_nonfinite(found: Found, gradients: GradientGroups) -> int | None:
     tensors = [tensor for tensors in gradients.groups.values() for tensor in tensors]
     # Duplicates of a sparse gradient may be finite one by one.
     return max(1, sum(not torch.isfinite(tensor).all().item() for tensor in tensors))
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Tell whether a CUDA graph is being captured, in which nothing may be waited for."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def start_reading(values: Tensor) -> Callable[[bool], list[float] | None]:
-    """Begin to copy a small tensor to the host, and return what asks for it.
-
-    Parameters
-    ----------
-    values : tensor
-        1-d.
-
-    Returns
-    -------
-    callable
-        Called with whether it may wait. Returns the values, or None if they are not there yet and it may not wait.
-    """
-    if values.device.type == "cpu":
-        known: list[float] = values.tolist()
-        return lambda _: known
-    if is_capturing(values.device):
-        # What replays of the graph write is read when it is asked for.
-        return lambda may_wait: values.tolist() if may_wait else None
-    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    copy.copy_(values, non_blocking=True)
-    event = torch.Event(device=values.device)
-    event.record()
-
-    def read(may_wait: bool) -> list[float] | None:
-        if may_wait:
-            event.synchronize()
-        elif not event.query():
-            return None
-        return copy.tolist()
-
-    return read

@@ -78,6 +78,11 @@ class Backend:
         """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None where any one will do."""
         return device(like)
 
+    def integers(self, values: Sequence[int], like: Array, /) -> Array:
+        """Return Python ints as a 1-d int32 array on the device of another; without a wait where the library can."""
+        xp = array_namespace(like)
+        return xp.asarray(values, dtype=xp.int32, device=self.placement(like))
+
     def move(self, x: Array, like: Array, /) -> Array:
         """Return a 0-d array on the device of another one, in the order of the devices' streams. No host read."""
         return to_device(x, self.placement(like))

@@ -56,8 +56,6 @@ _FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_nor
 _COUNT = len(_FIELDS)
 LENGTH = 2 + 2 * _COUNT
 _PLACE = _FIELDS.index("place")
-# Positions whose numbers are kept as arrays: of two scalers' worth of optimizers in an iteration.
-_KEPT = 8
 
 # Of "message", from the lowest: the optimizer, the call of the iteration, the purpose.
 _OPTIMIZER_BITS = 15
@@ -127,9 +125,6 @@ class AgreementVector:
         self._identity = 0
         # Whether the policy's settings cannot change without a new object.
         self._is_fixed = False
-        self._constants: dict[tuple[int, ...], Array] = {}
-        # What is added between two groups of a list, by the number and the device.
-        self._shifts: dict[tuple[int, str], Array] = {}
         # Of a verdict that the host knows: the flag and the first fields.
         self._numbers: list[int] | None = None
 
@@ -160,7 +155,6 @@ class AgreementVector:
             self._identify(policy)
             self._state = state
             self._fingerprint = self._numbers = None
-            self._constants = {}
         key = (self._identity, *position)
         if isinstance(nonfinite, int):
             if self._numbers is None:
@@ -168,19 +162,14 @@ class AgreementVector:
             flag, *first = self._numbers
             return _vector(nonfinite, flag, [*first, *key])
         xp = array_namespace(state.scale)
-        where = backend.placement(state.scale)
         if self._fingerprint is None:
             self._fingerprint = backend.fingerprint(state)
-        if key not in self._constants:
-            if len(self._constants) >= _KEPT:
-                self._constants = {}
-            self._constants[key] = xp.asarray(key, dtype=xp.int32, device=where)
         at_min_scale = policy.at_min_scale(state)
         if at_min_scale is None:
-            is_at_min_scale = xp.asarray([0], dtype=xp.int32, device=where)
+            is_at_min_scale = backend.integers((0,), state.scale)
         else:
             is_at_min_scale = xp.reshape(xp.astype(at_min_scale, xp.int32), (1,))
-        fields = xp.concat([self._fingerprint, self._constants[key]])
+        fields = xp.concat([self._fingerprint, backend.integers(key, state.scale)])
         return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
 
     def pack_plain(
@@ -206,11 +195,7 @@ class AgreementVector:
         row[2 + _PLACE], row[2 + _COUNT + _PLACE] = by, -by
         if backend is None:
             return list(map(operator.add, x, row))
-        xp, where = array_namespace(x), backend.placement(x)
-        key = by, str(where)
-        if key not in self._shifts:
-            self._shifts[key] = xp.asarray(row, dtype=xp.int32, device=where)
-        return x + self._shifts[key]
+        return x + backend.integers(row, x)
 
     def _identify(self, policy: Policy) -> None:
         if self._policy is not policy or not self._is_fixed:

@@ -144,7 +144,13 @@ class Reports(Generic[_Pending]):
             When it has not been stepped by this scaler.
         """
         if optimizer in self._deferred:
-            self._last[optimizer] = self._deferred.pop(optimizer).report()
+            entry = self._deferred[optimizer]
+            report = entry.report()
+            if entry.pending.is_captured:
+                # It is read anew each time: a replay may have written it since.
+                return report
+            self._deferred.pop(optimizer)
+            self._last[optimizer] = report
         if optimizer not in self._last:
             msg = f"last_step() needs a step() of this optimizer first, got {shown(optimizer)}"
             raise CallOrderError(msg)

@@ -328,9 +328,8 @@ class Agreement:
             if take_lists([collectives]):
                 agreed: list[int] = collectives.start_max(values)()
                 return agreed
-            xp, backend = array_namespace(like), live.backend_for(like)
-            x = xp.asarray(values, dtype=xp.int32, device=backend.placement(like))
-            return backend.read(collectives.start_max(x)())
+            backend = live.backend_for(like)
+            return backend.read(collectives.start_max(backend.integers(values, like))())
         except (BackendError, CollectiveTimeoutError) as error:
             self._lose(error, number)
             raise

@@ -29,7 +29,7 @@ class LiveState(Protocol):
 
     @property
     def version(self) -> int:
-        """How often ``advance`` was called."""
+        """A number that rises when the state is adapted, by one each time, and when its scale is set."""
         ...
 
     def backend_for(self, x: Array) -> Backend:

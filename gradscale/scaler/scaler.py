@@ -513,6 +513,8 @@ class GradScaler:
         if before.failure is None:
             # Gradients under way are unscaled by what they were scaled with.
             self._iteration.frame.scaled, self._iteration.frame.state = before.scaled, before.state
+        # What is on its way to the host is about the state that is replaced.
+        self._reports.under_way.clear()
         self._live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -100,6 +100,9 @@ def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
     got = backend.read(xp.asarray(expected, dtype=xp.int32, device=device))
     if got != expected or not all(type(value) is int for value in got):
         _fail(f"read must give Python ints {expected}, got {got!r}")
+    made = backend.integers(expected, xp.zeros((), dtype=xp.float32, device=device))
+    if made.shape != (5,) or made.dtype != xp.int32 or backend.read(made) != expected:
+        _fail(f"integers must give a 1-d int32 array of {expected}, got {made!r}")
     beside = xp.zeros((), dtype=xp.float32, device=backend.placement(xp.zeros((2,), device=device)))
     if (beside + xp.ones((2,), dtype=xp.float32, device=device)).shape != (2,):
         _fail(f"placement must let a 0-d array be combined with others, got {beside!r}")

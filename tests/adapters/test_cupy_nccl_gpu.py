@@ -147,7 +147,9 @@ def test_the_host_does_not_wait_for_a_result_on_the_stream(cupy: Any, comm: Any)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         x = cupy.asarray([3, -4], dtype=np.int32)
-        collectives.start_max(x)()
+        # What is compiled and loaded, is so before the stream is kept busy.
+        collectives.start_max(x).on_stream() + 1
+        stream.synchronize()
         stall(cupy, 200)
         result = collectives.start_max(x).on_stream() + 1
         assert not stream.done

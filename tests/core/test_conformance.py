@@ -161,6 +161,11 @@ class ReadsBackwards(Core):
         return super().read(x)[::-1]
 
 
+class WrongIntegers(Core):
+    def integers(self, values: Sequence[int], like: Any, /) -> Any:
+        return super().integers([min(value, 2**24) for value in values], like)
+
+
 class WrongExample(Core):
     def example(self) -> Any:
         return self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)
@@ -179,6 +184,7 @@ WRONG = [
     WrongBits,
     ReadsFloats,
     ReadsBackwards,
+    WrongIntegers,
     WrongExample,
 ]
 
