@@ -1,14 +1,12 @@
 """The example as a user runs it: a real process for each rank, the overflow on each rank in turn."""
 
-import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from axes import require
-from programs import CHANGED
+from programs import CHANGED, lines, png_size
 from worlds import mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
@@ -78,12 +76,6 @@ def test_each_of_several_ranks_computes_on_one_thread(tmp_path: Path) -> None:
     assert completed.stdout.split() == ["[[1],", "[1]]"]
 
 
-def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what was printed, without the progress bars."""
-    printed = re.split(r"[\r\n]+", completed.stdout)
-    return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
-
-
 def table(completed: subprocess.CompletedProcess[str]) -> dict[str, list[float]]:
     """Return the numbers of each run: accuracy, loss, steps taken, steps skipped, zero gradients, seconds."""
     rows = {}
@@ -92,17 +84,6 @@ def table(completed: subprocess.CompletedProcess[str]) -> dict[str, list[float]]
         if run is not None:
             rows[run] = [float(number.rstrip("%")) for number in line.removeprefix(run).split()]
     return rows
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Return width and height, after decoding the whole image."""
-    from matplotlib.image import imread
-
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", content[16:24])
-    assert imread(path).shape == (height, width, 4)
-    return width, height
 
 
 @pytest.mark.parametrize(("size", "rank"), TARGETS)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from axes import require
-from programs import interrupted
+from programs import changed, interrupted, launch_torch, lines, png_size, torch_command, torch_environment
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_fsdp.py"
 STEPS = 20
 METHODS = ["FSDP2", "FSDP1", "DDP"]
 OPTIONS = {"FSDP2": [], "FSDP1": ["--fsdp1"], "DDP": ["--ddp"]}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 # Machines with a GPU run what they are told to run on it; all else here is about processes on CPUs.
-# Copies of the example, with a line changed, find what it shares with the others.
-PATHS = os.pathsep.join(filter(None, (str(PROGRAM.parent), os.environ.get("PYTHONPATH"))))
-ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
+ENVIRONMENT = torch_environment(PROGRAM)
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
 
@@ -32,40 +27,11 @@ def libraries() -> None:
     require("examples")
 
 
-def command(size: int, program: Path, *arguments: object) -> list[str]:
-    """Return the command line: under torchrun, or for one rank without."""
-    launcher = [] if size == 1 else [*TORCHRUN, str(size)]
-    return [sys.executable, *launcher, str(program), *map(str, arguments)]
-
-
 def launch(
     folder: Path, size: int, *arguments: object, program: Path = PROGRAM, environment: dict[str, str] = ENVIRONMENT
 ) -> subprocess.CompletedProcess[str]:
     """Run the example on ``size`` ranks."""
-    return subprocess.run(
-        command(size, program, *arguments),
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-
-
-def changed(folder: Path, line: str, inserted: str) -> Path:
-    """Return a copy of the example with something inserted before a line."""
-    source = PROGRAM.read_text()
-    assert source.count(line) == 1
-    copy = folder / "changed.py"
-    copy.write_text(source.replace(line, inserted + line))
-    return copy
-
-
-def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what was printed, without the progress bars."""
-    printed = re.split(r"[\r\n]+", completed.stdout)
-    return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
+    return launch_torch(folder, size, program, *arguments, environment=environment)
 
 
 def table(completed: subprocess.CompletedProcess[str], method: str) -> list[list[float]]:
@@ -80,15 +46,6 @@ def table(completed: subprocess.CompletedProcess[str], method: str) -> list[list
 def gaps(completed: subprocess.CompletedProcess[str]) -> list[float]:
     """Return how far the losses of the two float16 runs were from float32's, at most."""
     return [float(gap) for gap in re.findall(r"training loss is always within ([\d.]+) of fp32 DDP", completed.stdout)]
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Return width and height, after decoding the whole image."""
-    from matplotlib.image import imread
-
-    width, height = struct.unpack(">II", path.read_bytes()[16:24])
-    assert imread(path).shape == (height, width, 4)
-    return width, height
 
 
 def check_run(completed: subprocess.CompletedProcess[str], method: str, size: int, overflow: str) -> None:
@@ -187,7 +144,8 @@ def test_two_ranks_refuse_a_bad_option_once(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
     failing = "        if ranks.rank == 1:\n            raise ValueError('this rank fails')\n"
-    program = changed(tmp_path, "        with autocast:\n", failing)
+    before = "        with autocast:\n"
+    program = changed(tmp_path, PROGRAM, (before, failing + before))
     completed = launch(tmp_path, 2, "--steps", 5, program=program)
     assert completed.returncode != 0
     assert completed.stderr.count("ValueError: this rank fails") == 1, completed.stderr
@@ -203,7 +161,8 @@ def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_that_differ_are_not_verified(tmp_path: Path, method: str, spoil: str) -> None:
-    program = changed(tmp_path, "    run.is_verified = ", f"    {spoil}\n")
+    before = "    run.is_verified = "
+    program = changed(tmp_path, PROGRAM, (before, f"    {spoil}\n{before}"))
     completed = launch(tmp_path, 2, *OPTIONS[method], "--steps", 1, program=program)
     assert completed.returncode != 0
     assert lines(completed)[-1] == "FAILED: weights or scaler state differ on 2 ranks"
@@ -212,7 +171,7 @@ def test_ranks_that_differ_are_not_verified(tmp_path: Path, method: str, spoil: 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["single", "torchrun-2"])
 def test_an_interrupted_run_ends_promptly(tmp_path: Path, size: int) -> None:
-    status, errors = interrupted(command(size, PROGRAM, "--steps", 100000), ENVIRONMENT, tmp_path)
+    status, errors = interrupted(torch_command(size, PROGRAM, "--steps", 100000), ENVIRONMENT, tmp_path)
     # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
     assert status == (130 if size == 1 else 1)
     assert errors.count("interrupted\n") == 1, errors

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from axes import require
-from programs import interrupted
+from programs import changed, interrupted, lines, png_size
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "train_jax.py"
 STEPS = 20
@@ -37,37 +36,11 @@ def launch(folder: Path, *arguments: object, program: Path = PROGRAM) -> subproc
     )
 
 
-def changed(folder: Path, *changes: tuple[str, str]) -> Path:
-    """Return a copy of the example with some of its text replaced."""
-    source = PROGRAM.read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    copy = folder / "changed.py"
-    copy.write_text(source)
-    return copy
-
-
-def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what was printed, without the progress bars."""
-    printed = re.split(r"[\r\n]+", completed.stdout)
-    return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
-
-
 def table(completed: subprocess.CompletedProcess[str]) -> dict[str, list[float]]:
     """Return the numbers of each run: accuracy, loss, steps taken, skipped, zero gradients, seconds, compilations."""
     pattern = r"(.*?devices?) +([\d.]+)% +([\d.]+) +(\d+) +(\d+) +([\d.]+)% +([\d.]+) +(\d+)"
     rows = [match for line in lines(completed) if (match := re.fullmatch(pattern, line))]
     return {row[1]: [float(number) for number in row.groups()[1:]] for row in rows}
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Return width and height, after decoding the whole image."""
-    from matplotlib.image import imread
-
-    width, height = struct.unpack(">II", path.read_bytes()[16:24])
-    assert imread(path).shape == (height, width, 4)
-    return width, height
 
 
 def test_only_float16_without_scaling_fails_to_learn(tmp_path: Path) -> None:
@@ -164,7 +137,7 @@ SPOILED = [
 
 @pytest.mark.parametrize(("changes", "difference"), SPOILED)
 def test_runs_that_differ_are_not_verified(tmp_path: Path, changes: list[tuple[str, str]], difference: str) -> None:
-    program = changed(tmp_path, *changes)
+    program = changed(tmp_path, PROGRAM, *changes)
     completed = launch(tmp_path, "--steps", 3, "--inject", "2:1", program=program)
     assert completed.returncode == 1, completed.stdout + completed.stderr
     assert lines(completed)[-1].startswith("FAILED: these differ: ")
@@ -173,7 +146,7 @@ def test_runs_that_differ_are_not_verified(tmp_path: Path, changes: list[tuple[s
 
 
 def test_an_agreement_left_out_is_refused_by_shard_map(tmp_path: Path) -> None:
-    program = changed(tmp_path, ('axis_name="data", reduce', "reduce"))
+    program = changed(tmp_path, PROGRAM, ('axis_name="data", reduce', "reduce"))
     completed = launch(tmp_path, "--steps", 3, program=program)
     assert completed.returncode == 1
     assert "out_specs" in completed.stderr

@@ -18,7 +18,7 @@ from typing import Any
 import host_kernels
 import pytest
 from axes import require, require_program
-from programs import CHANGED, interrupted
+from programs import CHANGED, interrupted, lines
 from worlds import mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
@@ -115,12 +115,6 @@ def recorded(folder: Path, size: int, name: str, *arguments: object, machine: st
     completed = launch(folder, size, "-c", RECORDED, name, *arguments, "--output", output, machine=machine)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads(output.read_text())
-
-
-def lines(completed: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what was printed, without the progress bars."""
-    printed = re.split(r"[\r\n]+", completed.stdout)
-    return [line for line in printed if line.strip() and not re.search(r"it/s|s/it", line)]
 
 
 def overflowing(rank: int) -> list[object]:
