@@ -32,8 +32,9 @@ with program_needs("examples/train_fsdp.py", "torch,examples", "matplotlib"):
 
     from gradscale_torch import GradScaler, ShardedGradScaler
     from shared.text import VALIDATION_BATCHES, Block, Transformer, draw_windows, load_text
-    from shared.text_runs import Run, digest, held_gradients, parse_options, report_runs
+    from shared.text_runs import parse_options, report_runs
     from shared.torch_ranks import Ranks
+    from shared.torch_runs import Run, count_zeros, digest, held_gradients
 
 # Large models average their gradient over a million tokens or more, in micro-batches. So does this one, but for speed
 # it computes only one of the 1024 in each step. With its share of the loss, 1/1024, many of its gradients fall below
@@ -48,11 +49,11 @@ GROWTH_INTERVAL = 10
 warnings.filterwarnings("ignore", message=".*NO_SHARD")
 
 
-def train(run: Run, options: argparse.Namespace, text: tuple[Tensor, Tensor, int], ranks: Ranks) -> None:
+def train(run: Run, options: argparse.Namespace, text: tuple[Tensor, Tensor, str], ranks: Ranks) -> None:
     """Train from the initial weights, and record what comes of it."""
-    training, validation, characters = text
+    training, validation, alphabet = text
     torch.manual_seed(options.seed)
-    model = shard(Transformer(characters).to(ranks.device), run.method, run.dtype, ranks)
+    model = shard(Transformer(len(alphabet)).to(ranks.device), run.method, run.dtype, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     # The shards of FSDP2 are DTensors, over whose mesh GradScaler agrees; in DDP every rank holds the same gradients.
     # The shards of FSDP1 are plain tensors, which do not say who must agree.
@@ -75,17 +76,17 @@ def train(run: Run, options: argparse.Namespace, text: tuple[Tensor, Tensor, int
         if is_injected and run.method != "DDP":
             # What float16 stores for anything above 65504, in a shard that this rank alone owns.
             next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = math.inf
-        zeros = sum(int((part == 0).sum()) for part in gradients), sum(part.numel() for part in gradients)
+        zeros = count_zeros(gradients)
         # Unscales the gradients and steps, or, when any rank has found an overflow, skips on all of them.
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        run.record(step, loss.item(), zeros, scaler.last_step(optimizer), scaler.get_scale())
+        run.record(step, zeros, scaler.last_step(optimizer), scaler.get_scale(), loss=loss.item())
     run.history = scaler.history
     with torch.no_grad(), autocast:
         loss = sum(model(draw_windows(validation, batches, ranks)).item() for _ in range(VALIDATION_BATCHES))
-    run.validation_loss = sum(ranks.all_gather_objects(loss)) / (ranks.size * VALIDATION_BATCHES)
-    run.is_verified = len(set(ranks.all_gather_objects(digest(model, optimizer, scaler)))) == 1
+    run.values["validation loss"] = [sum(ranks.all_gather_objects(loss)) / (ranks.size * VALIDATION_BATCHES)]
+    run.is_verified = run.agrees(digest(model, optimizer, scaler))
 
 
 def shard(model: Transformer, method: str, dtype: torch.dtype, ranks: Ranks) -> nn.Module:

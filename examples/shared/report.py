@@ -7,10 +7,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import compress, count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from gradscale import StepReport, plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Curve = tuple[str, Sequence[float], Sequence[float]]  # label, x, y
 
@@ -66,11 +70,24 @@ def write_plot(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 8), layout="constrained")
+    figure.suptitle(title)
     top, bottom = figure.subplots(2, sharex=True)
+    draw_runs(top, bottom, histories, curves, label, percent)
+    figure.savefig(path, dpi=120)
+
+
+def draw_runs(
+    top: Axes,
+    bottom: Axes,
+    histories: Sequence[Sequence[StepReport]],
+    curves: Sequence[Curve],
+    label: str,
+    percent: bool,
+) -> None:
+    """Draw the scale of runs with gradscale, and what each run has learnt; a share, or a loss."""
     for history in histories:
         plot.history(history, ax=top)
     top.set_xlabel("")
-    figure.suptitle(title)
     for (name, x, y), style in zip(curves, ["-", "-", "--", ":"], strict=False):
         bottom.plot(x, y, style, label=name)
     bottom.set(xlabel="step", ylabel=label)
@@ -80,4 +97,3 @@ def write_plot(
         bottom.set_ylim(0, 1)
         bottom.yaxis.set_major_formatter("{x:.0%}")
     bottom.legend(loc="center right" if percent else "upper right", frameon=False)
-    figure.savefig(path, dpi=120)

@@ -15,19 +15,20 @@ WINDOWS = 16  # of CONTEXT characters each, in the batch of all ranks: 1024 char
 VALIDATION_BATCHES = 8
 
 
-def load_text() -> tuple[Tensor, Tensor, int]:
-    """Return characters to train on, characters to validate on, and how many different ones there are."""
+def load_text() -> tuple[Tensor, Tensor, str]:
+    """Return characters to train on and to validate on, as their places in the alphabet, and that."""
     manual = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    numbers = {character: number for number, character in enumerate(sorted(set(manual)))}
+    alphabet = "".join(sorted(set(manual)))
+    numbers = {character: number for number, character in enumerate(alphabet)}
     characters = torch.tensor([numbers[character] for character in manual])
     cut = len(characters) * 9 // 10
-    return characters[:cut], characters[cut:], len(numbers)
+    return characters[:cut], characters[cut:], alphabet
 
 
-def draw_windows(text: Tensor, batches: torch.Generator, ranks: Ranks) -> Tensor:
+def draw_windows(text: Tensor, batches: torch.Generator, ranks: Ranks, count: int = WINDOWS) -> Tensor:
     """Return this rank's part of a batch, which every rank draws alike: windows, characters."""
-    starts = torch.randint(len(text) - CONTEXT, (WINDOWS,), generator=batches)
-    mine = starts[ranks.rank :: ranks.size][: WINDOWS // ranks.size]
+    starts = torch.randint(len(text) - CONTEXT, (count,), generator=batches)
+    mine = starts[ranks.rank :: ranks.size][: count // ranks.size]
     return text[mine[:, None] + torch.arange(CONTEXT + 1)].to(ranks.device)
 
 
@@ -64,9 +65,10 @@ class Transformer(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, windows: Tensor) -> Tensor:
-        """Return the mean float32 loss, in nats, of every character of the windows but the first."""
+    def forward(self, windows: Tensor, reduction: str = "mean") -> Tensor:
+        """Return the float32 loss, in nats, of the windows' characters but the first: the mean, or "none": each."""
         x = self.characters(windows[:, :-1]) + self.positions.weight
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.output(self.norm(x)).float().flatten(0, 1), windows[:, 1:].flatten())
+        logits, targets = self.output(self.norm(x)).float().flatten(0, 1), windows[:, 1:].flatten()
+        return functional.cross_entropy(logits, targets, reduction=reduction)
