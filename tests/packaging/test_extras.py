@@ -122,6 +122,7 @@ PROGRAMS = [
     ("train_digits.py", "examples", ("numpy", "tqdm", "sklearn", "matplotlib")),
     ("train_cupy.py", "cupy,examples", ("numpy", "matplotlib", "cupy")),
     ("train_fsdp.py", "torch,examples", ("torch", "matplotlib")),
+    ("fp16_rl.py", "torch,examples", ("torch", "matplotlib")),
     ("train_jax.py", "jax,examples", ("jax", "sklearn", "matplotlib")),
     ("lightning_plugin.py", "lightning,examples", ("torch", "sklearn")),
     ("flax_linen.py", "flax,examples", ("jax",)),

@@ -102,7 +102,7 @@ def test_the_commands_are_those_that_are_known() -> None:
     assert {name: page for name, (page, _) in COMMANDS.items()} == {
         "digits": "README.md",
         "tests": "README.md",
-        **dict.fromkeys(("fsdp", "lightning", "jax"), "examples/README.md"),
+        **dict.fromkeys(("fsdp", "rl", "lightning", "jax"), "examples/README.md"),
     }
 
 
