@@ -1,7 +1,7 @@
 // The kernels of gradscale_cupy: divide many arrays by the scale in one launch, judge what they store, and clip it.
 //
 // CuPy compiles them when they are first needed, without headers; nvcc compiles them in CI; and the tests compile them
-// as C++ for the host.
+// as C++ for the host, with what they need of CUDA in front.
 //
 // One launch serves one pair of types. A table has a row for each array. An array is cut into chunks of as many
 // elements as the launch says, and `first_chunks` says how many chunks lie before each row, so that a block finds its
@@ -15,15 +15,15 @@
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GRADSCALE_ON_DEVICE 1
-#define GRADSCALE_FUNCTION __device__ __forceinline__
 #define GRADSCALE_UNROLL _Pragma("unroll")
 #else
 #define GRADSCALE_ON_DEVICE 0
-#define GRADSCALE_FUNCTION inline
 #define GRADSCALE_UNROLL
-#include <cmath>
 #include <cstring>
 #endif
+
+#define GRADSCALE_FUNCTION __device__ __forceinline__
+#define GRADSCALE_KERNEL extern "C" __global__ void __launch_bounds__(256)
 
 namespace gradscale {
 
@@ -264,8 +264,6 @@ GRADSCALE_FUNCTION void unscale_chunk(
     }
 }
 
-#if GRADSCALE_ON_DEVICE
-
 // The sum over the threads of a block, in an order that is always the same; thread 0 gets it.
 GRADSCALE_FUNCTION double sum_of_block(double x) {
     __shared__ double of_warps[32];
@@ -302,46 +300,6 @@ GRADSCALE_FUNCTION void square_block(const Table& table, float factor, int* nonf
     if (__syncthreads_or(bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);
 }
 
-#define GRADSCALE_KERNEL extern "C" __global__ void __launch_bounds__(256)
-#define GRADSCALE_LAUNCH
-#define GRADSCALE_GRID
-
-#else
-
-// On the host, loops over the blocks and threads take the place of a launch.
-template <typename In, typename Out>
-void unscale_block(const Table& table, float factor, int* nonfinite, Index blocks, int threads) {
-    Verdict found;
-    for (Index block = 0; block < blocks; ++block) {
-        for (Index chunk = block; chunk < table.first_chunks[table.count]; chunk += blocks) {
-            for (int thread = 0; thread < threads; ++thread) {
-                unscale_chunk<In, Out>(table, chunk, factor, thread, threads, found);
-            }
-        }
-    }
-    if (nonfinite != nullptr && found.bad) *nonfinite = 1;
-}
-
-template <typename In, typename Out>
-void square_block(const Table& table, float factor, int* nonfinite, double* squares, Index blocks, int threads) {
-    for (Index block = 0; block < blocks; ++block) {
-        for (Index chunk = block; chunk < table.first_chunks[table.count]; chunk += blocks) {
-            VerdictAndSquares found;
-            for (int thread = 0; thread < threads; ++thread) {
-                unscale_chunk<In, Out>(table, chunk, factor, thread, threads, found);
-            }
-            squares[chunk] = found.squares;
-            if (found.bad) *nonfinite = 1;
-        }
-    }
-}
-
-#define GRADSCALE_KERNEL extern "C" void
-#define GRADSCALE_LAUNCH , gradscale::Index blocks, int threads
-#define GRADSCALE_GRID , blocks, threads
-
-#endif
-
 }  // namespace gradscale
 
 #define GRADSCALE_TABLE \
@@ -370,11 +328,11 @@ void square_block(const Table& table, float factor, int* nonfinite, double* squa
 
 #define GRADSCALE_UNSCALE(source, target)                                            \
     GRADSCALE_KERNEL unscale_##source##_##target(                                    \
-        GRADSCALE_TABLE, const float* scale, int* nonfinite GRADSCALE_LAUNCH         \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite                          \
     ) {                                                                              \
         const gradscale::Table table = {rows, first_chunks, count, chunk_size};      \
         gradscale::unscale_block<gradscale::source, gradscale::target>(              \
-            table, gradscale::reciprocal(*scale), nonfinite GRADSCALE_GRID);         \
+            table, gradscale::reciprocal(*scale), nonfinite);                        \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
@@ -384,11 +342,11 @@ GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
 
 #define GRADSCALE_SQUARE(source, target)                                                        \
     GRADSCALE_KERNEL square_##source##_##target(                                                \
-        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares GRADSCALE_LAUNCH   \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares                    \
     ) {                                                                                         \
         const gradscale::Table table = {rows, first_chunks, count, chunk_size};                 \
         gradscale::square_block<gradscale::source, gradscale::target>(                          \
-            table, gradscale::reciprocal(*scale), nonfinite, squares GRADSCALE_GRID);           \
+            table, gradscale::reciprocal(*scale), nonfinite, squares);                          \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_SQUARE)
@@ -397,11 +355,11 @@ GRADSCALE_PAIRS(GRADSCALE_SQUARE)
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_clip
 
 // Gradients that need no clipping are not touched: neither by 1, nor by a factor that is not a number.
-#define GRADSCALE_CLIP(type)                                                                                     \
-    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor GRADSCALE_LAUNCH) {                        \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                                  \
-        if (*factor < 1.0f)                                                                                      \
-            gradscale::unscale_block<gradscale::type, gradscale::type>(table, *factor, nullptr GRADSCALE_GRID);  \
+#define GRADSCALE_CLIP(type)                                                                     \
+    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor) {                         \
+        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                  \
+        if (*factor < 1.0f)                                                                      \
+            gradscale::unscale_block<gradscale::type, gradscale::type>(table, *factor, nullptr); \
     }
 
 GRADSCALE_TYPES(GRADSCALE_CLIP)
@@ -410,18 +368,11 @@ GRADSCALE_TYPES(GRADSCALE_CLIP)
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_add
 
 // One block adds up what the chunks have left.
-GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum GRADSCALE_LAUNCH) {
+GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum) {
     double mine = 0.0;
-#if GRADSCALE_ON_DEVICE
     for (gradscale::Index chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) mine += squares[chunk];
     mine = gradscale::sum_of_block(mine);
     if (threadIdx.x == 0) *sum = mine;
-#else
-    for (int thread = 0; thread < threads * blocks; ++thread) {
-        for (gradscale::Index chunk = thread; chunk < chunks; chunk += threads * blocks) mine += squares[chunk];
-    }
-    *sum = mine;
-#endif
 }
 
 #endif

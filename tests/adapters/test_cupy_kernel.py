@@ -1,10 +1,11 @@
-"""The kernels of gradscale_cupy: their body, compiled for the host, against NumPy; and their source under nvcc.
+"""The kernels of gradscale_cupy: compiled for the host, thread by thread, against NumPy; and their source under nvcc.
 
 Nothing here runs on a device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from axes import require_program
 from host_cupy import installed
-from host_kernels import SOURCE, add_squares, launch, options_of
+from host_kernels import SOURCE, ThreadsDoNotMeetError, add_squares, compiled, launch, library, options_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import later
@@ -148,7 +149,7 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
         targets.append(y)
         rooms.append((room, room.copy(), y))
         expected.append(oracle(x, 3.0, target))
-    how = {"blocks": data.draw(st.integers(1, 6)), "threads": data.draw(st.integers(1, 6))}
+    how = {"blocks": data.draw(st.integers(1, 6)), "threads": data.draw(st.sampled_from([32, 64, 96]))}
     chunk = data.draw(st.integers(1, 70), label="chunk")
     if data.draw(st.booleans(), label="squares"):
         verdict, squares = unscale_and_square(sources, targets, 3.0, chunk, **how)
@@ -228,6 +229,70 @@ def test_the_order_of_the_sum_does_not_depend_on_the_blocks() -> None:
 
 def test_the_squares_of_nothing_are_zero() -> None:
     assert unscale_and_square([], [], 2.0, 64) == (0, 0.0)
+
+
+@pytest.mark.parametrize("threads", [32, 256])
+@pytest.mark.parametrize("chunks", [1, 31, 257, 1000])
+def test_a_block_adds_up_within_its_warps_and_then_warp_by_warp(chunks: int, threads: int) -> None:
+    squares = np.random.default_rng(0).standard_normal(chunks)
+    mine = np.zeros(threads)
+    for begin in range(0, chunks, threads):
+        part = squares[begin : begin + threads]
+        mine[: len(part)] += part
+    warps = mine.reshape(-1, 32)
+    for distance in (16, 8, 4, 2, 1):
+        warps = warps[:, :distance] + warps[:, distance : 2 * distance]
+    assert add_squares(squares, threads) == functools.reduce(float.__add__, warps[:, 0].tolist())
+
+
+def answers(kernels: Any) -> list[Any]:
+    """Return the verdicts and sums of kernels of float32: of an array, and of one with a NaN in its second chunk."""
+    x, scale, chunk = np.arange(5000, dtype=np.float32), np.array(1.0, np.float32), 2048
+    found: list[Any] = []
+    for array in (x, np.where(x == 3000, np.nan, x).astype(np.float32)):
+        (one,), _ = plans.plan([layout(array)], [layout(array)], chunk)
+        verdicts, sums = np.zeros(2, np.int32), np.zeros(one.chunks)
+        for kind, results in (("unscale", [verdicts[:1]]), ("square", [verdicts[1:], sums])):
+            name = f"{kind}_float32_float32"
+            launch(name, one.table, one.first_chunks, chunk, scale, *results, threads=256, kernels=kernels)
+        found += [verdicts.tolist(), sums.tolist()]
+    return found
+
+
+# Of small integers, so that each sum is exact.
+WHOLE = [float(sum(k * k for k in range(begin, min(begin + 2048, 5000)))) for begin in (0, 2048, 4096)]
+ANSWERS = [[0, 0], WHOLE, [1, 1], [WHOLE[0], pytest.approx(np.nan, nan_ok=True), WHOLE[2]]]
+
+
+def test_a_whole_block_judges_and_adds_up() -> None:
+    assert answers(library()) == ANSWERS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("__syncthreads();\n    if (threadIdx.x == 0) {", "if (threadIdx.x == 0) {"),
+        ("const double sum = sum_of_block(", "double sum = 0; if (!bad) sum = sum_of_block("),
+        *later(
+            "all",
+            ("distance = 16;", "distance = 8;"),
+            ("(int)blockDim.x / 32", "(int)blockDim.x / 64"),
+            ("__syncthreads_or(bad)", "(bad)"),
+            ("__syncthreads_or(found.bad)", "(found.bad)"),
+            ("if (threadIdx.x == 0) squares[", "squares["),
+        ),
+    ],
+    ids=["barrier", "branch", "shuffle", "warps", "vote of squares", "vote", "who stores"],
+)
+def test_threads_that_do_not_work_together_are_seen(change: tuple[str, str], tmp_path: Path) -> None:
+    source = SOURCE.read_text()
+    line, changed = change
+    assert source.count(line) == 1
+    wrong = tmp_path / "wrong.cu"
+    wrong.write_text(source.replace(line, changed))
+    kernels = compiled(wrong, "-DGRADSCALE_SOURCE=float32", "-DGRADSCALE_TARGET=float32")
+    with contextlib.suppress(ThreadsDoNotMeetError):
+        assert answers(kernels) != ANSWERS
 
 
 def test_a_cast_that_overflows_is_found() -> None:

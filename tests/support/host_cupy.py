@@ -26,7 +26,7 @@ from gradscale import registry
 __all__ = ["HostCupy", "installed"]
 
 _current = threading.local()
-_BLOCKS, _THREADS = 3, 5
+_BLOCKS, _THREADS = 3, 64
 
 
 class Device:
@@ -284,9 +284,9 @@ class RawKernel:
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
         _finish_copies(_device_id())
         # Fewer blocks and threads than are asked for do the same, more slowly.
-        kernel = getattr(host_kernels.library(), self._name)
-        blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
-        kernel(*map(_c_value, args), blocks, threads)
+        host_kernels.run(
+            host_kernels.library(), self._name, min(grid[0], _BLOCKS), _THREADS, [_c_value(x) for x in args]
+        )
         log.append(("launch", self._name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
 
 
