@@ -308,7 +308,7 @@ class HostCupy(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("cupy")
-        self.__version__ = "14.0.0"
+        self.__version__ = "14.2.0"
         hidden = ("abs", "max", "min", "round")
         self.__all__ = [name for name in np.__all__ if name not in hidden and not name.startswith("__")]
         self.__path__: list[str] = []
