@@ -80,18 +80,13 @@ class Launch(NamedTuple):
         The dtypes that are read and written, as the names of the kernels in unscale.cu end: ``"float16_float32"``.
     table : array
         1-d of ROW, a row for each array that holds an element.
-    first_chunks : array
-        1-d int64, one longer: how many chunks lie before each row, and at last how many there are.
+    chunks : array
+        2-d int32, of two columns: the row that a block computes with, and which of its chunks.
     """
 
     pair: str
     table: NDArray[Any]
-    first_chunks: NDArray[np.int64]
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return int(self.first_chunks[-1])
+    chunks: NDArray[np.int32]
 
 
 def layout_of(array: Any) -> Layout:
@@ -152,9 +147,11 @@ def _pair_of(source: str, target: str) -> str | None:
 
 def _launch(pair: str, rows: list[tuple[Any, ...]], chunk: int) -> Launch:
     table = np.array(rows, dtype=ROW)
-    first_chunks = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(-(-table["size"] // chunk), out=first_chunks[1:])
-    return Launch(pair, table, first_chunks)
+    counts = -(-table["size"] // chunk)
+    chunks = np.empty((counts.sum(), 2), np.int32)
+    chunks[:, 0] = np.repeat(np.arange(len(rows)), counts)
+    chunks[:, 1] = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Launch(pair, table, chunks)
 
 
 def _row(source: Layout, target: Layout) -> tuple[Any, ...] | None:

@@ -1,7 +1,8 @@
 // CUDA on the host: the kernels of a source, with a thread for each thread of a block, barriers, votes and shuffles.
 //
 // Each CUDA thread has a stack of its own and runs until it comes to a barrier; then the next one does. A barrier opens
-// when all have come to it. The order of the threads turns around at each barrier, so that one that is missing shows.
+// when all have come to it. The order of the threads turns around at each barrier, and the next block begins with the
+// other one, so that a barrier that is missing shows.
 // Blocks run one after the other, and launches as well, as if each device had one stream.
 //
 // GRADSCALE_KERNELS names the source, which is compiled as it is.
@@ -117,7 +118,7 @@ bool run_block() {
         one.context.uc_link = &block.scheduler;
         makecontext(&one.context, begin, 0);
     }
-    for (bool forwards = true;; forwards = !forwards) {
+    for (bool forwards = blockIdx.x % 2 == 0;; forwards = !forwards) {
         unsigned int over = 0;
         for (unsigned int n = 0; n < count; ++n) {
             const unsigned int k = forwards ? n : count - 1 - n;

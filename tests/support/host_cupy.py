@@ -27,7 +27,7 @@ from gradscale import registry
 __all__ = ["HostCupy", "installed"]
 
 _current = threading.local()
-_BLOCKS, _THREADS = 3, 64
+_ROW = 224  # bytes
 
 
 @checked_class("cupy.cuda.Device")
@@ -292,11 +292,9 @@ class RawKernel:
         assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
         _finish_copies(_device_id())
-        # Fewer blocks and threads than are asked for do the same, more slowly.
-        host_kernels.run(
-            host_kernels.library(), self._name, min(grid[0], _BLOCKS), _THREADS, [_c_value(x) for x in args]
-        )
-        log.append(("launch", self._name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
+        host_kernels.run(host_kernels.library(), self._name, grid[0], [_c_value(x) for x in args])
+        arrays = args[0].size // _ROW if len(expected) > 3 else 1
+        log.append(("launch", self._name, _device_id(), arrays))
 
 
 def _c_value(x: Any) -> Any:

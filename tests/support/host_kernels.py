@@ -12,15 +12,19 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from axes import require_program
+
+if TYPE_CHECKING:
+    from gradscale_cupy.plan import Launch
 
 __all__ = [
     "ARGUMENTS",
     "FOLDER",
     "SOURCE",
+    "THREADS",
     "ThreadsDoNotMeetError",
     "add_squares",
     "compiled",
@@ -33,9 +37,12 @@ __all__ = [
 FOLDER = "GRADSCALE_TEST_KERNELS"
 """The variable that names the folder where the processes of a session share what they compile."""
 
+THREADS = 64
+"""Threads of a block: fewer than on a device, which does the same and takes the host less time."""
+
 _FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC")
 
-_TABLE = (np.uint8, np.int64, np.int32, np.int64)
+_TABLE = (np.uint8, np.int32, np.int32)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "unscale": (*_TABLE, np.float32, np.int32),
     "square": (*_TABLE, np.float32, np.int32, np.float64),
@@ -68,7 +75,7 @@ def options_of(kernel: str) -> tuple[str, ...]:
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the kernels, compiled once for all processes of a session; any warning is an error."""
-    return compiled(SOURCE)
+    return compiled(SOURCE, f"-DGRADSCALE_THREADS={THREADS}")
 
 
 def compiled(source: Path, *options: str) -> ctypes.CDLL:
@@ -88,8 +95,8 @@ def compiled(source: Path, *options: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def run(kernels: ctypes.CDLL, name: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
-    """Run one kernel of a library with arguments of ctypes."""
+def run(kernels: ctypes.CDLL, name: str, blocks: int, values: Sequence[Any], threads: int = THREADS) -> None:
+    """Run one kernel of a library, compiled for so many threads, with arguments of ctypes."""
     call = getattr(kernels, f"launch_{name}")
     call.restype = ctypes.c_char_p
     places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -100,28 +107,19 @@ def run(kernels: ctypes.CDLL, name: str, blocks: int, threads: int, values: Sequ
 
 
 def launch(
-    kernel: str,
-    table: Any,
-    first_chunks: Any,
-    chunk: int,
-    *arguments: Any,
-    blocks: int = 2,
-    threads: int = 64,
-    kernels: ctypes.CDLL | None = None,
+    kernel: str, one: Launch, chunk: int, *arguments: Any, kernels: ctypes.CDLL | None = None, threads: int = THREADS
 ) -> None:
-    """Run a kernel on the host over memory that the table names, with arrays for what comes after the table."""
-    expected = ARGUMENTS[kernel.partition("_")[0]][4:]
+    """Run a kernel on the host over memory that a plan names, with arrays for what comes after the tables."""
+    expected = ARGUMENTS[kernel.partition("_")[0]][3:]
     assert tuple(x.dtype for x in arguments) == tuple(map(np.dtype, expected))
-    tables = [np.ascontiguousarray(table), np.ascontiguousarray(first_chunks, np.int64)]
-    rows, chunks, *rest = (ctypes.c_void_p(x.ctypes.data) for x in (*tables, *arguments))
-    sizes = ctypes.c_int(len(table)), ctypes.c_longlong(chunk)
-    run(kernels or library(), kernel, blocks, threads, (rows, chunks, *sizes, *rest))
+    rows, chunks, *rest = (ctypes.c_void_p(x.ctypes.data) for x in (one.table, one.chunks, *arguments))
+    run(kernels or library(), kernel, len(one.chunks), (rows, chunks, ctypes.c_int(chunk), *rest), threads)
 
 
-def add_squares(squares: Any, threads: int = 64, kernels: ctypes.CDLL | None = None) -> float:
+def add_squares(squares: Any, kernels: ctypes.CDLL | None = None, threads: int = THREADS) -> float:
     """Return what the last kernel makes of the sums of all chunks."""
     total = np.full((), np.nan)
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in (squares, total)]
     values = pointers[0], ctypes.c_longlong(squares.size), pointers[1]
-    run(kernels or library(), "add_squares", 1, threads, values)
+    run(kernels or library(), "add_squares", 1, values, threads)
     return float(total)
