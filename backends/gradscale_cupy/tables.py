@@ -80,9 +80,9 @@ class Tables:
 
 
 def _prepared(sources: Sequence[Array], targets: Sequence[Array], *, in_place: bool) -> Prepared:
-    for source, target in zip(sources, targets, strict=True):
-        # A kernel may not reach the memory of another device.
-        if source.device != target.device:
+    # A kernel may not reach the memory of another device.
+    for source, target in () if in_place else zip(sources, targets, strict=True):
+        if source.data.device_id != target.data.device_id:
             msg = (
                 f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} on "
                 f"{source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the context "
