@@ -97,20 +97,19 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], str, int]
 """A layout without its address."""
 
 
-def layout_of(array: Any) -> Layout:
-    """Return the layout of a CuPy array, or of anything with the same attributes.
+def layout_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Layout:
+    """Return the layout of an array, from what CuPy has of it: ``data.ptr``, ``shape``, ``strides`` and ``dtype``.
 
     Raises
     ------
     InvalidValueError
         For elements that do not lie at multiples of their size, which no kernel can read.
     """
-    address = array.data.ptr
-    part, form = _form(array.shape, array.strides, array.dtype)
+    part, form = _form(shape, strides, dtype)
     if form is None or address % part:
         msg = (
-            f"the elements of a gradient must lie at multiples of their size, got {array.dtype} at address "
-            f"{address:#x} with strides {array.strides} in bytes: pass a copy (grad.copy())"
+            f"the elements of a gradient must lie at multiples of their size, got {dtype} at address {address:#x} with "
+            f"strides {strides} in bytes: pass a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
     return Layout(address, *form)

@@ -11,7 +11,6 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -55,8 +54,7 @@ def oracle(x: Any, scale: float, target: str) -> Any:
 
 def layout(x: Any) -> plans.Layout:
     """Return the layout of a NumPy array, by the attributes that CuPy's have."""
-    array = SimpleNamespace(shape=x.shape, strides=x.strides, dtype=x.dtype, data=SimpleNamespace(ptr=x.ctypes.data))
-    return plans.layout_of(array)
+    return plans.layout_of(x.ctypes.data, x.shape, x.strides, x.dtype)
 
 
 def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 64) -> int:

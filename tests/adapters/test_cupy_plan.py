@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tracemalloc
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,10 +237,6 @@ def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be
 
 @pytest.mark.parametrize(("address", "stride"), [(4098, 4), (4096, 6)], ids=["address", "stride"])
 def test_elements_that_do_not_lie_at_multiples_of_their_size_are_refused(address: int, stride: int) -> None:
-    array = SimpleNamespace(
-        data=SimpleNamespace(ptr=address), shape=(3,), strides=(stride,), dtype=np.dtype(np.float32)
-    )
     with pytest.raises(InvalidValueError, match=r"must lie at multiples of their size, got float32 at address 0x"):
-        layout_of(array)
-    pairs = SimpleNamespace(data=SimpleNamespace(ptr=4100), shape=(3,), strides=(8,), dtype=np.dtype(np.complex64))
-    assert layout_of(pairs).strides == (1,)
+        layout_of(address, (3,), (stride,), np.dtype(np.float32))
+    assert layout_of(4100, (3,), (8,), np.dtype(np.complex64)).strides == (1,)
