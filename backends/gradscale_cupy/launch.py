@@ -16,19 +16,16 @@ __all__ = ["Prepared", "clip", "prepare", "unscale", "unscale_with_squares"]
 
 Array = Any
 
-# Threads of a block, as the kernels are compiled for; and blocks for each multiprocessor, which fill it.
+# Threads of a block, as the kernels are compiled for.
 _THREADS = 256
-_BLOCKS_EACH = 8
 
 
 class _Table(NamedTuple):
-    """One launch: its table on the device, and a sum of squares for each chunk."""
+    """One launch: its tables on the device, and a sum of squares for each chunk."""
 
     pair: str
     rows: Array
-    first_chunks: Array
-    arrays: int
-    blocks: int
+    chunks: Array
     squares: Array
 
 
@@ -69,11 +66,6 @@ def _kernel(name: str) -> Any:
     )
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-
-
 def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
     """Return what unscales arrays of the current device, with tables that are on their way to it.
 
@@ -83,17 +75,15 @@ def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
         As for :func:`gradscale_cupy.plan.plan`.
     """
     launches, others = plan(sources, targets)
-    most_blocks = _BLOCKS_EACH * _multiprocessors(cupy.cuda.Device().id)
-    squares = cupy.empty(sum(launch.chunks for launch in launches), cupy.float64)
+    squares = cupy.empty(sum(len(launch.chunks) for launch in launches), cupy.float64)
     tables: list[_Table] = []
     begin = 0
     for launch in launches:
+        end = begin + len(launch.chunks)
         # CuPy copies it into pinned memory, which it keeps until the device has read it: the host does not wait.
-        rows, first_chunks = cupy.array(launch.table.view(np.uint8)), cupy.array(launch.first_chunks)
-        blocks = min(launch.chunks, most_blocks)
-        sums = squares[begin : begin + launch.chunks]
-        tables.append(_Table(launch.pair, rows, first_chunks, len(launch.table), blocks, sums))
-        begin += launch.chunks
+        rows, chunks = cupy.array(launch.table.view(np.uint8)), cupy.array(launch.chunks)
+        tables.append(_Table(launch.pair, rows, chunks, squares[begin:end]))
+        begin = end
     uploaded = cupy.cuda.Event(disable_timing=True)
     uploaded.record()
     return Prepared(tables, others, squares, uploaded, set())
@@ -140,6 +130,6 @@ def _wait_for_tables(prepared: Prepared) -> None:
 
 
 def _launch(kernel: str, table: _Table, *arguments: Array) -> None:
-    """Launch a kernel on the current device and stream."""
-    sizes = (np.int32(table.arrays), np.int64(CHUNK))
-    _kernel(kernel)((table.blocks,), (_THREADS,), (table.rows, table.first_chunks, *sizes, *arguments))
+    """Launch a kernel on the current device and stream, with a block for each chunk."""
+    blocks, tables = len(table.chunks), (table.rows, table.chunks, np.int32(CHUNK))
+    _kernel(kernel)((blocks,), (_THREADS,), (*tables, *arguments))

@@ -5,6 +5,7 @@ An array is known by its address, shape, strides and dtype, so that whatever has
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -80,38 +81,48 @@ class Launch(NamedTuple):
         The dtypes that are read and written, as the names of the kernels in unscale.cu end: ``"float16_float32"``.
     table : array
         1-d of ROW, a row for each array that holds an element.
-    first_chunks : array
-        1-d int64, one longer: how many chunks lie before each row, and at last how many there are.
+    chunks : array
+        2-d int32, of two columns: the row that a block computes with, and which of its chunks.
     """
 
     pair: str
     table: NDArray[Any]
-    first_chunks: NDArray[np.int64]
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return int(self.first_chunks[-1])
+    chunks: NDArray[np.int32]
 
 
-def layout_of(array: Any) -> Layout:
-    """Return the layout of a CuPy array, or of anything with the same attributes.
+# Of gradients whose memory is new in each iteration all but the addresses has been seen before.
+_kept = functools.lru_cache(maxsize=1 << 14)
+
+_Form = tuple[tuple[int, ...], tuple[int, ...], str, int]
+"""A layout without its address."""
+
+
+def layout_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Layout:
+    """Return the layout of an array, from what CuPy has of it: ``data.ptr``, ``shape``, ``strides`` and ``dtype``.
 
     Raises
     ------
     InvalidValueError
         For elements that do not lie at multiples of their size, which no kernel can read.
     """
-    itemsize = array.dtype.itemsize
-    part = itemsize // 2 if array.dtype.kind == "c" else itemsize
-    if array.data.ptr % part or any(stride % itemsize for stride in array.strides):
+    part, form = _form(shape, strides, dtype)
+    if form is None or address % part:
         msg = (
-            f"the elements of a gradient must lie at multiples of their size, got {array.dtype} at address "
-            f"{array.data.ptr:#x} with strides {array.strides} in bytes: pass a copy (grad.copy())"
+            f"the elements of a gradient must lie at multiples of their size, got {dtype} at address {address:#x} with "
+            f"strides {strides} in bytes: pass a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
-    strides = tuple(stride // itemsize for stride in array.strides)
-    return Layout(array.data.ptr, array.shape, strides, array.dtype.name, itemsize)
+    return Layout(address, *form)
+
+
+@_kept
+def _form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, _Form | None]:
+    """Return what an address must be a multiple of, and the form; None for strides that are none of elements."""
+    itemsize = dtype.itemsize
+    part = itemsize // 2 if dtype.kind == "c" else itemsize
+    if any(stride % itemsize for stride in strides):
+        return part, None
+    return part, (shape, tuple(stride // itemsize for stride in strides), dtype.name, itemsize)
 
 
 def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUNK) -> tuple[list[Launch], list[int]]:
@@ -130,16 +141,31 @@ def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUN
     others : list of int
         Which arrays no kernel takes: of other dtypes, or with more gaps than it walks.
     """
-    rows: dict[str, list[tuple[Any, ...]]] = {}
-    others = []
-    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        pair = _pair_of(source.dtype, target.dtype)
-        row = None if pair is None else _row(source, target)
-        if pair is None or row is None:
-            others.append(index)
-        elif row[2]:
-            rows.setdefault(pair, []).append(row)
-    return [_launch(pair, made, chunk) for pair, made in rows.items()], others
+    # Thousands of arrays have few forms.
+    kinds: dict[tuple[_Form, _Form], int] = {}
+    numbers = np.array(
+        [
+            kinds.setdefault((source[1:], target[1:]), len(kinds))
+            for source, target in zip(sources, targets, strict=True)
+        ],
+        np.intp,
+    )
+    rows = [_row(source, target) for source, target in kinds]
+    names = list(dict.fromkeys(pair for pair, _ in rows if pair))
+    which = np.array([names.index(pair) if pair else -1 for pair, _ in rows], np.intp)[numbers]
+    forms = np.zeros(len(rows), ROW)
+    forms["size"] = [row[2] if row else 0 for _, row in rows]
+    for number, (_, row) in enumerate(rows):
+        # Most are dense, and that is all.
+        if row and row[3]:
+            forms[number] = row
+    table = forms[numbers]
+    table["source"] = [source.address for source in sources]
+    table["target"] = [target.address for target in targets]
+    # What has no elements has no row.
+    chosen = [np.flatnonzero((which == number) & (table["size"] > 0)) for number in range(len(names))]
+    launches = [_launch(pair, table[rows], chunk) for pair, rows in zip(names, chosen, strict=True) if len(rows)]
+    return launches, np.flatnonzero(which < 0).tolist()
 
 
 def _pair_of(source: str, target: str) -> str | None:
@@ -150,28 +176,34 @@ def _pair_of(source: str, target: str) -> str | None:
     return f"{source}_{target}" if target in KERNELS.get(source, ()) else None
 
 
-def _launch(pair: str, rows: list[tuple[Any, ...]], chunk: int) -> Launch:
-    table = np.array(rows, dtype=ROW)
-    first_chunks = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(-(-table["size"] // chunk), out=first_chunks[1:])
-    return Launch(pair, table, first_chunks)
+def _launch(pair: str, table: NDArray[Any], chunk: int) -> Launch:
+    counts = -(-table["size"] // chunk)
+    chunks = np.empty((counts.sum(), 2), np.int32)
+    chunks[:, 0] = np.repeat(np.arange(len(table)), counts)
+    chunks[:, 1] = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Launch(pair, table, chunks)
 
 
-def _row(source: Layout, target: Layout) -> tuple[Any, ...] | None:
-    """Return a row of the table; None for an array with too many gaps."""
+@_kept
+def _row(source: _Form, target: _Form) -> tuple[str | None, tuple[Any, ...] | None]:
+    """Return the pair of dtypes and a row without addresses; None where no kernel takes these arrays."""
+    (shape, source_strides, source_dtype, _), (_, target_strides, target_dtype, _) = source, target
+    pair = _pair_of(source_dtype, target_dtype)
+    if pair is None:
+        return None, None
     none = (0,) * MOST_DIMENSIONS
-    size = math.prod(source.shape)
-    axes = list(zip(source.shape, source.strides, target.strides, strict=True))
-    if source.dtype in _PARTS:
+    size = math.prod(shape)
+    axes = list(zip(shape, source_strides, target_strides, strict=True))
+    if source_dtype in _PARTS:
         size *= 2
         axes = [(length, 2 * a, 2 * b) for length, a, b in axes] + [(2, 1, 1)]
     axes = _joined(axes)
     if not size or not axes or (len(axes) == 1 and axes[0][1:] == (1, 1)):
-        return source.address, target.address, size, 0, none, none, none
+        return pair, (0, 0, size, 0, none, none, none)
     if len(axes) > MOST_DIMENSIONS:
-        return None
+        return None, None
     padded = [*axes, *[(0, 0, 0)] * (MOST_DIMENSIONS - len(axes))]
-    return (source.address, target.address, size, len(axes), *zip(*padded, strict=True))
+    return pair, (0, 0, size, len(axes), *zip(*padded, strict=True))
 
 
 def _joined(axes: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -203,29 +235,65 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
     InvalidValueError
         With the first two of them; part would be divided twice.
     """
-    for index, layout in enumerate(targets):
-        if aliasing.overlaps_itself(layout.shape, layout.strides):
+    extents = [_extent(layout[1:]) for layout in targets]
+    for index, extent in enumerate(extents):
+        if extent is None:
+            layout = targets[index]
             msg = (
                 f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
                 f"cannot be unscaled in place: assign a copy (grad.copy())"
             )
             raise InvalidValueError(msg)
-    read = [None if source == target else source for source, target in zip(sources, targets, strict=True)]
-    layouts = [*targets, *read]
-    spans = [(_span(one), number) for number, one in enumerate(layouts) if one is not None and _has_elements(one)]
-    aliasing.require_disjoint(spans, lambda one, other: _share_memory(layouts[one], layouts[other]), len(targets))
+    layouts, spans, numbers = [*targets], [*extents], list(range(len(targets)))
+    if sources is not targets:
+        for number, (source, target) in enumerate(zip(sources, targets, strict=True), len(targets)):
+            if source != target:
+                layouts.append(source)
+                spans.append(_span(source[1:]))
+                numbers.append(number)
+    places = np.array([layout.address for layout in layouts], np.uint64).astype(np.int64)[:, None] + np.array(
+        spans, np.int64
+    ).reshape(-1, 2)
+    suspected = _overlapping(places)
+    if suspected:
+        by_number = dict(zip(numbers, layouts, strict=True))
+        aliasing.require_disjoint(
+            [((int(places[k, 0]), int(places[k, 1])), numbers[k]) for k in suspected],
+            lambda one, other: _share_memory(by_number[one], by_number[other]),
+            len(targets),
+        )
 
 
-def _has_elements(layout: Layout) -> bool:
-    return math.prod(layout.shape) > 0
+def _overlapping(places: NDArray[np.int64]) -> list[int]:
+    """Return which spans overlap others."""
+    chosen = np.flatnonzero(places[:, 0] < places[:, 1])
+    if len(chosen) < 2:
+        return []
+    order = chosen[np.argsort(places[chosen, 0], kind="stable")]
+    starts, ends = places[order].T
+    # How far those reach that begin before the next one.
+    meets = starts[1:] < np.maximum.accumulate(ends)[:-1]
+    found: list[int] = order[np.append(meets, False) | np.insert(meets, 0, False)].tolist()
+    return found
 
 
-def _span(layout: Layout) -> aliasing.Span:
-    strides = tuple(stride * layout.itemsize for stride in layout.strides)
-    return aliasing.span(layout.address, layout.shape, strides, layout.itemsize)
+@_kept
+def _extent(form: _Form) -> aliasing.Span | None:
+    """Return the span of a form at address 0; None where it overlaps itself."""
+    shape, strides, _, _ = form
+    return None if aliasing.overlaps_itself(shape, strides) else _span(form)
 
 
-def _share_memory(a: Layout | None, b: Layout | None) -> bool:
+@_kept
+def _span(form: _Form) -> aliasing.Span:
+    """Return the span of a form at address 0, which is empty where there are no elements."""
+    shape, strides, _, itemsize = form
+    if 0 in shape:
+        return 0, 0
+    return aliasing.span(0, shape, tuple(stride * itemsize for stride in strides), itemsize)
+
+
+def _share_memory(a: Layout, b: Layout) -> bool:
     """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
     try:
         return np.shares_memory(_at_address(a), _at_address(b), max_work=_EXACT_SEARCH)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections import OrderedDict
@@ -56,7 +57,8 @@ class Tables:
         arrays = sources if in_place else (*sources, *targets)
         stream = cupy.cuda.get_current_stream()
         # An address may have been another device's before; and memory of one stream's pool is not another stream's.
-        key = (cupy.cuda.Device().id, stream.ptr, in_place, *map(_layout_key, arrays))
+        keys = list(map(_layout_key, arrays))
+        key = (cupy.cuda.Device().id, stream.ptr, in_place, *keys)
         is_capturing = stream.is_capturing()
         with self._lock:
             prepared = self._captured[key][0] if key in self._captured else self._plans.get(key)
@@ -68,7 +70,7 @@ class Tables:
                 )
                 raise CallOrderError(msg)
             if prepared is None:
-                prepared = self._plans[key] = _prepared(sources, targets, in_place=in_place)
+                prepared = self._plans[key] = _prepared(sources, targets, keys)
             prepared.launched.add(kind)
             if key in self._plans:
                 self._plans.move_to_end(key)
@@ -79,17 +81,18 @@ class Tables:
         return prepared
 
 
-def _prepared(sources: Sequence[Array], targets: Sequence[Array], *, in_place: bool) -> Prepared:
-    for source, target in zip(sources, targets, strict=True):
-        # A kernel may not reach the memory of another device.
-        if source.device != target.device:
+def _prepared(sources: Sequence[Array], targets: Sequence[Array], keys: Sequence[Any]) -> Prepared:
+    in_place = len(keys) == len(sources)
+    # A kernel may not reach the memory of another device.
+    for source, target in () if in_place else zip(sources, targets, strict=True):
+        if source.data.device_id != target.data.device_id:
             msg = (
                 f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} on "
                 f"{source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the context "
                 f"of that device"
             )
             raise InvalidValueError(msg)
-    layouts = [layout_of(x) for x in sources]
-    written = layouts if in_place else [layout_of(x) for x in targets]
-    require_disjoint(layouts, written)
-    return prepare(layouts, written)
+    layouts = list(itertools.starmap(layout_of, keys))
+    read, written = (layouts, layouts) if in_place else (layouts[: len(sources)], layouts[len(sources) :])
+    require_disjoint(read, written)
+    return prepare(read, written)

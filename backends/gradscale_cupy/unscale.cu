@@ -1,11 +1,11 @@
 // The kernels of gradscale_cupy: divide many arrays by the scale in one launch, judge what they store, and clip it.
 //
 // CuPy compiles them when they are first needed, without headers; nvcc compiles them in CI; and the tests compile them
-// as C++ for the host.
+// as C++ for the host, with what they need of CUDA in front.
 //
 // One launch serves one pair of types. A table has a row for each array. An array is cut into chunks of as many
-// elements as the launch says, and `first_chunks` says how many chunks lie before each row, so that a block finds its
-// array by bisection. A chunk of dense arrays is read and written in 16 bytes at once, but for its ends.
+// elements as the launch says, each of which is a block's: a second table says of which array, and which part of it. A
+// chunk of dense arrays is read and written in 16 bytes at once, but for its ends.
 //
 // For clipping, other kernels store a sum of squares for each chunk while they divide, one more adds these up, always
 // in one order, and a last one multiplies what was stored.
@@ -15,22 +15,29 @@
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GRADSCALE_ON_DEVICE 1
-#define GRADSCALE_FUNCTION __device__ __forceinline__
 #define GRADSCALE_UNROLL _Pragma("unroll")
+#define GRADSCALE_ROLLED _Pragma("unroll 1")
 #else
 #define GRADSCALE_ON_DEVICE 0
-#define GRADSCALE_FUNCTION inline
 #define GRADSCALE_UNROLL
-#include <cmath>
+#define GRADSCALE_ROLLED
 #include <cstring>
 #endif
+
+// Threads of a block, a multiple of 32: known here, the places that a thread reads and writes are few registers.
+#ifndef GRADSCALE_THREADS
+#define GRADSCALE_THREADS 256
+#endif
+
+#define GRADSCALE_FUNCTION __device__ __forceinline__
+#define GRADSCALE_KERNEL extern "C" __global__ void __launch_bounds__(GRADSCALE_THREADS)
 
 namespace gradscale {
 
 typedef long long Index;
 typedef unsigned long long Address;
 
-const int kMostDimensions = 8;
+const int kMostDimensions = 8, kThreads = GRADSCALE_THREADS;
 
 // What the host writes, as plan.py has it.
 struct Row {
@@ -43,6 +50,12 @@ struct Row {
     Index target_strides[kMostDimensions];
 };
 static_assert(sizeof(Row) == 224, "plan.py writes rows of 224 bytes");
+
+struct Chunk {
+    int row;
+    int number;  // of those before it in the same array
+};
+static_assert(sizeof(Chunk) == 8, "plan.py writes chunks of 8 bytes");
 
 // The types of the elements: half precision as its bits, and complex numbers as pairs of their parts.
 struct Half { unsigned short bits; };
@@ -169,72 +182,67 @@ GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse
     found.count(stored);
 }
 
-// Elements from `begin` up to `end` of an array without gaps, of which this thread takes every `threads`-th pack.
+// A chunk of an array without gaps, of which this thread takes every 256th pack.
 template <typename In, typename Out, typename Found>
-GRADSCALE_FUNCTION void unscale_dense(
-    const In* source, Out* target, Index begin, Index end, float inverse, int thread, int threads, Found& found
-) {
-    const int width = Width<In, Out>::value;
+GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, float inverse, Found& found) {
+    const int width = Width<In, Out>::value, thread = threadIdx.x;
     typedef Pack<In, width> Sources;
     typedef Pack<Out, width> Targets;
-    // The first element from which on both can be moved in packs; `end` where there is none.
-    Index head = begin;
-    while (head < end && head < begin + width &&
+    // The first element from which on both can be moved in packs; `size` where there is none.
+    int head = 0;
+    while (head < size && head < width &&
            ((Address)(source + head) % sizeof(Sources) != 0 || (Address)(target + head) % sizeof(Targets) != 0)) {
         ++head;
     }
-    if (head == begin + width) head = end;
-    const Index packs = (end - head) / width, tail = head + packs * width;
-    for (Index k = begin + thread; k < head; k += threads) unscale_one(source + k, target + k, inverse, found);
+    if (head == width) head = size;
+    const int packs = (size - head) / width, tail = head + packs * width;
+    // The elements at both ends; before the packs, which need the registers.
+    for (int n = thread; n < head + size - tail; n += kThreads) {
+        const int k = n < head ? n : tail + n - head;
+        unscale_one(source + k, target + k, inverse, found);
+    }
     const Sources* from = (const Sources*)(source + head);
     Targets* to = (Targets*)(target + head);
-    const auto store = [&](Index i, const Sources& read) {
+    const auto store = [&](int i, const Sources& read) {
         Targets made;
         GRADSCALE_UNROLL
         for (int k = 0; k < width; ++k) unscale_one(read.elements + k, made.elements + k, inverse, found);
         to[i] = made;
     };
-    Index i = thread;
-    for (; i + (kInFlight - 1) * threads < packs; i += kInFlight * threads) {
+    int i = thread;
+    for (; i + (kInFlight - 1) * kThreads < packs; i += kInFlight * kThreads) {
         Sources read[kInFlight];
         GRADSCALE_UNROLL
-        for (int n = 0; n < kInFlight; ++n) read[n] = from[i + n * threads];
+        for (int n = 0; n < kInFlight; ++n) read[n] = from[i + n * kThreads];
         GRADSCALE_UNROLL
-        for (int n = 0; n < kInFlight; ++n) store(i + n * threads, read[n]);
+        for (int n = 0; n < kInFlight; ++n) store(i + n * kThreads, read[n]);
     }
-    for (; i < packs; i += threads) {
+    for (; i < packs; i += kThreads) {
         // Read at once: through a reference each element would be.
         const Sources read = from[i];
         store(i, read);
     }
-    for (Index k = tail + thread; k < end; k += threads) unscale_one(source + k, target + k, inverse, found);
 }
 
-// The same of an array with gaps, where the place of each element is computed from its number.
+// The same of an array with gaps, where the place of each element is computed from its number. Divisions of 64 bits need
+// registers, all the more where the compiler makes several at once, and the loops over packs would have fewer blocks.
 template <typename In, typename Out, typename Found>
-GRADSCALE_FUNCTION void unscale_strided(
-    const Row& row, Index begin, Index end, float inverse, int thread, int threads, Found& found
-) {
-    for (Index i = begin + thread; i < end; i += threads) {
-        Index left = i, from = 0, to = 0;
+GRADSCALE_FUNCTION void unscale_strided(const Row& row, Index begin, int size, float inverse, Found& found) {
+    GRADSCALE_ROLLED
+    for (int k = threadIdx.x; k < size; k += kThreads) {
+        const Index i = begin + k;
+        Address left = i;
+        Index from = 0, to = 0;
+        GRADSCALE_ROLLED
         for (int axis = (int)row.dimensions - 1; axis >= 0; --axis) {
-            const Index place = left % row.shape[axis];
-            left /= row.shape[axis];
+            const Address length = row.shape[axis], above = left / length;
+            const Index place = left - above * length;
+            left = above;
             from += place * row.source_strides[axis];
             to += place * row.target_strides[axis];
         }
         unscale_one((const In*)row.source + from, (Out*)row.target + to, inverse, found);
     }
-}
-
-// The last row whose first chunk is not beyond `chunk`: rows without elements have none.
-GRADSCALE_FUNCTION int row_of(const Index* first_chunks, int rows, Index chunk) {
-    int low = 0, high = rows;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (first_chunks[middle] <= chunk) low = middle; else high = middle;
-    }
-    return low;
 }
 
 // Rounded once, and exact for powers of two. Above 2**126 it is subnormal, which is kept.
@@ -243,39 +251,32 @@ GRADSCALE_FUNCTION float reciprocal(float scale) { return single_of(1.0 / double
 // Which arrays are cut into which chunks, as plan.py has it.
 struct Table {
     const Row* rows;
-    const Index* first_chunks;
-    int count;
-    Index chunk_size;
+    const Chunk* chunks;
+    int chunk_size;
 };
 
-// What one thread of a block does to one chunk.
+// The chunk of this block.
 template <typename In, typename Out, typename Found>
-GRADSCALE_FUNCTION void unscale_chunk(
-    const Table& table, Index chunk, float inverse, int thread, int threads, Found& found
-) {
-    const int index = row_of(table.first_chunks, table.count, chunk);
-    const Row& row = table.rows[index];
-    const Index begin = (chunk - table.first_chunks[index]) * table.chunk_size;
-    const Index end = begin + table.chunk_size < row.size ? begin + table.chunk_size : row.size;
+GRADSCALE_FUNCTION void unscale_chunk(const Table& table, float inverse, Found& found) {
+    const Chunk chunk = table.chunks[blockIdx.x];
+    const Row& row = table.rows[chunk.row];
+    const Index begin = (Index)chunk.number * table.chunk_size, left = row.size - begin;
+    const int size = left < table.chunk_size ? (int)left : table.chunk_size;
     if (row.dimensions == 0) {
-        unscale_dense((const In*)row.source, (Out*)row.target, begin, end, inverse, thread, threads, found);
+        unscale_dense((const In*)row.source + begin, (Out*)row.target + begin, size, inverse, found);
     } else {
-        unscale_strided<In, Out>(row, begin, end, inverse, thread, threads, found);
+        unscale_strided<In, Out>(row, begin, size, inverse, found);
     }
 }
 
-#if GRADSCALE_ON_DEVICE
-
 // The sum over the threads of a block, in an order that is always the same; thread 0 gets it.
 GRADSCALE_FUNCTION double sum_of_block(double x) {
-    __shared__ double of_warps[32];
+    __shared__ double of_warps[kThreads / 32];
     for (int distance = 16; distance > 0; distance /= 2) x += __shfl_down_sync(0xFFFFFFFFu, x, distance);
-    // Of the chunk before, somebody may still be reading.
-    __syncthreads();
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int warp = 1; warp < (int)blockDim.x / 32; ++warp) x += of_warps[warp];
+        for (int warp = 1; warp < kThreads / 32; ++warp) x += of_warps[warp];
     }
     return x;
 }
@@ -283,69 +284,25 @@ GRADSCALE_FUNCTION double sum_of_block(double x) {
 template <typename In, typename Out>
 GRADSCALE_FUNCTION void unscale_block(const Table& table, float factor, int* nonfinite) {
     Verdict found;
-    for (Index chunk = blockIdx.x; chunk < table.first_chunks[table.count]; chunk += gridDim.x) {
-        unscale_chunk<In, Out>(table, chunk, factor, threadIdx.x, blockDim.x, found);
-    }
+    unscale_chunk<In, Out>(table, factor, found);
     if (nonfinite != nullptr && __syncthreads_or(found.bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);
 }
 
 template <typename In, typename Out>
 GRADSCALE_FUNCTION void square_block(const Table& table, float factor, int* nonfinite, double* squares) {
-    bool bad = false;
-    for (Index chunk = blockIdx.x; chunk < table.first_chunks[table.count]; chunk += gridDim.x) {
-        VerdictAndSquares found;
-        unscale_chunk<In, Out>(table, chunk, factor, threadIdx.x, blockDim.x, found);
-        bad |= found.bad;
-        const double sum = sum_of_block(found.squares);
-        if (threadIdx.x == 0) squares[chunk] = sum;
-    }
-    if (__syncthreads_or(bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);
-}
-
-#define GRADSCALE_KERNEL extern "C" __global__ void __launch_bounds__(256)
-#define GRADSCALE_LAUNCH
-#define GRADSCALE_GRID
-
-#else
-
-// On the host, loops over the blocks and threads take the place of a launch.
-template <typename In, typename Out>
-void unscale_block(const Table& table, float factor, int* nonfinite, Index blocks, int threads) {
-    Verdict found;
-    for (Index block = 0; block < blocks; ++block) {
-        for (Index chunk = block; chunk < table.first_chunks[table.count]; chunk += blocks) {
-            for (int thread = 0; thread < threads; ++thread) {
-                unscale_chunk<In, Out>(table, chunk, factor, thread, threads, found);
-            }
-        }
-    }
-    if (nonfinite != nullptr && found.bad) *nonfinite = 1;
-}
-
-template <typename In, typename Out>
-void square_block(const Table& table, float factor, int* nonfinite, double* squares, Index blocks, int threads) {
-    for (Index block = 0; block < blocks; ++block) {
-        for (Index chunk = block; chunk < table.first_chunks[table.count]; chunk += blocks) {
-            VerdictAndSquares found;
-            for (int thread = 0; thread < threads; ++thread) {
-                unscale_chunk<In, Out>(table, chunk, factor, thread, threads, found);
-            }
-            squares[chunk] = found.squares;
-            if (found.bad) *nonfinite = 1;
-        }
+    VerdictAndSquares found;
+    unscale_chunk<In, Out>(table, factor, found);
+    const double sum = sum_of_block(found.squares);
+    const bool bad = __syncthreads_or(found.bad);
+    if (threadIdx.x == 0) {
+        squares[blockIdx.x] = sum;
+        if (bad) atomicMax(nonfinite, 1);
     }
 }
-
-#define GRADSCALE_KERNEL extern "C" void
-#define GRADSCALE_LAUNCH , gradscale::Index blocks, int threads
-#define GRADSCALE_GRID , blocks, threads
-
-#endif
 
 }  // namespace gradscale
 
-#define GRADSCALE_TABLE \
-    const gradscale::Row* rows, const gradscale::Index* first_chunks, int count, gradscale::Index chunk_size
+#define GRADSCALE_TABLE const gradscale::Row* rows, const gradscale::Chunk* chunks, int chunk_size
 
 #define GRADSCALE_unscale 1
 #define GRADSCALE_square 2
@@ -368,13 +325,13 @@ void square_block(const Table& table, float factor, int* nonfinite, double* squa
 
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_unscale
 
-#define GRADSCALE_UNSCALE(source, target)                                            \
-    GRADSCALE_KERNEL unscale_##source##_##target(                                    \
-        GRADSCALE_TABLE, const float* scale, int* nonfinite GRADSCALE_LAUNCH         \
-    ) {                                                                              \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};      \
-        gradscale::unscale_block<gradscale::source, gradscale::target>(              \
-            table, gradscale::reciprocal(*scale), nonfinite GRADSCALE_GRID);         \
+#define GRADSCALE_UNSCALE(source, target)                               \
+    GRADSCALE_KERNEL unscale_##source##_##target(                       \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite             \
+    ) {                                                                 \
+        const gradscale::Table table = {rows, chunks, chunk_size};      \
+        gradscale::unscale_block<gradscale::source, gradscale::target>( \
+            table, gradscale::reciprocal(*scale), nonfinite);           \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
@@ -382,13 +339,13 @@ GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
 #endif
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_square
 
-#define GRADSCALE_SQUARE(source, target)                                                        \
-    GRADSCALE_KERNEL square_##source##_##target(                                                \
-        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares GRADSCALE_LAUNCH   \
-    ) {                                                                                         \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                 \
-        gradscale::square_block<gradscale::source, gradscale::target>(                          \
-            table, gradscale::reciprocal(*scale), nonfinite, squares GRADSCALE_GRID);           \
+#define GRADSCALE_SQUARE(source, target)                                     \
+    GRADSCALE_KERNEL square_##source##_##target(                             \
+        GRADSCALE_TABLE, const float* scale, int* nonfinite, double* squares \
+    ) {                                                                      \
+        const gradscale::Table table = {rows, chunks, chunk_size};           \
+        gradscale::square_block<gradscale::source, gradscale::target>(       \
+            table, gradscale::reciprocal(*scale), nonfinite, squares);       \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_SQUARE)
@@ -397,11 +354,11 @@ GRADSCALE_PAIRS(GRADSCALE_SQUARE)
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_clip
 
 // Gradients that need no clipping are not touched: neither by 1, nor by a factor that is not a number.
-#define GRADSCALE_CLIP(type)                                                                                     \
-    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor GRADSCALE_LAUNCH) {                        \
-        const gradscale::Table table = {rows, first_chunks, count, chunk_size};                                  \
-        if (*factor < 1.0f)                                                                                      \
-            gradscale::unscale_block<gradscale::type, gradscale::type>(table, *factor, nullptr GRADSCALE_GRID);  \
+#define GRADSCALE_CLIP(type)                                                                     \
+    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor) {                         \
+        const gradscale::Table table = {rows, chunks, chunk_size};                               \
+        if (*factor < 1.0f)                                                                      \
+            gradscale::unscale_block<gradscale::type, gradscale::type>(table, *factor, nullptr); \
     }
 
 GRADSCALE_TYPES(GRADSCALE_CLIP)
@@ -410,18 +367,11 @@ GRADSCALE_TYPES(GRADSCALE_CLIP)
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_add
 
 // One block adds up what the chunks have left.
-GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum GRADSCALE_LAUNCH) {
+GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum) {
     double mine = 0.0;
-#if GRADSCALE_ON_DEVICE
-    for (gradscale::Index chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) mine += squares[chunk];
+    for (gradscale::Index chunk = threadIdx.x; chunk < chunks; chunk += GRADSCALE_THREADS) mine += squares[chunk];
     mine = gradscale::sum_of_block(mine);
     if (threadIdx.x == 0) *sum = mine;
-#else
-    for (int thread = 0; thread < threads * blocks; ++thread) {
-        for (gradscale::Index chunk = thread; chunk < chunks; chunk += threads * blocks) mine += squares[chunk];
-    }
-    *sum = mine;
-#endif
 }
 
 #endif

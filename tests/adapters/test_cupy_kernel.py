@@ -1,16 +1,16 @@
-"""The kernels of gradscale_cupy: their body, compiled for the host, against NumPy; and their source under nvcc.
+"""The kernels of gradscale_cupy: compiled for the host, thread by thread, against NumPy; and their source under nvcc.
 
 Nothing here runs on a device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from axes import require_program
 from host_cupy import installed
-from host_kernels import SOURCE, add_squares, launch, options_of
+from host_kernels import SOURCE, THREADS, ThreadsDoNotMeetError, add_squares, compiled, launch, library, options_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import later
@@ -54,33 +54,30 @@ def oracle(x: Any, scale: float, target: str) -> Any:
 
 def layout(x: Any) -> plans.Layout:
     """Return the layout of a NumPy array, by the attributes that CuPy's have."""
-    array = SimpleNamespace(shape=x.shape, strides=x.strides, dtype=x.dtype, data=SimpleNamespace(ptr=x.ctypes.data))
-    return plans.layout_of(array)
+    return plans.layout_of(x.ctypes.data, x.shape, x.strides, x.dtype)
 
 
-def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 64, **how: int) -> int:
+def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 64) -> int:
     """Plan and run launches over NumPy arrays; return how many found something that is not finite."""
     launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
     assert not others
     verdicts = [np.zeros((), np.int32) for _ in launches]
     for one, verdict in zip(launches, verdicts, strict=True):
         factor = np.array(scale, np.float32)
-        launch(f"unscale_{one.pair}", one.table, one.first_chunks, chunk, factor, verdict, **how)
+        launch(f"unscale_{one.pair}", one, chunk, factor, verdict)
     return sum(map(int, verdicts))
 
 
-def unscale_and_square(
-    sources: list[Any], targets: list[Any], scale: float, chunk: int, **how: int
-) -> tuple[int, float]:
+def unscale_and_square(sources: list[Any], targets: list[Any], scale: float, chunk: int) -> tuple[int, float]:
     """Do the same with the kernels that sum squares; return the verdicts' sum and that of the squares."""
     launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
     assert not others
     verdict, sums = np.zeros((), np.int32), []
     for one in launches:
         # A chunk that is left out is seen.
-        sums.append(np.full(one.chunks, np.nan))
+        sums.append(np.full(len(one.chunks), np.nan))
         arguments = np.array(scale, np.float32), verdict, sums[-1]
-        launch(f"square_{one.pair}", one.table, one.first_chunks, chunk, *arguments, **how)
+        launch(f"square_{one.pair}", one, chunk, *arguments)
     return int(verdict), add_squares(np.concatenate([np.zeros(0), *sums]))
 
 
@@ -148,15 +145,14 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
         targets.append(y)
         rooms.append((room, room.copy(), y))
         expected.append(oracle(x, 3.0, target))
-    how = {"blocks": data.draw(st.integers(1, 6)), "threads": data.draw(st.integers(1, 6))}
     chunk = data.draw(st.integers(1, 70), label="chunk")
     if data.draw(st.booleans(), label="squares"):
-        verdict, squares = unscale_and_square(sources, targets, 3.0, chunk, **how)
+        verdict, squares = unscale_and_square(sources, targets, 3.0, chunk)
         parts = [part.astype(np.float64) for x in expected for part in (x.real, x.imag)]
         assert squares == pytest.approx(sum(float(np.sum(part * part)) for part in parts), rel=1e-12)
         assert verdict == 0
     else:
-        assert unscale(sources, targets, 3.0, chunk, **how) == 0
+        assert unscale(sources, targets, 3.0, chunk) == 0
     for y, answer, (room, untouched, written) in zip(targets, expected, rooms, strict=True):
         assert_same_bits(np.ascontiguousarray(y), np.ascontiguousarray(answer))
         if not in_place:
@@ -205,7 +201,7 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
     (one,), others = plans.plan([layout(x) for x in arrays], [layout(x) for x in arrays], 64)
     assert not others
     by = np.array(factor, np.float32)
-    launch(f"clip_{one.pair.partition('_')[0]}", one.table, one.first_chunks, 64, by)
+    launch(f"clip_{one.pair.partition('_')[0]}", one, 64, by)
     for got, x in zip(arrays, before, strict=True):
         # Dividing by the reciprocal is what the oracle does, where that is exact.
         if factor < 1.0:
@@ -216,18 +212,80 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
         assert_same_bits(np.ascontiguousarray(got), np.ascontiguousarray(x).astype(TYPES[dtype]))
 
 
-def test_the_order_of_the_sum_does_not_depend_on_the_blocks() -> None:
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(size) for size in (1000, 3, 0, 777)]
-    sums = {
-        unscale_and_square(arrays, [np.zeros_like(x) for x in arrays], 3.0, 64, blocks=blocks)[1]
-        for blocks in (1, 2, 5, 100)
-    }
-    assert len(sums) == 1
-
-
 def test_the_squares_of_nothing_are_zero() -> None:
     assert unscale_and_square([], [], 2.0, 64) == (0, 0.0)
+
+
+FLOAT32 = "-DGRADSCALE_SOURCE=float32", "-DGRADSCALE_TARGET=float32"
+
+
+@pytest.mark.parametrize("threads", [THREADS, 256])
+@pytest.mark.parametrize("chunks", [1, 31, 257, 1000])
+def test_a_block_adds_up_within_its_warps_and_then_warp_by_warp(chunks: int, threads: int) -> None:
+    # On a device there are 256.
+    kernels = library() if threads == THREADS else compiled(SOURCE, *FLOAT32)
+    squares = np.random.default_rng(0).standard_normal(chunks)
+    mine = np.zeros(threads)
+    for begin in range(0, chunks, threads):
+        part = squares[begin : begin + threads]
+        mine[: len(part)] += part
+    warps = mine.reshape(-1, 32)
+    for distance in (16, 8, 4, 2, 1):
+        warps = warps[:, :distance] + warps[:, distance : 2 * distance]
+    assert add_squares(squares, kernels, threads) == functools.reduce(float.__add__, warps[:, 0].tolist())
+
+
+def answers(kernels: Any) -> list[Any]:
+    """Return the verdicts and sums of kernels of float32: of an array, and of one with a NaN in its second chunk."""
+    x, scale, chunk = np.arange(5000, dtype=np.float32), np.array(1.0, np.float32), 2048
+    found: list[Any] = []
+    for array in (x, np.where(x == 3000, np.nan, x).astype(np.float32)):
+        (one,), _ = plans.plan([layout(array)], [layout(array)], chunk)
+        verdicts, sums = np.zeros(2, np.int32), np.zeros(len(one.chunks))
+        for kind, results in (("unscale", [verdicts[:1]]), ("square", [verdicts[1:], sums])):
+            name = f"{kind}_float32_float32"
+            launch(name, one, chunk, scale, *results, kernels=kernels, threads=256)
+        found += [verdicts.tolist(), sums.tolist()]
+    return found
+
+
+# Of small integers, so that each sum is exact.
+WHOLE = [float(sum(k * k for k in range(begin, min(begin + 2048, 5000)))) for begin in (0, 2048, 4096)]
+ANSWERS = [[0, 0], WHOLE, [1, 1], [WHOLE[0], pytest.approx(np.nan, nan_ok=True), WHOLE[2]]]
+
+
+def test_a_whole_block_judges_and_adds_up() -> None:
+    assert answers(compiled(SOURCE, *FLOAT32)) == ANSWERS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("__syncthreads();\n    if (threadIdx.x == 0) {", "if (threadIdx.x == 0) {"),
+        ("const double sum = sum_of_block(", "double sum = 0; if (!found.bad) sum = sum_of_block("),
+        *later(
+            "all",
+            ("distance = 16;", "distance = 8;"),
+            ("warp < kThreads / 32", "warp < kThreads / 64"),
+            ("bad = __syncthreads_or(found.bad)", "bad = found.bad"),
+            ("&& __syncthreads_or(found.bad)", "&& found.bad"),
+            (
+                "        squares[blockIdx.x] = sum;\n",
+                "    }\n    squares[blockIdx.x] = sum;\n    if (threadIdx.x == 0) {\n",
+            ),
+        ),
+    ],
+    ids=["barrier", "branch", "shuffle", "warps", "vote of squares", "vote", "who stores"],
+)
+def test_threads_that_do_not_work_together_are_seen(change: tuple[str, str], tmp_path: Path) -> None:
+    source = SOURCE.read_text()
+    line, changed = change
+    assert source.count(line) == 1
+    wrong = tmp_path / "wrong.cu"
+    wrong.write_text(source.replace(line, changed))
+    kernels = compiled(wrong, *FLOAT32)
+    with contextlib.suppress(ThreadsDoNotMeetError):
+        assert answers(kernels) != ANSWERS
 
 
 def test_a_cast_that_overflows_is_found() -> None:
@@ -242,16 +300,28 @@ def test_a_cast_that_overflows_is_found() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", *later("all", "sm_75", "sm_80", "sm_86", "sm_89")])
-def test_nvcc_compiles_the_kernels_without_a_warning(architecture: str, tmp_path: Path) -> None:
+def test_nvcc_compiles_the_kernels_without_a_warning_and_into_few_registers(architecture: str, tmp_path: Path) -> None:
     nvcc = require_program("nvcc")
-    command = [nvcc, "-std=c++17", f"-arch={architecture}", "-Werror", "all-warnings", "-cubin"]
+    # As CuPy does, where subnormal numbers are concerned.
+    command = [nvcc, "-std=c++17", f"-arch={architecture}", "-ftz=true", "-Werror", "all-warnings", "-Xptxas", "-v"]
     made = tmp_path / "unscale.cubin"
-    finished = subprocess.run([*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False)
+    command += ["-cubin", str(SOURCE), "-o", str(made)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
+    assert "warning" not in finished.stderr
     names = [f"{kind}_{source}_{target}" for kind in ("unscale", "square") for source, target in PAIRS]
     names += ["add_squares", *(f"clip_{name}" for name in plans.KERNELS)]
-    assert all(name.encode() in made.read_bytes() for name in names)
+    numbers = r"(\d+) bytes spill stores, (\d+) bytes spill loads(?:.|\n)*?Used (\d+) registers"
+    kernels = [part.partition("'") for part in finished.stderr.split("Compiling entry function '")[1:]]
+    found = {name: tuple(map(int, re.findall(numbers, rest)[0])) for name, _, rest in kernels}
+    assert set(found) == set(names)
+    assert {name: spilled for name, (*spilled, _) in found.items() if spilled != [0, 0]} == {}
+    # Of 256 threads each, so many blocks fit: 65,536 registers are on a multiprocessor.
+    registers = {name: count for name, (*_, count) in found.items()}
+    assert max(registers.values()) <= (64 if architecture == "sm_75" else 40)
+    if architecture == "sm_90":
+        # 8 blocks, which are all the threads that there can be.
+        assert max(registers[f"unscale_{a}_{b}"] for a, b in PAIRS if (a, b) != ("float64", "float64")) <= 32
 
 
 @pytest.mark.parametrize("name", ["unscale_float16_float32", "square_bfloat16_bfloat16", "clip_float64", "add_squares"])
@@ -282,8 +352,9 @@ def test_dense_arrays_are_read_and_written_in_packs(kernel: str) -> None:
     for direction, dtype in (("ld", source), ("st", target)):
         size = np.dtype(TYPES[dtype]).itemsize
         found = [(vector, int(bits) // 8) for way, vector, bits in moved if way == direction]
-        # One element at a time: in front of the packs, behind them, and in an array with gaps.
-        assert [one for one in found if not one[0]] == [("", size)] * 3
+        # One element at a time: in front of the packs and behind them, a loop that nvcc unrolls by four and has once
+        # more for the rest; and in an array with gaps.
+        assert [one for one in found if not one[0]] == [("", size)] * 6
         # Four packs in flight, and those that are left: each of 16 bytes of the wider type.
         packs = [int(vector[1:-1]) * bytes_ for vector, bytes_ in found if vector]
         assert packs == [16 * size // wide] * 5

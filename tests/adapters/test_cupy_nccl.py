@@ -16,7 +16,7 @@ from typing import Any
 import fake_nccl
 import numpy as np
 import pytest
-from fake_nccl import Event, World
+from fake_nccl import Event, Foreign, World
 
 import gradscale
 from gradscale import BackendError, BackendNotAvailableError, CollectiveTimeoutError
@@ -310,23 +310,6 @@ def test_a_captured_collective_asks_nothing_of_its_event(fake: SimpleNamespace) 
         pending()
     assert Event.queries == []
     assert comm.calls == 1
-
-
-class Foreign:
-    """An array of a library without an adapter, on a CUDA device."""
-
-    def __init__(self, values: Any, device: int) -> None:
-        self.values, self._device = np.asarray(values), device
-        self.dtype, self.ndim = self.values.dtype, self.values.ndim
-
-    def __array_namespace__(self, api_version: str | None = None) -> Any:
-        def take(x: Any) -> Foreign:
-            return Foreign(x.values, x.__dlpack_device__()[1])
-
-        return SimpleNamespace(__name__="foreign", int32=np.dtype(np.int32), from_dlpack=take)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self._device
 
 
 def test_an_array_of_another_library_on_the_device_is_shared(fake: SimpleNamespace) -> None:

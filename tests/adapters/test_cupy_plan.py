@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tracemalloc
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,17 +47,31 @@ def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
     sources = [dense(1000, 4096 * k) for k in range(3000)] + [dense(10, 4096 * k, "float16") for k in range(50)]
     targets = sources[:3000] + [dense(10, 4096 * k, "float32") for k in range(50)]
     launches, others = plan(sources, targets)
-    assert [(one.pair, len(one.table), one.chunks) for one in launches] == [
+    assert [(one.pair, len(one.table), len(one.chunks)) for one in launches] == [
         ("float32_float32", 3000, 3000),
         ("float16_float32", 50, 50),
     ]
     assert others == []
 
 
+def test_arrays_of_one_form_are_told_from_each_other_by_their_addresses() -> None:
+    gap = Layout(4096, (3, 4), (8, 1), "float32", 4)
+    sources = [dense(5, 1 << 13), gap, dense(5, 1 << 14), dense(0), gap._replace(address=1 << 15), dense(7, 1 << 16)]
+    targets = [one._replace(address=one.address + (1 << 20)) for one in sources]
+    (one,), others = plan(sources, targets)
+    kept = [index for index in range(6) if index != 3]
+    assert one.table["source"].tolist() == [sources[index].address for index in kept]
+    assert one.table["target"].tolist() == [targets[index].address for index in kept]
+    assert one.table["size"].tolist() == [5, 12, 5, 12, 7]
+    assert one.table["dimensions"].tolist() == [0, 2, 0, 2, 0]
+    assert one.table["shape"][:, :3].tolist() == [[0] * 3, [3, 4, 0], [0] * 3, [3, 4, 0], [0] * 3]
+    assert others == []
+
+
 def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row() -> None:
     sizes = [CHUNK, CHUNK + 1, 0, 1, 5 * CHUNK]
     launches, _ = plan(*[[dense(size) for size in sizes]] * 2)
-    assert launches[0].first_chunks.tolist() == [0, 1, 3, 4, 9]
+    assert launches[0].chunks.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], *([3, k] for k in range(5))]
     assert launches[0].table["size"].tolist() == [size for size in sizes if size]
 
 
@@ -186,6 +199,25 @@ def test_gradients_that_are_only_read_may_be_broadcast() -> None:
         require_disjoint([source], [dense(30_000_000, 4096)])
 
 
+def test_two_of_thousands_that_share_memory_are_found_in_any_order() -> None:
+    layouts = [dense(100, (1 << 20) + 400 * k) for k in range(3000)]
+    order = np.random.default_rng(0).permutation(3000)
+    require_disjoint([layouts[k] for k in order], [layouts[k] for k in order])
+    # A long one reaches over many.
+    for wrong in (dense(2, layouts[1700].address + 396), dense(1000, layouts[0].address - 4), dense(1, 1 << 20)):
+        given = [*(layouts[k] for k in order), wrong]
+        for read in (given, [one._replace(address=one.address + (1 << 40)) for one in given]):
+            with pytest.raises(InvalidValueError, match=r"gradients \d+ and 3000, .* share memory"):
+                require_disjoint(read, given)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [0, 0], [3]])
+def test_arrays_that_are_none_or_empty_share_nothing(sizes: list[int]) -> None:
+    layouts = [dense(size) for size in sizes]
+    require_disjoint(layouts, layouts)
+    require_disjoint(layouts, [one._replace(address=1 << 20) for one in layouts])
+
+
 def test_memory_that_only_interleaves_is_fine() -> None:
     columns = [Layout(4096 + 4 * k, (100,), (3,), "float32", 4) for k in range(3)]
     interleaved = [Layout(1 << 20, (2, 2), (3, 2), "float32", 4)]
@@ -205,10 +237,6 @@ def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be
 
 @pytest.mark.parametrize(("address", "stride"), [(4098, 4), (4096, 6)], ids=["address", "stride"])
 def test_elements_that_do_not_lie_at_multiples_of_their_size_are_refused(address: int, stride: int) -> None:
-    array = SimpleNamespace(
-        data=SimpleNamespace(ptr=address), shape=(3,), strides=(stride,), dtype=np.dtype(np.float32)
-    )
     with pytest.raises(InvalidValueError, match=r"must lie at multiples of their size, got float32 at address 0x"):
-        layout_of(array)
-    pairs = SimpleNamespace(data=SimpleNamespace(ptr=4100), shape=(3,), strides=(8,), dtype=np.dtype(np.complex64))
-    assert layout_of(pairs).strides == (1,)
+        layout_of(address, (3,), (stride,), np.dtype(np.float32))
+    assert layout_of(4100, (3,), (8,), np.dtype(np.complex64)).strides == (1,)

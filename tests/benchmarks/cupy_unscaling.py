@@ -40,6 +40,7 @@ extern "C" __global__ void stall(long long nanoseconds) {
 # Seconds.
 _SHORTEST_STALL, _LONGEST_STALL = 0.01, 2.0
 _WATCHED_ITERATIONS, _WATCHED_STALL = 5, 0.2
+_LONGEST_PLAN = 5e-3
 
 
 def _cupy() -> Any:
@@ -199,6 +200,21 @@ def against_torch(quick: bool) -> list[Row]:
     return rows
 
 
+def new_addresses(quick: bool) -> list[Row]:
+    """Time what gradients at addresses that have not been seen take the host before the launch, against a limit."""
+    from gradscale_cupy.tables import Tables
+
+    cupy = _cupy()
+    sizes = _QUICK if quick else _FULL
+    grads = _filled(cupy, *sizes.small)
+    wait = cupy.cuda.get_current_stream().synchronize
+    # New tables know no address.
+    runs = {"ours": Call(lambda: Tables().of(grads, grads, "unscale"), wait)}
+    seconds = interleaved(runs, sizes.rounds)["ours"]
+    case = f"CuPy tables of new addresses, {_described(cupy, *sizes.small)}, host / 5 ms"
+    return [Row(case, seconds, _LONGEST_PLAN, "s", 1.0)]
+
+
 def memory(quick: bool) -> list[Row]:
     """Measure the most memory of the device that unscaling in place takes beside the gradients, tables included."""
     cupy = _cupy()
@@ -274,6 +290,7 @@ CASES = {
     "cupy-copy": copies,
     "cupy-masters": masters,
     "cupy-torch": against_torch,
+    "cupy-plan": new_addresses,
     "cupy-peak": memory,
     "cupy-waits": host_waits,
 }

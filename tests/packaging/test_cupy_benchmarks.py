@@ -23,7 +23,7 @@ from benchmarks.measure import Row
 
 pytestmark = [pytest.mark.numpy, pytest.mark.tier("ranks")]
 
-CASES = ["cupy-copy", "cupy-masters", "cupy-torch", "cupy-peak", "cupy-waits"]
+CASES = ["cupy-copy", "cupy-masters", "cupy-torch", "cupy-plan", "cupy-peak", "cupy-waits"]
 
 
 class FakeTorch(SimpleNamespace):
@@ -78,6 +78,7 @@ def test_every_case_gives_rows_with_numbers_and_the_targets() -> None:
         "cupy-copy": [1 / 0.9],
         "cupy-masters": [1 / 0.85],
         "cupy-torch": [1.0, None, 0.7, None],
+        "cupy-plan": [1.0],
         "cupy-peak": [None],
         "cupy-waits": [0.0, None],
     }
@@ -158,6 +159,18 @@ def test_extra_memory_counts_the_tables() -> None:
     (row,) = rows_of("cupy-peak")
     # 20 rows of the table, and where their chunks begin; each rounded up to 512 bytes.
     assert 20 * 224 <= row.ours * 2**20 < 20 * 224 + 4 * 512
+
+
+@pytest.mark.usefixtures("queue")
+def test_each_round_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_cupy import tables
+
+    planned: list[int] = []
+    prepare = tables.prepare
+    monkeypatch.setattr(tables, "prepare", lambda *given: planned.append(len(given[0])) or prepare(*given))
+    (row,) = rows_of("cupy-plan")
+    # Three rounds, and one before.
+    assert (planned, row.other) == ([30] * 4, 5e-3)
 
 
 def test_without_cuda_in_torch_only_its_case_is_not_run(queue: HostStream, monkeypatch: pytest.MonkeyPatch) -> None:

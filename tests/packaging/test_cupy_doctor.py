@@ -99,7 +99,7 @@ def test_with_devices_they_are_named_and_so_are_the_driver_the_runtime_and_nccl(
         "driver": "12.2",
         "runtime": "12.9",
         "nccl": "2.27.3",
-        "versions": {"cupy": "14.0.0"},
+        "versions": {"cupy": "14.2.0"},
     }
     cuda.nccl.available = False
     assert probe.probe("cupy")["nccl"] == "missing, python -m pip install nvidia-nccl-cu12"

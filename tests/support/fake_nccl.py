@@ -26,8 +26,9 @@ import array_api_compat
 import array_api_compat.numpy as xnp
 import numpy as np
 import pytest
+from cupy_signatures import checked, checked_class
 
-__all__ = ["Event", "FakeCupy", "NcclCommunicator", "NcclError", "Stream", "World", "installed", "ndarray"]
+__all__ = ["Event", "FakeCupy", "Foreign", "NcclCommunicator", "NcclError", "Stream", "World", "installed", "ndarray"]
 
 _NOT_READY, _CAPTURED = 600, 907
 _GARBAGE = -(2**31)
@@ -40,6 +41,7 @@ _local = threading.local()
 _addresses = itertools.count(1000)
 
 
+@checked_class("cupy.cuda.Device")
 class Device:
     """A device; current in a ``with`` block, or for a thread by ``use``."""
 
@@ -81,6 +83,7 @@ class Work:
         return True
 
 
+@checked_class("cupy.cuda.Stream")
 class Stream:
     """A stream of work; a number of 1000 and more is its address, as a C function takes it."""
 
@@ -125,6 +128,7 @@ def _current_stream() -> Stream:
     return current
 
 
+@checked_class("cupy.cuda.Event")
 class Event:
     """A point in a stream."""
 
@@ -157,6 +161,7 @@ def _event_query(address: int) -> int:
     return 0 if all(work.is_done() for work in event.work) else _NOT_READY
 
 
+@checked_class("cupy.cuda.runtime.CUDARuntimeError")
 class CUDARuntimeError(RuntimeError):
     """CUDA's error."""
 
@@ -250,6 +255,7 @@ def _memory(address: int, count: int) -> Any:
     return np.frombuffer((ctypes.c_int32 * count).from_address(address), np.int32)
 
 
+@checked_class("cupy.cuda.nccl.NcclCommunicator")
 class NcclCommunicator:
     """One rank's."""
 
@@ -319,6 +325,23 @@ class NcclCommunicator:
             self.world.changed.notify_all()
 
 
+class Foreign:
+    """An array of a library without an adapter, on a CUDA device."""
+
+    def __init__(self, values: Any, device: int) -> None:
+        self.values, self._device = np.asarray(values), device
+        self.dtype, self.ndim = self.values.dtype, self.values.ndim
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        def take(x: Any) -> Foreign:
+            return Foreign(x.values, x.__dlpack_device__()[1])
+
+        return SimpleNamespace(__name__="foreign", int32=np.dtype(np.int32), from_dlpack=take)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._device
+
+
 class NCCLBackend:
     """Stands for cupyx.distributed.NCCLBackend, which holds its communicator in ``_comm``."""
 
@@ -326,6 +349,7 @@ class NCCLBackend:
         self._comm = comm
 
 
+@checked_class("cupy")
 class FakeCupy(types.ModuleType):
     """The module; NumPy's functions, on arrays of the current device."""
 
@@ -334,13 +358,16 @@ class FakeCupy(types.ModuleType):
         self.__version__ = "14.2.0"
         self.ndarray = ndarray
         self.runtime = SimpleNamespace(
-            eventQuery=_event_query, CUDARuntimeError=CUDARuntimeError, runtimeGetVersion=lambda: 13020
+            eventQuery=checked("cupy.cuda.runtime.eventQuery", _event_query),
+            CUDARuntimeError=CUDARuntimeError,
+            runtimeGetVersion=lambda: 13020,
         )
         self.nccl = SimpleNamespace(
             available=True, NcclCommunicator=NcclCommunicator, NcclError=NcclError, NCCL_INT32=2, NCCL_MAX=2
         )
         self.cuda = types.ModuleType("cupy.cuda")
-        members = {"Device": Device, "Event": Event, "Stream": Stream, "get_current_stream": _current_stream}
+        get = checked("cupy.cuda.get_current_stream", _current_stream)
+        members = {"Device": Device, "Event": Event, "Stream": Stream, "get_current_stream": get}
         vars(self.cuda).update(members, runtime=self.runtime, nccl=self.nccl)
 
     def __getattr__(self, name: str) -> Any:
@@ -349,7 +376,7 @@ class FakeCupy(types.ModuleType):
         found = getattr(xnp, name)
         if isinstance(found, (type, np.dtype)) or not callable(found) or name in ("finfo", "isdtype"):
             return found
-        return lambda *args, **options: _call(found, args, options)
+        return checked(f"cupy.{name}", lambda *args, **options: _call(found, args, options))
 
     def __array_namespace_info__(self) -> Any:
         return SimpleNamespace(dtypes=lambda **_: xnp.__array_namespace_info__().dtypes())

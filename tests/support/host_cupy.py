@@ -20,15 +20,17 @@ import host_kernels
 import ml_dtypes
 import numpy as np
 import pytest
+from cupy_signatures import checked, checked_class
 
 from gradscale import registry
 
 __all__ = ["HostCupy", "installed"]
 
 _current = threading.local()
-_BLOCKS, _THREADS = 3, 5
+_ROW = 224  # bytes
 
 
+@checked_class("cupy.cuda.Device")
 class Device:
     """One of two devices, or of as many as ``count`` says; current in a ``with`` block."""
 
@@ -69,6 +71,7 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
 
+@checked_class("cupy.cuda.runtime.CUDARuntimeError")
 class CUDARuntimeError(RuntimeError):
     """As CuPy's: a status, and the text of CUDA."""
 
@@ -115,13 +118,16 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             with _copying:
                 _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
 
-        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, copy_to_host_async=copy_to_host_async)
+        copy = checked("cupy.cuda.MemoryPointer.copy_to_host_async", copy_to_host_async)
+        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, copy_to_host_async=copy)
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
         _refuse_capture()
         log.append(("read", self.device.id))
         return self._x.copy()
+
+    get = checked("cupy.ndarray.get", get, is_method=True)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         return _call(getattr(ufunc, method), inputs, options)
@@ -134,7 +140,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         if isinstance(found, np.ndarray):
             return Ndarray(found, self.device)
         if callable(found):
-            return lambda *args, **options: _call(found, args, options, self.device)
+            return checked(f"cupy.ndarray.{name}", lambda *args, **options: _call(found, args, options, self.device))
         return found
 
     # Asked for most.
@@ -215,6 +221,7 @@ def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home
     return _wrapped(made, first)
 
 
+@checked_class("cupy.cuda.Stream")
 class Stream:
     """The stream of a device; it is its own."""
 
@@ -234,6 +241,7 @@ class Stream:
         log.append(("wait", self.device_id, event.device_id))
 
 
+@checked_class("cupy.cuda.Event")
 class Event:
     """A point in a stream."""
 
@@ -267,6 +275,7 @@ class Event:
         return 0
 
 
+@checked_class("cupy.RawKernel")
 class RawKernel:
     """A kernel, on the host."""
 
@@ -283,11 +292,9 @@ class RawKernel:
         assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
         _finish_copies(_device_id())
-        # Fewer blocks and threads than are asked for do the same, more slowly.
-        kernel = getattr(host_kernels.library(), self._name)
-        blocks, threads = ctypes.c_longlong(min(grid[0], _BLOCKS)), ctypes.c_int(_THREADS)
-        kernel(*map(_c_value, args), blocks, threads)
-        log.append(("launch", self._name, _device_id(), int(args[2]) if len(expected) > 3 else 1))
+        host_kernels.run(host_kernels.library(), self._name, grid[0], [_c_value(x) for x in args])
+        arrays = args[0].size // _ROW if len(expected) > 3 else 1
+        log.append(("launch", self._name, _device_id(), arrays))
 
 
 def _c_value(x: Any) -> Any:
@@ -296,11 +303,16 @@ def _c_value(x: Any) -> Any:
     return (ctypes.c_int if x.dtype == np.int32 else ctypes.c_longlong)(int(x))
 
 
+def _current_stream(device_id: int = -1) -> Stream:
+    return Stream(_device_id() if device_id < 0 else device_id)
+
+
 def _pinned(size: int) -> bytearray:
     _refuse_capture()
     return bytearray(size)
 
 
+@checked_class("cupy")
 class HostCupy(types.ModuleType):
     """The module: NumPy's functions, on arrays of the current device."""
 
@@ -308,7 +320,7 @@ class HostCupy(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("cupy")
-        self.__version__ = "14.0.0"
+        self.__version__ = "14.2.0"
         hidden = ("abs", "max", "min", "round")
         self.__all__ = [name for name in np.__all__ if name not in hidden and not name.startswith("__")]
         self.__path__: list[str] = []
@@ -316,12 +328,15 @@ class HostCupy(types.ModuleType):
         self.RawKernel = RawKernel
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.Device, self.cuda.Event, self.cuda.Stream = Device, Event, Stream
-        self.cuda.get_current_stream = lambda device_id=-1: Stream(_device_id() if device_id < 0 else device_id)
-        self.cuda.alloc_pinned_memory = _pinned
+        self.cuda.get_current_stream = checked("cupy.cuda.get_current_stream", _current_stream)
+        self.cuda.alloc_pinned_memory = checked("cupy.cuda.alloc_pinned_memory", _pinned)
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
+        functions = {"getDeviceCount": lambda: 2, "eventQuery": Event.query}
+        functions |= {"driverGetVersion": lambda: 13020, "runtimeGetVersion": lambda: 13020}
         self.cuda.runtime = SimpleNamespace(
-            getDeviceCount=lambda: 2, eventQuery=Event.query, CUDARuntimeError=CUDARuntimeError
+            CUDARuntimeError=CUDARuntimeError,
+            **{name: checked(f"cupy.cuda.runtime.{name}", call) for name, call in functions.items()},
         )
         self.log = log
 
@@ -331,7 +346,7 @@ class HostCupy(types.ModuleType):
         found = getattr(np, name)
         if not isinstance(found, type) and callable(found):
             # Asked for thousands of times, and found at once from now on.
-            vars(self)[name] = lambda *args, **options: _call(found, args, options)
+            vars(self)[name] = checked(f"cupy.{name}", lambda *args, **options: _call(found, args, options))
             return vars(self)[name]
         return found
 

@@ -1,4 +1,4 @@
-"""The kernels of gradscale_cupy compiled for the host, where loops take the place of blocks and threads."""
+"""The kernels of gradscale_cupy compiled for the host, where each thread of a block runs for itself: host_cuda.cpp."""
 
 from __future__ import annotations
 
@@ -10,20 +10,39 @@ import importlib.util
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from axes import require_program
 
-__all__ = ["ARGUMENTS", "FOLDER", "SOURCE", "add_squares", "launch", "library", "options_of"]
+if TYPE_CHECKING:
+    from gradscale_cupy.plan import Launch
+
+__all__ = [
+    "ARGUMENTS",
+    "FOLDER",
+    "SOURCE",
+    "THREADS",
+    "ThreadsDoNotMeetError",
+    "add_squares",
+    "compiled",
+    "launch",
+    "library",
+    "options_of",
+    "run",
+]
 
 FOLDER = "GRADSCALE_TEST_KERNELS"
 """The variable that names the folder where the processes of a session share what they compile."""
 
+THREADS = 64
+"""Threads of a block: fewer than on a device, which does the same and takes the host less time."""
+
 _FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC")
 
-_TABLE = (np.uint8, np.int64, np.int32, np.int64)
+_TABLE = (np.uint8, np.int32, np.int32)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "unscale": (*_TABLE, np.float32, np.int32),
     "square": (*_TABLE, np.float32, np.int32, np.float64),
@@ -37,6 +56,11 @@ _package = importlib.util.find_spec("gradscale_cupy")
 assert _package is not None
 assert _package.origin is not None
 SOURCE = Path(_package.origin).with_name("unscale.cu")
+_CUDA = Path(__file__).with_name("host_cuda.cpp")
+
+
+class ThreadsDoNotMeetError(Exception):
+    """Threads of a block wait at different barriers, or some are over: a device would hang, or go on with anything."""
 
 
 def options_of(kernel: str) -> tuple[str, ...]:
@@ -51,10 +75,15 @@ def options_of(kernel: str) -> tuple[str, ...]:
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the kernels, compiled once for all processes of a session; any warning is an error."""
+    return compiled(SOURCE, f"-DGRADSCALE_THREADS={THREADS}")
+
+
+def compiled(source: Path, *options: str) -> ctypes.CDLL:
+    """Return the kernels of a file like unscale.cu, compiled with more options."""
     compiler = require_program("c++")
     folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gradscale-kernels-"))
-    command = [compiler, *_FLAGS, "-x", "c++", str(SOURCE)]
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(command).encode()).hexdigest()
+    command = [compiler, *_FLAGS, *options, f'-DGRADSCALE_KERNELS="{source}"', str(_CUDA)]
+    key = hashlib.sha256(source.read_bytes() + _CUDA.read_bytes() + repr(command).encode()).hexdigest()
     path = folder / f"{key}.so"
     with (folder / f"{key}.lock").open("w") as lock:
         # Whoever comes second waits for the first, and compiles where that has failed.
@@ -66,23 +95,31 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+def run(kernels: ctypes.CDLL, name: str, blocks: int, values: Sequence[Any], threads: int = THREADS) -> None:
+    """Run one kernel of a library, compiled for so many threads, with arguments of ctypes."""
+    call = getattr(kernels, f"launch_{name}")
+    call.restype = ctypes.c_char_p
+    places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    failure = call(ctypes.c_uint(blocks), ctypes.c_uint(threads), places)
+    if failure is not None:
+        msg = f"{name}: {failure.decode()}"
+        raise ThreadsDoNotMeetError(msg)
+
+
 def launch(
-    kernel: str, table: Any, first_chunks: Any, chunk: int, *arguments: Any, blocks: int = 5, threads: int = 3
+    kernel: str, one: Launch, chunk: int, *arguments: Any, kernels: ctypes.CDLL | None = None, threads: int = THREADS
 ) -> None:
-    """Run a kernel on the host over memory that the table names, with arrays for what comes after the table."""
-    expected = ARGUMENTS[kernel.partition("_")[0]][4:]
+    """Run a kernel on the host over memory that a plan names, with arrays for what comes after the tables."""
+    expected = ARGUMENTS[kernel.partition("_")[0]][3:]
     assert tuple(x.dtype for x in arguments) == tuple(map(np.dtype, expected))
-    tables = [np.ascontiguousarray(table), np.ascontiguousarray(first_chunks, np.int64)]
-    rows, chunks, *rest = (ctypes.c_void_p(x.ctypes.data) for x in (*tables, *arguments))
-    sizes = ctypes.c_int(len(table)), ctypes.c_longlong(chunk)
-    getattr(library(), kernel)(rows, chunks, *sizes, *rest, ctypes.c_longlong(blocks), ctypes.c_int(threads))
+    rows, chunks, *rest = (ctypes.c_void_p(x.ctypes.data) for x in (one.table, one.chunks, *arguments))
+    run(kernels or library(), kernel, len(one.chunks), (rows, chunks, ctypes.c_int(chunk), *rest), threads)
 
 
-def add_squares(squares: Any, blocks: int = 1, threads: int = 3) -> float:
+def add_squares(squares: Any, kernels: ctypes.CDLL | None = None, threads: int = THREADS) -> float:
     """Return what the last kernel makes of the sums of all chunks."""
     total = np.full((), np.nan)
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in (squares, total)]
-    library().add_squares(
-        pointers[0], ctypes.c_longlong(squares.size), pointers[1], ctypes.c_longlong(blocks), ctypes.c_int(threads)
-    )
+    values = pointers[0], ctypes.c_longlong(squares.size), pointers[1]
+    run(kernels or library(), "add_squares", 1, values, threads)
     return float(total)

@@ -1,0 +1,201 @@
+// CUDA on the host: the kernels of a source, with a thread for each thread of a block, barriers, votes and shuffles.
+//
+// Each CUDA thread has a stack of its own and runs until it comes to a barrier; then the next one does. A barrier opens
+// when all have come to it. The order of the threads turns around at each barrier, and the next block begins with the
+// other one, so that a barrier that is missing shows.
+// Blocks run one after the other, and launches as well, as if each device had one stream.
+//
+// GRADSCALE_KERNELS names the source, which is compiled as it is.
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+// Blocks run one after the other.
+#define __shared__ static
+
+struct Place {
+    unsigned int x;
+};
+
+// Not static: they change in the midst of a kernel, in a call that the compiler cannot look into.
+Place threadIdx, blockIdx, blockDim, gridDim;
+
+namespace host {
+
+const unsigned int kWarp = 32;
+const std::size_t kStack = 64 * 1024;
+
+enum State { kRuns, kWaitsForBlock, kWaitsForWarp, kIsOver };
+
+struct Thread {
+    ucontext_t context;
+    State state;
+    int line;            // of the barrier that it waits at
+    double given;        // to the other threads at that barrier
+    unsigned int other;  // the lane whose gift it takes
+    double taken;
+};
+
+struct Block {
+    ucontext_t scheduler;
+    std::vector<Thread> threads;
+    std::vector<char> stacks;
+    unsigned int current;
+    void (*call)(void*);
+    void* arguments;
+    char failure[200];
+};
+
+Block block;
+std::mutex launching;
+
+double wait(State state, int line, double given, unsigned int other) {
+    Thread& mine = block.threads[block.current];
+    mine.state = state;
+    mine.line = line;
+    mine.given = given;
+    mine.other = other;
+    swapcontext(&mine.context, &block.scheduler);
+    return mine.taken;
+}
+
+void begin() {
+    block.call(block.arguments);
+    block.threads[block.current].state = kIsOver;
+}
+
+// Tells whether threads from `first` on wait at one barrier, all of them.
+bool are_there(unsigned int first, unsigned int count, State state) {
+    for (unsigned int k = first; k < first + count; ++k) {
+        if (block.threads[k].state != state || block.threads[k].line != block.threads[first].line) return false;
+    }
+    return true;
+}
+
+bool opens_block() {
+    const unsigned int count = block.threads.size();
+    if (!are_there(0, count, kWaitsForBlock)) return false;
+    bool any = false;
+    for (const Thread& one : block.threads) any |= one.given != 0.0;
+    for (Thread& one : block.threads) {
+        one.taken = any;
+        one.state = kRuns;
+    }
+    return true;
+}
+
+bool opens_warp(unsigned int first) {
+    if (first + kWarp > block.threads.size() || !are_there(first, kWarp, kWaitsForWarp)) return false;
+    for (unsigned int lane = 0; lane < kWarp; ++lane) {
+        Thread& one = block.threads[first + lane];
+        // Of a lane that is not there each keeps its own.
+        one.taken = block.threads[first + (one.other < kWarp ? one.other : lane)].given;
+    }
+    for (unsigned int lane = 0; lane < kWarp; ++lane) block.threads[first + lane].state = kRuns;
+    return true;
+}
+
+// Runs the threads of a block to their end; returns whether they have come to it.
+bool run_block() {
+    const unsigned int count = block.threads.size();
+    for (unsigned int k = 0; k < count; ++k) {
+        Thread& one = block.threads[k];
+        one.state = kRuns;
+        getcontext(&one.context);
+        one.context.uc_stack.ss_sp = &block.stacks[k * kStack];
+        one.context.uc_stack.ss_size = kStack;
+        one.context.uc_link = &block.scheduler;
+        makecontext(&one.context, begin, 0);
+    }
+    for (bool forwards = blockIdx.x % 2 == 0;; forwards = !forwards) {
+        unsigned int over = 0;
+        for (unsigned int n = 0; n < count; ++n) {
+            const unsigned int k = forwards ? n : count - 1 - n;
+            if (block.threads[k].state == kRuns) {
+                block.current = threadIdx.x = k;
+                swapcontext(&block.scheduler, &block.threads[k].context);
+            }
+            over += block.threads[k].state == kIsOver;
+        }
+        if (over == count) return true;
+        bool opened = opens_block();
+        for (unsigned int first = 0; first < count; first += kWarp) opened |= opens_warp(first);
+        if (!opened) {
+            const Thread& one = block.threads[0];
+            const Thread* another = &one;
+            for (const Thread& other : block.threads) {
+                if (other.state != one.state || other.line != one.line) another = &other;
+            }
+            const char* names[] = {"runs", "waits for its block", "waits for its warp", "is over"};
+            std::snprintf(block.failure, sizeof block.failure,
+                          "the threads of block %u do not meet: one %s (line %d), another %s (line %d)", blockIdx.x,
+                          names[one.state], one.line, names[another->state], another->line);
+            return false;
+        }
+    }
+}
+
+template <typename... Types, std::size_t... Numbers>
+const char* launch(void (*kernel)(Types...), unsigned int blocks, unsigned int threads, void* const* values,
+                   std::index_sequence<Numbers...>) {
+    const std::lock_guard<std::mutex> lock(launching);
+    auto call = [&] { kernel(*static_cast<Types*>(values[Numbers])...); };
+    block.call = [](void* it) { (*static_cast<decltype(call)*>(it))(); };
+    block.arguments = &call;
+    block.threads.resize(threads);
+    block.stacks.resize(threads * kStack);
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+        if (!run_block()) return block.failure;
+    }
+    return nullptr;
+}
+
+// As cuLaunchKernel has it: where each argument lies. Returns what went wrong, or null.
+template <typename... Types>
+const char* launch(void (*kernel)(Types...), unsigned int blocks, unsigned int threads, void* const* values) {
+    return launch(kernel, blocks, threads, values, std::index_sequence_for<Types...>());
+}
+
+}  // namespace host
+
+inline void __syncthreads(int line = __builtin_LINE()) { host::wait(host::kWaitsForBlock, line, 0.0, 0); }
+
+inline int __syncthreads_or(int predicate, int line = __builtin_LINE()) {
+    return host::wait(host::kWaitsForBlock, line, predicate != 0, 0) != 0.0;
+}
+
+inline double __shfl_down_sync(unsigned int, double x, unsigned int distance, int line = __builtin_LINE()) {
+    return host::wait(host::kWaitsForWarp, line, x, threadIdx.x % host::kWarp + distance);
+}
+
+inline int atomicMax(int* address, int value) {
+    const int before = *address;
+    if (value > before) *address = value;
+    return before;
+}
+
+#include GRADSCALE_KERNELS
+
+#define LAUNCHED(kernel)                                                                                          \
+    extern "C" const char* launch_##kernel(unsigned int blocks, unsigned int threads, void* const* arguments) {  \
+        return host::launch(kernel, blocks, threads, arguments);                                                 \
+    }
+#define LAUNCHED_PAIR(source, target) LAUNCHED(unscale_##source##_##target) LAUNCHED(square_##source##_##target)
+#define LAUNCHED_TYPE(type) LAUNCHED(clip_##type)
+
+GRADSCALE_PAIRS(LAUNCHED_PAIR)
+GRADSCALE_TYPES(LAUNCHED_TYPE)
+LAUNCHED(add_squares)
