@@ -26,6 +26,7 @@ TORCHS = {
     "_amp_update_scale_",
     "_debug_has_internal_overlap",
     "_dynamo",
+    "_foreach_add_",
     "_foreach_mul_",
     "_foreach_norm",
     "_get_default_store",
