@@ -217,6 +217,7 @@ GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, f
         GRADSCALE_UNROLL
         for (int n = 0; n < kInFlight; ++n) store(i + n * kThreads, read[n]);
     }
+    GRADSCALE_ROLLED  // three at most
     for (; i < packs; i += kThreads) {
         // Read at once: through a reference each element would be.
         const Sources read = from[i];
