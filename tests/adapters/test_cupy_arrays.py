@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from array_api_compat import array_namespace
 from host_cupy import HostCupy
+from tiers import later
 
 import gradscale
 import gradscale.testing
@@ -43,9 +44,13 @@ def as_host(x: Any) -> Any:
 
 
 @pytest.mark.tier("ranks")
-def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
-    dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
-    dtypes.append(np.dtype(ml_dtypes.bfloat16))
+@pytest.mark.parametrize(
+    "names",
+    [("float16", "bfloat16", "float32"), *later("all", ("float64", "complex64", "complex128", "float16", "float32"))],
+    ids="-".join,
+)
+def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any, names: tuple[str, ...]) -> None:
+    dtypes = [np.dtype(getattr(ml_dtypes, name, name)) for name in names]
     gradscale.testing.check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
