@@ -42,7 +42,7 @@ def test_every_block_of_python_is_run() -> None:
     assert len(set(names)) == len(names)
     assert set(names) == {
         *("torch-first", "numpy-first", "mpi", "functional", "single", "adapter", "testing", "torch", "jax"),
-        *("reports", "presets", "cupy", "library", "own-adapter"),
+        *("reports", "presets", "cupy", "library", "own-adapter", "resume"),
     }
     recipes = sum(len(RECIPE.findall(text)) for text in PAGES.values())
     assert sum(len(re.findall(r"```python", text)) for text in PAGES.values()) == len(BLOCKS) + recipes
@@ -81,7 +81,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(tmp_path), str(ROOT / "tests" / "support"), environment.get("PYTHONPATH")))
         )
-    if name == "mpi":
+    if name in ("mpi", "resume"):
         require("mpi")
         command = mpi_command(2, program)
     completed = subprocess.run(
