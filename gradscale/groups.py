@@ -158,7 +158,7 @@ class GroupWait:
     def require_usable(self) -> None:
         """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""
         self.require_own()
-        if self.group in _given_up:
+        if _given_up and self.group in _given_up:
             msg = f"{self._refusal}. It was given up for: {_given_up[self.group]}"
             raise BackendError(msg)
 
@@ -177,7 +177,7 @@ class GroupWait:
         self.give_up(failure)
         return failure
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call something of the library that starts, waits or asks; what it raises, Ctrl-C as well, gives the group up.
 
         Raises
@@ -187,7 +187,7 @@ class GroupWait:
         """
         self.require_own()
         try:
-            return call()
+            return call(*arguments)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 self.give_up(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,17 +17,13 @@ from gradscale.core import arithmetic
 from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
-from gradscale_numpy import summaries
+from gradscale_numpy import kernels, summaries
 
 __all__ = ["NumpyBackend"]
 
 NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
-
-_ONLY_ARRAYS = frozenset([np.ndarray])
-_flags = operator.attrgetter("flags.num")
-# C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
-_OWN_AND_PLAIN = frozenset(0x0001 | fortran | 0x0004 | 0x0100 | 0x0400 for fortran in (0, 0x0002))
+UnscaleSingles = Callable[[Sequence[Any], np.float32], int | None]
 
 _SINGLE = np.dtype(np.float32)
 _EXAMPLE = np.zeros((), dtype=np.float32)
@@ -74,9 +69,15 @@ class NumpyBackend(Backend):
             from gradscale_numpy import fast as compiled
 
             return compiled.unscale_all
-        from gradscale_numpy import kernels
-
         return kernels.unscale_all
+
+    @functools.cached_property
+    def _unscale_singles(self) -> UnscaleSingles:
+        if self.is_compiled:
+            from gradscale_numpy import fast as compiled
+
+            return compiled.unscale_singles
+        return kernels.unscale_singles
 
     @functools.cached_property
     def _summarize_all(self) -> Callable[[Sequence[NumpyArray]], list[int]]:
@@ -122,10 +123,17 @@ class NumpyBackend(Backend):
 
     def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:
         """Multiply arrays by the scale: new arrays of the same dtypes, but float32 for 0-d ones of half precision."""
-        factor = np.asarray(state.scale, dtype=np.float32)
+        factor = _as_factor(state.scale) if isinstance(state.scale, float) else state.scale
         return [
             np.asarray(np.multiply(x, factor)) if x.dtype is _SINGLE else arithmetic.scaled(x, factor) for x in outputs
         ]
+
+    def unscale_at_once(self, leaves: Sequence[Any], state: ScaleState, /) -> int | None:
+        """Unscale contiguous float32 arrays that own their memory, each once; None where there are any others."""
+        # Another way to unscale, of a class that derives from this one, is not passed by.
+        if type(self).unscale is not NumpyBackend.unscale:
+            return None
+        return self._unscale_singles(leaves, np.float32(1.0 / state.scale))
 
     def unscale(
         self,
@@ -163,8 +171,10 @@ class NumpyBackend(Backend):
             When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
         inverse = np.float32(1.0 / float(state.scale))
-        # Thousands of small arrays are told by their few types and combinations of flags.
-        if out is grads and _ONLY_ARRAYS.issuperset(map(type, grads)) and _OWN_AND_PLAIN.issuperset(map(_flags, grads)):
+        count = self._unscale_singles(grads, inverse) if out is grads else None
+        if count is not None:
+            unscaled, nonfinite = grads, count
+        elif out is grads and kernels.are_owners(grads):
             unscaled, nonfinite = grads, self._unscale_all(grads, grads, inverse)
         else:
             unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out)
@@ -202,8 +212,6 @@ class NumpyBackend(Backend):
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int, NumpyArray]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
-        from gradscale_numpy import kernels
-
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         return unscaled, nonfinite, np.asarray(kernels.sum_of_squares([np.asarray(x) for x in unscaled]))
 
@@ -214,6 +222,12 @@ class NumpyBackend(Backend):
             # What unscales multiplies by the reciprocal of the scale.
             self._unscale_all(plain, plain, np.float32(factor))
         return arrays
+
+
+@functools.lru_cache(maxsize=16)
+def _as_factor(scale: float) -> NumpyArray:
+    """Return a scale as a 0-d float32, which nobody writes to."""
+    return np.asarray(scale, dtype=np.float32)
 
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:

@@ -6,25 +6,21 @@ byte-swapped arrays, a cast to a narrower type) is left to `kernels`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradscale.core.summaries import Layout, Summary, value_of
-from gradscale.extras import needs
 from gradscale_numpy import kernels
+from gradscale_numpy.compiling import compiled
+from gradscale_numpy.headers import array_at, table_of_singles
 
-with needs("gradscale_numpy.fast", "fast"):
-    import numba
-
-__all__ = ["count_words", "unscale_all"]
+__all__ = ["count_words", "unscale_all", "unscale_singles"]
 
 Array = NDArray[Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
 _BLOCK = 1 << 17
@@ -32,15 +28,9 @@ _BLOCK = 1 << 17
 # Elements that are counted in 32 bits, in which more are counted at once than in 64.
 _COUNTED = 1 << 16
 
-# Arrays handed over in one call: for small ones, the call takes longer than the loop.
-_TOGETHER = 32
-
 _SINGLE = np.dtype(np.float32)
 _DOUBLE = np.dtype(np.float64)
 _BITS = np.dtype(np.uint16)
-
-_dtype, _ndim = operator.attrgetter("dtype"), operator.attrgetter("ndim")
-_ONLY_SINGLES, _ONLY_FLAT = frozenset([_SINGLE]), frozenset([1])
 
 _f4 = np.float32
 _i4 = np.int32
@@ -48,16 +38,7 @@ _u2 = np.uint16
 _u4 = np.uint32
 
 
-def _compile(function: Function) -> Function:
-    """Compile on first use, and keep the machine code on disk where there is a place for it."""
-    # Never with fast-math, which lets the compiler assume that there are no infinities and NaNs.
-    try:
-        return cast("Function", numba.njit(function, cache=True, nogil=True))
-    except RuntimeError:  # no folder to write to, neither beside this file nor in the user's cache
-        return cast("Function", numba.njit(function, nogil=True))
-
-
-@_compile
+@compiled
 def _half_to_single(half: Any) -> Any:
     """Return the float32 of a float16 given by its bits."""
     magnitude = _u4(half) & _u4(0x7FFF)
@@ -69,7 +50,7 @@ def _half_to_single(half: Any) -> Any:
     return _u4(bits | ((_u4(half) & _u4(0x8000)) << _u4(16))).view(_f4)
 
 
-@_compile
+@compiled
 def _single_to_half(single: Any) -> Any:
     """Return the bits of the float16 nearest to a float32, ties to even."""
     bits = _f4(single).view(_u4)
@@ -84,13 +65,13 @@ def _single_to_half(single: Any) -> Any:
     return _u2(half | ((bits >> _u4(16)) & _u4(0x8000)))
 
 
-@_compile
+@compiled
 def _bfloat_to_single(bfloat: Any) -> Any:
     """Return the float32 of a bfloat16 given by its bits."""
     return _u4(_u4(bfloat) << _u4(16)).view(_f4)
 
 
-@_compile
+@compiled
 def _single_to_bfloat(single: Any) -> Any:
     """Return the bits of the bfloat16 nearest to a float32, ties to even."""
     bits = _f4(single).view(_u4)
@@ -98,7 +79,7 @@ def _single_to_bfloat(single: Any) -> Any:
     return _u2((bits + _u4(0x7FFF) + ((bits >> _u4(16)) & _u4(1))) >> _u4(16))
 
 
-@_compile
+@compiled
 def _scale_doubles(array: Any, factor: Any) -> Any:
     nonfinite = False
     for i in range(array.size):
@@ -110,7 +91,7 @@ def _scale_doubles(array: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@_compile
+@compiled
 def _scale_singles(array: Any, factor: Any) -> Any:
     largest = _u4(0)
     for i in range(array.size):
@@ -121,15 +102,15 @@ def _scale_singles(array: Any, factor: Any) -> Any:
     return largest >= _u4(0x7F800000)
 
 
-@_compile
-def _count_scaled(arrays: Any, factor: Any) -> Any:
+@compiled
+def _count_scaled(table: Any, factor: Any) -> Any:
     count = 0
-    for array in arrays:
-        count += _scale_singles(array, factor)
+    for i in range(table.shape[1]):
+        count += _scale_singles(array_at(table[0, i], table[1, i], np.float32), factor)
     return count
 
 
-@_compile
+@compiled
 def _scale_halves(array: Any, factor: Any) -> Any:
     nonfinite = False
     for i in range(array.size):
@@ -139,7 +120,7 @@ def _scale_halves(array: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@_compile
+@compiled
 def _scale_bfloats(array: Any, factor: Any) -> Any:
     nonfinite = False
     for i in range(array.size):
@@ -149,7 +130,7 @@ def _scale_bfloats(array: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@_compile
+@compiled
 def _widen_halves(source: Any, out: Any, factor: Any) -> Any:
     nonfinite = False
     for i in range(source.size):
@@ -160,7 +141,7 @@ def _widen_halves(source: Any, out: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@_compile
+@compiled
 def _widen_bfloats(source: Any, out: Any, factor: Any) -> Any:
     nonfinite = False
     for i in range(source.size):
@@ -171,7 +152,7 @@ def _widen_bfloats(source: Any, out: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@_compile
+@compiled
 def _count_magnitudes(words: Any, magnitude: Any, infinity: Any, smallest_normal: Any, counts: Any) -> Any:
     """Add how many magnitudes are infinite, NaN, zero and subnormal or zero to the counts; return the largest."""
     nothing = magnitude ^ magnitude
@@ -240,16 +221,13 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     int
         How many outs hold an infinity or a NaN.
     """
-    # Thousands of small arrays are known by their few types, in less time than each is looked at.
-    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)) and _ONLY_FLAT.issuperset(map(_ndim, outs)):
-        return _unscale_plain(outs, inverse)
     nonfinite = 0
     plain: list[Array] = []
     small_sources: list[Array] = []
     small_outs: list[Array] = []
     with np.errstate(all="ignore"):
         for source, out in zip(sources, outs, strict=True):
-            if source is out and out.dtype is _SINGLE and out.ndim == 1 and out.flags.carray:
+            if source is out and out.dtype is _SINGLE and out.flags.carray:
                 plain.append(out)
             elif out.size > kernels.SMALL:
                 nonfinite += _unscale_one(source, out, inverse)
@@ -261,14 +239,17 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     return nonfinite + _unscale_plain(plain, inverse)
 
 
+def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
+    """Do what `kernels.unscale_singles` does, to the same bits."""
+    table = table_of_singles(leaves, owners=True)
+    return None if table is None else int(_count_scaled(table, inverse))
+
+
 def _unscale_plain(arrays: Sequence[Array], inverse: np.float32) -> int:
-    """Unscale contiguous 1-d arrays of float32, and return how many are then not finite."""
-    nonfinite, whole = 0, len(arrays) - len(arrays) % _TOGETHER
-    for start in range(0, whole, _TOGETHER):
-        nonfinite += _count_scaled(tuple(arrays[start : start + _TOGETHER]), inverse)
-    for array in arrays[whole:] if whole else arrays:
-        nonfinite += _scale_singles(array, inverse)
-    return nonfinite
+    table = table_of_singles(arrays, owners=False)
+    if table is None:
+        return sum(_scale_singles(array.reshape(-1), inverse) for array in arrays)
+    return int(_count_scaled(table, inverse))
 
 
 def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:

@@ -7,6 +7,8 @@ memory and no temporary of the array's size. Small arrays of one type are gather
 
 from __future__ import annotations
 
+import collections
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SMALL", "sum_of_squares", "unscale_all", "unscale_one"]
+__all__ = ["SMALL", "are_owners", "sum_of_squares", "unscale_all", "unscale_one", "unscale_singles"]
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
@@ -27,14 +29,17 @@ _BLOCK = 1 << 19
 # Elements of one dot product: few enough for a BLAS library to stay in the calling thread.
 _ROW = 1 << 13
 
-# Arrays that are unscaled one by one, which is quicker than to gather them.
-_FEW = 4
 _dtype, _size = operator.attrgetter("dtype"), operator.attrgetter("size")
+_flags = operator.attrgetter("flags.num")
+
+_ONLY_ARRAYS = frozenset([np.ndarray])
+_ONLY_SINGLES = frozenset([np.dtype(np.float32)])
+# C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
+_OWN_AND_PLAIN = frozenset(0x0001 | fortran | 0x0004 | 0x0100 | 0x0400 for fortran in (0, 0x0002))
 
 _HALF = np.dtype(np.float16)
 _SINGLE = np.dtype(np.float32)
 _DOUBLE = np.dtype(np.float64)
-_ONLY_SINGLES = frozenset([_SINGLE])
 
 # The exponent and fraction of a float16, moved 13 bits up, are a float32 whose exponent is too small by 112.
 _HALF_SHIFT = np.array(13, np.int32)
@@ -66,9 +71,6 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     int
         How many outs hold an infinity or a NaN.
     """
-    # Small float32 arrays are known by their few types and sizes, in less time than each is looked at.
-    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)) and max(map(_size, outs), default=0) <= SMALL:
-        return _unscale_small(outs, inverse)
     nonfinite = 0
     # By type, the small arrays to gather and those to scatter to: one list of them for work in place.
     small: dict[Any, tuple[list[Array], list[Array]]] = {}
@@ -93,18 +95,45 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     return nonfinite
 
 
-def _unscale_small(arrays: Sequence[Array], inverse: np.float32) -> int:
-    nonfinite = 0
+def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
+    """Do what `unscale_all` does in place, where a glance tells that this can be done.
+
+    Parameters
+    ----------
+    leaves
+        Anything.
+    inverse
+        The factor: one over the scale.
+
+    Returns
+    -------
+    int or None
+        How many arrays hold an infinity or a NaN. None, and nothing is modified, where a leaf is anything but a
+        C-contiguous, aligned and writable array of float32 that owns its memory and is there once.
+    """
+    if not are_owners(leaves) or not _ONLY_SINGLES.issuperset(map(_dtype, leaves)):
+        return None
+    if len(set(map(id, leaves))) < len(leaves):
+        return None
+    if max(map(_size, leaves), default=0) > SMALL:
+        return unscale_all(leaves, leaves, inverse)
+    nonfinite, factor = 0, np.asarray(inverse)
     with np.errstate(all="ignore"):
-        if len(arrays) > _FEW:
-            for start in range(0, len(arrays), _BLOCK // SMALL):
-                part = arrays[start : start + _BLOCK // SMALL]
-                nonfinite += _unscale_gathered(part, part, inverse)
-            return nonfinite
-        for array in arrays:
-            np.multiply(array, inverse, array)
-            nonfinite += not np.isfinite(array).all()
+        for start in range(0, len(leaves), _BLOCK // SMALL):
+            part = leaves[start : start + _BLOCK // SMALL]
+            # A loop that runs in C.
+            collections.deque(map(np.multiply, part, itertools.repeat(factor), part), maxlen=0)
+            if not np.logical_and.reduce(np.isfinite(np.concatenate(part, axis=None))):
+                nonfinite += sum(not np.isfinite(array).all() for array in part)
     return nonfinite
+
+
+def are_owners(leaves: Sequence[Any]) -> bool:
+    """Tell, by their few classes and combinations of flags, whether all are arrays that can be unscaled in place.
+
+    Such an array is of NumPy's own class, C-contiguous, aligned and writable, and owns its memory.
+    """
+    return _ONLY_ARRAYS.issuperset(map(type, leaves)) and _OWN_AND_PLAIN.issuperset(map(_flags, leaves))
 
 
 def unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:

@@ -298,13 +298,14 @@ class MPICollectives:
     def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""
         _require_not_finalized()
-
-        def wait() -> None:
-            if not any(request.Test() for _ in range(_BUSY_TESTS)):
-                self._group.until(request.Test, operation)
-
-        self._group.run(wait)
+        self._group.run(self._poll, request.Test, operation)
         _under_way.pop(id(request), None)
+
+    def _poll(self, test: Callable[[], bool], operation: str) -> None:
+        for _ in range(_BUSY_TESTS):
+            if test():
+                return
+        self._group.until(test, operation)
 
 
 def _shared_with_host(x: Array) -> NDArray[Any] | None:

@@ -783,7 +783,9 @@ def _begin_plain_step(
     scaler: gradscale.GradScaler, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Turn, Verdict] | None:
     """Unscale and judge for a plain step; None for a fused optimizer, a closure or a disabled scaler."""
-    if not scaler.is_enabled() or steps_by_itself(optimizer) or find_closure(args, kwargs) is not None:
+    if not scaler.is_enabled() or steps_by_itself(optimizer):
+        return None
+    if (args or kwargs) and find_closure(args, kwargs) is not None:
         return None
     cast(TensorState, scaler.parts.live).refuse_capture(NO_READS)
     turn = scaler.begin_step(optimizer)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from gradscale.core import gradients
 from gradscale.core.aliasing import overlaps_itself
 from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -40,37 +41,28 @@ _is_float32_of_host: Callable[[Tensor], bool] = torch.FloatTensor.__instancechec
 _layout: Callable[[Tensor], torch.layout] = operator.attrgetter("layout")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
-    """An optimizer's parameters, each once, and the meshes of those that are DTensors.
+    """An optimizer's parameters, and the meshes of those that are DTensors.
 
     Attributes
     ----------
-    listed : list of list
-        The lists of ``param_groups`` as they were, to notice when they have changed.
-    unique : list of tensors
-        Tied parameters stand here once.
+    listed : gradients.ListedParameters
+        As the groups list them; tied ones once.
     meshes : tuple of DeviceMesh
         Over which gradients are sharded.
     shares_gradients : bool
         Whether one tensor was the gradient of two of them when they were met first.
     """
 
-    listed: list[list[Any]]
-    unique: list[Tensor]
+    listed: gradients.ListedParameters
     meshes: tuple[DeviceMesh, ...]
     shares_gradients: bool = False
 
-    def are_those_of(self, optimizer: Any) -> bool:
-        """Tell whether the optimizer still has the same parameters."""
-        groups = optimizer.param_groups
-        if len(groups) != len(self.listed):
-            return False
-        for group, listed in zip(groups, self.listed, strict=True):
-            current = group["params"]
-            if len(current) != len(listed) or not all(map(operator.is_, current, listed)):
-                return False
-        return True
+    @property
+    def unique(self) -> list[Tensor]:
+        """Each parameter once."""
+        return self.listed.unique
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,32 +90,30 @@ def parameters_of(optimizer: Any) -> Parameters:
         When it has no ``param_groups``, or a parameter is no tensor.
     """
     try:
-        listed = [list(group["params"]) for group in optimizer.param_groups]
+        listed = gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
     except Exception as error:
         msg = (
             f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
             f"{type(optimizer).__name__}"
         )
         raise InvalidTypeError(msg) from error
-    unique: dict[int, Tensor] = {}
-    for parameter in (parameter for group in listed for parameter in group):
+    for parameter in listed.unique:
         if not isinstance(parameter, Tensor):
             msg = (
                 f"expected param to be torch.Tensor, got {type(parameter).__name__}: {shown(parameter)} in the "
                 f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
-        unique[id(parameter)] = parameter
     meshes = {
         parameter.device_mesh: None
-        for parameter in unique.values()
+        for parameter in listed.unique
         if type(parameter) not in (Tensor, torch.nn.Parameter) and hasattr(parameter, "device_mesh")
     }
-    gradients = [parameter.grad for parameter in unique.values() if parameter.grad is not None]
-    for index, gradient in enumerate(gradients):
+    found = [parameter.grad for parameter in listed.unique if parameter.grad is not None]
+    for index, gradient in enumerate(found):
         _require_apart(index, gradient)
-    shares_gradients = len(set(map(id, gradients))) < len(gradients)
-    return Parameters(listed, list(unique.values()), tuple(meshes), shares_gradients)
+    shares_gradients = len(set(map(id, found))) < len(found)
+    return Parameters(listed, tuple(meshes), shares_gradients)
 
 
 def _require_apart(index: int, gradient: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from gradscale.core import tree
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
+from gradscale.scaler.frame import Frame
 from gradscale_torch.transfers import moved
 
 __all__ = ["TensorScaling"]
@@ -34,8 +34,8 @@ class TensorScaling:
         self,
         outputs: Any,
         live: Any,
-        in_force: Callable[[Array], ScaleState],
-        note: Callable[[ScaleState, Sequence[Any]], None],
+        frame: Frame,
+        look: Callable[[Sequence[Any]], None] | None,
     ) -> Any:
         """Return outputs with every tensor multiplied; see :class:`gradscale.scaler.parts.Scaling`.
 
@@ -47,15 +47,20 @@ class TensorScaling:
         InvalidValueError
             For what is neither a tensor nor an iterable of these.
         """
+        if type(outputs) is Tensor:
+            return self._multiplied(outputs, live, frame, look)
+        return _mapped(outputs, lambda tensor: self._multiplied(tensor, live, frame, look))
 
-        def multiply(tensor: Tensor) -> Tensor:
-            state = in_force(tensor)
-            note(state, (tensor,))
-            scale, _ = live.scale_and_inverse(state)
-            scaled: Tensor = tensor * moved(scale, tensor.device)
-            return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
-
-        return multiply(outputs) if type(outputs) is Tensor else _mapped(outputs, multiply)
+    def _multiplied(
+        self, tensor: Tensor, live: Any, frame: Frame, look: Callable[[Sequence[Any]], None] | None
+    ) -> Tensor:
+        state = frame.in_force(live, tensor)
+        frame.note_scaled(state)
+        if look is not None:
+            look((tensor,))
+        scale, _ = live.scale_and_inverse(state)
+        scaled: Tensor = tensor * moved(scale, tensor.device)
+        return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
 
 
 def _mapped(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:

@@ -154,7 +154,7 @@ class TensorUnscaler:
         """
         request = request or _PLAIN
         parameters = self._known.by_id(id(optimizer))
-        if parameters is None or not parameters.are_those_of(optimizer):
+        if parameters is None or not parameters.listed.are_those_of(optimizer):
             parameters = self._known[optimizer] = parameters_of(optimizer)
         grouped = collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
         return TensorGradients(self, optimizer, parameters, grouped, request)
@@ -179,7 +179,10 @@ class TensorUnscaler:
             self._left_scaled.pop(optimizer)
         found: kernels.Found = {}
         norm = None
-        with torch.no_grad():
+        # As torch.no_grad() does it, which takes as long as the kernel of a few gradients.
+        is_recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
             if request.unscales:
                 scale, inverse = live.scale_and_inverse(state)
                 if inverse is None:
@@ -194,6 +197,8 @@ class TensorUnscaler:
                 # What the optimizer will see are the sums of duplicates.
                 kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in grouped.uncoalesced]), found)
             count = count_nonfinite(found, grouped)
+        finally:
+            torch._C._set_grad_enabled(is_recording)
         home = _CPU if isinstance(state.scale, float) else state.scale.device
         return TensorFound(found, home, count, not request.unscales, norm)
 

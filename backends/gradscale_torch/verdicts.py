@@ -86,6 +86,17 @@ class TensorVerdict:
         As in :class:`gradscale.scaler.parts.Pending`.
     """
 
+    known: Verdict | None = None
+    numbers: ScaleState | None = None
+    is_begun = True
+    is_read_later = is_captured = False
+    _shown: Found | None = None
+    _sent: Any = None
+    _agreed: Any = None
+    _finish: Callable[[], Any] | None = None
+    _late: Callable[[bool], list[float] | None] | None = None
+    _moved = 0
+
     def __init__(
         self,
         agreement: Agreement | None,
@@ -98,19 +109,13 @@ class TensorVerdict:
     ) -> None:
         self.groups = groups
         self.version = live.version
-        self.known: Verdict | None = None
-        self.numbers = None
-        self.is_begun = True
-        self.is_read_later = self.is_captured = False
         self.is_scaled = found.is_scaled
         self._found, self._live, self._state, self._number = found, live, state, frame.number
-        self._shown: Found | None = None
-        self._sent: Any = None
-        self._agreed: Any = None
-        self._finish: Callable[[], Any] | None = None
-        self._late: Callable[[bool], list[float] | None] | None = None
-        self._moved = 0
-        if groups and agreement is not None:
+        if not groups:
+            count = found.count
+            if count is not None and isinstance(state.scale, float) and not would_wait(found.home):
+                self.known = Verdict(count, count, bool(live.at_min_scale(state)), state.scale)
+        elif agreement is not None:
             self._sent = self._message(agreement, frame, subject or Subject())
             self._moved = agreement.moved(groups)
             self._finish = agreement.reduce(groups, self._sent, frame.number)

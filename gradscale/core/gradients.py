@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from array_api_compat import is_array_api_obj
 
 from gradscale.core import tree
+from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array
 from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
-__all__ = ["NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
+__all__ = ["ListedParameters", "NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
 
 Assign = Callable[[dict[int, Array]], None]
 
@@ -35,13 +37,47 @@ class NamedGradient(NamedTuple):
     gradient: Any
 
 
-def collect_gradients(optimizer: Any) -> tuple[list[Any], Assign]:
+class ListedParameters:
+    """An optimizer's parameters as its groups listed them, to notice when they have changed.
+
+    Parameters
+    ----------
+    lists : iterable of list
+        The ``"params"`` of each group; copied.
+
+    Attributes
+    ----------
+    unique : list
+        Each parameter once, however often it is listed.
+    """
+
+    __slots__ = ("_lists", "unique")
+
+    def __init__(self, lists: Iterable[list[Any]]) -> None:
+        self._lists = [list(listed) for listed in lists]
+        self.unique = list({id(one): one for listed in self._lists for one in listed}.values())
+
+    def are_those_of(self, optimizer: Any) -> bool:
+        """Tell whether an optimizer lists the same ones now; always False where it lists them in no lists."""
+        groups = optimizer.param_groups
+        if type(groups) is not list or len(groups) != len(self._lists):
+            return False
+        for group, before in zip(groups, self._lists, strict=True):
+            listed = group["params"]
+            if type(listed) is not list or len(listed) != len(before) or not all(map(operator.is_, listed, before)):
+                return False
+        return True
+
+
+def collect_gradients(optimizer: Any, known: IdentityMap[ListedParameters]) -> tuple[list[Any], Assign]:
     """Return an optimizer's gradients and a function that assigns their replacements.
 
     Parameters
     ----------
     optimizer : object
         With ``param_groups`` (dicts whose ``"params"`` have ``.grad``) or ``grads`` (nested containers of arrays).
+    known : IdentityMap
+        By optimizer, its parameters as they were found before; kept up to date.
 
     Returns
     -------
@@ -58,7 +94,7 @@ def collect_gradients(optimizer: Any) -> tuple[list[Any], Assign]:
     # As reading() does it, which costs more where nothing is raised.
     try:
         if hasattr(optimizer, "param_groups"):
-            return _from_param_groups(optimizer)
+            return _from_param_groups(optimizer, known)
         if hasattr(optimizer, "grads"):
             return _from_grads(optimizer)
     except GradscaleError:
@@ -203,14 +239,14 @@ def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
         raise InvalidTypeError(msg) from None
 
 
-def _from_param_groups(optimizer: Any) -> tuple[list[Any], Assign]:
-    parameters: dict[int, Any] = {}
-    for _, listed in _parameter_lists(optimizer):
-        parameters.update(zip(map(id, listed), listed))  # noqa: B905
-    gradients = _gradients_of(optimizer, parameters.values())
+def _from_param_groups(optimizer: Any, known: IdentityMap[ListedParameters]) -> tuple[list[Any], Assign]:
+    parameters = known.by_id(id(optimizer))
+    if parameters is None or not parameters.are_those_of(optimizer):
+        parameters = known[optimizer] = ListedParameters(listed for _, listed in _parameter_lists(optimizer))
+    gradients = _gradients_of(optimizer, parameters.unique)
 
     def assign(replacements: dict[int, Array]) -> None:
-        for parameter, old in zip(parameters.values(), gradients, strict=True):
+        for parameter, old in zip(parameters.unique, gradients, strict=True):
             new = replacements.get(id(old), old)
             if new is not old:
                 parameter.grad = new

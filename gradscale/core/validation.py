@@ -246,6 +246,7 @@ def bits_of_float32(value: float) -> int:
     return bits
 
 
+@functools.lru_cache(maxsize=256)
 def float32_from_bits(bits: int) -> float:
     """Return the float32 that an int32 holds the bits of."""
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]

@@ -127,6 +127,8 @@ class AgreementVector:
         self._is_fixed = False
         # Of a verdict that the host knows: the flag and the first fields.
         self._numbers: list[int] | None = None
+        # The last scale of a state of numbers, and its bits.
+        self._scale = 0.0, 0
 
     @property
     def packed(self) -> ScaleState | None:
@@ -177,7 +179,11 @@ class AgreementVector:
     ) -> list[int]:
         """Return the vector of a state of Python numbers, as a list; ``at_min_scale`` is what the policy says of it."""
         self._identify(policy)
-        return _vector(nonfinite, at_min_scale, [bits_of_float32(state.scale), *state[1:], self._identity, *position])
+        known, bits = self._scale
+        if state.scale != known:
+            bits = bits_of_float32(state.scale)
+            self._scale = state.scale, bits
+        return _vector(nonfinite, at_min_scale, [bits, *state[1:], self._identity, *position])
 
     def shifted(self, backend: Backend | None, x: Any, by: int) -> Any:
         """Return a vector for the next group of a list, whose place is that much greater; differences stay in it.

@@ -70,6 +70,8 @@ class Reports(Generic[_Pending]):
     ----------
     wants_each_step : bool
         Whether the host needs each step's verdict within that step.
+    wants_updates : bool
+        Whether there is an ``on_update``.
     under_way : deque
         The deferred steps whose verdicts are on their way to the host.
 
@@ -95,8 +97,7 @@ class Reports(Generic[_Pending]):
         self._begin(size)
 
     def _begin(self, size: int | None) -> None:
-        self._last: IdentityMap[StepReport] = IdentityMap()
-        self._deferred: IdentityMap[Deferred[_Pending]] = IdentityMap()
+        self._last: IdentityMap[StepReport | Deferred[_Pending]] = IdentityMap()
         self._history: collections.deque[StepReport | Deferred[_Pending]] = collections.deque(maxlen=size)
         self.under_way: collections.deque[Deferred[_Pending]] = collections.deque()
 
@@ -121,7 +122,8 @@ class Reports(Generic[_Pending]):
         self._note_wishes()
 
     def _note_wishes(self) -> None:
-        self.wants_each_step = self.diagnoses or len(self._on_skip) + len(self._on_update) > 0
+        self.wants_updates = len(self._on_update) > 0
+        self.wants_each_step = self.diagnoses or self.wants_updates or len(self._on_skip) > 0
 
     @property
     def history(self) -> list[StepReport]:
@@ -133,7 +135,7 @@ class Reports(Generic[_Pending]):
 
     def __contains__(self, optimizer: Any) -> bool:
         """Tell whether there is a report of an optimizer's last step."""
-        return optimizer in self._last or optimizer in self._deferred
+        return optimizer in self._last
 
     def last(self, optimizer: Any) -> StepReport:
         """Return the report of an optimizer's last step; a deferred verdict is read now.
@@ -143,18 +145,17 @@ class Reports(Generic[_Pending]):
         CallOrderError
             When it has not been stepped by this scaler.
         """
-        if optimizer in self._deferred:
-            entry = self._deferred[optimizer]
-            report = entry.report()
-            if entry.pending.is_captured:
-                # It is read anew each time: a replay may have written it since.
-                return report
-            self._deferred.pop(optimizer)
-            self._last[optimizer] = report
-        if optimizer not in self._last:
+        last = self._last.by_id(id(optimizer))
+        if last is None:
             msg = f"last_step() needs a step() of this optimizer first, got {shown(optimizer)}"
             raise CallOrderError(msg)
-        return self._last[optimizer]
+        if isinstance(last, StepReport):
+            return last
+        report = last.report()
+        if not last.pending.is_captured:
+            # Of a captured graph it is read anew each time: a replay may have written it since.
+            self._last[optimizer] = report
+        return report
 
     def record(self, optimizer: Any, report: StepReport, rank: Callable[[], int] | None = None) -> None:
         """Keep the report of a step, and tell of it if the step was skipped.
@@ -168,8 +169,6 @@ class Reports(Generic[_Pending]):
         rank : callable, optional
             Returns this process's rank; None to tell nobody.
         """
-        if optimizer in self._deferred:
-            self._deferred.pop(optimizer)
         self._last[optimizer] = report
         if report.reason == "disabled":
             return
@@ -180,7 +179,7 @@ class Reports(Generic[_Pending]):
     def record_later(self, optimizer: Any, iteration: int, pending: _Pending) -> None:
         """Keep a step whose verdict the host has not read. What a captured graph writes has no place in the history."""
         entry = Deferred(pending, iteration)
-        self._deferred[optimizer] = entry
+        self._last[optimizer] = entry
         if not pending.is_captured:
             self.under_way.append(entry)
             self._history.append(entry)
@@ -209,16 +208,9 @@ def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
     """Return the report of a step that was made, or skipped, as a verdict says."""
-    return StepReport(
-        skipped=verdict.nonfinite > 0,
-        scale=verdict.scale,
-        nonfinite=verdict.nonfinite,
-        reason="overflow" if verdict.nonfinite else "stepped",
-        iteration=iteration,
-        retries=retries,
-        local_nonfinite=verdict.local_nonfinite,
-        overflow=overflow,
-    )
+    nonfinite, local_nonfinite, _, scale = verdict
+    reason: Literal["stepped", "overflow"] = "overflow" if nonfinite else "stepped"
+    return StepReport(nonfinite > 0, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow)
 
 
 def _call(callbacks: Sequence[Callable[[Any], object]], report: Any, rank: int) -> None:

@@ -133,6 +133,7 @@ class Agreement:
         self._own_numbers: IdentityMap[int] = IdentityMap()
         # What the messages of an optimizer have in common.
         self._first_positions: dict[tuple[Subject, int], Position] = {}
+        self._last_subject = _NOBODY
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -222,7 +223,10 @@ class Agreement:
 
     def subject(self, optimizer: Any, max_norm: float | None = None) -> Subject:
         """Return whose message is to be sent: an optimizer is numbered when it is first asked for."""
-        return Subject(self._optimizers.of(optimizer), max_norm)
+        number = self._optimizers.of(optimizer)
+        if (number, max_norm) != self._last_subject:
+            self._last_subject = Subject(number, max_norm)
+        return self._last_subject
 
     def position(self, frame: Frame, groups: Sequence[Collectives], subject: Subject) -> Position:
         """Return what the next message of a step is about, which counts in its iteration."""
@@ -303,16 +307,15 @@ class Agreement:
         """
         if not groups:
             return lambda: sent
-        first, *others = groups
-        pending = first.start_max(sent)
-        shifts = self._shifts(groups) if others else ()
+        pending = groups[0].start_max(sent)
+        shifts = self._shifts(groups) if len(groups) > 1 else ()
 
         def finish() -> Any:
             try:
                 agreed = pending()
-                for collectives, by in zip(others, shifts, strict=True):
+                for index, by in enumerate(shifts, start=1):
                     backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
-                    agreed = collectives.start_max(self.vector.shifted(backend, agreed, by))()
+                    agreed = groups[index].start_max(self.vector.shifted(backend, agreed, by))()
             except (BackendError, CollectiveTimeoutError) as error:
                 self._lose(error, number)
                 raise
@@ -399,6 +402,10 @@ class PendingVerdict:
 
     is_begun = True
     is_read_later = is_scaled = is_captured = False
+    known: Verdict | None = None
+    numbers: ScaleState | None = None
+    # Whether the count is one that the host knows.
+    _is_plain = True
 
     def __init__(
         self,
@@ -410,24 +417,21 @@ class PendingVerdict:
         groups: Sequence[Collectives],
         subject: Subject = _NOBODY,
     ) -> None:
-        self.groups = groups
-        self.version = live.version
-        self.known: Verdict | None = None
-        self.numbers: ScaleState | None = None
-        self._live, self._state, self._number = live, state, frame.number
+        self.groups, self.version = groups, live.version
         count = found.nonfinite
+        if isinstance(count, int) and not groups:
+            self.known = Verdict(count, count, live.at_min_scale(state) is True, state.scale)
+            return
+        self._live, self._state, self._number = live, state, frame.number
         self._agreed: Any = None
-        self._is_plain = isinstance(count, int)
         if isinstance(count, int):
             at_min_scale = live.at_min_scale(state) is True
-            if not groups:
-                self.known = Verdict(count, count, at_min_scale, state.scale)
-                return
             position = agreement.position(frame, groups, subject)
             self._sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
             if not take_lists(groups):
                 self._sent = live.home.asarray(self._sent, dtype=live.home.int32)
         else:
+            self._is_plain = False
             # A process alone has nobody to tell what it is about.
             position = agreement.position(frame, groups, subject) if groups else vector.position(frame.number)
             self._sent = agreement.vector.pack(live.backend, live.policy, state, count, position)
@@ -445,12 +449,13 @@ class PendingVerdict:
             if not self.groups:
                 # Nobody else has had a hand in it: what cannot be is the library's.
                 self._live.checked(agreed[2:6])
-            self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])
-            if hasattr(self._agreed, "compute"):
-                # A lazy library would compute all that it depends on once more in the update.
-                xp = array_namespace(self._agreed)
-                self._agreed = xp.asarray(agreed, dtype=xp.int32)
-                self._live.settle(self._state, agreed[2:6])
+            if not self._is_plain:
+                self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])
+                if hasattr(self._agreed, "compute"):
+                    # A lazy library would compute all that it depends on once more in the update.
+                    xp = array_namespace(self._agreed)
+                    self._agreed = xp.asarray(agreed, dtype=xp.int32)
+                    self._live.settle(self._state, agreed[2:6])
             self.known = vector.read_verdict(
                 agreed, sent, self._live.policy, lambda: whereabouts(self.groups, self._number), self._moved
             )
@@ -458,7 +463,8 @@ class PendingVerdict:
 
     def count(self) -> Array | int:
         """Return the agreed count, 0-d int32, or an int for a state of numbers. No host read."""
-        return self.known.nonfinite if self._is_plain and self.known is not None else self._agreed[0]
+        known = self.known
+        return known.nonfinite if self._is_plain and known is not None else self._agreed[0]
 
     def has_arrived(self) -> bool:
         """Return True: the step has read it."""

@@ -130,7 +130,7 @@ class Diagnosis:
         # Gradients that an iteration has left behind, or that no scaler has seen.
         is_over = _is_ready(turn) and not (self._enabled and frame.scaled)
         scale, state, number = self._scale_of(optimizer, frame, turn, is_over=is_over)
-        counts, lost = self._judge_loss(loss, [] if is_over else frame.loss_nonfinite)
+        counts, lost = self._judge_loss(loss, [] if is_over else list(frame.loss_nonfinite))
         knows_loss = loss is not None or len(counts) > 0
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:

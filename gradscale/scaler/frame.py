@@ -36,19 +36,20 @@ class Frame:
         What closures have lowered it to; ``update`` makes it the state.
     failure : GradscaleError or None
         Why the ranks could not agree; the iteration can only be abandoned.
-    loss_nonfinite : list of arrays
+    loss_nonfinite : tuple of arrays
         For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
     """
 
+    scaled = False
+    state: ScaleState | None = None
+    lowered: ScaleState | None = None
+    failure: GradscaleError | None = None
+    loss_nonfinite: tuple[Array, ...] = ()
+    _closure_state: ScaleState | None = None
+    _messages = 0
+
     def __init__(self, number: int) -> None:
         self.number = number
-        self.scaled = False
-        self.state: ScaleState | None = None
-        self.lowered: ScaleState | None = None
-        self.failure: GradscaleError | None = None
-        self.loss_nonfinite: list[Array] = []
-        self._closure_state: ScaleState | None = None
-        self._messages = 0
 
     def in_force(self, live: LiveState, like: Array | None = None) -> ScaleState:
         """Return the state that gradients are scaled and unscaled with, made beside ``like`` if there is none yet.

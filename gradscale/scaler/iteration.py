@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradscale.errors import CallOrderError
@@ -65,9 +65,9 @@ class Iteration:
         """Return the ``id()`` of each optimizer met in this iteration."""
         return [identity for identity, (reference, _) in self._turns.items() if reference() is not None]
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> Sequence[Turn]:
         """Return the turns, in the order in which the optimizers were met."""
-        return list(self._all)
+        return self._all
 
     def forget_turns(self) -> None:
         """Let every optimizer begin its turn anew, with what was scaled; agreements under way are finished first."""

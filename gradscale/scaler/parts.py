@@ -230,8 +230,8 @@ class Scaling(Protocol):
         self,
         outputs: Any,
         live: Any,
-        in_force: Callable[[Array], ScaleState],
-        note: Callable[[ScaleState, Sequence[Any]], None],
+        frame: Any,
+        look: Callable[[Sequence[Any]], None] | None,
     ) -> Any:
         """Return outputs multiplied by the scale.
 
@@ -241,9 +241,9 @@ class Scaling(Protocol):
             What the user passed.
         live : LiveState
             Knows the adapters.
-        in_force : callable
-            Returns the state to scale with, made beside an array if there is none.
-        note : callable
-            Called with the state and the unscaled leaves, once they are scaled.
+        frame : Frame
+            Of the iteration: says what to scale with, and is told once it is done.
+        look : callable or None
+            Called with the unscaled leaves, once they are scaled.
         """
         ...

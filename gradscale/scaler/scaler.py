@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Never, Self, Unpack
 from gradscale.core import registry, validation
 from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.core.protocols import Array, Collectives
 from gradscale.core.vector import Purpose, Verdict, identify
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.policies.plain import plain_rule
@@ -168,8 +168,10 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        self._iteration.frame.require_sound()
-        return self._scaling.scale(outputs, self._live, self._state_beside, self._note_scaled)
+        frame = self._iteration.frame
+        frame.require_sound()
+        look = self._count_nonfinite if self._reports.diagnoses else None
+        return self._scaling.scale(outputs, self._live, frame, look)
 
     def unscale_(
         self, optimizer: Any, *, max_norm: float | None = None, norm_over: NormOver | None = None
@@ -278,13 +280,17 @@ class GradScaler:
         frame.require_sound()
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = [], []
+        found_at_min_scale = False
         for turn in self._iteration.turns():
-            if turn.pending is not None and turn.pending.is_begun:
-                pending.append(turn.pending)
-                if not turn.pending.is_read_later:
-                    verdicts.append(turn.verdict())
+            one = turn.pending
+            if one is not None and one.is_begun:
+                pending.append(one)
+                if not one.is_read_later:
+                    verdict = turn.verdict()
+                    verdicts.append(verdict)
+                    found_at_min_scale |= verdict.nonfinite > 0 and verdict.at_min_scale
         before = None
-        if self._reports.on_update is not None:
+        if self._reports.wants_updates:
             judged: list[StepReport | Verdict] = [*self._iteration.reports, *verdicts]
             # Without a verdict it has to be read, which is free of charge where the state is one of numbers.
             before = judged[0].scale if judged else live.scale()
@@ -301,7 +307,7 @@ class GradScaler:
             frame.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
         ended, self._iteration = self._iteration, Iteration(frame.number + 1)
         underflow = None
-        if wanted is None and any(verdict.nonfinite and verdict.at_min_scale for verdict in verdicts):
+        if wanted is None and found_at_min_scale:
             underflow = ScaleUnderflowError(
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
@@ -618,16 +624,10 @@ class GradScaler:
 
     # The parts put together.
 
-    def _state_beside(self, like: Array) -> ScaleState:
-        return self._iteration.frame.in_force(self._live, like)
-
-    def _note_scaled(self, state: ScaleState, leaves: Sequence[Any]) -> None:
-        frame = self._iteration.frame
-        frame.note_scaled(state)
-        if self._reports.diagnoses:
-            count = self._diagnosis.count_nonfinite(leaves)
-            if count is not None:
-                frame.loss_nonfinite.append(count)
+    def _count_nonfinite(self, outputs: Sequence[Any]) -> None:
+        count = self._diagnosis.count_nonfinite(outputs)
+        if count is not None:
+            self._iteration.frame.loss_nonfinite += (count,)
 
     def _checked_clip(self, optimizer: Any, max_norm: Any, norm_over: Any) -> Clip | None:
         """Return what to clip to, having looked at the arguments before anything is modified.

@@ -7,8 +7,8 @@ from typing import Any
 
 from gradscale.core import ops, tree
 from gradscale.core.messages import shown, unreadable
-from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError
+from gradscale.scaler.frame import Frame
 from gradscale.scaler.live_state import ArrayState
 
 __all__ = ["ArrayScaling"]
@@ -25,8 +25,8 @@ class ArrayScaling:
         self,
         outputs: Any,
         live: ArrayState,
-        in_force: Callable[[Array], ScaleState],
-        note: Callable[[ScaleState, Sequence[Any]], None],
+        frame: Frame,
+        look: Callable[[Sequence[Any]], None] | None,
     ) -> Any:
         """Return outputs multiplied by the scale; see :class:`gradscale.scaler.parts.Scaling`.
 
@@ -44,9 +44,11 @@ class ArrayScaling:
         if is_met and live.is_made:
             backend = live.backend
             backend.refuse_tracing("scale()")
-            state = in_force(outputs)
+            state = frame.in_force(live, outputs)
             (product,) = backend.scale((outputs,), state)
-            note(state, (outputs,))
+            frame.note_scaled(state)
+            if look is not None:
+                look((outputs,))
             return product
         if isinstance(outputs, int):
             msg = f"outputs must be an array or nested containers of arrays, got {shown(outputs)}"
@@ -57,10 +59,12 @@ class ArrayScaling:
             ops.require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
         live.backend_for(like).refuse_tracing("scale()")
-        state = in_force(like)
+        state = frame.in_force(live, like)
         chosen = ops.floating_leaves(leaves, live.home, what="output", rebuild=rebuild)
         products = live.backend.scale(chosen, state)
-        note(state, leaves)
+        frame.note_scaled(state)
+        if look is not None:
+            look(leaves)
         if len(leaves) == 1 and leaves[0] is outputs:
             self._met.add(kind)
         by_identity = {id(old): new for old, new in zip(chosen, products, strict=True)}

@@ -12,7 +12,8 @@ from gradscale.core import ops, validation
 from gradscale.core.arithmetic import as_0d_array, float32_bits
 from gradscale.core.backend import Backend
 from gradscale.core.clipping import clip_factor, clip_factor_of
-from gradscale.core.gradients import collect_gradients
+from gradscale.core.gradients import ListedParameters, collect_gradients
+from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
@@ -50,6 +51,8 @@ class ArrayGradients:
         Whose gradients.
     clip : Clip or None
         What they are clipped to.
+    known : IdentityMap
+        The parameters of optimizers, as :func:`collect_gradients` keeps them.
 
     Raises
     ------
@@ -57,12 +60,19 @@ class ArrayGradients:
         When the optimizer has no gradients.
     """
 
-    def __init__(self, optimizer: Any, clip: Clip | None) -> None:
-        self.leaves, self.assign = collect_gradients(optimizer)
-        self.what = f"gradient of {type(optimizer).__name__}"
+    __slots__ = ("_kind", "assign", "clip", "is_touched", "leaves", "master_dtype")
+
+    def __init__(self, optimizer: Any, clip: Clip | None, known: IdentityMap[ListedParameters]) -> None:
+        self.leaves, self.assign = collect_gradients(optimizer, known)
+        self._kind = type(optimizer)
         self.master_dtype = getattr(optimizer, "master_dtype", None)
         self.clip = clip
         self.is_touched = False
+
+    @property
+    def what(self) -> str:
+        """The name of one of them in messages."""
+        return f"gradient of {self._kind.__name__}"
 
     @property
     def like(self) -> Array | None:
@@ -92,9 +102,15 @@ class ArrayFound(NamedTuple):
 class ArrayUnscaler:
     """Unscales in place where the library can, else assigns new arrays. No host read, but for a norm over ranks."""
 
+    def __init__(self) -> None:
+        self._known: IdentityMap[ListedParameters] = IdentityMap()
+
+    def __reduce__(self) -> tuple[type[ArrayUnscaler], tuple[()]]:
+        return type(self), ()
+
     def collect(self, optimizer: Any, request: Clip | None = None) -> ArrayGradients:
         """Return an optimizer's gradients; nothing is modified."""
-        return ArrayGradients(optimizer, request)
+        return ArrayGradients(optimizer, request, self._known)
 
     def unscale(self, gradients: ArrayGradients, live: ArrayState, state: ScaleState) -> ArrayFound:
         """Divide gradients by the scale of a state, clip and judge them.
@@ -106,6 +122,12 @@ class ArrayUnscaler:
         """
         backend = live.backend
         backend.refuse_tracing("unscale_()")
+        if gradients.clip is None and gradients.master_dtype is None and isinstance(state.scale, float):
+            gradients.is_touched = True
+            count = backend.unscale_at_once(gradients.leaves, state)
+            if count is not None:
+                return ArrayFound(count, None)
+            gradients.is_touched = False
         chosen = ops.floating_leaves(gradients.leaves, live.home, what=gradients.what)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
         out = chosen if dtype is None else None

@@ -232,6 +232,13 @@ def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> No
             _fail(f"{member} by the number {scale!r} must count {expected_count!r} as an int, got {count!r}")
         if not _same_all(backend, got, expected) or not _same_all(backend, others, squares):
             _fail(f"{member} of {values!r} by the number {scale!r} must be what it is by the array, got {got!r}")
+    given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
+    _, expected_count = backend.unscale(given, plain, out=given)
+    count = backend.unscale_at_once(other, plain)
+    if count not in (None, expected_count):
+        _fail(f"unscale_at_once of {values!r} must count {expected_count!r} as unscale does, got {count!r}")
+    if not _same_all(backend, other, values if count is None else given):
+        _fail(f"unscale_at_once of {values!r} must do in place what unscale does, or return None and do nothing")
 
 
 def _same_all(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:

@@ -399,3 +399,107 @@ def test_comparison_fails(actual: Array, expected: Array) -> None:
     """The comparison that the other tests rest on tells wrong answers."""
     with pytest.raises(AssertionError):
         assert_same(actual, expected)
+
+
+# Many arrays at once.
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_singles_at_once_are_what_they_are_one_by_one(module: ModuleType, data: st.DataObject) -> None:
+    shapes = data.draw(st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 1, 4), (33, 40)]), max_size=8))
+    inverse = data.draw(st.sampled_from(INVERSES))
+    arrays = [np.array(data.draw(bit_patterns(SINGLE, [int(np.prod(shape))])).reshape(shape)) for shape in shapes]
+    expected = [oracle(array, SINGLE, inverse) for array in arrays]
+    assert module.unscale_singles(arrays, np.float32(inverse)) == sum(bad for _, bad in expected)
+    for array, (values, _) in zip(arrays, expected, strict=True):
+        assert_same(array, values)
+
+
+def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_blocks: None) -> None:  # noqa: ARG001
+    for bad in range(0, 40, 13):
+        arrays = [np.full(30, 3, SINGLE) for _ in range(40)]
+        arrays[bad][-1] = np.nan
+        assert module.unscale_singles(arrays, np.float32(0.5)) == 1
+        assert all(array[0] == 1.5 for array in arrays)
+
+
+class _Own(np.ndarray[Any, Any]):
+    """A class of somebody's."""
+
+
+def _read_only() -> Array:
+    array = np.ones(4, SINGLE)
+    array.flags.writeable = False
+    return array
+
+
+def _unaligned() -> Array:
+    return np.zeros(17, np.uint8)[1:].view(SINGLE)
+
+
+_NOT_AT_ONCE: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "a number": lambda: 3,
+    "text": lambda: "text",
+    "a scalar": lambda: np.float32(1),
+    "integers": lambda: np.ones(4, np.int32),
+    "doubles": lambda: np.ones(4),
+    "halves": lambda: np.ones(4, HALF),
+    "bfloats": lambda: np.ones(4, BFLOAT),
+    "byte-swapped": lambda: np.ones(4, ">f4"),
+    "a view": lambda: np.ones(4, SINGLE)[:],
+    "a transposed array": lambda: np.ones((3, 4), SINGLE).T,
+    "in Fortran's order": lambda: np.ones((3, 4), SINGLE, order="F"),
+    "strided": lambda: np.ones(8, SINGLE)[::2],
+    "read-only": _read_only,
+    "unaligned": _unaligned,
+    "another class": lambda: np.ones(4, SINGLE).view(_Own),
+    "masked": lambda: np.ma.ones(4, SINGLE),
+}
+
+
+@pytest.mark.parametrize("place", [0, 2, -1], ids=["first", "between", "last"])
+@pytest.mark.parametrize("name", _NOT_AT_ONCE)
+def test_what_has_to_be_looked_at_leaves_all_arrays_as_they_are(module: ModuleType, name: str, place: int) -> None:
+    arrays: list[Any] = [np.full(4, 3, SINGLE) for _ in range(4)]
+    arrays[place] = leaf = _NOT_AT_ONCE[name]()
+    before = [np.array(array) for array in arrays]
+    assert module.unscale_singles(arrays, np.float32(0.5)) is None
+    assert arrays[place] is leaf
+    for array, value in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(np.array(array), value)
+
+
+@pytest.mark.parametrize("count", [2, 3, 50])
+def test_an_array_that_is_there_twice_has_to_be_looked_at(module: ModuleType, count: int) -> None:
+    arrays = [np.full(4, 3, SINGLE) for _ in range(count)]
+    assert module.unscale_singles([*arrays, arrays[count // 2]], np.float32(0.5)) is None
+    assert all((array == 3).all() for array in arrays)
+
+
+@pytest.mark.parametrize("array", [np.full((1, 6), 3, SINGLE), np.full((6, 1), 3, SINGLE, order="F")], ids=["C", "F"])
+def test_an_array_in_both_orders_is_taken_at_once(module: ModuleType, array: Array) -> None:
+    array = array.copy("K")
+    assert module.unscale_singles([array], np.float32(0.5)) == 0
+    assert (array == 1.5).all()
+
+
+def test_arrays_are_read_from_memory_only_where_all_fields_are_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("fast")
+    from gradscale_numpy import fast, headers
+
+    arrays = [np.full((2, 3), 3, SINGLE), np.full((), np.inf, SINGLE)]
+    table = headers.table_of_singles(arrays, owners=True)
+    assert table is not None
+    assert table.tolist() == [[array.ctypes.data for array in arrays], [6, 1]]
+    for constant, other in {"_DATA": 4, "_NDIM": 5, "_SHAPE": 5, "_DTYPE": 6, "_FLAGS": 3}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(headers, constant, other)
+            headers._is_readable.cache_clear()
+            assert headers.table_of_singles(arrays, owners=True) is None, constant
+    headers._is_readable.cache_clear()
+    monkeypatch.setattr(headers, "_is_readable", lambda: False)
+    assert fast.unscale_singles(arrays, np.float32(0.5)) is None
+    assert fast.unscale_all(arrays, arrays, np.float32(0.5)) == 1
+    assert (arrays[0] == 1.5).all()

@@ -176,3 +176,29 @@ def test_a_readonly_gradient_is_refused_and_nothing_is_modified() -> None:
     optimizer.grads = [writable]
     scaler.step(optimizer)
     assert writable.tolist() == [2.0**-16] * 2
+
+
+def test_parameters_are_looked_for_again_when_the_groups_list_others(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Grouped([None, None])
+
+    def iterate(count: int) -> None:
+        for parameter in optimizer.parameters:
+            [parameter.grad] = scaled(arrays, scaler, 4.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(optimizer.parameters) == count
+        for parameter in optimizer.parameters:
+            arrays.assert_array(parameter.grad, [4.0])
+
+    iterate(2)
+    optimizer.param_groups.append({"params": [Parameter()]})
+    iterate(3)
+    optimizer.param_groups[0]["params"].append(Parameter())
+    iterate(4)
+    optimizer.param_groups[0]["params"][0] = Parameter()
+    iterate(4)
+    for _ in range(2):
+        optimizer.param_groups[0] = {"params": (Parameter(), Parameter())}
+        iterate(3)
+    del optimizer.param_groups[0]
+    iterate(1)

@@ -105,6 +105,7 @@ def test_a_scaler_is_in_no_cycle() -> None:
 def test_a_refusal_leaves_a_turn_ready_and_a_failure_does_not() -> None:
     class Interrupted(ArrayUnscaler):
         def __init__(self, touches: bool) -> None:
+            super().__init__()
             self.touches = touches
 
         def unscale(self, gradients: Any, *_: Any) -> Any:

@@ -30,6 +30,7 @@ TORCHS = {
     "_foreach_mul_",
     "_foreach_norm",
     "_get_default_store",
+    "_set_grad_enabled",
     "_torchdynamo_disable",
     "_values",
     "_world",
