@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradscale.core.summaries import Summary, count_block, layout_of, summarize_arrays, summary_of, words
+from gradscale.core.summaries import count_block, layout_of, summarize_arrays, summary_of, words
 from gradscale_torch.gradients import local_tensor
 
 __all__ = ["bits", "summarize", "values_of"]
@@ -66,18 +66,19 @@ def bits(x: Tensor) -> Tensor | None:
 
 def _summarize_one(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
-        found: Tensor = summarize_arrays([tensor], bits)
-        return found
+        on_device: Tensor = summarize_arrays([tensor], bits)
+        return on_device
+    memory = _dense_memory(tensor)
+    layout, integers = layout_of(tensor.dtype), bits(memory)
     step = _MOST_HALVES if tensor.element_size() == 2 else _BLOCK // tensor.element_size()
-    blocks = torch.split(_dense_memory(tensor), step) if tensor.numel() else ()
-    return torch.tensor(words(map(_summarize_block, blocks)), dtype=torch.int32, device="cpu")
-
-
-def _summarize_block(block: Tensor) -> Summary:
-    layout, integers = layout_of(block.dtype), bits(block)
     if layout is None or integers is None:
-        return summary_of(block.numel(), summarize_arrays([block], bits).tolist())
-    return count_block(integers, layout, _extremes, _below)
+        blocks = torch.split(memory, step) if memory.numel() else ()
+        found = [summary_of(block.numel(), summarize_arrays([block], bits).tolist()) for block in blocks]
+    else:
+        counting = _Counting(integers, step, layout.mask)
+        blocks = torch.split(integers, step) if integers.numel() else ()
+        found = [count_block(block, layout, counting) for block in blocks]
+    return torch.tensor(words(found), dtype=torch.int32, device="cpu")
 
 
 def _dense_memory(tensor: Tensor) -> Tensor:
@@ -86,11 +87,29 @@ def _dense_memory(tensor: Tensor) -> Tensor:
     return tensor.permute(order).reshape(-1)
 
 
-def _extremes(x: Tensor) -> tuple[int, int]:
-    least, greatest = torch.aminmax(x)
-    return int(least), int(greatest)
+class _Counting:
+    """Counts by flags in the type of the words: torch adds numbers of one type the fastest. Its memory is kept."""
+
+    def __init__(self, integers: Tensor, step: int, mask: int) -> None:
+        self._mask = torch.tensor(mask, dtype=integers.dtype, device="cpu")
+        size = min(step, integers.numel())
+        self._magnitudes, self._flags = torch.empty((2, size), dtype=integers.dtype, device="cpu")
+
+    def magnitudes(self, bits: Tensor) -> Tensor:
+        return torch.bitwise_and(bits, self._mask, out=self._magnitudes[: bits.numel()])
+
+    def extent(self, x: Tensor, limit: int) -> tuple[int, int, int]:
+        least, greatest = map(int, torch.aminmax(x))
+        small = _number(torch.lt(x, limit, out=self._flags[: x.numel()])) if least < limit else 0
+        zeros = x.numel() - int(torch.count_nonzero(x)) if least == 0 else 0
+        return zeros, small, greatest
+
+    def around(self, x: Tensor, limit: int) -> tuple[int, int, int]:
+        flags = self._flags[: x.numel()]
+        equal = _number(torch.eq(x, limit, out=flags))
+        below = _number(torch.lt(x, limit, out=flags))
+        return below, equal, int(x.mul_(flags).amax())
 
 
-def _below(x: Tensor, limit: int) -> int:
-    # Flags in the type of the words: torch adds numbers of one type the fastest.
-    return int(torch.lt(x, limit, out=torch.empty_like(x)).sum(dtype=x.dtype))
+def _number(flags: Tensor) -> int:
+    return int(flags.sum(dtype=flags.dtype))

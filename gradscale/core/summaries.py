@@ -13,7 +13,7 @@ import operator
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
@@ -23,6 +23,7 @@ from gradscale.core.protocols import Array
 
 __all__ = [
     "STANDARD_FUNCTIONS",
+    "Counting",
     "Layout",
     "Summary",
     "count_block",
@@ -161,33 +162,43 @@ def words(blocks: Iterable[Summary]) -> list[int]:
     return [*counted, exponent - _MANTISSA_BITS, *divmod(mantissa, 2**_HALF_BITS)]
 
 
-def count_block(
-    bits: Array, layout: Layout, extremes: Callable[[Array], tuple[int, int]], below: Callable[[Array, int], int]
-) -> Summary:
+class Counting(Protocol):
+    """How a library counts in a block: a 1-d array of integers that the host has, of at least one element."""
+
+    def magnitudes(self, bits: Array) -> Array:
+        """Return the bits without the sign, in memory that may be used again for the next block."""
+        ...
+
+    def extent(self, x: Array, limit: int) -> tuple[int, int, int]:
+        """Return how many magnitudes are 0 and how many less than a limit, and the greatest of all."""
+        ...
+
+    def around(self, x: Array, limit: int) -> tuple[int, int, int]:
+        """Return how many magnitudes are less than a limit and how many equal it, and the greatest of the former, or 0.
+
+        They may be overwritten.
+        """
+        ...
+
+
+def count_block(bits: Array, layout: Layout, counting: Counting) -> Summary:
     """Count in a block of an array that the host has, in the fewest passes: of most numbers, none is small or infinite.
 
     Parameters
     ----------
     bits : array
-        1-d integers, at least one.
+        1-d integers, at least one; left alone.
     layout : Layout
         Of their type.
-    extremes : callable
-        Returns the least and the greatest number of an array.
-    below : callable
-        Returns how many numbers of an array are less than another one.
+    counting : Counting
+        Of their library and type.
     """
-    size, magnitudes = bits.shape[0], bits & layout.mask
-    least, greatest = extremes(magnitudes)
-    zeros = below(magnitudes, 1) if least == 0 else 0
-    small = below(magnitudes, layout.smallest_normal) if least < layout.smallest_normal else 0
-    if greatest < layout.infinity:
-        return Summary(size, 0, 0, zeros, small - zeros, value_of(greatest, layout))
-    finite = below(magnitudes, layout.infinity)
-    inf = below(magnitudes, layout.infinity + 1) - finite
-    # The difference is negative for what is finite, and its sign covers all bits once shifted: quicker than a choice.
-    kept = magnitudes & ((magnitudes - layout.infinity) >> layout.mask.bit_length())
-    return Summary(size, inf, size - finite - inf, zeros, small - zeros, value_of(extremes(kept)[1], layout))
+    size, magnitudes = bits.shape[0], counting.magnitudes(bits)
+    zeros, small, greatest = counting.extent(magnitudes, layout.smallest_normal)
+    finite, inf = size, 0
+    if greatest >= layout.infinity:
+        finite, inf, greatest = counting.around(magnitudes, layout.infinity)
+    return Summary(size, inf, size - finite - inf, zeros, small - zeros, value_of(greatest, layout))
 
 
 def value_of(bits: int, layout: Layout) -> float:
