@@ -17,10 +17,13 @@
 #define GRADSCALE_ON_DEVICE 1
 #define GRADSCALE_UNROLL _Pragma("unroll")
 #define GRADSCALE_ROLLED _Pragma("unroll 1")
+// Addresses out of a table may be of any memory, which each access would look up, unless the compiler knows better.
+#define GRADSCALE_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
 #else
 #define GRADSCALE_ON_DEVICE 0
 #define GRADSCALE_UNROLL
 #define GRADSCALE_ROLLED
+#define GRADSCALE_GLOBAL(pointer)
 #include <cstring>
 #endif
 
@@ -186,6 +189,8 @@ GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse
 template <typename In, typename Out, typename Found>
 GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, float inverse, Found& found) {
     const int width = Width<In, Out>::value, thread = threadIdx.x;
+    GRADSCALE_GLOBAL(source);
+    GRADSCALE_GLOBAL(target);
     typedef Pack<In, width> Sources;
     typedef Pack<Out, width> Targets;
     // The first element from which on both can be moved in packs; `size` where there is none.

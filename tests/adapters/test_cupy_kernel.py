@@ -346,18 +346,22 @@ def test_dense_arrays_are_read_and_written_in_packs(kernel: str) -> None:
     _, source, target = kernel.split("_")
     _, _, body = compiled_as_by_cupy().partition(f".entry {kernel}(")
     body = body.partition(".entry ")[0]
-    # The tables and the results are known to be global, and the arrays are not.
-    moved = re.findall(r"\t(ld|st)\.(v\d\.)?[a-z](\d+) ", body)
+    moved = re.findall(r"\t(ld|st)\.(global\.)?(v\d\.)?([a-z]\d+) ", body)
     wide = max(np.dtype(TYPES[source]).itemsize, np.dtype(TYPES[target]).itemsize)
     for direction, dtype in (("ld", source), ("st", target)):
         size = np.dtype(TYPES[dtype]).itemsize
-        found = [(vector, int(bits) // 8) for way, vector, bits in moved if way == direction]
-        # One element at a time: in front of the packs and behind them, a loop that nvcc unrolls by four and has once
-        # more for the rest; and in an array with gaps.
-        assert [one for one in found if not one[0]] == [("", size)] * 6
-        # Four packs in flight, and those that are left: each of 16 bytes of the wider type.
-        packs = [int(vector[1:-1]) * bytes_ for vector, bytes_ in found if vector]
-        assert packs == [16 * size // wide] * 5
+        found = [(where, vector, kind) for way, where, vector, kind in moved if way == direction]
+        # In an array with gaps, one element at a time, wherever it is.
+        assert [(vector, int(kind[1:]) // 8) for where, vector, kind in found if not where] == [("", size)]
+        # In front of the packs and behind them, a loop that nvcc unrolls by four and has once more for the rest. The
+        # float32 factor is read, too, and a float64 sum written; what is read of tables are integers of 32 and 64 bits.
+        single = [kind for _, vector, kind in found if not vector and kind in (f"f{8 * size}", "u16")]
+        is_more = (direction, size) == ("ld", 4) or (kernel.startswith("square"), direction, size) == (True, "st", 8)
+        assert len(single) == 6 + is_more
+        # Four packs in flight, and those that are left: each of 16 bytes of the wider type, and known to be in global
+        # memory.
+        packs = [(where, int(vector[1:-1]) * int(kind[1:]) // 8) for where, vector, kind in found if vector]
+        assert packs == [("global.", 16 * size // wide)] * 5
 
 
 def test_subnormal_numbers_are_kept_although_cupy_asks_nvcc_to_flush_them() -> None:
