@@ -19,7 +19,6 @@ __all__ = ["CASES"]
 
 _SMALL = (300, 10)
 _LARGE = (30, 1 << 20)
-_RANKS = 2
 _WORKER_LIMIT = 300.0  # seconds
 
 
@@ -102,24 +101,27 @@ def clipping(quick: bool) -> list[Row]:
 
 
 def sharded(quick: bool) -> list[Row]:
-    """Time an iteration of ShardedGradScaler with 2 optimizers on 2 ranks over gloo; the slower rank counts."""
+    """Time an iteration of ShardedGradScaler with 2 optimizers on 2 and 3 ranks over gloo; the slowest rank counts."""
     import torch  # noqa: F401
 
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __spec__.name, folder, "51" if quick else "401"]
-        workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(_RANKS)]
-        statuses = [worker.wait(_WORKER_LIMIT) for worker in workers]
-        if any(statuses):
-            msg = f"the ranks ended with {statuses}"
-            raise RuntimeError(msg)
-        times = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(_RANKS)]
-    slowest = {name: max(taken[name] for taken in times) for name in times[0]}
-    case = f"torch ShardedGradScaler iteration, {_RANKS} ranks gloo, 2 optimizers / torch's"
-    return [Row(case, slowest["ours"], slowest["torch"], "s", 1.0)]
+    rows = []
+    for ranks, target in ((2, 0.9), (3, 1.0)):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", __spec__.name, folder, "51" if quick else "401", str(ranks)]
+            workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks)]
+            statuses = [worker.wait(_WORKER_LIMIT) for worker in workers]
+            if any(statuses):
+                msg = f"the ranks ended with {statuses}"
+                raise RuntimeError(msg)
+            times = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+        slowest = {name: max(taken[name] for taken in times) for name in times[0]}
+        case = f"torch ShardedGradScaler iteration, {ranks} ranks gloo, 2 optimizers / torch's"
+        rows.append(Row(case, slowest["ours"], slowest["torch"], "s", target))
+    return rows
 
 
-def _time_rank(folder: Path, rounds: int, rank: int) -> None:
+def _time_rank(folder: Path, rounds: int, ranks: int, rank: int) -> None:
     """Time both scalers in turn on one rank, and write the medians to a file."""
     import torch
     import torch.distributed as dist
@@ -128,7 +130,7 @@ def _time_rank(folder: Path, rounds: int, rank: int) -> None:
     import gradscale_torch
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=_RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
     scalers = {
         "ours": gradscale_torch.ShardedGradScaler("cpu", **settings),
@@ -213,4 +215,4 @@ CASES = {
 """By name, what measures some rows of the table; called with whether to be quick."""
 
 if __name__ == "__main__":
-    _time_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _time_rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))
