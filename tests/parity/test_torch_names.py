@@ -134,6 +134,19 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any], tor
     assert seen[0][1] == [32.0, 8.0, 8.0, 8.0]
 
 
+def test_a_first_growth_tracker_beyond_the_interval_is_taken(pair: tuple[Any, Any], torch: Any) -> None:
+    seen = []
+    for make in pair:
+        scaler = make("cpu", growth_interval=1)
+        scaler._init_growth_tracker = 7
+        scaler.scale(torch.ones(()))
+        begun = scaler.state_dict()
+        scaler.load_state_dict(make("cpu", init_scale=4.0, growth_interval=2).state_dict())
+        seen.append((begun, scaler.state_dict()))
+    assert seen[0] == seen[1]
+    assert [state["_growth_tracker"] for state in seen[0]] == [7, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_init_scale", 0.0), ("_init_growth_tracker", -1), ("_growth_factor", 1.0), ("_growth_interval", 0.5)],
