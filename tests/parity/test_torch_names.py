@@ -147,6 +147,24 @@ def test_a_first_growth_tracker_beyond_the_interval_is_taken(pair: tuple[Any, An
     assert [state["_growth_tracker"] for state in seen[0]] == [7, 0]
 
 
+def test_torchs_functions_are_found_when_its_names_are_replaced(
+    pair: tuple[Any, Any], torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = pair
+    for place in (torch, torch.amp, torch.amp.grad_scaler):
+        monkeypatch.setattr(place, "GradScaler", ours)
+    parameter, optimizer = model(torch, 8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert isinstance(scaler, torch.GradScaler)
+    found = scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.zeros(()), True)
+    assert [flag.item() for flag in found.values()] == [0.0]
+    scaler._maybe_opt_step(optimizer, {"found_inf_per_device": found})
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [-5.0, -5.0]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_init_scale", 0.0), ("_init_growth_tracker", -1), ("_growth_factor", 1.0), ("_growth_interval", 0.5)],
