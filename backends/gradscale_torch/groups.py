@@ -76,7 +76,8 @@ def default_group() -> dist.ProcessGroup | None:
 def is_lookalike(group: Any) -> bool:
     """Return whether an object that is none of torch's groups has ``rank()``, ``size()`` and ``allreduce()``."""
     # Torch's own backends have them, too, but are used through their group.
-    is_torchs = isinstance(group, (dist.ProcessGroup, DeviceMesh)) or type(group).__module__.startswith("torch.")
+    is_backend = type(group).__module__.startswith(("torch._C.", "torch.distributed."))
+    is_torchs = isinstance(group, (dist.ProcessGroup, DeviceMesh)) or is_backend
     return not is_torchs and all(callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce"))
 
 

@@ -247,6 +247,18 @@ def test_any_object_with_rank_size_and_allreduce_is_a_process_group(torch: Any) 
         assert [call[0] for call in one.calls] == [torch.int32]
 
 
+@pytest.mark.usefixtures("group")
+def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none(torch: Any) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    kind = type("Dummy", (LooksLikeAGroup,), {"__module__": "torch.testing._internal.common_fsdp"})
+    one = kind()
+    assert ShardedGradScaler("cpu", process_group=one).process_group is one
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    with pytest.raises(InvalidTypeError, match=r"group must be a torch\.distributed ProcessGroup"):
+        ShardedGradScaler("cpu", process_group=backend)
+
+
 def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
     from gradscale_torch import ShardedGradScaler
 
