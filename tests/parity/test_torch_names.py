@@ -276,6 +276,22 @@ def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
     assert scaler.last_step(optimizer).skipped
 
 
+def test_groups_work_where_torchs_options_have_no_asyncop(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    # As in torch 2.6, whose options take no other attributes.
+    options = type("AllreduceOptions", (), {"__slots__": ("reduceOp", "timeout")})
+    monkeypatch.setattr(torch.distributed, "AllreduceOptions", options)
+    one = LooksLikeAGroup()
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=one)
+    parameter, optimizer = model(torch, 8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [-2.0, -2.0]
+    assert [call[1] for call in one.calls] == [torch.distributed.ReduceOp.MAX]
+
+
 def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:
     with pytest.raises(InvalidTypeError, match=r"by name, got \('cuda',\).*gradscale_torch\.GradScaler"):
         GradScaler("cuda")  # type: ignore[arg-type]
