@@ -198,7 +198,7 @@ def _of_mesh(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
         raise InvalidValueError(msg)
     try:
         dimensions = mesh.get_all_groups()
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         msg = f"group must be a mesh of the present world, got {mesh!r}, whose groups are not there: {error}"
         raise InvalidValueError(msg) from error
     for dimension in dimensions:
