@@ -14,6 +14,9 @@ from typing import Any, TypeAlias, Unpack, cast, overload
 
 import torch
 
+# Looked up once: a host may put the classes of this file in the place of torch's names.
+from torch.amp import GradScaler as TorchGradScaler
+
 import gradscale
 from gradscale import registry
 from gradscale.core import validation
@@ -50,7 +53,7 @@ _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5,
 
 
 @with_options(CommonOptions)
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(TorchGradScaler):
     """A replacement of :class:`torch.amp.GradScaler`; over a mesh too, where the parameters are DTensors (FSDP2).
 
     Parameters
@@ -528,7 +531,7 @@ class GradScaler(torch.amp.GradScaler):
         takes_fp16 = isinstance(self, ShardedGradScaler)
 
         def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = takes_fp16) -> Any:
-            return torch.amp.GradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
+            return TorchGradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
 
         return unscale
 
@@ -539,7 +542,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def _maybe_opt_step(self: Replacement) -> Callable[..., Any]:
         """Torch's function, which is not called here."""
-        return functools.partial(torch.amp.GradScaler._maybe_opt_step, self)
+        return functools.partial(TorchGradScaler._maybe_opt_step, self)
 
     @_maybe_opt_step.setter
     def _maybe_opt_step(self: Replacement, value: object) -> None:
@@ -575,7 +578,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 @with_options(CommonOptions)
-class ShardedGradScaler(torch.amp.GradScaler):
+class ShardedGradScaler(TorchGradScaler):
     """A replacement of torch's ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
     Parameters

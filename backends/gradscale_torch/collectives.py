@@ -244,7 +244,9 @@ class TorchCollectives:
     def _options_for(self, operation: Any) -> Any:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(operation)
-        options.asyncOp = True
+        if hasattr(options, "asyncOp"):
+            # Older torch, such as 2.6, has no other reductions.
+            options.asyncOp = True
         # gloo's own clock goes on while the process is suspended, so its time is never over.
         timeout = math.inf if self._is_gloo_on_host else self._timeout + _LATER
         options.timeout = timedelta(seconds=groups.seconds(timeout))

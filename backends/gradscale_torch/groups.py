@@ -76,7 +76,8 @@ def default_group() -> dist.ProcessGroup | None:
 def is_lookalike(group: Any) -> bool:
     """Return whether an object that is none of torch's groups has ``rank()``, ``size()`` and ``allreduce()``."""
     # Torch's own backends have them, too, but are used through their group.
-    is_torchs = isinstance(group, (dist.ProcessGroup, DeviceMesh)) or type(group).__module__.startswith("torch.")
+    is_backend = type(group).__module__.startswith(("torch._C.", "torch.distributed."))
+    is_torchs = isinstance(group, (dist.ProcessGroup, DeviceMesh)) or is_backend
     return not is_torchs and all(callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce"))
 
 
@@ -197,7 +198,7 @@ def _of_mesh(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
         raise InvalidValueError(msg)
     try:
         dimensions = mesh.get_all_groups()
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         msg = f"group must be a mesh of the present world, got {mesh!r}, whose groups are not there: {error}"
         raise InvalidValueError(msg) from error
     for dimension in dimensions:

@@ -94,6 +94,7 @@ class TensorState:
         """Set one of the numbers that a state will be made of; one that is made keeps its own."""
         if self._state is None:
             self._restored[name] = value
+            self._allow(self._restored)
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array; a loss may be of another library."""
@@ -260,7 +261,7 @@ class TensorState:
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
         """Go on with another policy and other numbers, in the same tensors unless the present ones are in use."""
         self.policy = policy
-        self._largest = largest_trackers(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
+        self._allow(numbers)
         self._is_regular = False
         self._floor = 0.0
         self._note_replaced()
@@ -273,6 +274,10 @@ class TensorState:
             return
         loaded = placed(self._state, numbers)
         self._state = loaded if keep else _copied_into(self._state, loaded)
+
+    def _allow(self, numbers: dict[str, Any]) -> None:
+        """Take note that the trackers have reached what somebody has set or loaded, at the least."""
+        self._largest = largest_trackers(self.policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers instead of tensors, so that the next tensor says where the state goes."""

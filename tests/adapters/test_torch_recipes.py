@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ pytestmark = [
 
 OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
 NAMES = {
-    *("schedule", "followers", "sam", "actor", "checkpoint", "container", "pipeline"),
+    *("schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
     *("trainer", "fabric", "accelerate", "transformers", "timm", "ignite", "keras"),
 }
 # The first micro-batch of the second batch, and the last one of the fourth.
@@ -403,6 +404,31 @@ def test_the_optimizers_of_a_container_skip_together(recipes: Any) -> None:
     assert steps == [5, 5]
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
     assert names["scaler"].get_scale() == 2.0**13
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_torchtitans_optimizers_skip_together_on_both_ranks_and_its_schedules_hold(bad_rank: int) -> None:
+    require("torchtitan")
+    batch = Batch("recipe_scenarios", lambda _: [("torchtitan", OVERFLOWS, bad_rank)])
+    answers = batch.answer(2, "torchtitan", OVERFLOWS, bad_rank)
+    assert answers[0] == answers[1]
+    answer = answers[0]
+    assert answer["skipped"] == list(OVERFLOWS)
+    assert answer["fused"] == [True, False]
+    assert answer["steps"] == {5.0}
+    # The warm-up's next step is the sixth of eight.
+    assert answer["rates"] == pytest.approx([0.01 * 6 / 8] * 2)
+    assert answer["scale"] == 2.0**13
+    assert all(math.isfinite(value) for value in flat(answer["weights"]))
+
+
+def flat(nested: Any) -> Iterator[float]:
+    """Return the numbers in lists of lists."""
+    for one in nested:
+        if isinstance(one, list):
+            yield from flat(one)
+        else:
+            yield one
 
 
 @pytest.mark.parametrize("bad_part", PARTS)

@@ -134,6 +134,37 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any], tor
     assert seen[0][1] == [32.0, 8.0, 8.0, 8.0]
 
 
+def test_a_first_growth_tracker_beyond_the_interval_is_taken(pair: tuple[Any, Any], torch: Any) -> None:
+    seen = []
+    for make in pair:
+        scaler = make("cpu", growth_interval=1)
+        scaler._init_growth_tracker = 7
+        scaler.scale(torch.ones(()))
+        begun = scaler.state_dict()
+        scaler.load_state_dict(make("cpu", init_scale=4.0, growth_interval=2).state_dict())
+        seen.append((begun, scaler.state_dict()))
+    assert seen[0] == seen[1]
+    assert [state["_growth_tracker"] for state in seen[0]] == [7, 0]
+
+
+def test_torchs_functions_are_found_when_its_names_are_replaced(
+    pair: tuple[Any, Any], torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = pair
+    for place in (torch, torch.amp, torch.amp.grad_scaler):
+        monkeypatch.setattr(place, "GradScaler", ours)
+    parameter, optimizer = model(torch, 8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert isinstance(scaler, torch.GradScaler)
+    found = scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.zeros(()), True)
+    assert [flag.item() for flag in found.values()] == [0.0]
+    scaler._maybe_opt_step(optimizer, {"found_inf_per_device": found})
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [-5.0, -5.0]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_init_scale", 0.0), ("_init_growth_tracker", -1), ("_growth_factor", 1.0), ("_growth_interval", 0.5)],
@@ -216,6 +247,18 @@ def test_any_object_with_rank_size_and_allreduce_is_a_process_group(torch: Any) 
         assert [call[0] for call in one.calls] == [torch.int32]
 
 
+@pytest.mark.usefixtures("group")
+def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none(torch: Any) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    kind = type("Dummy", (LooksLikeAGroup,), {"__module__": "torch.testing._internal.common_fsdp"})
+    one = kind()
+    assert ShardedGradScaler("cpu", process_group=one).process_group is one
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    with pytest.raises(InvalidTypeError, match=r"group must be a torch\.distributed ProcessGroup"):
+        ShardedGradScaler("cpu", process_group=backend)
+
+
 def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
     from gradscale_torch import ShardedGradScaler
 
@@ -231,6 +274,22 @@ def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
     scaler.update()
     assert (parameter.tolist(), scaler.get_scale()) == ([0.0, 0.0], 2.0)
     assert scaler.last_step(optimizer).skipped
+
+
+def test_groups_work_where_torchs_options_have_no_asyncop(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradscale_torch import ShardedGradScaler
+
+    # As in torch 2.6, whose options take no other attributes.
+    options = type("AllreduceOptions", (), {"__slots__": ("reduceOp", "timeout")})
+    monkeypatch.setattr(torch.distributed, "AllreduceOptions", options)
+    one = LooksLikeAGroup()
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=one)
+    parameter, optimizer = model(torch, 8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [-2.0, -2.0]
+    assert [call[1] for call in one.calls] == [torch.distributed.ReduceOp.MAX]
 
 
 def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:

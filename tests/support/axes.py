@@ -39,6 +39,7 @@ MODULES = {
     "accelerate": ("accelerate",),
     "transformers": ("transformers",),
     "timm": ("timm",),
+    "torchtitan": ("torchtitan.components.optimizer",),
     "ignite": ("ignite",),
     "keras": ("keras",),
     "cli": ("typer", "rich"),

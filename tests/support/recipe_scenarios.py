@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from recipe_blocks import TORCH_PAGE, blocks_on
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 __all__ = [
     *("BATCHES", "FEATURES", "Losses", "blocks", "made_model", "made_parts", "overflowing", "pairs"),
@@ -134,6 +136,41 @@ class OptimizersContainer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(*args, **kwargs)
+
+
+def torchtitan(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
+    """Train with torchtitan's own containers, of a fused optimizer and another one; one rank overflows."""
+    from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+
+    from gradscale_torch import GradScaler
+
+    rank, mesh = dist.get_rank(group), init_device_mesh("cpu", (dist.get_world_size(group),))
+    model = made_model()
+    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh, mp_policy=half)
+    groups = [
+        ParamGroupConfig(pattern="weight", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01}),
+        ParamGroupConfig(pattern="bias", optimizer_name="Adam", optimizer_kwargs={"lr": 0.01, "fused": False}),
+    ]
+    optimizers = OptimizersContainer(OptimizersContainer.Config(param_groups=groups), model_parts=[model])
+    schedules = LRSchedulersContainer.Config(warmup_steps=BATCHES)
+    given = {
+        "model": model,
+        "optimizers": optimizers,
+        "lr_schedulers": schedules.build(optimizers=optimizers, training_steps=BATCHES),
+        "scaler": GradScaler("cpu"),
+        "loss_of": Losses(overflows if rank == bad_rank else ()),
+    }
+    names = run_block("torchtitan", **given)
+    return {
+        "skipped": [report.iteration for report in names["scaler"].history if report.skipped],
+        "steps": {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()},
+        "fused": [bool(optimizer.defaults["fused"] or optimizer.param_groups[0]["fused"]) for optimizer in optimizers],
+        "rates": list(names["lr_schedulers"].get_metrics().values()),
+        "scale": names["scaler"].get_scale(),
+        "weights": [weight.full_tensor().tolist() for weight in model.parameters()],
+    }
 
 
 def pipeline(group: Any, overflows: tuple[int, ...], bad_part: int) -> dict[str, Any]:
