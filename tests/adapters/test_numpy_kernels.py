@@ -422,6 +422,9 @@ def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_bloc
         arrays[bad][-1] = np.nan
         assert module.unscale_singles(arrays, np.float32(0.5)) == 1
         assert all(array[0] == 1.5 for array in arrays)
+    for bad in range(0, 40, 13):
+        arrays[bad][:] = np.inf
+    assert module.unscale_singles(arrays, np.float32(0.5)) == 4
 
 
 class _Own(np.ndarray[Any, Any]):
@@ -471,7 +474,7 @@ def test_what_has_to_be_looked_at_leaves_all_arrays_as_they_are(module: ModuleTy
         np.testing.assert_array_equal(np.array(array), value)
 
 
-@pytest.mark.parametrize("count", [2, 3, 50])
+@pytest.mark.parametrize("count", [1, 2, 50])
 def test_an_array_that_is_there_twice_has_to_be_looked_at(module: ModuleType, count: int) -> None:
     arrays = [np.full(4, 3, SINGLE) for _ in range(count)]
     assert module.unscale_singles([*arrays, arrays[count // 2]], np.float32(0.5)) is None

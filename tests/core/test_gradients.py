@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -96,14 +97,15 @@ def test_one_bare_parameter_may_stand_for_a_list(arrays: Library) -> None:
     arrays.assert_array(parameter.grad, [4.0])
 
 
-def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library) -> None:
+@pytest.mark.parametrize(("own", "master"), [("float64", "float32"), ("float32", "float64")])
+def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library, own: str, master: str) -> None:
     scaler = GradScaler(init_scale=1024.0)
-    optimizer = Grouped(scaled(arrays, scaler, 2.0, dtype="float64"))
+    optimizer = Grouped(scaled(arrays, scaler, 2.0, dtype=own))
     given = optimizer.gradients()[0]
-    optimizer.master_dtype = arrays.dtype("float32")  # type: ignore[attr-defined]
+    optimizer.master_dtype = arrays.dtype(master)  # type: ignore[attr-defined]
     scaler.step(optimizer)
-    arrays.assert_array(optimizer.gradients()[0], [2.0], "float32")
-    arrays.assert_array(given, [2048.0], "float64")
+    arrays.assert_array(optimizer.gradients()[0], [2.0], master)
+    arrays.assert_array(given, [2048.0], own)
 
 
 @pytest.mark.parametrize("wrong", [object(), 3, "SGD", lambda: None], ids=["object", "number", "text", "function"])
@@ -202,3 +204,22 @@ def test_parameters_are_looked_for_again_when_the_groups_list_others(arrays: Lib
         iterate(3)
     del optimizer.param_groups[0]
     iterate(1)
+
+
+def test_parameters_may_be_listed_by_what_has_no_length(arrays: Library) -> None:
+    class Listing:
+        def __init__(self, parameters: list[Parameter]) -> None:
+            self._parameters = parameters
+
+        def __iter__(self) -> Iterator[Parameter]:
+            return iter(self._parameters)
+
+    scaler, optimizer = GradScaler(), Grouped([None, None])
+    optimizer.param_groups[0]["params"] = Listing(optimizer.parameters)
+    for _ in range(3):
+        for parameter in optimizer.parameters:
+            [parameter.grad] = scaled(arrays, scaler, 4.0)
+        scaler.step(optimizer)
+        scaler.update()
+        for parameter in optimizer.parameters:
+            arrays.assert_array(parameter.grad, [4.0])
