@@ -147,3 +147,21 @@ def test_gradients_are_unscaled_judged_and_agreed_on_alone(
     assert (pending.verdict().nonfinite > 0) is (count == 0)
     live.advance([pending.count()])
     assert live.scale() == (4.0 if count == 0 else 8.0)
+
+
+@pytest.mark.parametrize("is_recording", [True, False], ids=["recording", "not recording"])
+def test_autograd_does_not_see_the_unscaling_and_records_as_before(torch: Any, is_recording: bool) -> None:
+    from gradscale_torch import GradScaler
+
+    weight = torch.ones(3, requires_grad=True)
+    # As after backward(create_graph=True).
+    weight.grad = weight * 8.0
+    scaler, optimizer = GradScaler("cpu", init_scale=4.0), torch.optim.SGD([weight])
+    before = weight.grad.grad_fn
+    with torch.set_grad_enabled(is_recording):
+        scaler.scale(torch.ones(()))
+        norm = scaler.unscale_(optimizer, max_norm=1e9)
+        assert torch.is_grad_enabled() is is_recording
+    assert not norm.requires_grad
+    assert weight.grad.tolist() == [2.0] * 3
+    assert weight.grad.grad_fn is before
