@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.measure import Row
+from benchmarks.measure import Idle, Row
 
 __all__ = ["CASES", "rows"]
 
@@ -55,15 +55,6 @@ def rows(quick: bool) -> list[Row]:
     ]
 
 
-class _Idle:
-    """An optimizer that does nothing."""
-
-    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
-        self.param_groups = param_groups
-
-    def step(self) -> None: ...
-
-
 def measure(rounds: int) -> dict[str, float]:
     """Return the median seconds of one call of each kind, as this rank sees them."""
     import numpy as np
@@ -76,7 +67,7 @@ def measure(rounds: int) -> dict[str, float]:
     x = np.arange(LENGTH, dtype=np.int32)
     received = np.empty_like(x)
     collectives = gradscale.registry.collectives_for(comm, timeout=60)
-    optimizer = _Idle([{"params": [SimpleNamespace(grad=np.ones(10, np.float32))]}])
+    optimizer = Idle([SimpleNamespace(grad=np.ones(10, np.float32))])
 
     def iteration(scaler: gradscale.GradScaler, between: Callable[[], object]) -> Callable[[], None]:
         scaler.scale(np.ones((), np.float32))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import gradscale
-from benchmarks.measure import Call, Row, interleaved
+from benchmarks.measure import Call, Idle, Row, interleaved
 from gradscale_numpy import NumpyBackend
 
 __all__ = ["CASES", "plot"]
@@ -32,15 +32,6 @@ _TARGETS = {
 }
 
 
-class _Idle:
-    """An optimizer that does nothing."""
-
-    def __init__(self, parameters: list[Any]) -> None:
-        self.param_groups = [{"params": parameters}]
-
-    def step(self) -> None: ...
-
-
 def _iterated(scaler: Any, loss: Any, optimizer: Any, times: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(times):
@@ -53,7 +44,7 @@ def _iterated(scaler: Any, loss: Any, optimizer: Any, times: int) -> Callable[[]
 
 def _numpy(count: int, times: int, *, fast: bool) -> Callable[[], None]:
     parameters = [SimpleNamespace(grad=np.ones(_SIZE, np.float32)) for _ in range(count)]
-    optimizer = _Idle(parameters)
+    optimizer = Idle(parameters)
     scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=fast))
     return _iterated(scaler, np.ones((), np.float32), optimizer, times)
 
@@ -64,7 +55,7 @@ def _torch(kind: Any, count: int, times: int) -> Callable[[], None]:
     parameters = [torch.nn.Parameter(torch.zeros(_SIZE)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones(_SIZE)
-    return _iterated(kind("cpu", **_SETTINGS), torch.ones(()), _Idle(parameters), times)
+    return _iterated(kind("cpu", **_SETTINGS), torch.ones(()), Idle(parameters), times)
 
 
 def iterations(quick: bool) -> list[Row]:

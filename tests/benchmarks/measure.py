@@ -6,8 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Call", "NotOnThisMachineError", "Row", "by_the_clock", "interleaved", "readable"]
+__all__ = ["Call", "Idle", "NotOnThisMachineError", "Row", "by_the_clock", "interleaved", "readable"]
 
 
 class NotOnThisMachineError(Exception):
@@ -20,6 +21,16 @@ class Call:
 
     run: Callable[[], object]
     reset: Callable[[], object] | None = None
+
+
+class Idle:
+    """An optimizer that does nothing."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+    def step(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
