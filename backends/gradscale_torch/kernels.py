@@ -38,7 +38,9 @@ def inverse_of(scale: Tensor) -> Tensor:
     return scale.reciprocal()
 
 
-def unscale_in_place(groups: Groups, inverse: Tensor, found: Found, *, judge_again: bool) -> None:
+def unscale_in_place(
+    groups: Groups, inverse: Tensor, found: Found, zeros: Found | None = None, *, judge_again: bool
+) -> None:
     """Multiply tensors by the reciprocal of the scale and note where one is not finite.
 
     Parameters
@@ -49,6 +51,8 @@ def unscale_in_place(groups: Groups, inverse: Tensor, found: Found, *, judge_aga
         0-d float32 on any device; waited for where tensors are the host's.
     found : dict
         By device; entries are added, or set to 1.
+    zeros : dict, optional
+        By device, tensors that are 0 and that nobody else has, to be taken for these entries.
     judge_again : bool
         Whether the products must be judged, too: they overflow only if the reciprocal is above 1.
 
@@ -59,7 +63,10 @@ def unscale_in_place(groups: Groups, inverse: Tensor, found: Found, *, judge_aga
     """
     for (device, dtype), tensors in groups.items():
         factor = moved(inverse, device)
-        flag = found[device] if device in found else found.setdefault(device, torch.zeros_like(factor))
+        flag = found.get(device)
+        if flag is None:
+            flag = zeros.pop(device, None) if zeros else None
+            flag = found[device] = torch.zeros_like(factor) if flag is None else flag
         _apply(device, dtype, tensors, flag, factor)
         if judge_again:
             _apply(device, dtype, tensors, flag, torch.ones((), dtype=torch.float32, device=device))

@@ -135,6 +135,8 @@ class TensorUnscaler:
         self._meshes: dict[Any, list[Collectives]] = {}
         # The optimizers whose last step was left to unscale by itself.
         self._left_scaled: IdentityMap[bool] = IdentityMap()
+        # Flags of the host that the last kernels have left 0, for the next ones: making one takes as long as a kernel.
+        self._zeros: kernels.Found = {}
 
     def __getstate__(self) -> tuple[torch.device | str | int | None, bool, float]:
         """Return what is pickled: the settings."""
@@ -190,7 +192,8 @@ class TensorUnscaler:
                 if request.max_norm is not None:
                     self._announce(gradients, inverse)
                     inverse, norm = self._clipped(inverse, gradients, request.max_norm, found)
-                kernels.unscale_in_place(grouped.groups, inverse, found, judge_again=live.may_be_below_one(state))
+                judge_again = live.may_be_below_one(state)
+                kernels.unscale_in_place(grouped.groups, inverse, found, self._zeros, judge_again=judge_again)
             else:
                 kernels.judge(grouped.groups, found)
             if grouped.uncoalesced:
@@ -200,7 +203,11 @@ class TensorUnscaler:
         finally:
             torch._C._set_grad_enabled(is_recording)
         home = _CPU if isinstance(state.scale, float) else state.scale.device
-        return TensorFound(found, home, count, not request.unscales, norm)
+        if count is None or not found:
+            return TensorFound(found, home, count, not request.unscales, norm)
+        if count == 0 and not found[_CPU].is_inference():
+            self._zeros = found
+        return TensorFound(None, home, count, not request.unscales, norm)
 
     def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""

@@ -39,8 +39,9 @@ class TensorFound:
 
     Attributes
     ----------
-    found : dict
-        By device, a 0-d float32: 1 where something is not finite, else 0.
+    flags : dict or None
+        By device, a 0-d float32: 1 where something is not finite, else 0. None for the host alone, where the count
+        says it as well.
     home : torch.device
         Where the scale is.
     count : int or None
@@ -51,11 +52,18 @@ class TensorFound:
         Their norm before clipping.
     """
 
-    found: Found
+    flags: Found | None
     home: torch.device
     count: int | None = None
     is_scaled: bool = False
     norm: Tensor | None = None
+
+    @property
+    def found(self) -> Found:
+        """The flags, made now if there are none."""
+        if self.flags is None:
+            self.flags = {_CPU: torch.full((), float(self.count != 0), dtype=torch.float32, device=_CPU)}
+        return self.flags
 
     @property
     def flag(self) -> Tensor:

@@ -165,3 +165,51 @@ def test_autograd_does_not_see_the_unscaling_and_records_as_before(torch: Any, i
     assert not norm.requires_grad
     assert weight.grad.tolist() == [2.0] * 3
     assert weight.grad.grad_fn is before
+
+
+class TestFlagsThatKernelsHaveLeftZero:
+    """The unscaler gives a flag to the next kernel only if nobody else has it and it is 0."""
+
+    @pytest.fixture
+    def unscaled(self, torch: Any, live: Any) -> Any:
+        from gradscale_torch.unscaler import TensorUnscaler
+
+        unscaler = TensorUnscaler("cpu", allows_fp16=False, timeout=1.0)
+
+        def unscaled(value: float) -> Any:
+            parameter = torch.nn.Parameter(torch.zeros(2))
+            parameter.grad = torch.full((2,), value)
+            return unscaler.unscale(unscaler.collect(torch.optim.SGD([parameter])), live, live.current())
+
+        return unscaled
+
+    def test_an_overflow_is_not_found_again(self, unscaled: Any) -> None:
+        assert [unscaled(value).count for value in (1.0, 1.0, math.inf, 1.0, math.nan, math.nan, 1.0)] == [
+            *(0, 0, 1, 0, 1, 1, 0)
+        ]
+
+    @pytest.mark.parametrize("value", [1.0, math.inf], ids=["clean", "overflow"])
+    def test_what_is_shown_stays_as_it_is(self, unscaled: Any, value: float) -> None:
+        [shown] = unscaled(value).found.values()
+        unscaled(math.inf)
+        assert shown.item() == float(value == math.inf)
+        # As a host does who wants the step to be skipped.
+        shown.fill_(1.0)
+        assert unscaled(1.0).count == 0
+
+    def test_a_kernel_that_fails_leaves_none(self, torch: Any, unscaled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def failing(*args: Any) -> None:
+            args[1].fill_(1.0)
+            raise RuntimeError("out of memory")
+
+        unscaled(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                unscaled(1.0)
+        assert unscaled(1.0).count == 0
+
+    def test_none_is_kept_that_only_inference_may_write_to(self, torch: Any, unscaled: Any) -> None:
+        with torch.inference_mode():
+            assert unscaled(1.0).count == 0
+        assert unscaled(math.inf).count == 1
