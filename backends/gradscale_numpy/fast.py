@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from gradscale.core.summaries import Layout, Summary, value_of
 from gradscale_numpy import kernels
 from gradscale_numpy.compiling import compiled
-from gradscale_numpy.headers import array_at, table_of_singles
+from gradscale_numpy.headers import (
+    OWNERS,
+    array_at,
+    elements_of_singles,
+    is_readable,
+    objects_in,
+    single_at,
+    table_of_singles,
+)
 
 __all__ = ["count_words", "unscale_all", "unscale_singles"]
 
@@ -25,8 +33,14 @@ Array = NDArray[Any]
 # Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
 _BLOCK = 1 << 17
 
+# Elements that are scaled while other threads wait: it takes some ten microseconds.
+_AT_ONCE = 1 << 17
+
 # Elements that are counted in 32 bits, in which more are counted at once than in 64.
 _COUNTED = 1 << 16
+
+# What was not scaled: anything else, and too much at once.
+_OTHERS, _MANY = -1, -2
 
 _SINGLE = np.dtype(np.float32)
 _DOUBLE = np.dtype(np.float64)
@@ -103,11 +117,29 @@ def _scale_singles(array: Any, factor: Any) -> Any:
 
 
 @compiled
-def _count_scaled(table: Any, factor: Any) -> Any:
+def _scale_table(table: Any, factor: Any) -> Any:
     count = 0
     for i in range(table.shape[1]):
         count += _scale_singles(array_at(table[0, i], table[1, i], np.float32), factor)
     return count
+
+
+def _scale_listed(listed: Any, wanted: Any, factor: Any) -> Any:
+    """Scale the arrays of a list and return how many are not finite; negative, and nothing is modified, else."""
+    objects = objects_in(listed)
+    elements = elements_of_singles(objects, wanted)
+    if elements < 0:
+        return _OTHERS
+    if elements > _AT_ONCE:
+        return _MANY
+    count = 0
+    for address in objects:
+        count += _scale_singles(single_at(address), factor)
+    return count
+
+
+# No other thread changes an array while it is read.
+_scale_listed = compiled(_scale_listed, holds_lock=True)
 
 
 @compiled
@@ -241,15 +273,20 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
 
 def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
     """Do what `kernels.unscale_singles` does, to the same bits."""
-    table = table_of_singles(leaves, owners=True)
-    return None if table is None else int(_count_scaled(table, inverse))
+    if not is_readable():
+        return None
+    listed = leaves if type(leaves) is list else list(leaves)
+    count: int = _scale_listed(id(listed), OWNERS, inverse)
+    if count == _MANY:
+        return _unscale_plain(listed, inverse)
+    return None if count < 0 else count
 
 
 def _unscale_plain(arrays: Sequence[Array], inverse: np.float32) -> int:
-    table = table_of_singles(arrays, owners=False)
+    table = table_of_singles(arrays)
     if table is None:
         return sum(_scale_singles(array.reshape(-1), inverse) for array in arrays)
-    return int(_count_scaled(table, inverse))
+    return int(_scale_table(table, inverse))
 
 
 def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:

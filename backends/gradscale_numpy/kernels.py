@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -113,7 +114,7 @@ def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
     """
     if not are_owners(leaves) or not _ONLY_SINGLES.issuperset(map(_dtype, leaves)):
         return None
-    if len(set(map(id, leaves))) < len(leaves):
+    if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
         return None
     if max(map(_size, leaves), default=0) > SMALL:
         return unscale_all(leaves, leaves, inverse)
@@ -123,7 +124,7 @@ def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
             part = leaves[start : start + _BLOCK // SMALL]
             # A loop that runs in C.
             collections.deque(map(np.multiply, part, itertools.repeat(factor), part), maxlen=0)
-            if not np.logical_and.reduce(np.isfinite(np.concatenate(part, axis=None))):
+            if not _is_finite(part[0].reshape(-1) if len(part) == 1 else np.concatenate(part, axis=None)):
                 nonfinite += sum(not np.isfinite(array).all() for array in part)
     return nonfinite
 
@@ -257,9 +258,13 @@ def _multiply_finite_half(source: Array, out: Array, inverse: np.float32) -> boo
 
 def _is_finite(block: Array) -> bool:
     """Return whether every element of the block is finite."""
-    if block.dtype in (_SINGLE, _DOUBLE) and block.ndim == 1 and block.size % _ROW == 0 and block.flags.carray:
+    if block.dtype in (_SINGLE, _DOUBLE) and block.ndim == 1 and block.flags.carray:
         # No square is negative, so no infinity cancels. Finite values may overflow: the exact test is below.
-        sums_of_squares = np.matmul(block.reshape(-1, 1, _ROW), block.reshape(-1, _ROW, 1))
-        if np.isfinite(sums_of_squares).all():
-            return True
+        if block.size <= _ROW:
+            if math.isfinite(np.vdot(block, block)):
+                return True
+        elif block.size % _ROW == 0:
+            sums_of_squares = np.matmul(block.reshape(-1, 1, _ROW), block.reshape(-1, _ROW, 1))
+            if np.isfinite(sums_of_squares).all():
+                return True
     return bool(np.isfinite(block).all())

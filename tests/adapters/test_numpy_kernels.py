@@ -493,16 +493,41 @@ def test_arrays_are_read_from_memory_only_where_all_fields_are_in_their_places(m
     from gradscale_numpy import fast, headers
 
     arrays = [np.full((2, 3), 3, SINGLE), np.full((), np.inf, SINGLE)]
-    table = headers.table_of_singles(arrays, owners=True)
+    table = headers.table_of_singles(arrays)
     assert table is not None
     assert table.tolist() == [[array.ctypes.data for array in arrays], [6, 1]]
-    for constant, other in {"_DATA": 4, "_NDIM": 5, "_SHAPE": 5, "_DTYPE": 6, "_FLAGS": 3}.items():
+    others = {"_DATA": 4, "_NDIM": 5, "_SHAPE": 5, "_DTYPE": 6, "_FLAGS": 3, "_LENGTH": 1, "_ALLOCATED": 3}
+    for constant, other in others.items():
         with monkeypatch.context() as patch:
             patch.setattr(headers, constant, other)
-            headers._is_readable.cache_clear()
-            assert headers.table_of_singles(arrays, owners=True) is None, constant
-    headers._is_readable.cache_clear()
-    monkeypatch.setattr(headers, "_is_readable", lambda: False)
+            headers.is_readable.cache_clear()
+            assert headers.table_of_singles(arrays) is None, constant
+            assert fast.unscale_singles(arrays, np.float32(0.5)) is None, constant
+    headers.is_readable.cache_clear()
+    monkeypatch.setattr(headers, "is_readable", lambda: False)
+    monkeypatch.setattr(fast, "is_readable", lambda: False)
     assert fast.unscale_singles(arrays, np.float32(0.5)) is None
     assert fast.unscale_all(arrays, arrays, np.float32(0.5)) == 1
     assert (arrays[0] == 1.5).all()
+
+
+@pytest.mark.parametrize("together", [tuple, list], ids=["tuple", "list"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_singles_that_are_many_at_once_are_scaled_as_few_are(
+    monkeypatch: pytest.MonkeyPatch, together: Callable[[Any], Any], bad: int
+) -> None:
+    """Compiled loops scale a few arrays at once, and more with other threads running."""
+    require("fast")
+    from gradscale_numpy import fast
+
+    arrays = [np.full(1 << 16, 3, SINGLE), np.full((1 << 15, 2), 3, SINGLE), np.full((), 3, SINGLE)]
+    arrays[bad].flat[-1] = np.nan
+    calls = []
+    scaled_table = fast._scale_table
+    monkeypatch.setattr(fast, "_scale_table", lambda *args: calls.append(args) or scaled_table(*args))
+    assert fast.unscale_singles(together(arrays), np.float32(0.5)) == 1
+    assert len(calls) == 1
+    assert all(array.flat[0] == 1.5 for index, array in enumerate(arrays) if index != bad or array.size > 1)
+    assert fast.unscale_singles(together(arrays[:2]), np.float32(2.0)) == (bad < 2)
+    assert len(calls) == 1
+    assert all(array.flat[0] == 3 for array in arrays[:2])
