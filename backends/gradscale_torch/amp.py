@@ -31,7 +31,7 @@ from gradscale.reports.recorder import OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Exchange
 from gradscale.scaler.options import DEFAULT_TIMEOUT, CommonOptions, with_options
-from gradscale.scaler.stepper import Outcome, find_closure
+from gradscale.scaler.stepper import find_closure
 from gradscale.scaler.turn import Turn
 from gradscale_torch.checkpoint import as_torchs_pickle, as_torchs_state_dict, state_dict_of_pickle
 from gradscale_torch.compiling import untraced, untraced_but_for_calls, warn_caller
@@ -262,7 +262,7 @@ class GradScaler(TorchGradScaler):
         turn, verdict = begun
         # Called from a frame that the compiler has not left, so that it compiles the optimizer.
         returned = None if verdict.nonfinite else optimizer.step(*args, **kwargs)
-        _end_step(self._scaler, optimizer, turn, Outcome(returned, verdict))
+        _end_step(self._scaler, optimizer, turn, verdict)
         return returned
 
     @untraced
@@ -796,8 +796,8 @@ def _begin_plain_step(
 
 
 @untraced
-def _end_step(scaler: gradscale.GradScaler, optimizer: Any, turn: Turn, outcome: Outcome) -> None:
-    scaler.end_step(optimizer, turn, outcome)
+def _end_step(scaler: gradscale.GradScaler, optimizer: Any, turn: Turn, verdict: Verdict) -> None:
+    scaler.end_step(optimizer, turn, verdict)
 
 
 @untraced
@@ -815,7 +815,7 @@ _asking: IdentityMap[bool] = IdentityMap()
 
 def _takes_the_scaler(optimizer: Any) -> bool:
     if optimizer not in _asking:
-        _asking[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        _asking.put(optimizer, "grad_scaler" in inspect.signature(optimizer.step).parameters)
     return _asking[optimizer]
 
 
@@ -835,5 +835,5 @@ def _step_with_the_scaler(
         # It may have told its own verdict.
         cast(TensorVerdict, turn.pending).accept()
     verdict = turn.verdict() if turn.is_judged else Verdict(0, 0, False, scaler.get_scale())
-    scaler.end_step(optimizer, turn, Outcome(returned, verdict))
+    scaler.end_step(optimizer, turn, verdict)
     return returned

@@ -68,7 +68,7 @@ class FusedStepper:
         _mend_momentum(optimizer, fresh, found)
         if pending.is_read_later:
             pending.start_reading()
-        return Outcome(returned, verdict)
+        return returned, verdict, 0
 
 
 # torch's fused SGD leaves momentum uninitialized when its first step is skipped, and takes it for filled later.

@@ -166,7 +166,7 @@ def collect(parameters: Parameters, *, allow_fp16: bool) -> GradientGroups:
     InvalidValueError
         For float16 gradients that are not allowed; nothing has been modified.
     """
-    tensors = [gradient for parameter in parameters.unique if (gradient := parameter.grad) is not None]
+    tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
     if parameters.shares_gradients:
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
     # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the host at once.

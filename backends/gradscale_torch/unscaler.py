@@ -157,7 +157,8 @@ class TensorUnscaler:
         request = request or _PLAIN
         parameters = self._known.by_id(id(optimizer))
         if parameters is None or not parameters.listed.are_those_of(optimizer):
-            parameters = self._known[optimizer] = parameters_of(optimizer)
+            parameters = parameters_of(optimizer)
+            self._known.put(optimizer, parameters)
         grouped = collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
         return TensorGradients(self, optimizer, parameters, grouped, request)
 
@@ -177,7 +178,7 @@ class TensorUnscaler:
         if request.max_norm is not None:
             clipping.require_norm(optimizer, gradients.parameters, grouped, is_shared=request.is_shared)
         gradients.is_touched = True
-        if optimizer in self._left_scaled:
+        if self._left_scaled.by_id(id(optimizer)):
             self._left_scaled.pop(optimizer)
         found: kernels.Found = {}
         norm = None
@@ -263,7 +264,7 @@ class TensorUnscaler:
 
     def remember_left_scaled(self, optimizer: Any) -> None:
         """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
-        self._left_scaled[optimizer] = True
+        self._left_scaled.put(optimizer, True)
 
     def _announce(self, gradients: TensorGradients, like: Tensor) -> None:
         """Let the ranks know that a norm comes; on a device, where the host waits for nobody, it comes unannounced."""

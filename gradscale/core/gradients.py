@@ -242,7 +242,8 @@ def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
 def _from_param_groups(optimizer: Any, known: IdentityMap[ListedParameters]) -> tuple[list[Any], Assign]:
     parameters = known.by_id(id(optimizer))
     if parameters is None or not parameters.are_those_of(optimizer):
-        parameters = known[optimizer] = ListedParameters(listed for _, listed in _parameter_lists(optimizer))
+        parameters = ListedParameters(listed for _, listed in _parameter_lists(optimizer))
+        known.put(optimizer, parameters)
     gradients = _gradients_of(optimizer, parameters.unique)
 
     def assign(replacements: dict[int, Array]) -> None:

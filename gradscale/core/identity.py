@@ -22,10 +22,13 @@ class IdentityMap(Generic[_Value]):
     def __getitem__(self, key: Any) -> _Value:
         return self._entries[id(key)][1]
 
-    def __setitem__(self, key: Any, value: _Value) -> None:
+    def put(self, key: Any, value: _Value) -> None:
+        """Give an object a value, in the place of any other."""
+        # No __setitem__, which Python calls by a detour: it is called in each iteration.
         identity = id(key)
-        if identity in self._entries:
-            self._entries[identity] = (self._entries[identity][0], value)
+        known = self._entries.get(identity)
+        if known is not None:
+            self._entries[identity] = known[0], value
             return
         # Weakly, because a cycle would keep the map and its arrays until the collector runs.
         this = weakref.ref(self)

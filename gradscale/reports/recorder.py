@@ -154,7 +154,7 @@ class Reports(Generic[_Pending]):
         report = last.report()
         if not last.pending.is_captured:
             # Of a captured graph it is read anew each time: a replay may have written it since.
-            self._last[optimizer] = report
+            self._last.put(optimizer, report)
         return report
 
     def record(self, optimizer: Any, report: StepReport, rank: Callable[[], int] | None = None) -> None:
@@ -169,7 +169,7 @@ class Reports(Generic[_Pending]):
         rank : callable, optional
             Returns this process's rank; None to tell nobody.
         """
-        self._last[optimizer] = report
+        self._last.put(optimizer, report)
         if report.reason == "disabled":
             return
         self._history.append(report)
@@ -179,7 +179,7 @@ class Reports(Generic[_Pending]):
     def record_later(self, optimizer: Any, iteration: int, pending: _Pending) -> None:
         """Keep a step whose verdict the host has not read. What a captured graph writes has no place in the history."""
         entry = Deferred(pending, iteration)
-        self._last[optimizer] = entry
+        self._last.put(optimizer, entry)
         if not pending.is_captured:
             self.under_way.append(entry)
             self._history.append(entry)

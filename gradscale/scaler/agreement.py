@@ -63,7 +63,8 @@ class _Numbers:
     def of(self, key: Any) -> int:
         number = self._known.by_id(id(key))
         if number is None:
-            number = self._known[key] = self._next
+            number = self._next
+            self._known.put(key, number)
             self._next += 1
         return number
 
@@ -80,7 +81,7 @@ def _count_scaler(group: Any) -> int:
         # It would be kept for ever, and a communicator holds memory of a device.
         return 0
     number = _scalers.by_id(id(group)) or 0
-    _scalers[group] = number + 1
+    _scalers.put(group, number + 1)
     return number
 
 
@@ -252,8 +253,9 @@ class Agreement:
             group = getattr(collectives, "identity", collectives)
             number = self._had.by_id(id(group))
             if number is None:
-                number = self._had[group] = _count_scaler(group)
-            self._own_numbers[collectives] = number
+                number = _count_scaler(group)
+                self._had.put(group, number)
+            self._own_numbers.put(collectives, number)
         return number
 
     def _shifts(self, groups: Sequence[Collectives]) -> list[int]:

@@ -90,7 +90,7 @@ class Diagnosis:
         parts = self._agreement, self._live, frame, Purpose.DIAGNOSIS, optimizer
         exchanges: IdentityMap[Exchange] = IdentityMap()
         for index, group in enumerate(groups):
-            exchanges[group] = Exchange(group, *parts, index=index)
+            exchanges.put(group, Exchange(group, *parts, index=index))
 
         def agree(collectives: Collectives, values: list[int]) -> list[int]:
             return exchanges[collectives].maximum(values, like)

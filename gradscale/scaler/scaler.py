@@ -34,7 +34,7 @@ from gradscale.scaler.options import (
 )
 from gradscale.scaler.parts import LiveState, Pending, Scaling, Unscaler
 from gradscale.scaler.scaling import ArrayScaling
-from gradscale.scaler.stepper import ClosureStepper, Outcome, PlainStepper, Stepper
+from gradscale.scaler.stepper import ClosureStepper, PlainStepper, Stepper
 from gradscale.scaler.turn import Stage, Turn
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip
 
@@ -249,9 +249,9 @@ class GradScaler:
         for stepper in self._steppers:
             if stepper.takes(optimizer, args, kwargs):
                 break
-        outcome = stepper.step(turn, optimizer, args, kwargs)
-        self.end_step(optimizer, turn, outcome)
-        return outcome.returned
+        returned, verdict, retries = stepper.step(turn, optimizer, args, kwargs)
+        self.end_step(optimizer, turn, verdict, retries)
+        return returned
 
     def update(self, new_scale: Any = None) -> None:
         """Adapt the scale to this iteration's verdicts, and begin the next iteration.
@@ -281,14 +281,14 @@ class GradScaler:
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = [], []
         found_at_min_scale = False
-        for turn in self._iteration.turns():
+        for turn in self._iteration.turns:
             one = turn.pending
             if one is not None and one.is_begun:
                 pending.append(one)
                 if not one.is_read_later:
                     verdict = turn.verdict()
                     verdicts.append(verdict)
-                    found_at_min_scale |= verdict.nonfinite > 0 and verdict.at_min_scale
+                    found_at_min_scale = found_at_min_scale or (verdict.at_min_scale and verdict.nonfinite > 0)
         before = None
         if self._reports.wants_updates:
             judged: list[StepReport | Verdict] = [*self._iteration.reports, *verdicts]
@@ -595,23 +595,23 @@ class GradScaler:
             self._apply_deferred()
         return turn
 
-    def end_step(self, optimizer: Any, turn: Turn, outcome: Outcome) -> None:
-        """Record what has become of a step: the second half of ``step``."""
+    def end_step(self, optimizer: Any, turn: Turn, verdict: Verdict | None, retries: int = 0) -> None:
+        """Record what has become of a step, under a verdict or one that is read later: the second half of ``step``."""
         turn.stage = Stage.STEPPED
-        self._agreement.steps += 1
-        number = turn.frame.number
-        if turn.pending is not None and turn.pending.is_scaled:
+        agreement, reports, pending, frame = self._agreement, self._reports, turn.pending, turn.frame
+        agreement.steps += 1
+        if pending is not None and pending.is_scaled:
             self._unscaler.remember_left_scaled(optimizer)
-        if outcome.verdict is None:
-            assert turn.pending is not None
-            self._reports.record_later(optimizer, number, turn.pending)
+        if verdict is None:
+            assert pending is not None
+            reports.record_later(optimizer, frame.number, pending)
             return
         overflow = None
-        if outcome.verdict.nonfinite and self._reports.diagnoses:
-            overflow = self._diagnosis.diagnose(optimizer, turn.frame, turn, gather=True)
-        report = step_report(outcome.verdict, number, outcome.retries, overflow)
+        if verdict.nonfinite and reports.diagnoses:
+            overflow = self._diagnosis.diagnose(optimizer, frame, turn, gather=True)
+        report = step_report(verdict, frame.number, retries, overflow)
         self._iteration.reports.append(report)
-        self._reports.record(optimizer, report, self._agreement.rank)
+        reports.record(optimizer, report, agreement.rank)
 
     def agree_over(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""

@@ -41,7 +41,7 @@ class ArrayScaling:
         except Exception as error:
             refusal = unreadable("outputs", error)
             raise refusal from error
-        if is_met and live.is_made:
+        if is_met:
             backend = live.backend
             backend.refuse_tracing("scale()")
             state = frame.in_force(live, outputs)

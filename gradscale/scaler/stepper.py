@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
@@ -16,22 +16,12 @@ __all__ = ["ClosureStepper", "Outcome", "PlainStepper", "Stepper", "find_closure
 _LARGEST_RETRIES = 16
 
 
-class Outcome(NamedTuple):
-    """What has become of a step.
+Outcome: TypeAlias = tuple[Any, Verdict | None, int]
+"""What has become of a step.
 
-    Attributes
-    ----------
-    returned : object
-        What ``optimizer.step`` returned; None for a skipped step.
-    verdict : Verdict or None
-        What it was stepped under; None where the host reads it later.
-    retries : int
-        How often a closure was evaluated again at a lower scale.
-    """
-
-    returned: Any
-    verdict: Verdict | None
-    retries: int = 0
+What ``optimizer.step`` returned, None for a skipped step; the verdict that it was stepped under, None where the host
+reads it later; and how often a closure was evaluated again at a lower scale.
+"""
 
 
 class Stepper(Protocol):
@@ -56,7 +46,7 @@ class PlainStepper:
     def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Step an optimizer, or leave it out. One host read."""
         verdict = turn.verdict_for_step(optimizer)
-        return Outcome(None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict)
+        return None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict, 0
 
 
 class ClosureStepper:
@@ -100,7 +90,7 @@ class ClosureStepper:
                 f"nor judged: step it without a closure"
             )
             raise CallOrderError(msg)
-        return Outcome(returned, evaluation.verdict, evaluation.retries)
+        return returned, evaluation.verdict, evaluation.retries
 
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:

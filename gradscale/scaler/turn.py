@@ -97,7 +97,8 @@ class Turn:
         gradients = self._unscaler.collect(optimizer, request)
         groups = groups or gradients.groups()
         like = None
-        if not live.is_made:
+        # Where outputs were scaled there is a state.
+        if frame.state is None and not live.is_made:
             if not groups and not live.is_known:
                 what = "gradients are to be unscaled, and scale() has never been called"
                 # As in a pipeline, of which the last stage alone has a loss.

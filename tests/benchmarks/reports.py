@@ -20,7 +20,7 @@ class _LastReports(Reports[Any]):
     """Keeps the last report of each optimizer, and does nothing else about reports."""
 
     def record(self, optimizer: Any, report: StepReport, rank: Callable[[], int] | None = None) -> None:  # noqa: ARG002
-        self._last[optimizer] = report
+        self._last.put(optimizer, report)
 
 
 def _without_reports(scaler: gradscale.GradScaler) -> gradscale.GradScaler:

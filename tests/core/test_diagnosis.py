@@ -30,7 +30,7 @@ def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
     grads = [arrays.to_numpy(grad).tobytes() for grad in optimizer.grads]
     live, *_, agreement, reports = scaler.parts
     iteration, frame = scaler.iteration, scaler.iteration.frame
-    turns = [(turn.stage, turn.by_closure, id(turn.pending), turn.known) for turn in iteration.turns()]
+    turns = [(turn.stage, turn.by_closure, id(turn.pending), turn.known) for turn in iteration.turns]
     state = live.current() if live.is_made else None
     kept = [
         *(repr(part) for part in scaler.parts),

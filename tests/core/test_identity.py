@@ -31,10 +31,10 @@ def test_values_are_found_by_the_object() -> None:
     things: list[Any] = [Thing(), Equal(), Equal(), Slotted(), [], {}, Thing]
     for value, thing in enumerate(things):
         assert thing not in mapping
-        mapping[thing] = value
+        mapping.put(thing, value)
     assert [mapping[thing] for thing in things] == list(range(len(things)))
     assert len(mapping) == len(things)
-    mapping[things[1]] = 70
+    mapping.put(things[1], 70)
     assert (mapping[things[1]], mapping[things[2]], len(mapping)) == (70, 2, len(things))
     with pytest.raises(KeyError):
         mapping[Thing()]
@@ -46,7 +46,7 @@ def test_an_object_is_forgotten_when_it_dies_and_its_address_is_free() -> None:
         thing = Thing()
         # The address of the one before is often handed on.
         assert thing not in mapping
-        mapping[thing] = "value"
+        mapping.put(thing, "value")
         assert len(mapping) == 1
         del thing
     assert len(mapping) == 0
@@ -57,8 +57,8 @@ def test_an_object_in_a_cycle_is_not_kept_alive() -> None:
     thing: Any = Thing()
     thing.itself = thing
     reference = weakref.ref(thing)
-    mapping[thing] = "value"
-    mapping[thing] = "another"
+    mapping.put(thing, "value")
+    mapping.put(thing, "another")
     del thing
     gc.collect()
     assert reference() is None
@@ -68,7 +68,7 @@ def test_an_object_in_a_cycle_is_not_kept_alive() -> None:
 def test_an_object_that_cannot_be_referenced_weakly_keeps_its_address() -> None:
     mapping: IdentityMap[int] = IdentityMap()
     for value in range(20):
-        mapping[Slotted()] = value
+        mapping.put(Slotted(), value)
     assert len(mapping) == 20
 
 
@@ -77,7 +77,8 @@ def test_a_map_is_no_cycle_and_goes_with_its_last_reference() -> None:
     gc.disable()
     try:
         mapping: IdentityMap[Thing] = IdentityMap()
-        mapping[thing] = value = Thing()
+        value = Thing()
+        mapping.put(thing, value)
         held = weakref.ref(value)
         del value, mapping
         assert held() is None

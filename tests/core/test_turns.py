@@ -168,9 +168,10 @@ def test_steppers_take_what_they_are_for() -> None:
 @pytest.mark.parametrize("value", [4.0, np.inf])
 def test_a_plain_stepper_says_what_has_become_of_a_step(value: float) -> None:
     optimizer = Tree([gradient(value)])
-    outcome = PlainStepper().step(turn_of(Iteration(1), optimizer), optimizer, (1,), {"two": 2})
-    assert outcome.verdict is not None
-    assert (outcome.returned, outcome.verdict.nonfinite) == (("stepped", 0) if value == 4.0 else (None, 1))
+    turn = turn_of(Iteration(1), optimizer)
+    returned, verdict, retries = PlainStepper().step(turn, optimizer, (1,), {"two": 2})
+    assert verdict is not None
+    assert (returned, verdict.nonfinite, retries) == (("stepped", 0, 0) if value == 4.0 else (None, 1, 0))
     assert optimizer.calls == ([((1,), {"two": 2})] if value == 4.0 else [])
 
 
@@ -188,6 +189,6 @@ def test_a_closure_stepper_counts_what_it_evaluates_again() -> None:
         optimizer.grads = [gradient(np.inf if len(scales) < 3 else 8.0)]
         return "loss"
 
-    outcome = ClosureStepper().step(turn, optimizer, (closure,), {})
-    assert (outcome.returned, outcome.retries, scales) == ("loss", 2, [4.0, 2.0, 1.0])
+    returned, _, retries = ClosureStepper().step(turn, optimizer, (closure,), {})
+    assert (returned, retries, scales) == ("loss", 2, [4.0, 2.0, 1.0])
     assert optimizer.grads[0].tolist() == [8.0]
