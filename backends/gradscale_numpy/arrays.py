@@ -23,7 +23,7 @@ __all__ = ["NumpyBackend"]
 
 NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
-UnscaleSingles = Callable[[Sequence[Any], np.float32], int | None]
+UnscaleOwners = Callable[[Sequence[Any], np.float32], int | None]
 
 _SINGLE = np.dtype(np.float32)
 _EXAMPLE = np.zeros((), dtype=np.float32)
@@ -72,12 +72,12 @@ class NumpyBackend(Backend):
         return kernels.unscale_all
 
     @functools.cached_property
-    def _unscale_singles(self) -> UnscaleSingles:
+    def _unscale_owners(self) -> UnscaleOwners:
         if self.is_compiled:
             from gradscale_numpy import fast as compiled
 
-            return compiled.unscale_singles
-        return kernels.unscale_singles
+            return compiled.unscale_owners
+        return kernels.unscale_owners
 
     @functools.cached_property
     def _summarize_all(self) -> Callable[[Sequence[NumpyArray]], list[int]]:
@@ -135,11 +135,11 @@ class NumpyBackend(Backend):
         ]
 
     def unscale_at_once(self, leaves: Sequence[Any], state: ScaleState, /) -> int | None:
-        """Unscale contiguous float32 arrays that own their memory, each once; None where there are any others."""
+        """Unscale contiguous arrays that own their memory, each once; None where there is anything else."""
         # Another way to unscale, of a class that derives from this one, is not passed by.
         if type(self).unscale is not NumpyBackend.unscale:
             return None
-        return self._unscale_singles(leaves, np.float32(1.0 / state.scale))
+        return self._unscale_owners(leaves, np.float32(1.0 / state.scale))
 
     def unscale(
         self,
@@ -177,13 +177,8 @@ class NumpyBackend(Backend):
             When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
         inverse = np.float32(1.0 / float(state.scale))
-        count = self._unscale_singles(grads, inverse) if out is grads else None
-        if count is not None:
-            unscaled, nonfinite = grads, count
-        elif out is grads and kernels.are_owners(grads):
-            unscaled, nonfinite = grads, self._unscale_all(grads, grads, inverse)
-        else:
-            unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out)
+        count = self._unscale_owners(grads, inverse) if out is grads else None
+        unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out) if count is None else (grads, count)
         return unscaled, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
 
     def _unscale_into(

@@ -26,7 +26,7 @@ from gradscale_numpy.headers import (
     table_of_singles,
 )
 
-__all__ = ["count_words", "unscale_all", "unscale_singles"]
+__all__ = ["count_words", "unscale_all", "unscale_owners"]
 
 Array = NDArray[Any]
 
@@ -271,15 +271,13 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     return nonfinite + _unscale_plain(plain, inverse)
 
 
-def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
-    """Do what `kernels.unscale_singles` does, to the same bits."""
-    if not is_readable():
-        return None
+def unscale_owners(leaves: Sequence[Any], inverse: np.float32) -> int | None:
+    """Do what `kernels.unscale_owners` does, to the same bits."""
     listed = leaves if type(leaves) is list else list(leaves)
-    count: int = _scale_listed(id(listed), OWNERS, inverse)
-    if count == _MANY:
-        return _unscale_plain(listed, inverse)
-    return None if count < 0 else count
+    count: int = _scale_listed(id(listed), OWNERS, inverse) if is_readable() else _OTHERS
+    if count == _OTHERS:
+        return None if kernels.dtypes_of_owners(listed) is None else unscale_all(listed, listed, inverse)
+    return _unscale_plain(listed, inverse) if count == _MANY else count
 
 
 def _unscale_plain(arrays: Sequence[Array], inverse: np.float32) -> int:

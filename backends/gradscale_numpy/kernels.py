@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
-__all__ = ["SMALL", "are_owners", "sum_of_squares", "unscale_all", "unscale_one", "unscale_singles"]
+from gradscale.core.arithmetic import Kind, dtype_kind
+
+__all__ = ["SMALL", "dtypes_of_owners", "sum_of_squares", "unscale_all", "unscale_one", "unscale_owners"]
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
@@ -33,6 +36,7 @@ _ROW = 1 << 13
 _dtype, _size = operator.attrgetter("dtype"), operator.attrgetter("size")
 _flags = operator.attrgetter("flags.num")
 
+_NUMPY = array_namespace(np.zeros(()))
 _ONLY_ARRAYS = frozenset([np.ndarray])
 _ONLY_SINGLES = frozenset([np.dtype(np.float32)])
 # C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
@@ -96,7 +100,7 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     return nonfinite
 
 
-def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
+def unscale_owners(leaves: Sequence[Any], inverse: np.float32) -> int | None:
     """Do what `unscale_all` does in place, where a glance tells that this can be done.
 
     Parameters
@@ -109,14 +113,12 @@ def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
     Returns
     -------
     int or None
-        How many arrays hold an infinity or a NaN. None, and nothing is modified, where a leaf is anything but a
-        C-contiguous, aligned and writable array of float32 that owns its memory and is there once.
+        How many arrays hold an infinity or a NaN. None, and nothing is modified, where `dtypes_of_owners` is.
     """
-    if not are_owners(leaves) or not _ONLY_SINGLES.issuperset(map(_dtype, leaves)):
+    dtypes = dtypes_of_owners(leaves)
+    if dtypes is None:
         return None
-    if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
-        return None
-    if max(map(_size, leaves), default=0) > SMALL:
+    if not dtypes <= _ONLY_SINGLES or max(map(_size, leaves), default=0) > SMALL:
         return unscale_all(leaves, leaves, inverse)
     nonfinite, factor = 0, np.asarray(inverse)
     with np.errstate(all="ignore"):
@@ -129,12 +131,30 @@ def unscale_singles(leaves: Sequence[Any], inverse: np.float32) -> int | None:
     return nonfinite
 
 
-def are_owners(leaves: Sequence[Any]) -> bool:
-    """Tell, by their few classes and combinations of flags, whether all are arrays that can be unscaled in place.
+def dtypes_of_owners(leaves: Sequence[Any]) -> set[np.dtype[Any]] | None:
+    """Return the dtypes of arrays of which a few looks tell that they can be unscaled in place.
 
-    Such an array is of NumPy's own class, C-contiguous, aligned and writable, and owns its memory.
+    Parameters
+    ----------
+    leaves
+        Anything.
+
+    Returns
+    -------
+    set of dtypes or None
+        None where a leaf is anything but a C-contiguous, aligned and writable floating-point array of NumPy's own
+        class that owns its memory and is there once.
     """
-    return _ONLY_ARRAYS.issuperset(map(type, leaves)) and _OWN_AND_PLAIN.issuperset(map(_flags, leaves))
+    if not _ONLY_ARRAYS.issuperset(map(type, leaves)) or not _OWN_AND_PLAIN.issuperset(map(_flags, leaves)):
+        return None
+    if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
+        return None
+    dtypes = set(map(_dtype, leaves))
+    return dtypes if dtypes <= _ONLY_SINGLES or all(map(_is_floating, dtypes)) else None
+
+
+def _is_floating(dtype: np.dtype[Any]) -> bool:
+    return dtype_kind(dtype, _NUMPY) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX)
 
 
 def unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
