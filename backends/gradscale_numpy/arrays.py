@@ -139,7 +139,7 @@ class NumpyBackend(Backend):
         # Another way to unscale, of a class that derives from this one, is not passed by.
         if type(self).unscale is not NumpyBackend.unscale:
             return None
-        return self._unscale_owners(leaves, np.float32(1.0 / state.scale))
+        return self._unscale_owners(leaves, _inverse_of(state.scale))
 
     def unscale(
         self,
@@ -176,7 +176,7 @@ class NumpyBackend(Backend):
         InvalidValueError
             When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
-        inverse = np.float32(1.0 / float(state.scale))
+        inverse = _inverse_of(float(state.scale))
         count = self._unscale_owners(grads, inverse) if out is grads else None
         unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out) if count is None else (grads, count)
         return unscaled, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
@@ -229,6 +229,11 @@ class NumpyBackend(Backend):
 def _as_factor(scale: float) -> NumpyArray:
     """Return a scale as a 0-d float32, which nobody writes to."""
     return np.asarray(scale, dtype=np.float32)
+
+
+@functools.lru_cache(maxsize=16)
+def _inverse_of(scale: float) -> np.float32:
+    return np.float32(1.0 / scale)
 
 
 def _is_single_loss(x: NumpyArray) -> bool:

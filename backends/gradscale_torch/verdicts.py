@@ -122,7 +122,7 @@ class TensorVerdict:
         if not groups:
             count = found.count
             if count is not None and isinstance(state.scale, float) and not would_wait(found.home):
-                self.known = Verdict(count, count, bool(live.at_min_scale(state)), state.scale)
+                self.known = vector.verdict((count, count, bool(live.at_min_scale(state)), state.scale))
         elif agreement is not None:
             self._sent = self._message(agreement, frame, subject or Subject())
             self._moved = agreement.moved(groups)

@@ -28,6 +28,7 @@ from array_api_compat import array_namespace
 
 from gradscale.core import canonical
 from gradscale.core.backend import Backend
+from gradscale.core.named import constructor
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits, round_to_float32
 from gradscale.errors import ScaleDesyncError
@@ -49,6 +50,7 @@ __all__ = [
     "position",
     "read_both",
     "read_verdict",
+    "verdict",
 ]
 
 _STATE = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker")
@@ -106,6 +108,10 @@ class Verdict(NamedTuple):
     local_nonfinite: int
     at_min_scale: bool
     scale: float
+
+
+verdict: Callable[[tuple[int, int, bool, float]], Verdict] = constructor(Verdict)
+"""Makes a Verdict of its four values."""
 
 
 class AgreementVector:
@@ -355,7 +361,7 @@ def read_verdict(
     # Where both a field and its negative are this rank's, they are everybody's.
     if values[2:] != own[2:]:
         _require_one_state(values, own, policy, where, moved)
-    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
+    return verdict((values[0], own[0], bool(values[1]), float32_from_bits(values[2])))
 
 
 def _require_one_state(

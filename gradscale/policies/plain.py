@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
 from gradscale.core.messages import shown
+from gradscale.core.named import constructor
 from gradscale.core.protocols import Policy, ScaleState
 from gradscale.core.vector import is_fixed
 from gradscale.errors import InvalidTypeError
@@ -474,7 +475,7 @@ def _traced_rule(policy: Any) -> PlainRule | None:
     except Exception:
         # It needs arrays, as some do; whatever is wrong with it is told when it gets them.
         return None
-    namespace = {**HELPERS, "state_of": functools.partial(tuple.__new__, ScaleState)}
+    namespace = {**HELPERS, "state_of": constructor(ScaleState)}
     exec(compile(source, f"<{type(policy).__name__}, plain>", "exec"), namespace)
     return PlainRule(namespace["update"], namespace["backoff"], namespace.get("at_min_scale"))
 

@@ -422,7 +422,7 @@ class PendingVerdict:
         self.groups, self.version = groups, live.version
         count = found.nonfinite
         if isinstance(count, int) and not groups:
-            self.known = Verdict(count, count, live.at_min_scale(state) is True, state.scale)
+            self.known = vector.verdict((count, count, live.at_min_scale(state) is True, state.scale))
             return
         self._live, self._state, self._number = live, state, frame.number
         self._agreed: Any = None

@@ -14,6 +14,7 @@ from gradscale.core.backend import Backend
 from gradscale.core.clipping import clip_factor, clip_factor_of
 from gradscale.core.gradients import ListedParameters, collect_gradients
 from gradscale.core.identity import IdentityMap
+from gradscale.core.named import constructor
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
@@ -99,6 +100,9 @@ class ArrayFound(NamedTuple):
     norm: Array | None
 
 
+_made_found = constructor(ArrayFound)
+
+
 class ArrayUnscaler:
     """Unscales in place where the library can, else assigns new arrays. No host read, but for a norm over ranks."""
 
@@ -126,7 +130,7 @@ class ArrayUnscaler:
             gradients.is_touched = True
             count = backend.unscale_at_once(gradients.leaves, state)
             if count is not None:
-                return ArrayFound(count, None)
+                return _made_found((count, None))
             gradients.is_touched = False
         chosen = ops.floating_leaves(gradients.leaves, live.home, what=gradients.what)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
