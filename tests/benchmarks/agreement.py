@@ -1,4 +1,4 @@
-"""The agreement of two ranks on one optimizer, against one bare Allreduce of the same bytes.
+"""The agreement of ranks on one optimizer: two, against one bare Allreduce of the same bytes; many, against two.
 
 ``rows`` launches this module under mpiexec; run by itself, it is one of the ranks.
 """
@@ -19,9 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradscale
 from benchmarks.measure import Idle, Row
+from gradscale.testing import ThreadCollectives, run_ranks
 
-__all__ = ["CASES", "rows"]
+__all__ = ["CASES", "Counting", "rows"]
 
 _CALLS = 200  # in each round
 
@@ -55,12 +57,49 @@ def rows(quick: bool) -> list[Row]:
     ]
 
 
+class Counting:
+    """A group that takes note of the bytes of each message."""
+
+    def __init__(self, group: ThreadCollectives) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.sent: list[int] = []
+        self._group = group
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        """Begin a MAX of the group's."""
+        self.sent.append(x.nbytes)
+        return self._group.start_max(x)
+
+
+def messages(_quick: bool) -> list[Row]:
+    """Count what a rank sends in an iteration, of 2 and of more ranks, which are threads."""
+    import numpy as np
+
+    def sent_by(group: ThreadCollectives) -> list[int]:
+        counting = Counting(group)
+        scaler = gradscale.ShardedGradScaler(group=counting)
+        scaler.scale(np.ones((), np.float32))
+        scaler.step(Idle([SimpleNamespace(grad=np.ones(10, np.float32))]))
+        scaler.update()
+        return counting.sent
+
+    counted = []
+    few = max(run_ranks(2, sent_by), key=sum)
+    for ranks in (4, 8, 16):
+        most = max(run_ranks(ranks, sent_by), key=sum)
+        of = f"of a rank in an iteration, {ranks} / 2 ranks"
+        counted += [
+            Row(f"messages {of}", len(most), len(few), "", 1.0),
+            Row(f"bytes {of}", sum(most), sum(few), "", 1.0),
+        ]
+    return counted
+
+
 def measure(rounds: int) -> dict[str, float]:
     """Return the median seconds of one call of each kind, as this rank sees them."""
     import numpy as np
     from mpi4py import MPI
 
-    import gradscale
     from gradscale.core.vector import LENGTH
 
     comm = MPI.COMM_WORLD
@@ -118,7 +157,7 @@ def main() -> None:
         print(json.dumps(times))
 
 
-CASES = {"agreement": rows}
+CASES = {"agreement": rows, "messages": messages}
 """By name, what measures some rows of the table; called with whether to be quick."""
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def clipping(quick: bool) -> list[Row]:
     import torch
 
     rows = []
-    for shapes, rounds in (([_SMALL], 501), ([_SMALL, _LARGE], 41)):
+    # Of large ones, one read and one read and write take 0.65 of what torch does.
+    for shapes, rounds, target in (([_SMALL], 501, 0.6), ([_SMALL, _LARGE], 41, 0.7)):
         scalers = _scalers(torch)
         mine, other = _optimizer(torch, shapes), _optimizer(torch, shapes)
         parameters = other.param_groups[0]["params"]
@@ -96,7 +97,7 @@ def clipping(quick: bool) -> list[Row]:
         times = interleaved(calls, rounds // (5 if quick else 1))
         what = " and ".join(f"{count} of {_readable(size)}" for count, size in shapes)
         case = f"torch unscale_(max_norm=), {what} / unscale_, clip_grad_norm_"
-        rows.append(Row(case, times["ours"], times["torch"], "s", 0.6))
+        rows.append(Row(case, times["ours"], times["torch"], "s", target))
     return rows
 
 
