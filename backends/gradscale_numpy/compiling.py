@@ -18,6 +18,9 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def compiled(function: _Function, *, holds_lock: bool = False) -> _Function:
     """Return a function that is compiled on first use, and whose machine code is kept on disk where there is a place.
 
+    What is kept is of one version of the function's own file. Who changes a function of another file that it calls
+    removes the ``.nbi`` files beside it.
+
     Parameters
     ----------
     function : callable

@@ -1,8 +1,8 @@
-"""Tables of many NumPy arrays, read from their objects in memory by a loop that Numba compiles.
+"""Lists of NumPy arrays, read from their objects in memory by loops that Numba compiles.
 
 To ask a small array for its class, flags, dtype and shape takes longer than to unscale it. What is read here instead
-are the fields that NumPy's C API declares for every array (``PyArrayObject_fields``), and only where arrays of known
-content have all of them in their places.
+are the fields that Python and NumPy declare for every list and array (``PyListObject``, ``PyArrayObject_fields``), and
+only where lists and arrays of known content have all of them in their places.
 """
 
 from __future__ import annotations

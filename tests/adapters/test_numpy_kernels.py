@@ -431,6 +431,12 @@ class _Own(np.ndarray[Any, Any]):
     """A class of somebody's."""
 
 
+def _own() -> Array:
+    array = _Own(4, SINGLE)
+    array[...] = 1
+    return array
+
+
 def _read_only() -> Array:
     array = np.ones(4, SINGLE)
     array.flags.writeable = False
@@ -456,7 +462,8 @@ _NOT_AT_ONCE: dict[str, Callable[[], Any]] = {
     "strided": lambda: np.ones(8, SINGLE)[::2],
     "read-only": _read_only,
     "unaligned": _unaligned,
-    "another class": lambda: np.ones(4, SINGLE).view(_Own),
+    "a view of another class": lambda: np.ones(4, SINGLE).view(_Own),
+    "an owner of another class": _own,
     "masked": lambda: np.ma.ones(4, SINGLE),
 }
 
