@@ -95,7 +95,7 @@ _DEFAULTS: ScalerOptions = {
 # What torch's scalers take besides.
 _OF_TORCH = {"device", "process_group"}
 # What stands in a docstring in the place of the options.
-_PLACE = "    **options\n"
+_PLACE = "**options\n"
 
 
 def completed(options: Mapping[str, Any]) -> ScalerOptions:
@@ -171,7 +171,8 @@ def with_options(*kinds: Any) -> Callable[[_Class], _Class]:
         ]
         constructor.__signature__ = inspect.Signature([*own, *by_name], return_annotation=None)
         if kind.__doc__ is not None:
-            kind.__doc__ = kind.__doc__.replace(_PLACE, "".join(map(_described, kinds)))
+            # From Python 3.13 on it comes without its indentation.
+            kind.__doc__ = inspect.cleandoc(kind.__doc__).replace(_PLACE, "".join(map(_described, kinds)))
         return kind
 
     return show
@@ -181,4 +182,4 @@ def with_options(*kinds: Any) -> Callable[[_Class], _Class]:
 def _described(kind: Any) -> str:
     """Return what the docstring of a kind of options says of each; nothing where Python drops docstrings."""
     lines = textwrap.dedent((kind.__doc__ or "").partition("----------\n")[2])
-    return textwrap.indent(lines.rstrip() + "\n", "    ") if lines else ""
+    return lines.rstrip() + "\n" if lines else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ def assert_shown(constructor: Any, options: Any) -> None:
         assert name in constructor.__doc__
     assert "**options" not in constructor.__doc__
     # The entries stand in the section of the parameters, as deep as the others.
-    section = constructor.__doc__.partition("    Parameters\n    ----------\n")[2].partition("\n\n")[0]
-    assert all(line.startswith("    ") and line.strip() for line in section.splitlines())
-    assert "    history_size : int, default 1024\n        How many" in section
+    section = inspect.cleandoc(constructor.__doc__).partition("\nParameters\n----------\n")[2].partition("\n\n")[0]
+    assert all(re.match(r"\w|    \S", line) for line in section.splitlines())
+    assert "\nhistory_size : int, default 1024\n    How many" in section
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["alone", "sharded"])
