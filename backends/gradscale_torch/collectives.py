@@ -18,12 +18,14 @@ from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.core.vector import foreign_message
 from gradscale.errors import BackendError, InvalidValueError, ScaleDesyncError
-from gradscale.groups import GroupWait
+from gradscale.groups import GroupWait, poll
 from gradscale_torch import compact, groups
 from gradscale_torch.transfers import integers, is_capturing, refuse_capture
 
 __all__ = ["Pending", "TorchCollectives"]
 
+# Seconds in which the host asks before it sleeps, which it is woken from late; ranks on its core get their turn.
+_SOON = 2e-3
 # Seconds. Signals, Ctrl-C among them, are seen between two slices.
 _SLICE = timedelta(seconds=0.1)
 # How much later than this timeout the library's own is where the host does not wait, so that this one is what a user
@@ -261,11 +263,15 @@ class TorchCollectives:
             return
         # UCC waits without looking at the time; accelerators do not wait at all.
         is_polled = where.type != "cpu" or self._carriers["cpu"] == "ucc"
-        group.run(lambda: self._poll(group, work) if is_polled else group.until(lambda: _is_over(work)))
+        group.run(self._poll if is_polled else self._wait_in_slices, group, work)
 
     def _poll(self, group: GroupWait, work: Any) -> None:
         group.until(work.is_completed)
         work.wait()
+
+    def _wait_in_slices(self, group: GroupWait, work: Any) -> None:
+        poll(work.is_completed, min(_SOON, self._timeout))
+        group.until(lambda: _is_over(work))
 
 
 def _is_over(work: Any) -> bool:
