@@ -205,7 +205,7 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
     for got, x in zip(arrays, before, strict=True):
         # Dividing by the reciprocal is what the oracle does, where that is exact.
         if factor < 1.0:
-            wide = x.astype(np.result_type(x, np.float32) if x.dtype != TYPES["bfloat16"] else np.float32)
+            wide = x.astype(np.result_type(x.dtype, np.float32) if x.dtype != TYPES["bfloat16"] else np.float32)
             with np.errstate(all="ignore"):
                 parts = np.stack([wide.real, wide.imag]) * wide.real.dtype.type(by)
             x = parts[0] if x.dtype.kind != "c" else np.stack(list(parts), axis=-1).view(x.dtype)[..., 0]

@@ -258,6 +258,6 @@ def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, inte
         assert scales(library, rule, steps) == wanted
     multiplied, scale = [], np.float32(rule.init_scale)
     for step in steps:
-        scale = np.float32(scale * (0.5 if step == "O" else 2.0 ** (1.0 / interval)))
+        scale *= np.float32(0.5 if step == "O" else 2.0 ** (1.0 / interval))
         multiplied.append(float(scale))
     assert multiplied != wanted, "float32 products are not enough, and the oracle sees it"

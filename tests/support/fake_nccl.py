@@ -336,7 +336,10 @@ class Foreign:
         def take(x: Any) -> Foreign:
             return Foreign(x.values, x.__dlpack_device__()[1])
 
-        return SimpleNamespace(__name__="foreign", int32=np.dtype(np.int32), from_dlpack=take)
+        # array_api_compat collects namespaces in a set.
+        namespace = types.ModuleType("foreign")
+        vars(namespace).update(int32=np.dtype(np.int32), from_dlpack=take)
+        return namespace
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self._device
@@ -369,6 +372,8 @@ class FakeCupy(types.ModuleType):
         get = checked("cupy.cuda.get_current_stream", _current_stream)
         members = {"Device": Device, "Event": Event, "Stream": Stream, "get_current_stream": get}
         vars(self.cuda).update(members, runtime=self.runtime, nccl=self.nccl)
+        # array_api_compat 1.11 imports it.
+        self.cuda.stream = types.ModuleType("cupy.cuda.stream")  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
