@@ -42,21 +42,21 @@ _LOWER_HALF = 0xFFFFFFFF
 _FORTRAN, _OWNER = 0x0002, 0x0004
 # C-contiguous, aligned and writable.
 _PLAIN = 0x0001 | 0x0100 | 0x0400
-# The class and the dtype, which flags are looked at, what they are, and whether each is there once.
+# The class and the dtype, which flags are looked at, and what they are.
 _OF_SINGLES = id(np.ndarray), id(_SINGLE)
 _WANTED = np.array(
     [
-        [*_OF_SINGLES, _LOWER_HALF & ~_FORTRAN, _PLAIN | _OWNER, 1],
-        [*_OF_SINGLES, _LOWER_HALF & ~(_FORTRAN | _OWNER), _PLAIN, 0],
+        [*_OF_SINGLES, _LOWER_HALF & ~_FORTRAN, _PLAIN | _OWNER],
+        [*_OF_SINGLES, _LOWER_HALF & ~(_FORTRAN | _OWNER), _PLAIN],
     ]
 )
 
 OWNERS = _WANTED[0].ctypes.data
 """What to look for, as compiled code takes it: C-contiguous, aligned and writable arrays of float32, each of which owns
-its memory and is there once, so that no two share an element."""
+its memory, so that no two share an element."""
 
 ANY = _WANTED[1].ctypes.data
-"""The same, whoever owns their memory, and however often they are there."""
+"""The same, whoever owns their memory."""
 
 
 @intrinsic
@@ -95,17 +95,15 @@ def single_at(address: Any) -> Any:
 
 @compiled
 def elements_of_singles(objects: Any, wanted_at: Any) -> Any:
-    """Return how many elements arrays have, or -1 unless each object is an array as it is wanted; for compiled code."""
-    wanted = array_at(wanted_at, 5, np.int64)
+    """Return how many elements arrays have; -1 unless each is as it is wanted and there once; for compiled code."""
+    wanted = array_at(wanted_at, 4, np.int64)
     elements = 0
     for i in range(objects.size):
         words = array_at(objects[i], _WORDS, np.int64)
         if words[_CLASS] != wanted[0] or words[_DTYPE] != wanted[1] or words[_FLAGS] & wanted[2] != wanted[3]:
             return -1
         elements += single_at(objects[i]).size
-    if wanted[4] and not _are_distinct(objects):
-        return -1
-    return elements
+    return elements if _are_distinct(objects) else -1
 
 
 @compiled
@@ -128,7 +126,7 @@ def _are_distinct(addresses: Any) -> Any:
 
 
 def _fill(table: Any, listed: Any, wanted_at: Any) -> Any:
-    """Fill a table, and tell whether each object is an array as it is wanted; nothing is filled in else."""
+    """Fill a table, and tell whether each object is as it is wanted, and there once; else the table is left alone."""
     objects = objects_in(listed)
     if elements_of_singles(objects, wanted_at) < 0:
         return False
@@ -154,7 +152,7 @@ def table_of_singles(objects: Sequence[Any]) -> Table | None:
     -------
     array or None
         2-d int64: a row of addresses, and one of sizes. None where an object is anything but a C-contiguous, aligned
-        and writable array of float32 of NumPy's own class, and where arrays cannot be read like this.
+        and writable array of float32 of NumPy's own class that is there once, and where arrays cannot be read like this.
     """
     if not is_readable():
         return None
