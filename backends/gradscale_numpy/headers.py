@@ -126,7 +126,7 @@ def _are_distinct(addresses: Any) -> Any:
 
 
 def _fill(table: Any, listed: Any, wanted_at: Any) -> Any:
-    """Fill a table, and tell whether each object is as it is wanted, and there once; else the table is left alone."""
+    """Fill a table, and tell whether each object is as it is wanted and there once; else the table is left alone."""
     objects = objects_in(listed)
     if elements_of_singles(objects, wanted_at) < 0:
         return False
@@ -152,7 +152,7 @@ def table_of_singles(objects: Sequence[Any]) -> Table | None:
     -------
     array or None
         2-d int64: a row of addresses, and one of sizes. None where an object is anything but a C-contiguous, aligned
-        and writable array of float32 of NumPy's own class that is there once, and where arrays cannot be read like this.
+        and writable array of float32 of NumPy's own class that is there once, or arrays cannot be read like this.
     """
     if not is_readable():
         return None

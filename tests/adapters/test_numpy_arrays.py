@@ -338,3 +338,27 @@ def test_without_numba_the_kernels_of_numpy_serve() -> None:
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert completed.stdout.split() == ["[1.0]", "0", "gradscale_numpy.kernels"], completed.stderr
+
+
+class Unit(np.ndarray[Any, Any]):
+    """An array whose products are of another unit, a thousand times as large."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = [np.asarray(x) for x in inputs]
+        return getattr(ufunc, method)(*plain, **options) * np.float32(1000.0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "1-d"])
+def test_a_loss_of_another_class_is_multiplied_as_it_says(backend: NumpyBackend, shape: tuple[int, ...]) -> None:
+    state = ScaleState(4.0, 0, 0, 0)
+    (scaled,) = backend.scale([np.full(shape, 2.0, np.float32).view(Unit)], state)
+    assert (type(scaled), scaled.dtype, scaled.tolist()) == (np.ndarray, np.float32, np.full(shape, 8000.0).tolist())
+
+
+def test_several_losses_come_back_in_their_order(backend: NumpyBackend) -> None:
+    losses = [np.float32(x) for x in (1.0, 2.0)] + [np.asarray(3.0, np.float32), np.asarray(4.0, np.float16)]
+    scaled = backend.scale(losses, ScaleState(4.0, 0, 0, 0))
+    assert [(type(x), x.dtype, x.tolist()) for x in scaled] == [
+        (np.ndarray, np.float32, 4.0 * x) for x in (1.0, 2.0, 3.0, 4.0)
+    ]
+    assert [x.tolist() for x in backend.scale(losses[2:3] * 2, ScaleState(2.0, 0, 0, 0))] == [6.0, 6.0]

@@ -427,6 +427,17 @@ def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_bloc
     assert module.unscale_owners(arrays, np.float32(0.5)) == 4
 
 
+def test_large_singles_are_not_gathered(module: ModuleType) -> None:
+    arrays = [np.ones(1 << 20, SINGLE) for _ in range(3)]
+    assert module.unscale_owners(arrays, np.float32(0.5)) == 0
+    tracemalloc.start()
+    try:
+        assert module.unscale_owners(arrays, np.float32(0.5)) == 0
+        assert tracemalloc.get_traced_memory()[1] < arrays[0].nbytes
+    finally:
+        tracemalloc.stop()
+
+
 class _Own(np.ndarray[Any, Any]):
     """A class of somebody's."""
 
@@ -523,6 +534,7 @@ def test_arrays_are_read_from_memory_only_where_all_fields_are_in_their_places(m
     headers.is_readable.cache_clear()
     monkeypatch.setattr(headers, "is_readable", lambda: False)
     monkeypatch.setattr(fast, "is_readable", lambda: False)
+    monkeypatch.setattr(fast, "_scale_listed", None)
     assert fast.unscale_owners(arrays, np.float32(0.5)) == 1
     assert fast.unscale_all(arrays, arrays, np.float32(0.5)) == 1
     assert (arrays[0] == 0.75).all()
