@@ -38,3 +38,19 @@ def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: i
         assert len(sent[0]) == optimizers * ITERATIONS
         assert len(set(sent[0])) == 1
         assert 0 < sent[0][0] <= LARGEST
+
+
+def test_a_rank_that_has_seen_an_array_takes_part_without_any() -> None:
+    """Neither the group nor the scaler was told a library."""
+
+    def train(group: ThreadCollectives) -> int:
+        counting, tree = Counting(group), Tree()
+        scaler = ShardedGradScaler(group=counting)
+        scaler.scale(np.ones((), np.float32))
+        for gradients in ([np.ones(3, np.float32)], []):
+            tree.grads = gradients
+            scaler.step(tree)
+            scaler.update()
+        return len(counting.sent)
+
+    assert run_ranks(2, train) == [2, 2]
