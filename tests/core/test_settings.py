@@ -209,6 +209,18 @@ def test_an_overflow_at_the_minimum_raises_and_the_scaler_can_be_used_on(arrays:
         iterate(arrays, scaler, optimizer, [1.0, math.inf])
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "second", "third"])
+def test_an_overflow_of_any_optimizer_at_the_minimum_raises(arrays: Library, bad: int) -> None:
+    scaler = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise"))
+    scaler.scale(arrays.asarray(1.0))
+    for index in range(3):
+        optimizer = Tree()
+        optimizer.grads = [arrays.asarray([math.inf if index == bad else 1.0])]
+        scaler.step(optimizer)
+    with pytest.raises(ScaleUnderflowError):
+        scaler.update()
+
+
 def test_a_tolerated_overflow_at_the_minimum_does_not_raise(arrays: Library) -> None:
     policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise", hysteresis=2)
     scaler, optimizer = GradScaler(policy=policy), Tree()
