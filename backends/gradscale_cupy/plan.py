@@ -16,6 +16,7 @@ from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale.core import aliasing
+from gradscale.core.named import constructor
 from gradscale.errors import InvalidValueError
 
 __all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Launch", "Layout", "layout_of", "plan", "require_disjoint"]
@@ -72,6 +73,9 @@ class Layout(NamedTuple):
     itemsize: int
 
 
+_made_layout = constructor(Layout)
+
+
 class Launch(NamedTuple):
     """One call of a kernel.
 
@@ -112,7 +116,7 @@ def layout_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dt
             f"strides {strides} in bytes: pass a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
-    return Layout(address, *form)
+    return _made_layout((address, *form))
 
 
 @_kept
@@ -145,7 +149,7 @@ def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUN
     kinds: dict[tuple[_Form, _Form], int] = {}
     numbers = np.array(
         [
-            kinds.setdefault((source[1:], target[1:]), len(kinds))
+            kinds.setdefault(((form := source[1:]), form if target is source else target[1:]), len(kinds))
             for source, target in zip(sources, targets, strict=True)
         ],
         np.intp,
