@@ -248,7 +248,7 @@ def grid_in_another_order(groups: list[Any], is_odd: bool, library: str, setting
 
 
 def grid_of_mpi(comm: Any, odd_rank: int, library: str) -> list[Failure | None]:
-    """Agree over groups of 3 ranks that each two of them share one of: in one order, and in another on the odd rank."""
+    """Agree over the rows and columns of 2 x 2 ranks: in one order, and in another on the odd rank."""
     row = comm.Split(color=comm.rank // 2, key=comm.rank)
     column = comm.Split(color=comm.rank % 2, key=comm.rank)
     policies: list[Any] = [{}, {"policy": gradscale.StaticScale(4.0)}]
