@@ -33,7 +33,7 @@ Array = NDArray[Any]
 # Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
 _BLOCK = 1 << 17
 
-# Elements that are scaled while other threads wait: it takes some ten microseconds.
+# Elements that are scaled while other threads wait: it takes some 40 microseconds.
 _AT_ONCE = 1 << 17
 
 # Elements that are counted in 32 bits, in which more are counted at once than in 64.
