@@ -25,14 +25,18 @@ class CupyBackend(Backend):
     """Fused unscale for CuPy arrays: one launch for each device and pair of dtypes, and no wait for a device.
 
     The state's device is the current one, as CuPy wants it of whatever is computed with; gradients may be on others.
-    The tables of addresses are kept for as long as the same memory comes again. Those that a CUDA graph has captured
-    are kept for good, and with them the arrays.
+
+    Attributes
+    ----------
+    tables : gradscale_cupy.tables.Tables
+        Of addresses, kept for as long as the same memory comes again. Those that a CUDA graph has captured are kept
+        for good, and with them the arrays.
     """
 
     name = "cupy"
 
     def __init__(self) -> None:
-        self._tables = Tables()
+        self.tables = Tables()
 
     def __reduce__(self) -> tuple[type[CupyBackend], tuple[()]]:
         return type(self), ()
@@ -147,7 +151,7 @@ class CupyBackend(Backend):
     def _clip_there(self, arrays: Sequence[Array], factor: Array, device: Any) -> None:
         there = factor if device == factor.device else moved(factor, device)
         with device:
-            prepared = self._tables.of(arrays, arrays, "clip")
+            prepared = self.tables.of(arrays, arrays, "clip")
             launch.clip(prepared, there)
             rest = [arrays[index] for index in prepared.others]
             for target, values in zip(rest, multiply_arrays(rest, there), strict=True):
@@ -172,7 +176,7 @@ class CupyBackend(Backend):
             sources, made = [grads[index] for index in indices], [targets[index] for index in indices]
             with device:
                 # What is refused is refused before anything is modified, on any device.
-                ready.append((device, sources, made, self._tables.of(sources, made, kind)))
+                ready.append((device, sources, made, self.tables.of(sources, made, kind)))
         with home:
             nonfinite = cupy.zeros((), dtype=cupy.int32)
         for device, sources, made, prepared in ready:

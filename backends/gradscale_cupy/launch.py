@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
-from gradscale_cupy.plan import CHUNK, Layout, plan
+from gradscale_cupy.plan import CHUNK, Arrays, plan
 
 __all__ = ["Prepared", "clip", "prepare", "unscale", "unscale_with_squares"]
 
@@ -66,12 +65,12 @@ def _kernel(name: str) -> Any:
     )
 
 
-def prepare(sources: Sequence[Layout], targets: Sequence[Layout]) -> Prepared:
+def prepare(sources: Arrays, targets: Arrays) -> Prepared:
     """Return what unscales arrays of the current device, with tables that are on their way to it.
 
     Parameters
     ----------
-    sources, targets : sequence of Layout
+    sources, targets : Arrays
         As for :func:`gradscale_cupy.plan.plan`.
     """
     launches, others = plan(sources, targets)

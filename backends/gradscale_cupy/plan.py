@@ -5,6 +5,7 @@ An array is known by its address, shape, strides and dtype, so that whatever has
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,9 @@ from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale.core import aliasing
-from gradscale.core.named import constructor
 from gradscale.errors import InvalidValueError
 
-__all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Launch", "Layout", "layout_of", "plan", "require_disjoint"]
+__all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Arrays", "Form", "Launch", "plan", "require_disjoint"]
 
 CHUNK = 1 << 14
 """Elements of a chunk: 16 packs of 16 bytes for each of 256 threads, in float32."""
@@ -51,13 +51,11 @@ KERNELS = {
 _EXACT_SEARCH = 100_000
 
 
-class Layout(NamedTuple):
-    """What is to be known of an array: where and how its elements lie.
+class Form(NamedTuple):
+    """What is to be known of an array but its address: how its elements lie.
 
     Attributes
     ----------
-    address : int
-        Of the first element.
     shape, strides : tuple of int
         Strides in elements.
     dtype : str
@@ -66,14 +64,57 @@ class Layout(NamedTuple):
         Bytes of an element.
     """
 
-    address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     itemsize: int
 
 
-_made_layout = constructor(Layout)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Arrays:
+    """Arrays of one device; thousands of them have few forms.
+
+    Attributes
+    ----------
+    addresses : array
+        1-d int64: of the first element of each.
+    numbers : array
+        1-d intp: which of the forms each has.
+    forms : list of Form
+        All different.
+    """
+
+    addresses: NDArray[np.int64]
+    numbers: NDArray[np.intp]
+    forms: list[Form]
+
+    @classmethod
+    def of(cls, addresses: Sequence[int], kinds: Sequence[tuple[tuple[int, ...], tuple[int, ...], Any]]) -> Arrays:
+        """Make them of what CuPy's arrays have: ``data.ptr``; and ``shape``, ``strides`` in bytes and ``dtype``.
+
+        Raises
+        ------
+        InvalidValueError
+            For elements that do not lie at multiples of their size, which no kernel can read.
+        """
+        distinct = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        made = [_form(*kind) for kind in distinct]
+        places = np.array(addresses, np.int64)
+        numbers = np.array([distinct[kind] for kind in kinds], np.intp)
+        steps = np.array([step for step, _ in made], np.int64)[numbers]
+        misplaced = np.flatnonzero((steps == 0) | (places % np.maximum(steps, 1) != 0))
+        if len(misplaced):
+            _, strides, dtype = kinds[misplaced[0]]
+            msg = (
+                f"the elements of a gradient must lie at multiples of their size, got {dtype} at address "
+                f"{addresses[misplaced[0]]:#x} with strides {strides} in bytes: pass a copy (grad.copy())"
+            )
+            raise InvalidValueError(msg)
+        return cls(places, numbers, [form for _, form in made])
+
+    def __getitem__(self, chosen: slice) -> Arrays:
+        """Return some of them, by the same numbers of the forms."""
+        return Arrays(self.addresses[chosen], self.numbers[chosen], self.forms)
 
 
 class Launch(NamedTuple):
@@ -94,48 +135,26 @@ class Launch(NamedTuple):
     chunks: NDArray[np.int32]
 
 
-# Of gradients whose memory is new in each iteration all but the addresses has been seen before.
+# Gradients whose memory is new in each iteration have forms that have been seen before.
 _kept = functools.lru_cache(maxsize=1 << 14)
-
-_Form = tuple[tuple[int, ...], tuple[int, ...], str, int]
-"""A layout without its address."""
-
-
-def layout_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Layout:
-    """Return the layout of an array, from what CuPy has of it: ``data.ptr``, ``shape``, ``strides`` and ``dtype``.
-
-    Raises
-    ------
-    InvalidValueError
-        For elements that do not lie at multiples of their size, which no kernel can read.
-    """
-    part, form = _form(shape, strides, dtype)
-    if form is None or address % part:
-        msg = (
-            f"the elements of a gradient must lie at multiples of their size, got {dtype} at address {address:#x} with "
-            f"strides {strides} in bytes: pass a copy (grad.copy())"
-        )
-        raise InvalidValueError(msg)
-    return _made_layout((address, *form))
 
 
 @_kept
-def _form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, _Form | None]:
-    """Return what an address must be a multiple of, and the form; None for strides that are none of elements."""
+def _form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, Form]:
+    """Return what addresses must be multiples of, 0 where no address will do, and the form."""
     itemsize = dtype.itemsize
-    part = itemsize // 2 if dtype.kind == "c" else itemsize
-    if any(stride % itemsize for stride in strides):
-        return part, None
-    return part, (shape, tuple(stride // itemsize for stride in strides), dtype.name, itemsize)
+    step = itemsize // 2 if dtype.kind == "c" else itemsize
+    fits = not any(stride % itemsize for stride in strides)
+    return step * fits, Form(shape, tuple(stride // itemsize for stride in strides), dtype.name, itemsize)
 
 
-def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUNK) -> tuple[list[Launch], list[int]]:
+def plan(sources: Arrays, targets: Arrays, chunk: int = CHUNK) -> tuple[list[Launch], list[int]]:
     """Return the launches that unscale arrays of one device, one for each pair of dtypes.
 
     Parameters
     ----------
-    sources, targets : sequence of Layout
-        Of equal shapes, pair by pair; the same for work in place.
+    sources, targets : Arrays
+        Of equal shapes, pair by pair, and with the same list of forms; the same for work in place.
     chunk : int
         Elements of a chunk.
 
@@ -145,30 +164,16 @@ def plan(sources: Sequence[Layout], targets: Sequence[Layout], chunk: int = CHUN
     others : list of int
         Which arrays no kernel takes: of other dtypes, or with more gaps than it walks.
     """
-    # Thousands of arrays have few forms.
-    kinds: dict[tuple[_Form, _Form], int] = {}
-    numbers = np.array(
-        [
-            kinds.setdefault(((form := source[1:]), form if target is source else target[1:]), len(kinds))
-            for source, target in zip(sources, targets, strict=True)
-        ],
-        np.intp,
-    )
-    rows = [_row(source, target) for source, target in kinds]
-    names = list(dict.fromkeys(pair for pair, _ in rows if pair))
-    which = np.array([names.index(pair) if pair else -1 for pair, _ in rows], np.intp)[numbers]
-    forms = np.zeros(len(rows), ROW)
-    forms["size"] = [row[2] if row else 0 for _, row in rows]
-    for number, (_, row) in enumerate(rows):
-        # Most are dense, and that is all.
-        if row and row[3]:
-            forms[number] = row
-    table = forms[numbers]
-    table["source"] = [source.address for source in sources]
-    table["target"] = [target.address for target in targets]
+    forms = sources.forms
+    both, numbers = np.unique(sources.numbers * len(forms) + targets.numbers, return_inverse=True)
+    made = [_row(forms[number // len(forms)], forms[number % len(forms)]) for number in both.tolist()]
+    pairs = list(dict.fromkeys(pair for pair, _ in made if pair))
+    which = np.array([pairs.index(pair) if pair else -1 for pair, _ in made], np.intp)[numbers]
+    table = np.frombuffer(b"".join(row for _, row in made), ROW)[numbers]
+    table["source"], table["target"] = sources.addresses, targets.addresses
     # What has no elements has no row.
-    chosen = [np.flatnonzero((which == number) & (table["size"] > 0)) for number in range(len(names))]
-    launches = [_launch(pair, table[rows], chunk) for pair, rows in zip(names, chosen, strict=True) if len(rows)]
+    chosen = [np.flatnonzero((which == number) & (table["size"] > 0)) for number in range(len(pairs))]
+    launches = [_launch(pair, table[rows], chunk) for pair, rows in zip(pairs, chosen, strict=True) if len(rows)]
     return launches, np.flatnonzero(which < 0).tolist()
 
 
@@ -189,25 +194,22 @@ def _launch(pair: str, table: NDArray[Any], chunk: int) -> Launch:
 
 
 @_kept
-def _row(source: _Form, target: _Form) -> tuple[str | None, tuple[Any, ...] | None]:
-    """Return the pair of dtypes and a row without addresses; None where no kernel takes these arrays."""
-    (shape, source_strides, source_dtype, _), (_, target_strides, target_dtype, _) = source, target
-    pair = _pair_of(source_dtype, target_dtype)
-    if pair is None:
-        return None, None
-    none = (0,) * MOST_DIMENSIONS
-    size = math.prod(shape)
-    axes = list(zip(shape, source_strides, target_strides, strict=True))
-    if source_dtype in _PARTS:
-        size *= 2
+def _row(source: Form, target: Form) -> tuple[str | None, bytes]:
+    """Return the pair of dtypes, None where no kernel takes these arrays, and a row without addresses."""
+    pair = _pair_of(source.dtype, target.dtype)
+    row = np.zeros((), ROW)
+    row["size"] = math.prod(source.shape)
+    axes = list(zip(source.shape, source.strides, target.strides, strict=True))
+    if source.dtype in _PARTS:
+        row["size"] *= 2
         axes = [(length, 2 * a, 2 * b) for length, a, b in axes] + [(2, 1, 1)]
     axes = _joined(axes)
-    if not size or not axes or (len(axes) == 1 and axes[0][1:] == (1, 1)):
-        return pair, (0, 0, size, 0, none, none, none)
-    if len(axes) > MOST_DIMENSIONS:
-        return None, None
-    padded = [*axes, *[(0, 0, 0)] * (MOST_DIMENSIONS - len(axes))]
-    return pair, (0, 0, size, len(axes), *zip(*padded, strict=True))
+    is_dense = not row["size"] or not axes or (len(axes) == 1 and axes[0][1:] == (1, 1))
+    if not is_dense and len(axes) <= MOST_DIMENSIONS:
+        row["dimensions"] = len(axes)
+        for name, values in zip(("shape", "source_strides", "target_strides"), zip(*axes, strict=True), strict=True):
+            row[name][: len(axes)] = values
+    return pair if is_dense or row["dimensions"] else None, row.tobytes()
 
 
 def _joined(axes: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -226,12 +228,12 @@ def _joined(axes: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return made
 
 
-def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
+def require_disjoint(sources: Arrays, targets: Arrays) -> None:
     """Refuse arrays to be written that share memory with themselves, each other or another gradient.
 
     Parameters
     ----------
-    sources, targets : sequence of Layout
+    sources, targets : Arrays
         As for ``plan``.
 
     Raises
@@ -239,32 +241,29 @@ def require_disjoint(sources: Sequence[Layout], targets: Sequence[Layout]) -> No
     InvalidValueError
         With the first two of them; part would be divided twice.
     """
-    extents = [_extent(layout[1:]) for layout in targets]
-    for index, extent in enumerate(extents):
-        if extent is None:
-            layout = targets[index]
-            msg = (
-                f"gradient {index}, shape {layout.shape}, strides {layout.strides} in elements, overlaps itself and "
-                f"cannot be unscaled in place: assign a copy (grad.copy())"
-            )
-            raise InvalidValueError(msg)
-    layouts, spans, numbers = [*targets], [*extents], list(range(len(targets)))
-    if sources is not targets:
-        for number, (source, target) in enumerate(zip(sources, targets, strict=True), len(targets)):
-            if source != target:
-                layouts.append(source)
-                spans.append(_span(source[1:]))
-                numbers.append(number)
-    places = np.array([layout.address for layout in layouts], np.uint64).astype(np.int64)[:, None] + np.array(
-        spans, np.int64
-    ).reshape(-1, 2)
+    forms, count = targets.forms, len(targets.addresses)
+    overlapping = np.array([_overlaps_itself(form) for form in forms], bool)[targets.numbers]
+    if overlapping.any():
+        index = int(overlapping.argmax())
+        form = forms[targets.numbers[index]]
+        msg = (
+            f"gradient {index}, shape {form.shape}, strides {form.strides} in elements, overlaps itself and cannot be "
+            f"unscaled in place: assign a copy (grad.copy())"
+        )
+        raise InvalidValueError(msg)
+    # A gradient that is unscaled into itself is there once.
+    elsewhere = np.flatnonzero((sources.addresses != targets.addresses) | (sources.numbers != targets.numbers))
+    addresses = np.append(targets.addresses, sources.addresses[elsewhere])
+    numbers = np.append(targets.numbers, sources.numbers[elsewhere])
+    places = addresses[:, None] + np.array([_span(form) for form in forms], np.int64).reshape(-1, 2)[numbers]
     suspected = _overlapping(places)
     if suspected:
-        by_number = dict(zip(numbers, layouts, strict=True))
+        names = [*range(count), *(count + elsewhere).tolist()]
+        known = {names[k]: (int(addresses[k]), forms[numbers[k]]) for k in suspected}
         aliasing.require_disjoint(
-            [((int(places[k, 0]), int(places[k, 1])), numbers[k]) for k in suspected],
-            lambda one, other: _share_memory(by_number[one], by_number[other]),
-            len(targets),
+            [((int(places[k, 0]), int(places[k, 1])), names[k]) for k in suspected],
+            lambda one, other: _share_memory(known[one], known[other]),
+            count,
         )
 
 
@@ -282,36 +281,37 @@ def _overlapping(places: NDArray[np.int64]) -> list[int]:
 
 
 @_kept
-def _extent(form: _Form) -> aliasing.Span | None:
-    """Return the span of a form at address 0; None where it overlaps itself."""
-    shape, strides, _, _ = form
-    return None if aliasing.overlaps_itself(shape, strides) else _span(form)
+def _overlaps_itself(form: Form) -> bool:
+    return aliasing.overlaps_itself(form.shape, form.strides)
 
 
 @_kept
-def _span(form: _Form) -> aliasing.Span:
+def _span(form: Form) -> aliasing.Span:
     """Return the span of a form at address 0, which is empty where there are no elements."""
-    shape, strides, _, itemsize = form
-    if 0 in shape:
+    if 0 in form.shape:
         return 0, 0
-    return aliasing.span(0, shape, tuple(stride * itemsize for stride in strides), itemsize)
+    return aliasing.span(0, form.shape, _in_bytes(form), form.itemsize)
 
 
-def _share_memory(a: Layout, b: Layout) -> bool:
+def _in_bytes(form: Form) -> tuple[int, ...]:
+    return tuple(stride * form.itemsize for stride in form.strides)
+
+
+def _share_memory(a: tuple[int, Form], b: tuple[int, Form]) -> bool:
     """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
     try:
-        return np.shares_memory(_at_address(a), _at_address(b), max_work=_EXACT_SEARCH)  # type: ignore[arg-type]
+        return np.shares_memory(_at(*a), _at(*b), max_work=_EXACT_SEARCH)  # type: ignore[arg-type]
     except TooHardError:
         return True
 
 
-def _at_address(layout: Layout) -> NDArray[Any]:
+def _at(address: int, form: Form) -> NDArray[Any]:
     """Return an array of these addresses, which NumPy only compares: nothing is read from there."""
     interface = {
         "version": 3,
-        "typestr": f"|V{layout.itemsize}",
-        "shape": layout.shape,
-        "strides": tuple(stride * layout.itemsize for stride in layout.strides),
-        "data": (layout.address, True),
+        "typestr": f"|V{form.itemsize}",
+        "shape": form.shape,
+        "strides": _in_bytes(form),
+        "data": (address, True),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +13,9 @@ import cupy
 
 from gradscale.errors import CallOrderError, InvalidValueError
 from gradscale_cupy.launch import Prepared, prepare
-from gradscale_cupy.plan import layout_of, require_disjoint
+from gradscale_cupy.plan import Arrays, require_disjoint
 
-__all__ = ["MOST_PLANS", "Tables"]
+__all__ = ["MOST_PLANS", "Entry", "Tables"]
 
 Array = Any
 
@@ -24,17 +24,41 @@ MOST_PLANS = 32
 comes back from CuPy's pool."""
 
 # For thousands of arrays these attributes are most of what the host does; ``device`` would make an object each time.
-_layout_key = operator.attrgetter("data.ptr", "shape", "strides", "dtype")
+_address = operator.attrgetter("data.ptr")
+_kind = operator.attrgetter("shape", "strides", "dtype")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Entry:
+    """Tables that are kept.
+
+    Attributes
+    ----------
+    prepared : Prepared
+    captured : pair of sequences of arrays, or None
+        The sources and targets, where a captured graph reads and writes their memory.
+    used : int
+        The later the tables were used last, the larger.
+    """
+
+    prepared: Prepared
+    captured: tuple[Sequence[Array], Sequence[Array]] | None = None
+    used: int = 0
 
 
 class Tables:
-    """The tables of one adapter; threads may share it."""
+    """The tables of one adapter; threads may share it.
+
+    Attributes
+    ----------
+    entries : dict
+        What is kept, by the device, the stream, and where the arrays lie.
+    """
 
     def __init__(self) -> None:
+        self.entries: dict[Any, Entry] = {}
         self._lock = threading.RLock()
-        self._plans: OrderedDict[Any, Prepared] = OrderedDict()
-        # What captured graphs read.
-        self._captured: dict[Any, tuple[Prepared, Sequence[Array], Sequence[Array]]] = {}
+        self._uses = itertools.count()
 
     def of(self, sources: Sequence[Array], targets: Sequence[Array], kind: str) -> Prepared:
         """Return the tables of arrays of the current device: kept ones, where each lies where one has lain before.
@@ -57,42 +81,49 @@ class Tables:
         arrays = sources if in_place else (*sources, *targets)
         stream = cupy.cuda.get_current_stream()
         # An address may have been another device's before; and memory of one stream's pool is not another stream's.
-        keys = list(map(_layout_key, arrays))
-        key = (cupy.cuda.Device().id, stream.ptr, in_place, *keys)
+        addresses, kinds = tuple(map(_address, arrays)), tuple(map(_kind, arrays))
+        key = (cupy.cuda.Device().id, stream.ptr, in_place, addresses, kinds)
         is_capturing = stream.is_capturing()
         with self._lock:
-            prepared = self._captured[key][0] if key in self._captured else self._plans.get(key)
-            if is_capturing and (prepared is None or kind not in prepared.launched):
+            # Thousands of addresses are looked up once.
+            entry = self.entries.get(key)
+            if is_capturing and (entry is None or kind not in entry.prepared.launched):
                 msg = (
                     f"these {len(sources)} arrays must be unscaled once before a CUDA graph captures it, and clipped "
                     f"if the graph does: got arrays or kernels that are not on the device yet. Run the iteration once "
                     f"on the same stream, with the same gradients and, for masters, the same out="
                 )
                 raise CallOrderError(msg)
-            if prepared is None:
-                prepared = self._plans[key] = _prepared(sources, targets, keys)
-            prepared.launched.add(kind)
-            if key in self._plans:
-                self._plans.move_to_end(key)
-                if is_capturing:
-                    self._captured[key] = (self._plans.pop(key), sources, targets)
-            if not is_capturing and len(self._plans) > MOST_PLANS:
-                self._plans.popitem(last=False)
-        return prepared
+            if entry is None:
+                entry = Entry(_prepared(sources, targets, Arrays.of(addresses, kinds)))
+                self._make_room()
+                self.entries[key] = entry
+            entry.prepared.launched.add(kind)
+            entry.used = next(self._uses)
+            if is_capturing:
+                entry.captured = sources, targets
+        return entry.prepared
+
+    def _make_room(self) -> None:
+        """Forget the tables that were used longest ago, but for those that graphs read."""
+        free = [key for key, entry in self.entries.items() if entry.captured is None]
+        if len(free) >= MOST_PLANS:
+            del self.entries[min(free, key=lambda key: self.entries[key].used)]
 
 
-def _prepared(sources: Sequence[Array], targets: Sequence[Array], keys: Sequence[Any]) -> Prepared:
-    in_place = len(keys) == len(sources)
-    # A kernel may not reach the memory of another device.
-    for source, target in () if in_place else zip(sources, targets, strict=True):
-        if source.data.device_id != target.data.device_id:
-            msg = (
-                f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} on "
-                f"{source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the context "
-                f"of that device"
-            )
-            raise InvalidValueError(msg)
-    layouts = list(itertools.starmap(layout_of, keys))
-    read, written = (layouts, layouts) if in_place else (layouts[: len(sources)], layouts[len(sources) :])
+def _prepared(sources: Sequence[Array], targets: Sequence[Array], arrays: Arrays) -> Prepared:
+    if len(arrays.addresses) == len(sources):
+        read = written = arrays
+    else:
+        read, written = arrays[: len(sources)], arrays[len(sources) :]
+        # A kernel may not reach the memory of another device.
+        for source, target in zip(sources, targets, strict=True):
+            if source.data.device_id != target.data.device_id:
+                msg = (
+                    f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} "
+                    f"on {source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the "
+                    f"context of that device"
+                )
+                raise InvalidValueError(msg)
     require_disjoint(read, written)
     return prepare(read, written)

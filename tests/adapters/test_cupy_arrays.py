@@ -103,9 +103,24 @@ def test_the_same_memory_is_planned_once(cupy: Any, cupy_backend: Any, monkeypat
     assert len(planned) == 1
     cupy_backend.unscale([*grads[:3], cupy.ones(3, dtype=np.float32)], state_of(cupy))
     assert len(planned) == 2
-    for size in range(100):
-        cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state_of(cupy))
-    assert len(cupy_backend._tables._plans) == tables.MOST_PLANS
+
+
+def test_the_tables_that_were_used_longest_ago_are_forgotten(
+    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscale_cupy import tables
+
+    planned: list[int] = []
+    prepare = tables.prepare
+    monkeypatch.setattr(tables, "prepare", lambda *args: planned.append(1) or prepare(*args))
+    sets = [[cupy.ones(size + 1, dtype=np.float32)] for size in range(3 * tables.MOST_PLANS)]
+    for k, grads in enumerate(sets, 1):
+        cupy_backend.unscale(grads, state_of(cupy), out=grads)
+        cupy_backend.unscale(sets[0], state_of(cupy), out=sets[0])
+        assert len(planned) == k
+    assert len(cupy_backend.tables.entries) == tables.MOST_PLANS
+    cupy_backend.unscale(sets[1], state_of(cupy), out=sets[1])
+    assert len(planned) == len(sets) + 1
 
 
 def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, cupy_backend: Any) -> None:
@@ -197,9 +212,9 @@ def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: An
     HostCupy.capturing = set()
     for size in range(100):
         cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state)
-    ((prepared, sources, targets),) = cupy_backend._tables._captured.values()
-    assert (sources, targets) == (grads, grads)
-    assert prepared.tables
+    (entry,) = [entry for entry in cupy_backend.tables.entries.values() if entry.captured]
+    assert entry.captured == (grads, grads)
+    assert entry.prepared.tables
 
 
 class CUDADriverError(RuntimeError):

@@ -52,15 +52,18 @@ def oracle(x: Any, scale: float, target: str) -> Any:
         return (wide * wide.dtype.type(inverse)).astype(TYPES[target])
 
 
-def layout(x: Any) -> plans.Layout:
-    """Return the layout of a NumPy array, by the attributes that CuPy's have."""
-    return plans.layout_of(x.ctypes.data, x.shape, x.strides, x.dtype)
+def planned(sources: list[Any], targets: list[Any], chunk: int) -> list[plans.Launch]:
+    """Return the launches for NumPy arrays, by the attributes that CuPy's have; a kernel takes each of them."""
+    both = [*sources, *targets]
+    arrays = plans.Arrays.of([x.ctypes.data for x in both], [(x.shape, x.strides, x.dtype) for x in both])
+    launches, others = plans.plan(arrays[: len(sources)], arrays[len(sources) :], chunk)
+    assert not others
+    return launches
 
 
 def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 64) -> int:
     """Plan and run launches over NumPy arrays; return how many found something that is not finite."""
-    launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
-    assert not others
+    launches = planned(sources, targets, chunk)
     verdicts = [np.zeros((), np.int32) for _ in launches]
     for one, verdict in zip(launches, verdicts, strict=True):
         factor = np.array(scale, np.float32)
@@ -70,8 +73,7 @@ def unscale(sources: list[Any], targets: list[Any], scale: float, chunk: int = 6
 
 def unscale_and_square(sources: list[Any], targets: list[Any], scale: float, chunk: int) -> tuple[int, float]:
     """Do the same with the kernels that sum squares; return the verdicts' sum and that of the squares."""
-    launches, others = plans.plan([layout(x) for x in sources], [layout(x) for x in targets], chunk)
-    assert not others
+    launches = planned(sources, targets, chunk)
     verdict, sums = np.zeros((), np.int32), []
     for one in launches:
         # A chunk that is left out is seen.
@@ -198,8 +200,7 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
     arrays.append(np.array([np.inf, -np.inf, np.nan, -0.0, 0.0], TYPES[dtype]))
     arrays = [x[::2, 1::3] if x.shape == (9, 8) else x for x in arrays]
     before = [x.copy() for x in arrays]
-    (one,), others = plans.plan([layout(x) for x in arrays], [layout(x) for x in arrays], 64)
-    assert not others
+    (one,) = planned(arrays, arrays, 64)
     by = np.array(factor, np.float32)
     launch(f"clip_{one.pair.partition('_')[0]}", one, 64, by)
     for got, x in zip(arrays, before, strict=True):
@@ -240,7 +241,7 @@ def answers(kernels: Any) -> list[Any]:
     x, scale, chunk = np.arange(5000, dtype=np.float32), np.array(1.0, np.float32), 2048
     found: list[Any] = []
     for array in (x, np.where(x == 3000, np.nan, x).astype(np.float32)):
-        (one,), _ = plans.plan([layout(array)], [layout(array)], chunk)
+        (one,) = planned([array], [array], chunk)
         verdicts, sums = np.zeros(2, np.int32), np.zeros(len(one.chunks))
         for kind, results in (("unscale", [verdicts[:1]]), ("square", [verdicts[1:], sums])):
             name = f"{kind}_float32_float32"

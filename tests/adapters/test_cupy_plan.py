@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 from host_cupy import installed
@@ -14,15 +15,43 @@ from host_cupy import installed
 from gradscale import InvalidValueError
 
 with installed():
-    from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Layout, layout_of, plan, require_disjoint
+    from gradscale_cupy import plan as plans
+    from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Arrays
 
 pytestmark = pytest.mark.numpy
 
 
-def dense(size: int, address: int = 4096, dtype: str = "float32", shape: tuple[int, ...] | None = None) -> Layout:
-    shape = (size,) if shape is None else shape
-    strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-    return Layout(address, shape, strides, dtype, np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize)
+class Layout(NamedTuple):
+    """Where an array lies and how: strides are in elements."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """As CuPy's arrays have it, with strides in bytes."""
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        return self.shape, tuple(stride * dtype.itemsize for stride in self.strides), dtype
+
+
+def dense(size: int, address: int = 4096, dtype: str = "float32") -> Layout:
+    return Layout(address, (size,), (1,), dtype)
+
+
+def arrays_of(sources: list[Layout], targets: list[Layout]) -> tuple[Arrays, Arrays]:
+    both = [*sources, *targets]
+    made = Arrays.of([one.address for one in both], [one.kind for one in both])
+    return made[: len(sources)], made[len(sources) :]
+
+
+def plan(sources: list[Layout], targets: list[Layout]) -> Any:
+    return plans.plan(*arrays_of(sources, targets))
+
+
+def require_disjoint(sources: list[Layout], targets: list[Layout]) -> None:
+    plans.require_disjoint(*arrays_of(sources, targets))
 
 
 def row(source: Layout, target: Layout | None = None) -> Any:
@@ -55,7 +84,7 @@ def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
 
 
 def test_arrays_of_one_form_are_told_from_each_other_by_their_addresses() -> None:
-    gap = Layout(4096, (3, 4), (8, 1), "float32", 4)
+    gap = Layout(4096, (3, 4), (8, 1))
     sources = [dense(5, 1 << 13), gap, dense(5, 1 << 14), dense(0), gap._replace(address=1 << 15), dense(7, 1 << 16)]
     targets = [one._replace(address=one.address + (1 << 20)) for one in sources]
     (one,), others = plan(sources, targets)
@@ -94,7 +123,7 @@ def test_nothing_but_empty_arrays_is_no_launch() -> None:
     ids=["C", "Fortran", "transposed", "one row", "ones", "0-d", "one element"],
 )
 def test_memory_without_gaps_is_read_in_its_own_order(shape_and_strides: Any) -> None:
-    made = row(Layout(4096, *shape_and_strides, "float32", 4))
+    made = row(Layout(4096, *shape_and_strides))
     assert made["dimensions"] == 0
     assert made["size"] == np.prod(shape_and_strides[0], dtype=int)
 
@@ -113,11 +142,11 @@ def test_memory_without_gaps_is_read_in_its_own_order(shape_and_strides: Any) ->
 def test_memory_with_gaps_is_walked_along_as_few_axes_as_there_are(
     shape: tuple[int, ...], strides: tuple[int, ...], dimensions: int
 ) -> None:
-    assert row(Layout(4096, shape, strides, "float32", 4))["dimensions"] == dimensions
+    assert row(Layout(4096, shape, strides))["dimensions"] == dimensions
 
 
 def test_two_orders_are_walked() -> None:
-    c, fortran = Layout(4096, (3, 4), (4, 1), "float16", 2), Layout(8192, (3, 4), (1, 3), "float32", 4)
+    c, fortran = Layout(4096, (3, 4), (4, 1), "float16"), Layout(8192, (3, 4), (1, 3))
     made = row(c, fortran)
     assert made["dimensions"] == 2
     assert made["source_strides"][:2].tolist() == [4, 1]
@@ -127,14 +156,14 @@ def test_two_orders_are_walked() -> None:
 def test_complex_numbers_are_pairs_of_their_parts() -> None:
     made = row(dense(7, dtype="complex64"))
     assert (made["size"], made["dimensions"]) == (14, 0)
-    apart = row(Layout(4096, (7,), (2,), "complex128", 16))
+    apart = row(Layout(4096, (7,), (2,), "complex128"))
     assert apart["shape"][:2].tolist() == [7, 2]
     assert apart["source_strides"][:2].tolist() == [4, 1]
 
 
 def test_what_no_kernel_takes_is_left_to_the_pure_core() -> None:
     axes = MOST_DIMENSIONS + 1
-    long = Layout(4096, (2,) * axes, tuple(3**axis for axis in reversed(range(axes))), "float32", 4)
+    long = Layout(4096, (2,) * axes, tuple(3**axis for axis in reversed(range(axes))))
     sources = [dense(4), dense(4, dtype="float64"), long, dense(4, dtype="complex64")]
     targets = [dense(4), dense(4, dtype="float16"), long, dense(4, dtype="complex128")]
     launches, others = plan(sources, targets)
@@ -153,8 +182,8 @@ def test_a_row_has_the_layout_that_the_kernel_reads() -> None:
     [
         ([dense(4), dense(4)], "gradients 0 and 1, or what they are written to, share memory"),
         ([dense(9), dense(2, 9000), dense(4, 4096 + 32)], "gradients 0 and 2"),
-        ([Layout(4096, (3,), (0,), "float32", 4)], "gradient 0, shape .* overlaps itself"),
-        ([dense(2), Layout(9000, (3, 3), (1, 1), "float32", 4)], "gradient 1, .* overlaps itself"),
+        ([Layout(4096, (3,), (0,))], "gradient 0, shape .* overlaps itself"),
+        ([dense(2), Layout(9000, (3, 3), (1, 1))], "gradient 1, .* overlaps itself"),
     ],
     ids=["the same", "the end", "broadcast", "windows"],
 )
@@ -180,9 +209,9 @@ def test_memory_that_would_be_divided_twice_is_refused(layouts: list[Layout], me
 def test_broadcast_targets_are_refused_without_a_look_at_their_elements(
     shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
-    layouts = [Layout(4096, shape, strides, "float32", 4)]
+    layouts = [Layout(4096, shape, strides)]
     with traced_memory() as peak:
-        for sources in (layouts, [Layout(1 << 40, shape, strides, "float32", 4)]):
+        for sources in (layouts, [Layout(1 << 40, shape, strides)]):
             with pytest.raises(InvalidValueError, match=r"gradient 0, shape .* overlaps itself"):
                 require_disjoint(sources, layouts)
     # A list of the elements would take hundreds of megabytes.
@@ -190,7 +219,7 @@ def test_broadcast_targets_are_refused_without_a_look_at_their_elements(
 
 
 def test_gradients_that_are_only_read_may_be_broadcast() -> None:
-    source = Layout(4096, (30_000_000,), (0,), "float32", 4)
+    source = Layout(4096, (30_000_000,), (0,))
     with traced_memory() as peak:
         require_disjoint([source], [dense(30_000_000, 1 << 20)])
     assert peak[0] < 100_000
@@ -219,8 +248,8 @@ def test_arrays_that_are_none_or_empty_share_nothing(sizes: list[int]) -> None:
 
 
 def test_memory_that_only_interleaves_is_fine() -> None:
-    columns = [Layout(4096 + 4 * k, (100,), (3,), "float32", 4) for k in range(3)]
-    interleaved = [Layout(1 << 20, (2, 2), (3, 2), "float32", 4)]
+    columns = [Layout(4096 + 4 * k, (100,), (3,)) for k in range(3)]
+    interleaved = [Layout(1 << 20, (2, 2), (3, 2))]
     layouts = [*columns, *interleaved, dense(0), dense(0)]
     require_disjoint(layouts, layouts)
 
@@ -237,6 +266,8 @@ def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be
 
 @pytest.mark.parametrize(("address", "stride"), [(4098, 4), (4096, 6)], ids=["address", "stride"])
 def test_elements_that_do_not_lie_at_multiples_of_their_size_are_refused(address: int, stride: int) -> None:
-    with pytest.raises(InvalidValueError, match=r"must lie at multiples of their size, got float32 at address 0x"):
-        layout_of(address, (3,), (stride,), np.dtype(np.float32))
-    assert layout_of(4100, (3,), (8,), np.dtype(np.complex64)).strides == (1,)
+    dtype = np.dtype(np.float32)
+    with pytest.raises(InvalidValueError, match=r"must lie at multiples of their size, got float32 at address 0x100\d"):
+        Arrays.of([8192, address], [((3,), (4,), dtype), ((3,), (stride,), dtype)])
+    made = Arrays.of([4100], [((3,), (8,), np.dtype(np.complex64))])
+    assert made.forms[0].strides == (1,)

@@ -167,7 +167,7 @@ def test_each_round_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
     planned: list[int] = []
     prepare = tables.prepare
-    monkeypatch.setattr(tables, "prepare", lambda *given: planned.append(len(given[0])) or prepare(*given))
+    monkeypatch.setattr(tables, "prepare", lambda *given: planned.append(len(given[0].addresses)) or prepare(*given))
     (row,) = rows_of("cupy-plan")
     # Three rounds, and one before.
     assert (planned, row.other) == ([30] * 4, 5e-3)
