@@ -1,7 +1,7 @@
 // The kernels of gradscale_cupy: divide many arrays by the scale in one launch, judge what they store, and clip it.
 //
 // CuPy compiles them when they are first needed, without headers; nvcc compiles them in CI; and the tests compile them
-// as C++ for the host, with what they need of CUDA in front.
+// as C++ for the host, with what they need of CUDA in front, and GRADSCALE_INSTRUCTIONS defined.
 //
 // One launch serves one pair of types. A table has a row for each array. An array is cut into chunks of as many
 // elements as the launch says, each of which is a block's: a second table says of which array, and which part of it. A
@@ -10,22 +10,8 @@
 // For clipping, other kernels store a sum of squares for each chunk while they divide, one more adds these up, always
 // in one order, and a last one multiplies what was stored.
 //
-// GRADSCALE_ONLY is GRADSCALE_unscale, GRADSCALE_square, GRADSCALE_clip or GRADSCALE_add to compile kernels of that kind
-// alone, and GRADSCALE_SOURCE and GRADSCALE_TARGET are the types to compile them for; without these all are compiled.
-
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define GRADSCALE_ON_DEVICE 1
-#define GRADSCALE_UNROLL _Pragma("unroll")
-#define GRADSCALE_ROLLED _Pragma("unroll 1")
-// Addresses out of a table may be of any memory, which each access would look up, unless the compiler knows better.
-#define GRADSCALE_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
-#else
-#define GRADSCALE_ON_DEVICE 0
-#define GRADSCALE_UNROLL
-#define GRADSCALE_ROLLED
-#define GRADSCALE_GLOBAL(pointer)
-#include <cstring>
-#endif
+// GRADSCALE_ONLY is GRADSCALE_unscale, GRADSCALE_square, GRADSCALE_clip or GRADSCALE_add to compile kernels of that
+// kind alone, and GRADSCALE_SOURCE and GRADSCALE_TARGET are the types to compile them for; without these all are.
 
 // Threads of a block, a multiple of 32: known here, the places that a thread reads and writes are few registers.
 #ifndef GRADSCALE_THREADS
@@ -71,67 +57,27 @@ typedef float float32;
 typedef double float64;
 
 // CuPy compiles with -ftz=true, which takes subnormal float32 for 0; instructions that do not say .ftz keep them.
-#if GRADSCALE_ON_DEVICE
+#ifndef GRADSCALE_INSTRUCTIONS
+typedef unsigned short HalfBits;
 GRADSCALE_FUNCTION float product(float x, float y) { asm("mul.rn.f32 %0, %0, %1;" : "+f"(x) : "f"(y)); return x; }
 GRADSCALE_FUNCTION float single_of(double x) { float y; asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x)); return y; }
 GRADSCALE_FUNCTION double double_of(float x) { double y; asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x)); return y; }
-GRADSCALE_FUNCTION unsigned int bits_of(float x) { return __float_as_uint(x); }
-GRADSCALE_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
-GRADSCALE_FUNCTION float float_of(unsigned int bits) { return __uint_as_float(bits); }
-#else
-inline float product(float x, float y) { return x * y; }
-inline float single_of(double x) { return (float)x; }
-inline double double_of(float x) { return x; }
-template <typename To, typename From>
-inline To same_bits(From x) { To made; std::memcpy(&made, &x, sizeof made); return made; }
-inline unsigned int bits_of(float x) { return same_bits<unsigned int>(x); }
-inline unsigned long long bits_of(double x) { return same_bits<unsigned long long>(x); }
-inline float float_of(unsigned int bits) { return same_bits<float>(bits); }
+GRADSCALE_FUNCTION float single_of(HalfBits x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+GRADSCALE_FUNCTION HalfBits half_of(float x) { HalfBits y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 #endif
 GRADSCALE_FUNCTION double product(double x, float y) { return x * double_of(y); }
 GRADSCALE_FUNCTION double double_of(double x) { return x; }
 
 // Widening is exact.
-GRADSCALE_FUNCTION float widened(Half x) {
-#if GRADSCALE_ON_DEVICE
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
-    return wide;
-#else
-    unsigned int sign = (unsigned int)(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7FFFu;
-    if (magnitude >= 0x7C00u) return float_of(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
-    // As the bits of a float32 it is too small by 2**112, subnormals included.
-    return float_of(sign | bits_of(float_of(magnitude << 13) * 0x1p112f));
-#endif
-}
-
-GRADSCALE_FUNCTION float widened(BFloat x) { return float_of((unsigned int)x.bits << 16); }
+GRADSCALE_FUNCTION float widened(Half x) { return single_of(x.bits); }
+GRADSCALE_FUNCTION float widened(BFloat x) { return __uint_as_float((unsigned int)x.bits << 16); }
 GRADSCALE_FUNCTION float widened(float x) { return x; }
 GRADSCALE_FUNCTION double widened(double x) { return x; }
 
 // Narrowing rounds to the nearest, ties to even; NaN stays NaN.
-GRADSCALE_FUNCTION void narrow(float wide, Half* stored) {
-#if GRADSCALE_ON_DEVICE
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(stored->bits) : "f"(wide));
-#else
-    unsigned int bits = bits_of(wide), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-    if (magnitude > 0x7F800000u) {
-        stored->bits = (unsigned short)(sign | 0x7E00u);
-    } else if (magnitude >= 0x477FF000u) {
-        stored->bits = (unsigned short)(sign | 0x7C00u);  // from 65520 on
-    } else if (magnitude < 0x38800000u) {
-        // Subnormal: added to 0.5, its last bit lies where that of a float16 is.
-        unsigned int rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
-        stored->bits = (unsigned short)(sign | rounded);
-    } else {
-        unsigned int rounded = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
-        stored->bits = (unsigned short)(sign | ((rounded >> 13) - (112u << 10)));
-    }
-#endif
-}
-
+GRADSCALE_FUNCTION void narrow(float wide, Half* stored) { stored->bits = half_of(wide); }
 GRADSCALE_FUNCTION void narrow(float wide, BFloat* stored) {
-    unsigned int bits = bits_of(wide);
+    unsigned int bits = __float_as_uint(wide);
     bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
     stored->bits = (unsigned short)(is_nan ? bits >> 16 | 0x40u : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
@@ -144,8 +90,8 @@ GRADSCALE_FUNCTION void narrow(double wide, float* stored) { *stored = single_of
 // By the exponent, which no fast-math option of a compiler takes for granted.
 GRADSCALE_FUNCTION bool is_bad(Half x) { return (x.bits & 0x7C00u) == 0x7C00u; }
 GRADSCALE_FUNCTION bool is_bad(BFloat x) { return (x.bits & 0x7F80u) == 0x7F80u; }
-GRADSCALE_FUNCTION bool is_bad(float x) { return (bits_of(x) & 0x7F800000u) == 0x7F800000u; }
-GRADSCALE_FUNCTION bool is_bad(double x) { return (bits_of(x) >> 52 & 0x7FFu) == 0x7FFu; }
+GRADSCALE_FUNCTION bool is_bad(float x) { return (__float_as_uint(x) & 0x7F800000u) == 0x7F800000u; }
+GRADSCALE_FUNCTION bool is_bad(double x) { return (__double_as_longlong(x) >> 52 & 0x7FF) == 0x7FF; }
 
 // Packs that a thread reads before it waits for the first: memory has to be asked for more than there are threads.
 const int kInFlight = 4;
@@ -189,8 +135,9 @@ GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse
 template <typename In, typename Out, typename Found>
 GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, float inverse, Found& found) {
     const int width = Width<In, Out>::value, thread = threadIdx.x;
-    GRADSCALE_GLOBAL(source);
-    GRADSCALE_GLOBAL(target);
+    // Addresses out of a table may be of any memory, which each access would look up, unless the compiler knows better.
+    __builtin_assume(__isGlobal(source));
+    __builtin_assume(__isGlobal(target));
     typedef Pack<In, width> Sources;
     typedef Pack<Out, width> Targets;
     // The first element from which on both can be moved in packs; `size` where there is none.
@@ -210,19 +157,19 @@ GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, f
     Targets* to = (Targets*)(target + head);
     const auto store = [&](int i, const Sources& read) {
         Targets made;
-        GRADSCALE_UNROLL
+        #pragma unroll
         for (int k = 0; k < width; ++k) unscale_one(read.elements + k, made.elements + k, inverse, found);
         to[i] = made;
     };
     int i = thread;
     for (; i + (kInFlight - 1) * kThreads < packs; i += kInFlight * kThreads) {
         Sources read[kInFlight];
-        GRADSCALE_UNROLL
+        #pragma unroll
         for (int n = 0; n < kInFlight; ++n) read[n] = from[i + n * kThreads];
-        GRADSCALE_UNROLL
+        #pragma unroll
         for (int n = 0; n < kInFlight; ++n) store(i + n * kThreads, read[n]);
     }
-    GRADSCALE_ROLLED  // three at most
+    #pragma unroll 1  // three at most
     for (; i < packs; i += kThreads) {
         // Read at once: through a reference each element would be.
         const Sources read = from[i];
@@ -230,16 +177,16 @@ GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, f
     }
 }
 
-// The same of an array with gaps, where the place of each element is computed from its number. Divisions of 64 bits need
-// registers, all the more where the compiler makes several at once, and the loops over packs would have fewer blocks.
+// The same of an array with gaps, where the place of each element is computed from its number. Divisions of 64 bits
+// need registers, the more so where the compiler makes several at once, and blocks that move packs would be fewer.
 template <typename In, typename Out, typename Found>
 GRADSCALE_FUNCTION void unscale_strided(const Row& row, Index begin, int size, float inverse, Found& found) {
-    GRADSCALE_ROLLED
+    #pragma unroll 1
     for (int k = threadIdx.x; k < size; k += kThreads) {
         const Index i = begin + k;
         Address left = i;
         Index from = 0, to = 0;
-        GRADSCALE_ROLLED
+        #pragma unroll 1
         for (int axis = (int)row.dimensions - 1; axis >= 0; --axis) {
             const Address length = row.shape[axis], above = left / length;
             const Index place = left - above * length;

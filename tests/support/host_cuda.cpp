@@ -187,6 +187,52 @@ inline int atomicMax(int* address, int value) {
     return before;
 }
 
+#define __builtin_assume(condition)
+
+template <typename To, typename From>
+inline To same_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To made;
+    std::memcpy(&made, &x, sizeof made);
+    return made;
+}
+inline unsigned int __float_as_uint(float x) { return same_bits<unsigned int>(x); }
+inline float __uint_as_float(unsigned int x) { return same_bits<float>(x); }
+inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
+
+// What the kernels say in PTX.
+#define GRADSCALE_INSTRUCTIONS
+
+namespace gradscale {
+
+inline float product(float x, float y) { return x * y; }
+inline float single_of(double x) { return (float)x; }
+inline double double_of(float x) { return x; }
+
+typedef unsigned short HalfBits;
+
+inline float single_of(HalfBits x) {
+    const unsigned int sign = (unsigned int)(x & 0x8000u) << 16, magnitude = x & 0x7FFFu;
+    if (magnitude >= 0x7C00u) return __uint_as_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+    // As the bits of a float32 it is too small by 2**112, subnormals included.
+    return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude << 13) * 0x1p112f));
+}
+
+// Rounds to the nearest, ties to even; NaN stays NaN.
+inline HalfBits half_of(float x) {
+    const unsigned int bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return (HalfBits)(sign | 0x7E00u);
+    if (magnitude >= 0x477FF000u) return (HalfBits)(sign | 0x7C00u);  // from 65520 on
+    if (magnitude < 0x38800000u) {
+        // Subnormal: added to 0.5, its last bit lies where that of a float16 is.
+        return (HalfBits)(sign | (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - __float_as_uint(0.5f)));
+    }
+    const unsigned int rounded = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
+    return (HalfBits)(sign | ((rounded >> 13) - (112u << 10)));
+}
+
+}  // namespace gradscale
+
 #include GRADSCALE_KERNELS
 
 #define LAUNCHED(kernel)                                                                                          \
