@@ -13,7 +13,7 @@ import pytest
 from axes import require
 from cupy_signatures import SIGNATURES, VERSIONS, checked, checked_class, documented, parsed
 
-from gradscale import DynamicScale
+from gradscale import BackendNotAvailableError, DynamicScale
 
 
 @pytest.mark.numpy
@@ -33,7 +33,8 @@ def test_each_function_of_the_table_is_called_and_fits(cupy: Any, cupy_backend: 
     assert finish.is_done()
     assert finish() == cupy_backend.read(cupy.stack([nonfinite])) == [0]
     availability.require_device()
-    assert availability._versions() == (13020, 13020)
+    with pytest.raises(BackendNotAvailableError), availability.explained("it was asked for"):
+        raise cupy.cuda.runtime.CUDARuntimeError(100)
     # An event of a device that has failed.
     cupy.cuda.runtime.eventQuery = checked("cupy.cuda.runtime.eventQuery", lambda _: 700)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):

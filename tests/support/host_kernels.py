@@ -40,7 +40,17 @@ FOLDER = "GRADSCALE_TEST_KERNELS"
 THREADS = 64
 """Threads of a block: fewer than on a device, which does the same and takes the host less time."""
 
-_FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-ffp-contract=off", "-shared", "-fPIC")
+_FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Werror",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+)
 
 _TABLE = (np.uint8, np.int32, np.int32)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
