@@ -421,6 +421,9 @@ def installed() -> Iterator[SimpleNamespace]:
             patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "cupy", module)
         patch.setitem(sys.modules, "cupy.cuda", module.cuda)
+        # array_api_compat 1.11 imports the runtime from there.
+        for name in ("cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.api"):
+            patch.setitem(sys.modules, name, module.cuda)
         patch.setattr(array_api_compat, "cupy", module, raising=False)
         try:
             yield SimpleNamespace(cupy=module, nccl=importlib.import_module("gradscale_cupy.nccl"))
