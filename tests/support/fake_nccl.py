@@ -60,6 +60,12 @@ class Device:
         _local.device = self.id
         return self
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and other.id == self.id
+
+    # As CuPy's.
+    __hash__ = None  # type: ignore[assignment]
+
 
 def _current_device() -> int:
     return getattr(_local, "device", 0)
