@@ -42,8 +42,6 @@ class NCCLCollectives:
         One communicator for each process or thread; of several in one thread the first would wait for the second.
     timeout : float
         Seconds to wait for the other ranks in each collective; ``math.inf`` for ever.
-    rank, size : int, optional
-        What the communicator's must be, such as a launcher's; default: whatever they are.
 
     Attributes
     ----------
@@ -59,8 +57,6 @@ class NCCLCollectives:
         When CuPy finds no NCCL library, and names the package; or no device that it can use.
     InvalidTypeError
         For what is no communicator.
-    InvalidValueError
-        For a communicator of another rank or size than the given ones.
     BackendError
         When the communicator was destroyed, or an earlier collective over it given up.
 
@@ -76,7 +72,7 @@ class NCCLCollectives:
     device ends; every rank needs another one then. Not to be started between ``nccl.groupStart`` and ``groupEnd``.
     """
 
-    def __init__(self, group: Any, timeout: float, *, rank: int | None = None, size: int | None = None) -> None:
+    def __init__(self, group: Any, timeout: float) -> None:
         require_nccl()
         self._comm = _communicator(group)
         self.identity = group
@@ -96,13 +92,6 @@ class NCCLCollectives:
         self.size = self._group.size = self._comm.size()
         self.device: int = self._comm.device_id()
         self._group.on_give_up = functools.partial(_abort, self._comm, self.device)
-        for what, wanted, found in (("rank", rank, self.rank), ("size", size, self.size)):
-            if wanted not in (None, found):
-                msg = (
-                    f"group must be a communicator of {what} {wanted}, got one of {what} {found}: pass every process "
-                    f"its own communicator of all ranks, NcclCommunicator(size, unique_id, rank)"
-                )
-                raise InvalidValueError(msg)
         # The lengths that have gone over these ranks, for which NCCL has its connections.
         self._connected: set[int] = set()
 

@@ -199,15 +199,6 @@ def test_a_device_is_required_and_none_is_touched(availability: Any, monkeypatch
         availability.require_device()
 
 
-def test_without_nccl_a_group_names_what_brings_it() -> None:
-    with fake_nccl.installed() as fake:
-        fake.cupy.nccl.available = False
-        vars(fake.cupy.runtime).update(driverGetVersion=lambda: 13020, getDeviceCount=lambda: 1)
-        said = r"^CuPy \S+ finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13$"
-        with pytest.raises(BackendNotAvailableError, match=said):
-            fake.nccl.NCCLCollectives(None, 1.0)
-
-
 def test_without_a_device_a_group_says_that_and_names_no_library() -> None:
     with fake_nccl.installed() as fake:
         fake.cupy.nccl.available = False

@@ -344,14 +344,6 @@ def test_only_int32_vectors_travel(fake: SimpleNamespace) -> None:
     assert comm.calls == 0
 
 
-@pytest.mark.parametrize("what", ["rank", "size"])
-def test_a_communicator_of_another_rank_or_size_is_refused(fake: SimpleNamespace, what: str) -> None:
-    comm = World(2).communicators()[1]
-    assert fake.nccl.NCCLCollectives(comm, 1.0, rank=1, size=2).size == 2
-    with pytest.raises(InvalidValueError, match=f"communicator of {what} 0, got one of {what} [12]"):
-        fake.nccl.NCCLCollectives(comm, 1.0, **{what: 0})
-
-
 @pytest.mark.parametrize("group", [None, "world", SimpleNamespace(_comm=None)], ids=["none", "text", "empty"])
 def test_what_is_no_communicator_is_refused(fake: SimpleNamespace, group: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"NcclCommunicator or a cupyx\.distributed\.NCCLBackend that holds one"):
