@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from gradscale_cupy.tables import Tables
 __all__ = ["CupyBackend", "backend"]
 
 Array = Any
+
+# ``device`` would make an object for each of thousands.
+_device_id = operator.attrgetter("data.device_id")
 
 
 class CupyBackend(Backend):
@@ -220,10 +224,11 @@ def _unscale_there(
 
 def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
     """Return each device with the positions of its arrays."""
-    found: dict[int, list[int]] = {}
-    for index, array in enumerate(arrays):
-        found.setdefault(array.data.device_id, []).append(index)
-    return [(cupy.cuda.Device(number), indices) for number, indices in found.items()]
+    numbers = list(map(_device_id, arrays))
+    return [
+        (cupy.cuda.Device(number), [index for index, other in enumerate(numbers) if other == number])
+        for number in dict.fromkeys(numbers)
+    ]
 
 
 def _empty_for(grad: Array, dtype: Any) -> Array:

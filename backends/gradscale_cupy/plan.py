@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +21,19 @@ from numpy.typing import NDArray
 from gradscale.core import aliasing
 from gradscale.errors import InvalidValueError
 
-__all__ = ["CHUNK", "KERNELS", "MOST_DIMENSIONS", "ROW", "Arrays", "Form", "Launch", "plan", "require_disjoint"]
+__all__ = [
+    "CHUNK",
+    "KERNELS",
+    "MOST_DIMENSIONS",
+    "ROW",
+    "Arrays",
+    "Form",
+    "Kind",
+    "Launch",
+    "plan",
+    "require_aligned",
+    "require_disjoint",
+]
 
 CHUNK = 1 << 14
 """Elements of a chunk: 16 packs of 16 bytes for each of 256 threads, in float32."""
@@ -70,6 +84,10 @@ class Form(NamedTuple):
     itemsize: int
 
 
+Kind = tuple[tuple[int, ...], tuple[int, ...], Any]
+"""What CuPy's arrays have of a form: ``shape``, ``strides`` in bytes, and ``dtype``."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Arrays:
     """Arrays of one device; thousands of them have few forms.
@@ -79,42 +97,35 @@ class Arrays:
     addresses : array
         1-d int64: of the first element of each.
     numbers : array
-        1-d intp: which of the forms each has.
-    forms : list of Form
+        1-d intp: which of the kinds each has.
+    kinds : list of Kind
         All different.
     """
 
     addresses: NDArray[np.int64]
     numbers: NDArray[np.intp]
-    forms: list[Form]
+    kinds: list[Kind]
 
     @classmethod
-    def of(cls, addresses: Sequence[int], kinds: Sequence[tuple[tuple[int, ...], tuple[int, ...], Any]]) -> Arrays:
-        """Make them of what CuPy's arrays have: ``data.ptr``; and ``shape``, ``strides`` in bytes and ``dtype``.
+    def of(cls, addresses: Iterable[int], kinds: Iterable[Kind], count: int) -> Arrays:
+        """Make them of the address (``data.ptr``) and the kind of each; ``count`` is how many there are."""
+        distinct: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
+        numbers = np.fromiter(map(distinct.__getitem__, kinds), np.intp, count)
+        return cls(np.fromiter(addresses, np.int64, count), numbers, list(distinct))
 
-        Raises
-        ------
-        InvalidValueError
-            For elements that do not lie at multiples of their size, which no kernel can read.
-        """
-        distinct = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-        made = [_form(*kind) for kind in distinct]
-        places = np.array(addresses, np.int64)
-        numbers = np.array([distinct[kind] for kind in kinds], np.intp)
-        steps = np.array([step for step, _ in made], np.int64)[numbers]
-        misplaced = np.flatnonzero((steps == 0) | (places % np.maximum(steps, 1) != 0))
-        if len(misplaced):
-            _, strides, dtype = kinds[misplaced[0]]
-            msg = (
-                f"the elements of a gradient must lie at multiples of their size, got {dtype} at address "
-                f"{addresses[misplaced[0]]:#x} with strides {strides} in bytes: pass a copy (grad.copy())"
-            )
-            raise InvalidValueError(msg)
-        return cls(places, numbers, [form for _, form in made])
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal for arrays that lie alike."""
+        return self.addresses.tobytes(), self.numbers.tobytes(), *self.kinds
+
+    @property
+    def forms(self) -> list[Form]:
+        """The forms of the kinds."""
+        return [_form(*kind) for kind in self.kinds]
 
     def __getitem__(self, chosen: slice) -> Arrays:
-        """Return some of them, by the same numbers of the forms."""
-        return Arrays(self.addresses[chosen], self.numbers[chosen], self.forms)
+        """Return some of them, with the same kinds."""
+        return Arrays(self.addresses[chosen], self.numbers[chosen], self.kinds)
 
 
 class Launch(NamedTuple):
@@ -140,12 +151,26 @@ _kept = functools.lru_cache(maxsize=1 << 14)
 
 
 @_kept
-def _form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, Form]:
-    """Return what addresses must be multiples of, 0 where no address will do, and the form."""
-    itemsize = dtype.itemsize
-    step = itemsize // 2 if dtype.kind == "c" else itemsize
-    fits = not any(stride % itemsize for stride in strides)
-    return step * fits, Form(shape, tuple(stride // itemsize for stride in strides), dtype.name, itemsize)
+def _form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Form:
+    return Form(shape, tuple(stride // dtype.itemsize for stride in strides), dtype.name, dtype.itemsize)
+
+
+def require_aligned(arrays: Arrays) -> None:
+    """Raise InvalidValueError for elements that do not lie at multiples of their size, which no kernel can read."""
+    # Of complex numbers each part does.
+    steps = [dtype.itemsize // (2 if dtype.kind == "c" else 1) for _, _, dtype in arrays.kinds]
+    is_apart = [any(stride % dtype.itemsize for stride in strides) for _, strides, dtype in arrays.kinds]
+    found = np.array(is_apart, bool)[arrays.numbers] | (
+        arrays.addresses % np.array(steps, np.int64)[arrays.numbers] != 0
+    )
+    if found.any():
+        index = int(found.argmax())
+        _, strides, dtype = arrays.kinds[arrays.numbers[index]]
+        msg = (
+            f"the elements of a gradient must lie at multiples of their size, got {dtype} at address "
+            f"{arrays.addresses[index]:#x} with strides {strides} in bytes: pass a copy (grad.copy())"
+        )
+        raise InvalidValueError(msg)
 
 
 def plan(sources: Arrays, targets: Arrays, chunk: int = CHUNK) -> tuple[list[Launch], list[int]]:
@@ -154,7 +179,7 @@ def plan(sources: Arrays, targets: Arrays, chunk: int = CHUNK) -> tuple[list[Lau
     Parameters
     ----------
     sources, targets : Arrays
-        Of equal shapes, pair by pair, and with the same list of forms; the same for work in place.
+        Of equal shapes, pair by pair, and with the same list of kinds; the same for work in place.
     chunk : int
         Elements of a chunk.
 
@@ -167,14 +192,17 @@ def plan(sources: Arrays, targets: Arrays, chunk: int = CHUNK) -> tuple[list[Lau
     forms = sources.forms
     both, numbers = np.unique(sources.numbers * len(forms) + targets.numbers, return_inverse=True)
     made = [_row(forms[number // len(forms)], forms[number % len(forms)]) for number in both.tolist()]
-    pairs = list(dict.fromkeys(pair for pair, _ in made if pair))
-    which = np.array([pairs.index(pair) if pair else -1 for pair, _ in made], np.intp)[numbers]
-    table = np.frombuffer(b"".join(row for _, row in made), ROW)[numbers]
-    table["source"], table["target"] = sources.addresses, targets.addresses
-    # What has no elements has no row.
-    chosen = [np.flatnonzero((which == number) & (table["size"] > 0)) for number in range(len(pairs))]
-    launches = [_launch(pair, table[rows], chunk) for pair, rows in zip(pairs, chosen, strict=True) if len(rows)]
-    return launches, np.flatnonzero(which < 0).tolist()
+    rows = np.frombuffer(b"".join(row for _, row in made), ROW)
+    pairs = np.array([pair or "" for pair, _ in made], object)
+    launches = []
+    for pair in dict.fromkeys(filter(None, pairs)):
+        # What has no elements has no row.
+        chosen = np.flatnonzero(((pairs == pair) & (rows["size"] > 0))[numbers])
+        if len(chosen):
+            table = rows[numbers[chosen]]
+            table["source"], table["target"] = sources.addresses[chosen], targets.addresses[chosen]
+            launches.append(_launch(pair, table, chunk))
+    return launches, np.flatnonzero((pairs == "")[numbers]).tolist()
 
 
 def _pair_of(source: str, target: str) -> str | None:

@@ -13,7 +13,7 @@ import cupy
 
 from gradscale.errors import CallOrderError, InvalidValueError
 from gradscale_cupy.launch import Prepared, prepare
-from gradscale_cupy.plan import Arrays, require_disjoint
+from gradscale_cupy.plan import Arrays, require_aligned, require_disjoint
 
 __all__ = ["MOST_PLANS", "Entry", "Tables"]
 
@@ -23,7 +23,7 @@ MOST_PLANS = 32
 """Sets of arrays whose tables are kept: gradients of several optimizers, and of the iterations before, whose memory
 comes back from CuPy's pool."""
 
-# For thousands of arrays these attributes are most of what the host does; ``device`` would make an object each time.
+# For thousands of arrays these attributes are most of what the host does.
 _address = operator.attrgetter("data.ptr")
 _kind = operator.attrgetter("shape", "strides", "dtype")
 
@@ -77,12 +77,12 @@ class Tables:
         CallOrderError
             When the current stream is capturing a CUDA graph and has not done the same before.
         """
-        in_place = all(source is target for source, target in zip(sources, targets, strict=True))
-        arrays = sources if in_place else (*sources, *targets)
+        in_place = len(sources) == len(targets) and all(map(operator.is_, sources, targets))
+        both = sources if in_place else (*sources, *targets)
+        arrays = Arrays.of(map(_address, both), map(_kind, both), len(both))
         stream = cupy.cuda.get_current_stream()
         # An address may have been another device's before; and memory of one stream's pool is not another stream's.
-        addresses, kinds = tuple(map(_address, arrays)), tuple(map(_kind, arrays))
-        key = (cupy.cuda.Device().id, stream.ptr, in_place, addresses, kinds)
+        key = (cupy.cuda.Device().id, stream.ptr, in_place, arrays.key)
         is_capturing = stream.is_capturing()
         with self._lock:
             # Thousands of addresses are looked up once.
@@ -95,7 +95,7 @@ class Tables:
                 )
                 raise CallOrderError(msg)
             if entry is None:
-                entry = Entry(_prepared(sources, targets, Arrays.of(addresses, kinds)))
+                entry = Entry(_prepared(sources, targets, arrays))
                 self._make_room()
                 self.entries[key] = entry
             entry.prepared.launched.add(kind)
@@ -125,5 +125,6 @@ def _prepared(sources: Sequence[Array], targets: Sequence[Array], arrays: Arrays
                     f"context of that device"
                 )
                 raise InvalidValueError(msg)
+    require_aligned(arrays)
     require_disjoint(read, written)
     return prepare(read, written)

@@ -55,7 +55,8 @@ def oracle(x: Any, scale: float, target: str) -> Any:
 def planned(sources: list[Any], targets: list[Any], chunk: int) -> list[plans.Launch]:
     """Return the launches for NumPy arrays, by the attributes that CuPy's have; a kernel takes each of them."""
     both = [*sources, *targets]
-    arrays = plans.Arrays.of([x.ctypes.data for x in both], [(x.shape, x.strides, x.dtype) for x in both])
+    kinds = [(x.shape, x.strides, x.dtype) for x in both]
+    arrays = plans.Arrays.of([x.ctypes.data for x in both], kinds, len(both))
     launches, others = plans.plan(arrays[: len(sources)], arrays[len(sources) :], chunk)
     assert not others
     return launches

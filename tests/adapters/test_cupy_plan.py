@@ -16,7 +16,7 @@ from gradscale import InvalidValueError
 
 with installed():
     from gradscale_cupy import plan as plans
-    from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Arrays
+    from gradscale_cupy.plan import CHUNK, MOST_DIMENSIONS, ROW, Arrays, require_aligned
 
 pytestmark = pytest.mark.numpy
 
@@ -42,7 +42,7 @@ def dense(size: int, address: int = 4096, dtype: str = "float32") -> Layout:
 
 def arrays_of(sources: list[Layout], targets: list[Layout]) -> tuple[Arrays, Arrays]:
     both = [*sources, *targets]
-    made = Arrays.of([one.address for one in both], [one.kind for one in both])
+    made = Arrays.of([one.address for one in both], [one.kind for one in both], len(both))
     return made[: len(sources)], made[len(sources) :]
 
 
@@ -268,6 +268,14 @@ def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be
 def test_elements_that_do_not_lie_at_multiples_of_their_size_are_refused(address: int, stride: int) -> None:
     dtype = np.dtype(np.float32)
     with pytest.raises(InvalidValueError, match=r"must lie at multiples of their size, got float32 at address 0x100\d"):
-        Arrays.of([8192, address], [((3,), (4,), dtype), ((3,), (stride,), dtype)])
-    made = Arrays.of([4100], [((3,), (8,), np.dtype(np.complex64))])
+        require_aligned(Arrays.of([8192, address], [((3,), (4,), dtype), ((3,), (stride,), dtype)], 2))
+
+
+def test_of_complex_numbers_the_parts_lie_at_multiples_of_their_size() -> None:
+    made = Arrays.of([4100], [((3,), (8,), np.dtype(np.complex64))], 1)
+    require_aligned(made)
     assert made.forms[0].strides == (1,)
+
+
+def test_nothing_is_aligned() -> None:
+    require_aligned(Arrays.of([], [], 0))
