@@ -27,7 +27,6 @@ __all__ = [
     "MOST_DIMENSIONS",
     "ROW",
     "Arrays",
-    "Form",
     "Kind",
     "Launch",
     "plan",
@@ -65,39 +64,20 @@ KERNELS = {
 _EXACT_SEARCH = 100_000
 
 
-class Form(NamedTuple):
-    """What is to be known of an array but its address: how its elements lie.
-
-    Attributes
-    ----------
-    shape, strides : tuple of int
-        Strides in elements.
-    dtype : str
-        Such as ``"float32"``.
-    itemsize : int
-        Bytes of an element.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    itemsize: int
-
-
 Kind = tuple[tuple[int, ...], tuple[int, ...], Any]
-"""What CuPy's arrays have of a form: ``shape``, ``strides`` in bytes, and ``dtype``."""
+"""How the elements of an array lie, as CuPy has it: ``shape``, ``strides`` in bytes, and ``dtype``."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Arrays:
-    """Arrays of one device; thousands of them have few forms.
+    """Arrays of one device; thousands of them are of few kinds.
 
     Attributes
     ----------
     addresses : array
         1-d int64: of the first element of each.
     numbers : array
-        1-d intp: which of the kinds each has.
+        1-d intp: which of the kinds each is of.
     kinds : list of Kind
         All different.
     """
@@ -118,13 +98,8 @@ class Arrays:
         """What is equal for arrays that lie alike."""
         return self.addresses.tobytes(), self.numbers.tobytes(), *self.kinds
 
-    @property
-    def forms(self) -> list[Form]:
-        """The forms of the kinds."""
-        return [_form(*kind) for kind in self.kinds]
-
     def __getitem__(self, chosen: slice) -> Arrays:
-        """Return some of them, with the same kinds."""
+        """Return some of them, with the same list of kinds."""
         return Arrays(self.addresses[chosen], self.numbers[chosen], self.kinds)
 
 
@@ -146,13 +121,8 @@ class Launch(NamedTuple):
     chunks: NDArray[np.int32]
 
 
-# Gradients whose memory is new in each iteration have forms that have been seen before.
+# Gradients whose memory is new in each iteration are of kinds that have been seen before.
 _kept = functools.lru_cache(maxsize=1 << 14)
-
-
-@_kept
-def _form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Form:
-    return Form(shape, tuple(stride // dtype.itemsize for stride in strides), dtype.name, dtype.itemsize)
 
 
 def require_aligned(arrays: Arrays) -> None:
@@ -189,9 +159,9 @@ def plan(sources: Arrays, targets: Arrays, chunk: int = CHUNK) -> tuple[list[Lau
     others : list of int
         Which arrays no kernel takes: of other dtypes, or with more gaps than it walks.
     """
-    forms = sources.forms
-    both, numbers = np.unique(sources.numbers * len(forms) + targets.numbers, return_inverse=True)
-    made = [_row(forms[number // len(forms)], forms[number % len(forms)]) for number in both.tolist()]
+    kinds = sources.kinds
+    both, numbers = np.unique(sources.numbers * len(kinds) + targets.numbers, return_inverse=True)
+    made = [_row(kinds[number // len(kinds)], kinds[number % len(kinds)]) for number in both.tolist()]
     rows = np.frombuffer(b"".join(row for _, row in made), ROW)
     pairs = np.array([pair or "" for pair, _ in made], object)
     launches = []
@@ -222,13 +192,17 @@ def _launch(pair: str, table: NDArray[Any], chunk: int) -> Launch:
 
 
 @_kept
-def _row(source: Form, target: Form) -> tuple[str | None, bytes]:
+def _row(source: Kind, target: Kind) -> tuple[str | None, bytes]:
     """Return the pair of dtypes, None where no kernel takes these arrays, and a row without addresses."""
-    pair = _pair_of(source.dtype, target.dtype)
+    (shape, source_strides, source_dtype), (_, target_strides, target_dtype) = source, target
+    pair = _pair_of(source_dtype.name, target_dtype.name)
     row = np.zeros((), ROW)
-    row["size"] = math.prod(source.shape)
-    axes = list(zip(source.shape, source.strides, target.strides, strict=True))
-    if source.dtype in _PARTS:
+    row["size"] = math.prod(shape)
+    axes = [
+        (length, a // source_dtype.itemsize, b // target_dtype.itemsize)
+        for length, a, b in zip(shape, source_strides, target_strides, strict=True)
+    ]
+    if source_dtype.name in _PARTS:
         row["size"] *= 2
         axes = [(length, 2 * a, 2 * b) for length, a, b in axes] + [(2, 1, 1)]
     axes = _joined(axes)
@@ -269,25 +243,25 @@ def require_disjoint(sources: Arrays, targets: Arrays) -> None:
     InvalidValueError
         With the first two of them; part would be divided twice.
     """
-    forms, count = targets.forms, len(targets.addresses)
-    overlapping = np.array([_overlaps_itself(form) for form in forms], bool)[targets.numbers]
+    kinds, count = targets.kinds, len(targets.addresses)
+    overlapping = np.array([_overlaps_itself(kind) for kind in kinds], bool)[targets.numbers]
     if overlapping.any():
         index = int(overlapping.argmax())
-        form = forms[targets.numbers[index]]
+        shape, strides, _ = kinds[targets.numbers[index]]
         msg = (
-            f"gradient {index}, shape {form.shape}, strides {form.strides} in elements, overlaps itself and cannot be "
-            f"unscaled in place: assign a copy (grad.copy())"
+            f"gradient {index}, shape {shape}, strides {strides} in bytes, overlaps itself and cannot be unscaled in "
+            f"place: assign a copy (grad.copy())"
         )
         raise InvalidValueError(msg)
     # A gradient that is unscaled into itself is there once.
     elsewhere = np.flatnonzero((sources.addresses != targets.addresses) | (sources.numbers != targets.numbers))
     addresses = np.append(targets.addresses, sources.addresses[elsewhere])
     numbers = np.append(targets.numbers, sources.numbers[elsewhere])
-    places = addresses[:, None] + np.array([_span(form) for form in forms], np.int64).reshape(-1, 2)[numbers]
+    places = addresses[:, None] + np.array([_span(kind) for kind in kinds], np.int64).reshape(-1, 2)[numbers]
     suspected = _overlapping(places)
     if suspected:
         names = [*range(count), *(count + elsewhere).tolist()]
-        known = {names[k]: (int(addresses[k]), forms[numbers[k]]) for k in suspected}
+        known = {names[k]: (int(addresses[k]), kinds[numbers[k]]) for k in suspected}
         aliasing.require_disjoint(
             [((int(places[k, 0]), int(places[k, 1])), names[k]) for k in suspected],
             lambda one, other: _share_memory(known[one], known[other]),
@@ -309,23 +283,19 @@ def _overlapping(places: NDArray[np.int64]) -> list[int]:
 
 
 @_kept
-def _overlaps_itself(form: Form) -> bool:
-    return aliasing.overlaps_itself(form.shape, form.strides)
+def _overlaps_itself(kind: Kind) -> bool:
+    shape, strides, dtype = kind
+    return aliasing.overlaps_itself(shape, strides, dtype.itemsize)
 
 
 @_kept
-def _span(form: Form) -> aliasing.Span:
-    """Return the span of a form at address 0, which is empty where there are no elements."""
-    if 0 in form.shape:
-        return 0, 0
-    return aliasing.span(0, form.shape, _in_bytes(form), form.itemsize)
+def _span(kind: Kind) -> aliasing.Span:
+    """Return the span of a kind at address 0, which is empty where there are no elements."""
+    shape, strides, dtype = kind
+    return (0, 0) if 0 in shape else aliasing.span(0, shape, strides, dtype.itemsize)
 
 
-def _in_bytes(form: Form) -> tuple[int, ...]:
-    return tuple(stride * form.itemsize for stride in form.strides)
-
-
-def _share_memory(a: tuple[int, Form], b: tuple[int, Form]) -> bool:
+def _share_memory(a: tuple[int, Kind], b: tuple[int, Kind]) -> bool:
     """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
     try:
         return np.shares_memory(_at(*a), _at(*b), max_work=_EXACT_SEARCH)  # type: ignore[arg-type]
@@ -333,13 +303,14 @@ def _share_memory(a: tuple[int, Form], b: tuple[int, Form]) -> bool:
         return True
 
 
-def _at(address: int, form: Form) -> NDArray[Any]:
+def _at(address: int, kind: Kind) -> NDArray[Any]:
     """Return an array of these addresses, which NumPy only compares: nothing is read from there."""
+    shape, strides, dtype = kind
     interface = {
         "version": 3,
-        "typestr": f"|V{form.itemsize}",
-        "shape": form.shape,
-        "strides": _in_bytes(form),
+        "typestr": f"|V{dtype.itemsize}",
+        "shape": shape,
+        "strides": strides,
         "data": (address, True),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))

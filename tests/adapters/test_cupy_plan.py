@@ -272,9 +272,7 @@ def test_elements_that_do_not_lie_at_multiples_of_their_size_are_refused(address
 
 
 def test_of_complex_numbers_the_parts_lie_at_multiples_of_their_size() -> None:
-    made = Arrays.of([4100], [((3,), (8,), np.dtype(np.complex64))], 1)
-    require_aligned(made)
-    assert made.forms[0].strides == (1,)
+    require_aligned(Arrays.of([4100], [((3,), (8,), np.dtype(np.complex64))], 1))
 
 
 def test_nothing_is_aligned() -> None:
