@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,22 @@ def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) 
     assert finish() == [0]
 
 
+def test_the_host_waits_for_a_copy_of_its_own(cupy: Any, backend: Any) -> None:
+    x = cupy.asarray([1, 2], dtype=np.int32)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stall(cupy, 0)
+        x += 1
+        assert backend.start_read(x)() == [2, 3]
+        stall(cupy, 200)
+        x += 1
+        finish = backend.start_read(x)
+        assert not finish.is_done()
+        assert finish() == [3, 4]
+        assert finish.is_done()
+        assert stream.done
+
+
 def test_a_captured_graph_divides_and_judges_what_the_arrays_hold_then(cupy: Any, backend: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()
@@ -199,6 +216,52 @@ def test_devices_judge_for_each_other(cupy: Any, backend: Any) -> None:
                 grads.append(cupy.asarray([1.0, np.nan if number == bad else 1.0], dtype=np.float32))
         _, nonfinite = backend.unscale(grads, state, out=grads)
         assert (nonfinite.device.id, int(nonfinite)) == (0, 1)
+
+
+def test_a_thread_waits_for_tables_that_another_one_sends(cupy: Any, backend: Any) -> None:
+    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+    grads, one = [cupy.ones(1000, dtype=np.float32)], cupy.ones((), dtype=np.float32)
+    cupy.cuda.Device().synchronize()
+
+    def send() -> None:
+        # The default stream of a thread has the same handle in each.
+        with cupy.cuda.Stream.ptds:
+            stall(cupy, 200)
+            backend.multiply_in_place(grads, one)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join()
+    with cupy.cuda.Stream.ptds:
+        _, nonfinite = backend.unscale(grads, state, out=grads)
+        assert (int(nonfinite), float(grads[0][-1])) == (0, 0.25)
+
+
+@pytest.mark.parametrize("busy", range(2))
+def test_devices_wait_for_each_other(cupy: Any, backend: Any, busy: int) -> None:
+    require_device_count(cupy, 2)
+    x = cupy.zeros((), dtype=np.int32)
+    with cupy.cuda.Device(1):
+        there = cupy.zeros(1, dtype=np.int32)
+    for milliseconds in (0, 200):
+        with cupy.cuda.Device(busy):
+            stall(cupy, milliseconds)
+        # Written late, or read late and written once more before that.
+        x += 5
+        moved = backend.move(x, there)
+        x += 90
+        assert (moved.device.id, int(moved)) == (1, 5)
+        x -= 95
+
+
+def test_a_copy_to_the_host_is_made_by_the_device_of_the_array(cupy: Any, backend: Any) -> None:
+    require_device_count(cupy, 2)
+    for milliseconds in (0, 200):
+        with cupy.cuda.Device(1):
+            x = cupy.asarray([3, 4], dtype=np.int32)
+            stall(cupy, milliseconds)
+            x += 1
+        assert backend.start_read(x)() == [4, 5]
 
 
 def test_a_scaler_trains_on_a_device(cupy: Any) -> None:

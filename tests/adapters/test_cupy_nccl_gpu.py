@@ -157,6 +157,20 @@ def test_the_host_does_not_wait_for_a_result_on_the_stream(cupy: Any, comm: Any)
     assert cupy.asnumpy(result).tolist() == [4, -3]
 
 
+def test_another_stream_waits_for_the_result(cupy: Any, comm: Any) -> None:
+    from gradscale_cupy.nccl import NCCLCollectives
+
+    collectives = NCCLCollectives(comm, 60.0)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for milliseconds in (0, 200):
+        with streams[0]:
+            x = cupy.asarray([3, -4], dtype=np.int32)
+            stall(cupy, milliseconds)
+            pending = collectives.start_max(x)
+        with streams[1]:
+            assert cupy.asnumpy(pending.on_stream() + 1).tolist() == [4, -3]
+
+
 def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: Any) -> None:
     from gradscale_cupy.nccl import NCCLCollectives
 
