@@ -67,6 +67,7 @@ assert _package is not None
 assert _package.origin is not None
 SOURCE = Path(_package.origin).with_name("unscale.cu")
 _CUDA = Path(__file__).with_name("host_cuda.cpp")
+_HEADER = _CUDA.with_suffix(".h")
 
 
 class ThreadsDoNotMeetError(Exception):
@@ -93,7 +94,9 @@ def compiled(source: Path, *options: str) -> ctypes.CDLL:
     compiler = require_program("c++")
     folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gradscale-kernels-"))
     command = [compiler, *_FLAGS, *options, f'-DGRADSCALE_KERNELS="{source}"', str(_CUDA)]
-    key = hashlib.sha256(source.read_bytes() + _CUDA.read_bytes() + repr(command).encode()).hexdigest()
+    key = hashlib.sha256(
+        source.read_bytes() + _CUDA.read_bytes() + _HEADER.read_bytes() + repr(command).encode()
+    ).hexdigest()
     path = folder / f"{key}.so"
     with (folder / f"{key}.lock").open("w") as lock:
         # Whoever comes second waits for the first, and compiles where that has failed.
