@@ -8,19 +8,25 @@ which that CuPy finds devices.
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import sysconfig
 import tarfile
 from pathlib import Path
 
+import Cython
 from compiler import FLAGS
 from Cython.Build import cythonize
 from setuptools import Extension
 
 _HERE = Path(__file__).parent
-_INCLUDE = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
+_PACKAGES = Path(sysconfig.get_paths()["purelib"])
+_INCLUDES = [f"-I{path}" for path in _PACKAGES.glob("nvidia/*/include")]
 _MODULE = "cupy_backends/cuda/api/runtime"
+# What the CuPy of these names is built for.
+_VERSIONS = {"cupy-cuda12x": 12090, "cupy-cuda13x": 13000}
+_CUDA = _VERSIONS[importlib.metadata.packages_distributions()["cupy"][0]]
 
 
 def main(sources: Path, folder: Path) -> None:
@@ -30,18 +36,18 @@ def main(sources: Path, folder: Path) -> None:
         archive.extractall(folder, filter="data")
     (tree,) = folder.glob("cupy-*")
     runtime = _runtime(tree)
-    packages = Path(sysconfig.get_paths()["purelib"])
-    (nccl,) = packages.glob("cupy_backends/cuda/libs/nccl.*.so")
+    (nccl,) = _PACKAGES.glob("cupy_backends/cuda/libs/nccl.*.so")
     driver = _library("libcuda.so.1", folder, "driver.cpp", runtime)
-    _library("libnvrtc.so.13", folder, "nvrtc.cpp", None)
+    _library(f"libnvrtc.so.{_CUDA // 1000}", folder, "nvrtc.cpp", None)
     _library("libnccl.so.2", folder, "nccl.cpp", nccl, driver)
     # The module now in CuPy finds its functions in the driver, and not in the runtime that is linked into it.
-    installed = packages / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    installed = _PACKAGES / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     _run("c++", "-shared", runtime, "-o", installed, driver)
     kernels = folder / "kernels"
     kernels.mkdir()
-    (kernels / "kernels.h").write_text(f'#include "{_HERE / "kernels.h"}"\n')
-    _run("c++", *FLAGS[:-1], "c++-header", f"-I{_INCLUDE}", kernels / "kernels.h", "-o", kernels / "kernels.h.gch")
+    (kernels / "kernels.h").write_text(f'#define HOST_CUDA {_CUDA}\n#include "{_HERE / "kernels.h"}"\n')
+    header = kernels / "kernels.h"
+    _run("c++", *FLAGS[:-1], "c++-header", *_INCLUDES, header, "-o", f"{header}.gch")
     variables = {
         "LD_LIBRARY_PATH": folder,
         "HOST_COMPILER": f"'{sys.executable} {_HERE / 'compiler.py'}'",
@@ -59,17 +65,23 @@ def _runtime(tree: Path) -> Path:
         [Extension(_MODULE.replace("/", "."), [str(tree / f"{_MODULE}.pyx")], language="c++")],
         language_level=3,
         include_path=[str(tree)],
-        compile_time_env={"CUPY_USE_CUDA_PYTHON": False, "CUPY_CUDA_VERSION": 13000, "CUPY_HIP_VERSION": 0},
+        compile_time_env={
+            "CUPY_USE_CUDA_PYTHON": False,
+            "CUPY_CUDA_VERSION": _CUDA,
+            "CUPY_HIP_VERSION": 0,
+            "CUPY_CUFFT_STATIC": False,
+            "CUPY_CYTHON_VERSION": Cython.__version__,
+        },
     )
     made = tree / "runtime.o"
-    includes = (tree / "cupy_backends", _INCLUDE, sysconfig.get_paths()["include"])
-    _run("c++", "-c", "-O1", "-fPIC", "-w", *(f"-I{path}" for path in includes), tree / f"{_MODULE}.cpp", "-o", made)
+    includes = [f"-I{tree / 'cupy_backends'}", f"-I{sysconfig.get_paths()['include']}", *_INCLUDES]
+    _run("c++", "-c", "-O1", "-fPIC", "-w", *includes, tree / f"{_MODULE}.cpp", "-o", made)
     return made
 
 
 def _library(name: str, folder: Path, source: str, caller: Path | None, *libraries: Path) -> Path:
     """Build a library; what CuPy calls and is not there is an error when it is called."""
-    options = ("-std=c++17", "-O1", "-fPIC", "-w", f"-I{_INCLUDE}", "-pthread")
+    options = ("-std=c++17", "-O1", "-fPIC", "-w", f"-DHOST_CUDA={_CUDA}", *_INCLUDES, "-pthread")
     made = folder / f"{source}.o"
     _run("c++", "-c", *options, _HERE / source, "-o", made)
     called = set() if caller is None else _symbols(caller, "-D" if caller.suffix == ".so" else "-a", "--undefined-only")

@@ -4,7 +4,7 @@
 // what was there before: new memory holds garbage. Memory of pages is copied when it is asked for, pinned memory when
 // its turn comes. While a stream is captured, what CUDA refuses then is refused. Streams do not wait for the default one.
 //
-// HOST_DEVICES is how many devices there are (default 1).
+// HOST_CUDA is the version of CUDA, such as 13000. HOST_DEVICES is how many devices there are (default 1).
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -29,7 +29,7 @@ namespace {
 
 typedef std::function<void()> Work;
 
-const int kVersion = 13000, kGarbage = 0xA7;
+const int kVersion = HOST_CUDA, kGarbage = 0xA7;
 const std::size_t kAlignment = 512;
 
 thread_local int current_device = 0;

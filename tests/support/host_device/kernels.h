@@ -18,7 +18,7 @@
 #undef __forceinline__
 #define __forceinline__ inline
 // By which CuPy chooses CUDA's half precision.
-#define __CUDACC_VER_MAJOR__ 13
+#define __CUDACC_VER_MAJOR__ (HOST_CUDA / 1000)
 
 using std::isfinite;
 using std::isinf;

@@ -101,6 +101,9 @@ int ncclCommInitRankConfig(Communicator** made, int size, Name name, int rank, v
     ++world->joined;
     return world->wait(lock, [&] { return world->joined == size; }) ? 0 : kRemoteError;
 }
+int ncclCommInitRank(Communicator** made, int size, Name name, int rank) {
+    return ncclCommInitRankConfig(made, size, name, rank, nullptr);
+}
 int ncclCommCount(const Communicator* one, int* count) { return *count = one->world->size, 0; }
 int ncclCommCuDevice(const Communicator* one, int* device) { return *device = one->device, 0; }
 int ncclCommUserRank(const Communicator* one, int* rank) { return *rank = one->rank, 0; }

@@ -32,7 +32,7 @@ int copy_of(const std::string& text, char* to) { return std::memcpy(to, text.c_s
 extern "C" {
 
 const char* nvrtcGetErrorString(int error) { return error == kCompilation ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR"; }
-int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }
+int nvrtcVersion(int* major, int* minor) { return *major = HOST_CUDA / 1000, *minor = HOST_CUDA % 1000 / 10, 0; }
 int nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char**, const char**) {
     return *program = new Program{source, "", ""}, 0;
 }
