@@ -301,7 +301,14 @@ def test_a_cast_that_overflows_is_found() -> None:
     assert unscale([tiny], [tiny], 2.0**-126) == 1
 
 
-@pytest.mark.parametrize("architecture", ["sm_90", *later("all", "sm_75", "sm_80", "sm_86", "sm_89")])
+# In which sm_75 differs; of the newer two the compiler of CUDA 13.0 makes other choices. Of all others 40 and none.
+MOST_REGISTERS = {"sm_75": 64, "sm_100": 44, "sm_120": 42}
+MOST_SPILLED = {"sm_100": 16}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["sm_90", *later("all", "sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")]
+)
 def test_nvcc_compiles_the_kernels_without_a_warning_and_into_few_registers(architecture: str, tmp_path: Path) -> None:
     nvcc = require_program("nvcc")
     # As CuPy does, where subnormal numbers are concerned.
@@ -317,10 +324,11 @@ def test_nvcc_compiles_the_kernels_without_a_warning_and_into_few_registers(arch
     kernels = [part.partition("'") for part in finished.stderr.split("Compiling entry function '")[1:]]
     found = {name: tuple(map(int, re.findall(numbers, rest)[0])) for name, _, rest in kernels}
     assert set(found) == set(names)
-    assert {name: spilled for name, (*spilled, _) in found.items() if spilled != [0, 0]} == {}
+    most = MOST_SPILLED.get(architecture, 0)
+    assert {name: spilled for name, (*spilled, _) in found.items() if max(spilled) > most} == {}
     # Of 256 threads each, so many blocks fit: 65,536 registers are on a multiprocessor.
     registers = {name: count for name, (*_, count) in found.items()}
-    assert max(registers.values()) <= (64 if architecture == "sm_75" else 40)
+    assert max(registers.values()) <= MOST_REGISTERS.get(architecture, 40)
     if architecture == "sm_90":
         # 8 blocks, which are all the threads that there can be.
         assert max(registers[f"unscale_{a}_{b}"] for a, b in PAIRS if (a, b) != ("float64", "float64")) <= 32
