@@ -100,7 +100,8 @@ class Tables:
                 self.entries[key] = entry
             entry.prepared.launched.add(kind)
             entry.used = next(self._uses)
-            if is_capturing:
+            # What is captured once more is the same memory, which a first graph may hold by these alone.
+            if is_capturing and entry.captured is None:
                 entry.captured = sources, targets
         return entry.prepared
 

@@ -205,8 +205,9 @@ def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: An
     cupy_backend.unscale(grads, state, out=grads)
     HostCupy.capturing = {0}
     cupy.log.clear()
-    for _ in range(2):
-        cupy_backend.unscale(grads, state, out=grads)
+    views = [grad[:] for grad in grads]
+    for arrays in (grads, views):
+        cupy_backend.unscale(arrays, state, out=arrays)
     # No event from outside of the graph is waited for, and nothing is copied to the device.
     assert cupy.log == [("launch", "unscale_float32_float32", 0, 1)] * 2
     HostCupy.capturing = set()
