@@ -35,11 +35,11 @@ def nccl_package(number: int) -> str:
 
 def _unusable(status: int) -> str:
     """Tell why no device can be used, and what to do; empty for an error that does not mean this."""
+    if status not in (_NO_DEVICE, *_OLD_DRIVER):
+        return ""
     # Neither needs a device.
     driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     versions = f"driver of CUDA {version_text(driver)}, CuPy for CUDA {version_text(built_for)}"
-    if status not in (_NO_DEVICE, *_OLD_DRIVER):
-        return ""
     if not driver:
         return f"there is no CUDA driver here: {_INSTALL_DRIVER}; without a GPU use NumPy's arrays (backend='numpy')"
     if status in _OLD_DRIVER:
