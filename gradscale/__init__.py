@@ -51,7 +51,7 @@ from gradscale.errors import (
 from gradscale.policies.dynamic import DynamicScale, StaticScale
 from gradscale.reports.overflow import OverflowReport, ParameterReport
 from gradscale.reports.steps import StepReport, UpdateReport
-from gradscale.scaler.agreement import GroupAgreement
+from gradscale.scaler.group_agreement import GroupAgreement
 from gradscale.scaler.scaler import GradScaler, ShardedGradScaler
 
 if typing.TYPE_CHECKING:

@@ -29,10 +29,10 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
-from gradscale.scaler.agreement import Exchange
+from gradscale.scaler.exchange import Exchange
+from gradscale.scaler.iteration import Turn
 from gradscale.scaler.options import DEFAULT_TIMEOUT, CommonOptions, with_options
 from gradscale.scaler.stepper import find_closure
-from gradscale.scaler.turn import Turn
 from gradscale_torch.checkpoint import as_torchs_pickle, as_torchs_state_dict, state_dict_of_pickle
 from gradscale_torch.compiling import untraced, untraced_but_for_calls, warn_caller
 from gradscale_torch.fused import steps_by_itself
@@ -210,16 +210,15 @@ class GradScaler(TorchGradScaler):
         norm: Tensor | None = None
         if scaler.is_enabled():
             is_shared = not scaler.parts.agreement.is_alone
-            turn = scaler.begin_unscale(optimizer)
+            iteration = scaler.iteration
+            turn = iteration.begin_unscale(optimizer)
             request = None
             if largest is not None:
-                parts = scaler.parts.agreement, scaler.parts.live, turn.frame, Purpose.NORM, optimizer
-
                 def announce(mesh: Collectives, like: Tensor) -> None:
-                    Exchange(mesh, *parts, max_norm=largest).announce(like)
+                    Exchange(iteration, mesh, Purpose.NORM, optimizer, max_norm=largest).announce(like)
 
                 request = Request(max_norm=largest, is_shared=is_shared, announce=announce)
-            norm = turn.unscale(optimizer, request)
+            norm = iteration.unscale(turn, optimizer, request)
         elif largest is not None:
             norm = scaler.parts.unscaler.clip_unscaled(optimizer, largest, scaler.parts.live)
         return norm
@@ -554,15 +553,17 @@ class GradScaler(TorchGradScaler):
 
     def _check_inf_per_device(self: Replacement, optimizer: Any) -> Found:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
-        turn = self._scaler.turn_of(optimizer)
+        iteration = self._scaler.iteration
+        turn = iteration.turn_of(optimizer)
         stage = turn.stage
-        turn.unscale(optimizer, Request(unscales=False, takes_fp16=True))
+        iteration.unscale(turn, optimizer, Request(unscales=False, takes_fp16=True))
         turn.stage = stage
-        return found_by_device(turn)
+        return found_by_device(iteration, turn)
 
     def _found_inf_per_device(self: Replacement, optimizer: Any) -> Found:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
-        return found_by_device(self._scaler.turn_of(optimizer))
+        iteration = self._scaler.iteration
+        return found_by_device(iteration, iteration.turn_of(optimizer))
 
     def _get_scale_async(self: Replacement) -> Tensor | None:
         return self._scale
@@ -791,8 +792,8 @@ def _begin_plain_step(
     if (args or kwargs) and find_closure(args, kwargs) is not None:
         return None
     cast(TensorState, scaler.parts.live).refuse_capture(NO_READS)
-    turn = scaler.begin_step(optimizer)
-    return turn, turn.verdict_for_step(optimizer)
+    turn = scaler.iteration.begin_step(optimizer)
+    return turn, scaler.iteration.verdict_for_step(turn, optimizer)
 
 
 @untraced
@@ -824,7 +825,7 @@ def _step_with_the_scaler(
 ) -> Any:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
     scaler = replacement._scaler
-    turn = scaler.begin_step(optimizer)
+    turn = scaler.iteration.begin_step(optimizer)
     warn_caller(
         f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
         f"attributes grad_scale and found_inf, which scalers set, instead",
@@ -834,6 +835,6 @@ def _step_with_the_scaler(
     if turn.pending is not None:
         # It may have told its own verdict.
         cast(TensorVerdict, turn.pending).accept()
-    verdict = turn.verdict() if turn.is_judged else Verdict(0, 0, False, scaler.get_scale())
+    verdict = scaler.iteration.verdict(turn) if turn.is_judged else Verdict(0, 0, False, scaler.get_scale())
     scaler.end_step(optimizer, turn, verdict)
     return returned

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import torch
 
+from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.stepper import Outcome
-from gradscale.scaler.turn import Stage, Turn
 from gradscale_torch.state import TensorState
 from gradscale_torch.transfers import moved
 from gradscale_torch.unscaler import Request
@@ -32,22 +32,24 @@ class FusedStepper:
         """Tell whether an optimizer skips by itself."""
         return steps_by_itself(optimizer)
 
-    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def step(
+        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outcome:
         """Step an optimizer with its scale and verdict. No host read where the verdict may come later."""
-        live = cast(TensorState, turn.live)
+        live = cast(TensorState, iteration.live)
         if turn.stage is Stage.READY:
             # The optimizer's kernel would divide by a scale below 1 without a look at the result.
-            unscales = live.may_be_below_one(turn.state) if live.is_made else True
-            turn.unscale(optimizer, Request(unscales=unscales, takes_fp16=True))
+            unscales = live.may_be_below_one(iteration.in_force()) if live.is_made else True
+            iteration.unscale(turn, optimizer, Request(unscales=unscales, takes_fp16=True))
         if turn.pending is None:
             # They could not be unscaled before.
-            turn.verdict()
+            iteration.verdict(turn)
         pending = cast(TensorVerdict, turn.pending)
-        state = turn.state
+        state = iteration.in_force()
         # A policy that raises at its minimum needs the host, and so does a verdict that may have been replaced.
         may_be_late = pending.may_be_late and not turn.reads_at_once
         pending.is_read_later = may_be_late and live.at_min_scale(state) is None
-        verdict = None if pending.is_read_later else turn.verdict()
+        verdict = None if pending.is_read_later else iteration.verdict(turn)
         preset = getattr(optimizer, "grad_scale", None)
         found = pending.flag()
         # torch's optimizers do not wait for what they bring to the host.

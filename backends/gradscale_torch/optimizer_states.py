@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
 from gradscale.errors import InvalidValueError
-from gradscale.scaler.turn import Stage, Turn
+from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale_torch.kernels import Found
 from gradscale_torch.verdicts import TensorVerdict
 
@@ -21,15 +21,15 @@ Tensor = torch.Tensor
 _OPT_STATES = {Stage.READY: OptState.READY, Stage.UNSCALED: OptState.UNSCALED, Stage.STEPPED: OptState.STEPPED}
 
 
-def found_by_device(turn: Turn) -> Found:
+def found_by_device(iteration: Iteration, turn: Turn) -> Found:
     """Return the agreed verdict for each device of an optimizer's gradients, and for the scale's without any."""
     if turn.pending is None:
-        if not turn.live.is_made:
+        if not iteration.live.is_made:
             return {}
-        turn.pending = TensorVerdict.unjudged(turn.live, turn.frame)
+        turn.pending = TensorVerdict.unjudged(iteration)
     pending = cast(TensorVerdict, turn.pending)
     if pending.is_read_by_host:
-        turn.verdict()
+        iteration.verdict(turn)
     return pending.show()
 
 
@@ -39,8 +39,8 @@ class OptimizerState(dict[str, Any]):
     Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
     """
 
-    def __init__(self, turn: Turn) -> None:
-        super().__init__(stage=_OPT_STATES[turn.stage], found_inf_per_device=found_by_device(turn))
+    def __init__(self, iteration: Iteration, turn: Turn) -> None:
+        super().__init__(stage=_OPT_STATES[turn.stage], found_inf_per_device=found_by_device(iteration, turn))
         self._pending = cast(TensorVerdict, turn.pending)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -71,7 +71,7 @@ class OptimizerStates(Mapping[int, dict[str, Any]]):
 
     def __getitem__(self, key: int) -> dict[str, Any]:
         turn = self.scaler.iteration.by_id(key)
-        return _refresh_per_optimizer_state() if turn is None else OptimizerState(turn)
+        return _refresh_per_optimizer_state() if turn is None else OptimizerState(self.scaler.iteration, turn)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.scaler.iteration.ids())

@@ -10,7 +10,7 @@ import torch
 from gradscale.core import tree
 from gradscale.core.messages import shown
 from gradscale.errors import InvalidValueError
-from gradscale.scaler.frame import Frame
+from gradscale.scaler.iteration import Iteration
 from gradscale_torch.transfers import moved
 
 __all__ = ["TensorScaling"]
@@ -33,8 +33,7 @@ class TensorScaling:
     def scale(
         self,
         outputs: Any,
-        live: Any,
-        frame: Frame,
+        iteration: Iteration,
         look: Callable[[Sequence[Any]], None] | None,
     ) -> Any:
         """Return outputs with every tensor multiplied; see :class:`gradscale.scaler.parts.Scaling`.
@@ -48,14 +47,15 @@ class TensorScaling:
             For what is neither a tensor nor an iterable of these.
         """
         if type(outputs) is Tensor:
-            return self._multiplied(outputs, live, frame, look)
-        return _mapped(outputs, lambda tensor: self._multiplied(tensor, live, frame, look))
+            return self._multiplied(outputs, iteration, look)
+        return _mapped(outputs, lambda tensor: self._multiplied(tensor, iteration, look))
 
     def _multiplied(
-        self, tensor: Tensor, live: Any, frame: Frame, look: Callable[[Sequence[Any]], None] | None
+        self, tensor: Tensor, iteration: Iteration, look: Callable[[Sequence[Any]], None] | None
     ) -> Tensor:
-        state = frame.in_force(live, tensor)
-        frame.note_scaled(state)
+        live: Any = iteration.live
+        state = iteration.in_force(tensor)
+        iteration.note_scaled(state)
         if look is not None:
             look((tensor,))
         scale, _ = live.scale_and_inverse(state)

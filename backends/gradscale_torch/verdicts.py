@@ -13,9 +13,8 @@ from gradscale.core import vector
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.vector import Verdict
 from gradscale.errors import BackendError
-from gradscale.scaler.agreement import Agreement, Subject, take_lists, whereabouts
-from gradscale.scaler.frame import Frame
-from gradscale.scaler.parts import LiveState
+from gradscale.scaler.agreement import Ballot, take_lists
+from gradscale.scaler.iteration import Iteration
 from gradscale_torch.gradients import GradientGroups
 from gradscale_torch.kernels import Found, combined
 from gradscale_torch.transfers import integers, is_capturing, moved, refuse_capture, start_reading
@@ -85,8 +84,8 @@ class TensorVerdict:
 
     Parameters
     ----------
-    agreement, found, live, state, frame, groups, subject
-        As for :meth:`gradscale.scaler.agreement.Agreement.start`. Without groups nothing is sent.
+    iteration, found, state, groups, optimizer, max_norm
+        As for :class:`gradscale.scaler.verdict.PendingVerdict`. Without groups nothing is sent.
 
     Attributes
     ----------
@@ -99,56 +98,52 @@ class TensorVerdict:
     is_begun = True
     is_read_later = is_captured = False
     _shown: Found | None = None
-    _sent: Any = None
-    _agreed: Any = None
-    _finish: Callable[[], Any] | None = None
+    _ballot: Ballot | None = None
     _late: Callable[[bool], list[float] | None] | None = None
-    _moved = 0
 
     def __init__(
         self,
-        agreement: Agreement | None,
+        iteration: Iteration,
         found: TensorFound,
-        live: LiveState,
         state: ScaleState,
-        frame: Frame,
         groups: Sequence[Collectives],
-        subject: Subject | None = None,
+        optimizer: Any = None,
+        max_norm: float | None = None,
     ) -> None:
+        live = iteration.live
         self.groups = groups
         self.version = live.version
         self.is_scaled = found.is_scaled
-        self._found, self._live, self._state, self._number = found, live, state, frame.number
+        self._found, self._live, self._state = found, live, state
         if not groups:
             count = found.count
             if count is not None and isinstance(state.scale, float) and not would_wait(found.home):
                 self.known = vector.verdict((count, count, bool(live.at_min_scale(state)), state.scale))
-        elif agreement is not None:
-            self._sent = self._message(agreement, frame, subject or Subject())
-            self._moved = agreement.moved(groups)
-            self._finish = agreement.reduce(groups, self._sent, frame.number)
+        else:
+            number, agreement = iteration.number, iteration.agreement
+            position = agreement.position(number, iteration.next_message(), groups, optimizer, max_norm)
+            self._ballot = Ballot(agreement, groups, self._message(agreement.vector, position), number)
 
     @classmethod
-    def unjudged(cls, live: LiveState, frame: Frame) -> TensorVerdict:
+    def unjudged(cls, iteration: Iteration) -> TensorVerdict:
         """Return the verdict of an optimizer that has not been judged, and may tell its own (``override``)."""
-        state = live.current()
+        state = iteration.live.current()
         home = torch.device("cpu") if isinstance(state.scale, float) else state.scale.device
-        made = cls(None, TensorFound({}, home), live, state, frame, ())
+        made = cls(iteration, TensorFound({}, home), state, ())
         made.is_begun = False
         return made
 
-    def _message(self, agreement: Agreement, frame: Frame, subject: Subject) -> Any:
+    def _message(self, packer: vector.AgreementVector, position: vector.Position) -> Any:
         """Return what this rank sends: a list where the groups take one and the host knows the numbers."""
         found, live, state = self._found, self._live, self._state
-        position = agreement.position(frame, self.groups, subject)
         count = found.count
         if isinstance(state.scale, float) and count is not None:
             at_min_scale = bool(live.at_min_scale(state))
-            sent = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
+            sent = packer.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
             return integers(sent, _CPU) if self._needs_tensors() else sent
         known = found.nonfinite if count is None or self._needs_tensors() else count
         arrays = live.arrays(state)
-        return agreement.vector.pack(live.backend_for(arrays.scale), live.policy, arrays, known, position)
+        return packer.pack(live.backend_for(arrays.scale), live.policy, arrays, known, position)
 
     @property
     def may_be_late(self) -> bool:
@@ -187,7 +182,8 @@ class TensorVerdict:
 
     def count(self) -> Tensor | int:
         """Return the agreed verdict for the live state: a number where the host has read it, else a flag."""
-        if (isinstance(self._sent, list) or isinstance(self._state.scale, float)) and self._shown is None:
+        is_known = isinstance(self._state.scale, float) or (self._ballot is not None and isinstance(self._ballot.sent, list))
+        if is_known and self._shown is None:
             return self.verdict().nonfinite
         return self.flag()
 
@@ -200,7 +196,8 @@ class TensorVerdict:
             return self._found.flag
         if self.is_read_by_host:
             return torch.tensor(float(self.verdict().nonfinite > 0), dtype=torch.float32, device=_CPU)
-        agreed = self._finished()
+        assert self._ballot is not None
+        agreed = self._ballot.agreed()
         fields = agreed[2:].reshape(2, -1)
         # Where ranks differ no rank steps, until the host sees it.
         flag: Tensor = ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
@@ -227,8 +224,8 @@ class TensorVerdict:
 
     def start_reading(self) -> None:
         """Send the verdict on its way to the host, which does not wait for it."""
-        if self.groups:
-            values = torch.cat([self._finished(), self._sent])
+        if self._ballot is not None:
+            values = torch.cat([self._ballot.agreed(), self._ballot.sent])
         else:
             values = torch.stack([self._found.flag, self._live.arrays(self._state).scale])
         self._late = start_reading(values)
@@ -242,20 +239,11 @@ class TensorVerdict:
         """Tell whether the groups must agree on a tensor, and not on ints, though the host knows the count."""
         return would_wait(self._found.home) or not take_lists(self.groups)
 
-    def _finished(self) -> Any:
-        if self._agreed is None:
-            assert self._finish is not None
-            self._agreed = self._finish()
-        return self._agreed
-
     def _read(self) -> Verdict:
         """Read the verdict: one host read, on a device for all of it."""
-        if not self.groups:
+        if self._ballot is None:
             return self._read_alone()
-        agreed = self._finished()
-        if isinstance(self._sent, list):
-            return self._decoded(agreed, self._sent)
-        return self._decoded(*vector.read_both(self._live.backend_for(agreed), agreed, self._sent))
+        return self._decoded(*self._ballot.read(self._live.backend_for))
 
     def _read_alone(self) -> Verdict:
         found, state = self._found, self._state
@@ -281,8 +269,8 @@ class TensorVerdict:
         return self._decoded(whole[: vector.LENGTH], whole[vector.LENGTH :])
 
     def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
-        where = lambda: whereabouts(self.groups, self._number)  # noqa: E731
-        verdict = vector.read_verdict(agreed, sent, self._live.policy, where, self._moved)
+        assert self._ballot is not None
+        verdict = self._ballot.verdict(agreed, sent, self._live.policy)
         _possible(verdict.scale)
         return verdict
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import struct
 import zlib
@@ -40,16 +41,15 @@ __all__ = [
     "Purpose",
     "Verdict",
     "announcement",
-    "at_group",
     "describe_differences",
     "foreign_message",
     "identify",
     "is_fixed",
-    "next_position",
-    "place",
     "position",
     "read_both",
     "read_verdict",
+    "shifted",
+    "shifts",
     "verdict",
 ]
 
@@ -136,11 +136,6 @@ class AgreementVector:
         # The last scale of a state of numbers, and its bits.
         self._scale = 0.0, 0
 
-    @property
-    def packed(self) -> ScaleState | None:
-        """The state of the last vector."""
-        return self._state
-
     def pack(
         self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array | int, position: Position
     ) -> Any:
@@ -191,24 +186,6 @@ class AgreementVector:
             self._scale = state.scale, bits
         return _vector(nonfinite, at_min_scale, [bits, *state[1:], self._identity, *position])
 
-    def shifted(self, backend: Backend | None, x: Any, by: int) -> Any:
-        """Return a vector for the next group of a list, whose place is that much greater; differences stay in it.
-
-        Parameters
-        ----------
-        backend : Backend or None
-            That of an array; None for a list.
-        x : array or list of int
-            What one group has agreed on; left alone.
-        by : int
-            The difference of the two groups' ``place``.
-        """
-        row = [0] * LENGTH
-        row[2 + _PLACE], row[2 + _COUNT + _PLACE] = by, -by
-        if backend is None:
-            return list(map(operator.add, x, row))
-        return x + backend.integers(row, x)
-
     def _identify(self, policy: Policy) -> None:
         if self._policy is not policy or not self._is_fixed:
             self._identity, self._is_fixed = identify(policy) ^ self._diagnoses, is_fixed(policy)
@@ -236,6 +213,7 @@ def position(
     purpose: Purpose = Purpose.STEP,
     optimizer: int = 0,
     scaler: int = 0,
+    group: int = 0,
     steps: int = 0,
     max_norm: float | None = None,
 ) -> Position:
@@ -249,8 +227,8 @@ def position(
         Which call sends it.
     optimizer : int, default 0
         The number of the optimizer, in the order in which the scaler has met them.
-    scaler : int, default 0
-        The number of the scaler, of those that were constructed over the (first) group.
+    scaler, group : int, default 0
+        The number of the scaler, of those that were constructed over the group; the group's place in the list.
     steps : int, default 0
         How many steps the scaler has made.
     max_norm : float, optional
@@ -261,29 +239,33 @@ def position(
     return (
         iteration & LARGEST_INT32,
         message << _OPTIMIZER_BITS | optimizer & (1 << _OPTIMIZER_BITS) - 1,
-        place(scaler, 0) | rest,
+        _place(scaler, group) | rest,
         steps & LARGEST_INT32,
         norm,
     )
 
 
-def next_position(position: Position, iteration: int, call: int, steps: int) -> Position:
-    """Return what is made of a position of iteration 0, call 0 and step 0 for later ones."""
-    _, message, where, _, norm = position
-    call = (call & (1 << _CALL_BITS) - 1) << _OPTIMIZER_BITS
-    return iteration & LARGEST_INT32, message | call, where, steps & LARGEST_INT32, norm
-
-
-def place(scaler: int, group: int) -> int:
-    """Return the field for the number of a scaler over a group, and the position of the group in the list."""
+def _place(scaler: int, group: int) -> int:
     number = (scaler & (1 << _SCALER_BITS) - 1) << _GROUP_BITS | group & (1 << _GROUP_BITS) - 1
     return number << _REST_BITS
 
 
-def at_group(position: Position, group: int) -> Position:
-    """Return a position for a message that goes over one group of a list alone."""
-    iteration, message, before, steps, norm = position
-    return iteration, message, before + place(0, group), steps, norm
+def shifts(scalers: Sequence[int]) -> list[int]:
+    """Return what is added to ``place`` from each group of a list to the next, given the scaler's number over each."""
+    places = [_place(scaler, group) for group, scaler in enumerate(scalers)]
+    return [after - before for before, after in itertools.pairwise(places)]
+
+
+def shifted(backend: Backend | None, x: Any, by: int) -> Any:
+    """Return a vector that one group has agreed on for the next one; differences stay in it.
+
+    ``backend`` is that of an array, and None for a list; ``x`` is left alone.
+    """
+    row = [0] * LENGTH
+    row[2 + _PLACE], row[2 + _COUNT + _PLACE] = by, -by
+    if backend is None:
+        return list(map(operator.add, x, row))
+    return x + backend.integers(row, x)
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,10 +22,10 @@ from gradscale.errors import InvalidTypeError
 from gradscale.reports.diagnose import gather as gather_reports
 from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
 from gradscale.reports.recorder import Reports
-from gradscale.scaler.agreement import Agreement, Exchange
-from gradscale.scaler.frame import Frame
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.exchange import Exchange
+from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.parts import LiveState, Unscaler
-from gradscale.scaler.turn import Stage, Turn
 
 __all__ = ["Diagnosis"]
 
@@ -53,8 +53,7 @@ class Diagnosis:
     def diagnose(
         self,
         optimizer: Any,
-        frame: Frame,
-        turn: Turn | None,
+        iteration: Iteration,
         names: Any = None,
         loss: Any = None,
         *,
@@ -66,31 +65,29 @@ class Diagnosis:
         ----------
         optimizer : object
             Whose gradients.
-        frame : Frame
-            Of the present iteration.
-        turn : Turn or None
-            The optimizer's in it; None where it was not met yet.
+        iteration : Iteration
+            The present one.
         names, loss, gather
             As in :meth:`gradscale.GradScaler.diagnose`.
         """
+        turn = iteration.by_id(id(optimizer))
         if optimizer in self._reports:
             # A verdict that the host has not read yet.
             self._reports.last(optimizer)
         minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
         groups = self._groups_for(optimizer, turn) if gather and self._enabled else ()
         if not groups:
-            return OverflowReport.of([self._look(optimizer, frame, turn, names, loss)], minimum)
+            return OverflowReport.of([self._look(optimizer, iteration, turn, names, loss)], minimum)
         failure: Exception | None = None
         try:
-            own = self._look(optimizer, frame, turn, names, loss)
+            own = self._look(optimizer, iteration, turn, names, loss)
         except Exception as error:
             # Whatever it is, also of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
-        like = self._like_any(optimizer, frame)
-        parts = self._agreement, self._live, frame, Purpose.DIAGNOSIS, optimizer
+        like = self._like_any(optimizer, iteration)
         exchanges: IdentityMap[Exchange] = IdentityMap()
         for index, group in enumerate(groups):
-            exchanges.put(group, Exchange(group, *parts, index=index))
+            exchanges.put(group, Exchange(iteration, group, Purpose.DIAGNOSIS, optimizer, index=index))
 
         def agree(collectives: Collectives, values: list[int]) -> list[int]:
             return exchanges[collectives].maximum(values, like)
@@ -110,9 +107,9 @@ class Diagnosis:
         agreed_over = () if turn is None or turn.pending is None else turn.pending.groups
         return self._unscaler.groups_for(optimizer, agreed_over or given)
 
-    def _holds_scaled(self, optimizer: Any, frame: Frame, turn: Turn | None) -> bool:
+    def _holds_scaled(self, optimizer: Any, iteration: Iteration, turn: Turn | None) -> bool:
         """Tell whether an optimizer's gradients are still scaled."""
-        if _is_ready(turn) and self._enabled and frame.scaled:
+        if _is_ready(turn) and self._enabled and iteration.scaled:
             return True
         if turn is not None and turn.stage is Stage.UNSCALED:
             return turn.pending is not None and turn.pending.is_scaled
@@ -122,15 +119,15 @@ class Diagnosis:
         verdict = None if turn is None else turn.known
         return self._reports.last(optimizer).skipped if verdict is None else verdict.nonfinite > 0
 
-    def _look(self, optimizer: Any, frame: Frame, turn: Turn | None, names: Any, loss: Any) -> RankReport:
+    def _look(self, optimizer: Any, iteration: Iteration, turn: Turn | None, names: Any, loss: Any) -> RankReport:
         """Look at this rank's gradients: one host read."""
         chosen = self._choose(optimizer, names)
         arrays = [x for _, _, x in chosen if x is not None]
-        is_scaled = self._holds_scaled(optimizer, frame, turn)
+        is_scaled = self._holds_scaled(optimizer, iteration, turn)
         # Gradients that an iteration has left behind, or that no scaler has seen.
-        is_over = _is_ready(turn) and not (self._enabled and frame.scaled)
-        scale, state, number = self._scale_of(optimizer, frame, turn, is_over=is_over)
-        counts, lost = self._judge_loss(loss, [] if is_over else list(frame.loss_nonfinite))
+        is_over = _is_ready(turn) and not (self._enabled and iteration.scaled)
+        scale, state, number = self._scale_of(optimizer, iteration, turn, is_over=is_over)
+        counts, lost = self._judge_loss(loss, [] if is_over else list(iteration.loss_nonfinite))
         knows_loss = loss is not None or len(counts) > 0
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
@@ -200,10 +197,10 @@ class Diagnosis:
         return [] if count is None else [count], lost
 
     def _scale_of(
-        self, optimizer: Any, frame: Frame, turn: Turn | None, *, is_over: bool
+        self, optimizer: Any, iteration: Iteration, turn: Turn | None, *, is_over: bool
     ) -> tuple[float, ScaleState | None, int]:
         """Return the scale of an optimizer's gradients, or the state it is to be read from, and their iteration."""
-        number = frame.number
+        number = iteration.number
         if not self._enabled:
             return 1.0, None, number
         if is_over and optimizer in self._reports:
@@ -211,14 +208,14 @@ class Diagnosis:
             return report.scale, None, report.iteration
         if turn is not None and turn.known is not None:
             return turn.known.scale, None, number
-        if not self._live.is_made and frame.state is None:
+        if not self._live.is_made and iteration.state is None:
             return self._live.scale(), None, number
-        state = frame.in_force(self._live)
+        state = iteration.in_force()
         if isinstance(state.scale, float):
             return state.scale, None, number
         return 1.0, state, number
 
-    def _like_any(self, optimizer: Any, frame: Frame) -> Array:
+    def _like_any(self, optimizer: Any, iteration: Iteration) -> Array:
         """Return an array of the library that this rank agrees in."""
         if self._live.is_made:
             return self._live.arrays(self._live.current()).scale
@@ -231,7 +228,7 @@ class Diagnosis:
         like = ops.first_floating(found)
         if like is None:
             like = self._live.example()
-        return self._agreement.example(self._live, frame.number) if like is None else like
+        return self._agreement.example(self._live, iteration.number) if like is None else like
 
 
 def _is_ready(turn: Turn | None) -> bool:

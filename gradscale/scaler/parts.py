@@ -229,8 +229,7 @@ class Scaling(Protocol):
     def scale(
         self,
         outputs: Any,
-        live: Any,
-        frame: Any,
+        iteration: Any,
         look: Callable[[Sequence[Any]], None] | None,
     ) -> Any:
         """Return outputs multiplied by the scale.
@@ -239,10 +238,8 @@ class Scaling(Protocol):
         ----------
         outputs : object
             What the user passed.
-        live : LiveState
-            Knows the adapters.
-        frame : Frame
-            Of the iteration: says what to scale with, and is told once it is done.
+        iteration : Iteration
+            Says what to scale with, and is told once it is done.
         look : callable or None
             Called with the unscaled leaves, once they are scaled.
         """

@@ -11,16 +11,16 @@ from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives
 from gradscale.core.vector import Purpose, Verdict, identify
-from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleUnderflowError
 from gradscale.policies.plain import plain_rule
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler import checkpoint
-from gradscale.scaler.agreement import Agreement, Exchange
+from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.diagnosis import Diagnosis
-from gradscale.scaler.frame import Frame
-from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.exchange import Exchange
+from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.live_state import ArrayState, checked_scale
 from gradscale.scaler.options import (
     DEFAULT_TIMEOUT,
@@ -35,8 +35,8 @@ from gradscale.scaler.options import (
 from gradscale.scaler.parts import LiveState, Pending, Scaling, Unscaler
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.stepper import ClosureStepper, PlainStepper, Stepper
-from gradscale.scaler.turn import Stage, Turn
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip
+from gradscale.scaler.verdict import PendingVerdict
 
 __all__ = ["GradScaler", "Parts", "ShardedGradScaler"]
 
@@ -119,7 +119,7 @@ class GradScaler:
             scaling=ArrayScaling(),
             unscaler=ArrayUnscaler(),
             steppers=(ClosureStepper(), PlainStepper()),
-            agreement=Agreement(diagnoses=reports.diagnoses),
+            agreement=Agreement(diagnoses=reports.diagnoses, pending=PendingVerdict),
             reports=reports,
         )
         self._assemble(parts, enabled)
@@ -134,13 +134,16 @@ class GradScaler:
     def _assemble(self, parts: Parts, enabled: bool) -> None:
         self._parts = parts
         self._enabled = enabled
-        self._iteration = Iteration(1)
         self._spread()
+        self._iteration = self._numbered(1)
 
     def _spread(self) -> None:
         """Give the parts names, and put those together that work together."""
         self._live, self._scaling, self._unscaler, self._steppers, self._agreement, self._reports = self._parts
         self._diagnosis = Diagnosis(self._live, self._agreement, self._unscaler, self._reports, enabled=self._enabled)
+
+    def _numbered(self, number: int) -> Iteration:
+        return Iteration(number, self._live, self._unscaler, self._agreement, self._reports)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self._live.policy!r}, enabled={self._enabled})"
@@ -168,10 +171,9 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        frame = self._iteration.frame
-        frame.require_sound()
+        self._iteration.require_sound()
         look = self._count_nonfinite if self._reports.diagnoses else None
-        return self._scaling.scale(outputs, self._live, frame, look)
+        return self._scaling.scale(outputs, self._iteration, look)
 
     def unscale_(
         self, optimizer: Any, *, max_norm: float | None = None, norm_over: NormOver | None = None
@@ -209,7 +211,8 @@ class GradScaler:
         clip = self._checked_clip(optimizer, max_norm, norm_over)
         if not self._enabled:
             return None if clip is None else self._unscaler.clip_unscaled(optimizer, clip.max_norm, self._live)
-        return self.begin_unscale(optimizer).unscale(optimizer, clip)
+        iteration = self._iteration
+        return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -242,14 +245,15 @@ class GradScaler:
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
         if not self._enabled:
-            disabled = StepReport(False, 1.0, 0, "disabled", self._iteration.frame.number)
+            disabled = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
             self._reports.record(optimizer, disabled)
             return optimizer.step(*args, **kwargs)
-        turn = self.begin_step(optimizer)
+        iteration = self._iteration
+        turn = iteration.begin_step(optimizer)
         for stepper in self._steppers:
             if stepper.takes(optimizer, args, kwargs):
                 break
-        returned, verdict, retries = stepper.step(turn, optimizer, args, kwargs)
+        returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
         self.end_step(optimizer, turn, verdict, retries)
         return returned
 
@@ -276,36 +280,35 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        live, frame = self._live, self._iteration.frame
-        frame.require_sound()
+        live, ended = self._live, self._iteration
+        ended.require_sound()
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = [], []
         found_at_min_scale = False
-        for turn in self._iteration.turns:
+        for turn in ended.turns:
             one = turn.pending
             if one is not None and one.is_begun:
                 pending.append(one)
                 if not one.is_read_later:
-                    verdict = turn.verdict()
+                    verdict = ended.verdict(turn)
                     verdicts.append(verdict)
                     found_at_min_scale = found_at_min_scale or (verdict.at_min_scale and verdict.nonfinite > 0)
         before = None
         if self._reports.wants_updates:
-            judged: list[StepReport | Verdict] = [*self._iteration.reports, *verdicts]
+            judged: list[StepReport | Verdict] = [*ended.reports, *verdicts]
             # Without a verdict it has to be read, which is free of charge where the state is one of numbers.
             before = judged[0].scale if judged else live.scale()
         if wanted is not None:
             live.replace_scale(wanted)
-        elif frame.lowered is not None:
-            live.take(frame.lowered)
+        elif ended.lowered is not None:
+            live.take(ended.lowered)
         elif pending:
             counts = [one.count() for one in pending]
-            if self._reports.under_way:
-                self._apply_deferred()
+            ended.catch_up()
             live.advance(counts)
-        elif not frame.scaled and self._agreement.is_alone:
-            frame.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-        ended, self._iteration = self._iteration, Iteration(frame.number + 1)
+        elif not ended.scaled and self._agreement.is_alone:
+            ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+        self._iteration = self._numbered(ended.number + 1)
         underflow = None
         if wanted is None and found_at_min_scale:
             underflow = ScaleUnderflowError(
@@ -317,8 +320,8 @@ class GradScaler:
             after = before
             if wanted is not None:
                 after = wanted
-            elif pending or ended.frame.lowered is not None:
-                after = self._updated_scale(ended.frame, pending, verdicts)
+            elif pending or ended.lowered is not None:
+                after = self._updated_scale(ended, pending, verdicts)
             try:
                 self._tell_update(ended, verdicts, before, after)
             except Exception as error:
@@ -447,8 +450,7 @@ class GradScaler:
         CollectiveTimeoutError, BackendError
             With ``gather``: when some rank does not come, or could not look at its gradients.
         """
-        turn = self._iteration.by_id(id(optimizer))
-        return self._diagnosis.diagnose(optimizer, self._iteration.frame, turn, names, loss, gather=gather)
+        return self._diagnosis.diagnose(optimizer, self._iteration, names, loss, gather=gather)
 
     # Settings.
 
@@ -495,7 +497,7 @@ class GradScaler:
         """
         if not self._enabled:
             return {}
-        return checkpoint.build(self._live.policy, self._live.numbers(), self._iteration.frame.number)
+        return checkpoint.build(self._live.policy, self._live.numbers(), self._iteration.number)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -515,10 +517,10 @@ class GradScaler:
             return
         self._iteration.require_boundary("load_state_dict()")
         loaded = checkpoint.parse(state_dict, self._live.policy)
-        before, self._iteration = self._iteration.frame, Iteration(loaded.iteration)
+        before, self._iteration = self._iteration, self._numbered(loaded.iteration)
         if before.failure is None:
             # Gradients under way are unscaled by what they were scaled with.
-            self._iteration.frame.scaled, self._iteration.frame.state = before.scaled, before.state
+            self._iteration.scaled, self._iteration.state = before.scaled, before.state
         # What is on its way to the host is about the state that is replaced.
         self._reports.under_way.clear()
         self._live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
@@ -536,11 +538,15 @@ class GradScaler:
         # Each part says by itself what of it is kept.
         parts = self._parts._replace(steppers=tuple(map(copy.copy, self._parts.steppers)))
         single = {name: copy.copy(part) for name, part in parts._asdict().items() if name != "steppers"}
-        return kept | {"_parts": parts._replace(**single), "_iteration": copy.copy(self._iteration)}
+        position = self._iteration.number, self._iteration.scaled
+        return kept | {"_parts": parts._replace(**single), "_iteration": position}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
         self._spread()
+        number, scaled = kept["_iteration"]
+        self._iteration = self._numbered(number)
+        self._iteration.scaled = scaled
 
     # For adapters, whose scalers hold one of these.
 
@@ -554,63 +560,22 @@ class GradScaler:
         """The present iteration."""
         return self._iteration
 
-    def turn_of(self, optimizer: Any) -> Turn:
-        """Return an optimizer's turn in the present iteration."""
-        at_once = self._reports.wants_each_step
-        return self._iteration.of(optimizer, self._live, self._unscaler, self._agreement, reads_at_once=at_once)
-
-    def begin_unscale(self, optimizer: Any) -> Turn:
-        """Return an optimizer's turn, having checked that its gradients may be unscaled.
-
-        Raises
-        ------
-        CallOrderError
-            When they were already, or the optimizer was stepped.
-        """
-        frame = self._iteration.frame
-        frame.require_sound()
-        turn = self.turn_of(optimizer)
-        if turn.stage is Stage.UNSCALED:
-            frame.wrong_order("unscale_() has already been called on this optimizer since the last update()")
-        if turn.stage is Stage.STEPPED:
-            frame.wrong_order("unscale_() is being called after step() on this optimizer")
-        if self._reports.under_way:
-            self._apply_deferred()
-        return turn
-
-    def begin_step(self, optimizer: Any) -> Turn:
-        """Return an optimizer's turn, having checked that it may be stepped: the first half of ``step``.
-
-        Raises
-        ------
-        CallOrderError
-            When it was stepped already.
-        """
-        frame = self._iteration.frame
-        frame.require_sound()
-        turn = self.turn_of(optimizer)
-        if turn.stage is Stage.STEPPED:
-            frame.wrong_order("step() has already been called on this optimizer since the last update()")
-        if turn.stage is Stage.READY and self._reports.under_way:
-            self._apply_deferred()
-        return turn
-
     def end_step(self, optimizer: Any, turn: Turn, verdict: Verdict | None, retries: int = 0) -> None:
         """Record what has become of a step, under a verdict or one that is read later: the second half of ``step``."""
         turn.stage = Stage.STEPPED
-        agreement, reports, pending, frame = self._agreement, self._reports, turn.pending, turn.frame
+        agreement, reports, pending, iteration = self._agreement, self._reports, turn.pending, self._iteration
         agreement.steps += 1
         if pending is not None and pending.is_scaled:
             self._unscaler.remember_left_scaled(optimizer)
         if verdict is None:
             assert pending is not None
-            reports.record_later(optimizer, frame.number, pending)
+            reports.record_later(optimizer, iteration.number, pending)
             return
         overflow = None
         if verdict.nonfinite and reports.diagnoses:
-            overflow = self._diagnosis.diagnose(optimizer, frame, turn, gather=True)
-        report = step_report(verdict, frame.number, retries, overflow)
-        self._iteration.reports.append(report)
+            overflow = self._diagnosis.diagnose(optimizer, iteration, gather=True)
+        report = step_report(verdict, iteration.number, retries, overflow)
+        iteration.reports.append(report)
         reports.record(optimizer, report, agreement.rank)
 
     def agree_over(self, groups: Sequence[Collectives]) -> None:
@@ -618,8 +583,8 @@ class GradScaler:
         if groups:
             # A policy that ranks cannot compare is refused now, and not in the first step.
             identify(self._live.policy)
-        if self._iteration.frame.failure is not None:
-            self._iteration = Iteration(self._iteration.frame.number)
+        if self._iteration.failure is not None:
+            self._iteration = self._numbered(self._iteration.number)
         self._agreement.join(groups)
 
     # The parts put together.
@@ -627,7 +592,7 @@ class GradScaler:
     def _count_nonfinite(self, outputs: Sequence[Any]) -> None:
         count = self._diagnosis.count_nonfinite(outputs)
         if count is not None:
-            self._iteration.frame.loss_nonfinite += (count,)
+            self._iteration.loss_nonfinite += (count,)
 
     def _checked_clip(self, optimizer: Any, max_norm: Any, norm_over: Any) -> Clip | None:
         """Return what to clip to, having looked at the arguments before anything is modified.
@@ -669,31 +634,20 @@ class GradScaler:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        parts = groups[0], self._agreement, self._live, self._iteration.frame
-        return Clip(largest, Exchange(*parts, Purpose.NORM, optimizer, max_norm=largest))
-
-    def _apply_deferred(self) -> None:
-        """Look at the verdicts that have arrived: ranks may differ, and the scale is known for a while."""
-        for pending in self._reports.poll():
-            try:
-                verdict = pending.verdict()
-            except ScaleDesyncError as error:
-                self._iteration.frame.failure = error
-                raise
-            self._live.observe(verdict.scale, pending.version)
+        return Clip(largest, Exchange(self._iteration, groups[0], Purpose.NORM, optimizer, max_norm=largest))
 
     def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict], before: float, after: float) -> None:
         """Tell of an iteration that the update has ended, with the verdicts on what was unscaled in it."""
         steps = tuple(ended.reports)
         judged: list[StepReport | Verdict] = [*steps, *verdicts]
         skipped = any(one.nonfinite > 0 for one in judged)
-        number, rank = ended.frame.number, self._agreement.rank()
+        number, rank = ended.number, self._agreement.rank()
         self._reports.tell_update(UpdateReport(number, before, skipped, rank, steps, after))
 
-    def _updated_scale(self, frame: Frame, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> float:
+    def _updated_scale(self, ended: Iteration, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> float:
         """Return the scale that an update has left, computed anew from what was read, where that spares a read."""
         live = self._live
-        before = pending[-1].numbers if pending and frame.lowered is None else None
+        before = pending[-1].numbers if pending and ended.lowered is None else None
         if before is None or len(verdicts) < len(pending) or isinstance(live.current().scale, float):
             return live.scale()
         rule = plain_rule(live.policy)

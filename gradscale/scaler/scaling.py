@@ -8,8 +8,7 @@ from typing import Any
 from gradscale.core import ops, tree
 from gradscale.core.messages import shown, unreadable
 from gradscale.errors import InvalidTypeError
-from gradscale.scaler.frame import Frame
-from gradscale.scaler.live_state import ArrayState
+from gradscale.scaler.iteration import Iteration
 
 __all__ = ["ArrayScaling"]
 
@@ -24,8 +23,7 @@ class ArrayScaling:
     def scale(
         self,
         outputs: Any,
-        live: ArrayState,
-        frame: Frame,
+        iteration: Iteration,
         look: Callable[[Sequence[Any]], None] | None,
     ) -> Any:
         """Return outputs multiplied by the scale; see :class:`gradscale.scaler.parts.Scaling`.
@@ -35,6 +33,7 @@ class ArrayScaling:
         InvalidTypeError
             For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
         """
+        live: Any = iteration.live
         try:
             kind = (type(outputs), getattr(outputs, "dtype", None))
             is_met = kind in self._met
@@ -44,9 +43,9 @@ class ArrayScaling:
         if is_met:
             backend = live.backend
             backend.refuse_tracing("scale()")
-            state = frame.in_force(live, outputs)
+            state = iteration.in_force(outputs)
             (product,) = backend.scale((outputs,), state)
-            frame.note_scaled(state)
+            iteration.note_scaled(state)
             if look is not None:
                 look((outputs,))
             return product
@@ -59,10 +58,10 @@ class ArrayScaling:
             ops.require_arrays(leaves, what="output", rebuild=rebuild)
             return rebuild(leaves)
         live.backend_for(like).refuse_tracing("scale()")
-        state = frame.in_force(live, like)
+        state = iteration.in_force(like)
         chosen = ops.floating_leaves(leaves, live.home, what="output", rebuild=rebuild)
         products = live.backend.scale(chosen, state)
-        frame.note_scaled(state)
+        iteration.note_scaled(state)
         if look is not None:
             look(leaves)
         if len(leaves) == 1 and leaves[0] is outputs:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
-from gradscale.scaler.turn import Stage, Turn
+from gradscale.scaler.iteration import Iteration, Stage, Turn
 
 __all__ = ["ClosureStepper", "Outcome", "PlainStepper", "Stepper", "find_closure"]
 
@@ -31,7 +31,9 @@ class Stepper(Protocol):
         """Tell whether this is how an optimizer is stepped with these arguments."""
         ...
 
-    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def step(
+        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outcome:
         """Step an optimizer, or leave it out, and return what has become of it."""
         ...
 
@@ -43,9 +45,11 @@ class PlainStepper:
         """Return True."""
         return True
 
-    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def step(
+        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outcome:
         """Step an optimizer, or leave it out. One host read."""
-        verdict = turn.verdict_for_step(optimizer)
+        verdict = iteration.verdict_for_step(turn, optimizer)
         return None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict, 0
 
 
@@ -62,7 +66,9 @@ class ClosureStepper:
         """Tell whether there is a closure among the arguments."""
         return (len(args) > 0 or len(kwargs) > 0) and find_closure(args, kwargs) is not None
 
-    def step(self, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def step(
+        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outcome:
         """Call ``optimizer.step`` with its closure wrapped. One host read for each evaluation.
 
         Raises
@@ -73,10 +79,10 @@ class ClosureStepper:
             When the closure overflows at every scale after its first evaluation was fine.
         """
         if turn.stage is Stage.UNSCALED and not turn.by_closure:
-            turn.frame.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
+            iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
         closure = find_closure(args, kwargs)
         assert closure is not None
-        evaluation = _Evaluation(turn, optimizer, closure)
+        evaluation = _Evaluation(iteration, turn, optimizer, closure)
         if "closure" in kwargs:
             kwargs = {**kwargs, "closure": evaluation}
         else:
@@ -106,8 +112,9 @@ class _SkippedStepError(GradscaleError):
 class _Evaluation:
     """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
 
-    def __init__(self, turn: Turn, optimizer: Any, closure: Callable[..., Any]) -> None:
+    def __init__(self, iteration: Iteration, turn: Turn, optimizer: Any, closure: Callable[..., Any]) -> None:
         self._closure = closure
+        self._iteration = iteration
         self._turn = turn
         self._optimizer = optimizer
         self._completed = 0
@@ -115,24 +122,24 @@ class _Evaluation:
         self.retries = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        turn = self._turn
+        iteration, turn = self._iteration, self._turn
         turn.by_closure = True
-        before = turn.frame.lowered
+        before = iteration.lowered
         previous_scale = None
         for attempt in range(_LARGEST_RETRIES + 1):
             self.retries += attempt > 0
             turn.stage = Stage.READY
-            with turn.frame.inside_closure():
+            with iteration.inside_closure():
                 loss = self._closure(*args, **kwargs)
-                verdict = self.verdict = turn.verdict_for_step(self._optimizer)
+                verdict = self.verdict = iteration.verdict_for_step(turn, self._optimizer)
             if not verdict.nonfinite:
                 self._completed += 1
                 return loss
-            if verdict.scale == previous_scale or not turn.lower():
+            if verdict.scale == previous_scale or not iteration.lower():
                 break
             previous_scale = verdict.scale
         # The scale is not to blame, so update() backs it off once, as for any overflow.
-        turn.frame.lowered = before
+        iteration.lowered = before
         if self._completed == 0:
             raise _SkippedStepError
         msg = (

@@ -18,7 +18,7 @@ from gradscale.core.named import constructor
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
-from gradscale.scaler.agreement import Exchange
+from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.live_state import ArrayState
 from gradscale.scaler.parts import LiveState
 

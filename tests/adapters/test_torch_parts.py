@@ -12,8 +12,9 @@ from axes import require
 
 from gradscale import DynamicScale, ScaleState, StaticScale
 from gradscale.core.vector import Verdict
+from gradscale.reports.recorder import Reports
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.frame import Frame
+from gradscale.scaler.iteration import Iteration
 
 pytestmark = pytest.mark.torch
 
@@ -137,7 +138,7 @@ def test_gradients_are_unscaled_judged_and_agreed_on_alone(
     found = unscaler.unscale(gradients, live, live.current())
     assert (gradients.is_touched, found.count, found.norm) == (True, count, None)
     assert parameters[0].grad.tolist() == [1.0, 1.0]
-    pending = Agreement(pending=TensorVerdict).start(found, live, live.current(), Frame(3), ())
+    pending = TensorVerdict(Iteration(3, live, unscaler, Agreement(), Reports()), found, live.current(), ())
     assert pending.verdict() == Verdict(count, count, False, 8.0)
     assert (pending.is_read_later, pending.has_arrived(), int(pending.count())) == (False, True, count)
     [shown] = pending.show().values()

@@ -29,12 +29,12 @@ def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
     """Return everything that training depends on, as bytes and plain values."""
     grads = [arrays.to_numpy(grad).tobytes() for grad in optimizer.grads]
     live, *_, agreement, reports = scaler.parts
-    iteration, frame = scaler.iteration, scaler.iteration.frame
+    iteration = scaler.iteration
     turns = [(turn.stage, turn.by_closure, id(turn.pending), turn.known) for turn in iteration.turns]
     state = live.current() if live.is_made else None
     kept = [
         *(repr(part) for part in scaler.parts),
-        *({name: repr(value) for name, value in vars(part).items()} for part in (live, agreement, frame)),
+        *({name: repr(value) for name, value in vars(part).items()} for part in (live, agreement, iteration)),
         *(scaler.history, reports._last.ids(), iteration.reports, scaler._enabled),
     ]
     return (

@@ -16,11 +16,13 @@ import gradscale
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, StepReport
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.reports.recorder import Reports, step_report
-from gradscale.scaler.agreement import Agreement, Exchange, PendingVerdict, whereabouts
-from gradscale.scaler.frame import Frame
+from gradscale.scaler.agreement import Agreement, whereabouts
+from gradscale.scaler.exchange import Exchange
+from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import ArrayState, checked_scale
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.unscaler import ArrayFound, ArrayUnscaler, Clip
+from gradscale.scaler.verdict import PendingVerdict
 from gradscale.testing import ThreadCollectives, run_ranks
 
 # The live state.
@@ -106,11 +108,12 @@ def test_a_backend_is_a_name_or_an_adapter() -> None:
 
 
 def test_outputs_are_noted_once_they_are_scaled(arrays: Library) -> None:
-    live, frame, seen = ArrayState(DynamicScale(init_scale=8.0)), Frame(1), []
+    live, seen = ArrayState(DynamicScale(init_scale=8.0)), []
+    frame = Iteration(1, live, ArrayUnscaler(), Agreement(), Reports())
     scaling = ArrayScaling()
 
     def scale(outputs: Any) -> Any:
-        return scaling.scale(outputs, live, frame, lambda leaves: seen.append(list(leaves)))
+        return scaling.scale(outputs, frame, lambda leaves: seen.append(list(leaves)))
 
     assert scale([None, arrays.asarray(3, "int32")])[0] is None
     assert not live.is_made
@@ -170,9 +173,9 @@ def found(count: int) -> ArrayFound:
 
 @pytest.mark.numpy
 def test_a_process_alone_agrees_with_itself_and_sends_nothing() -> None:
-    agreement, live, frame = Agreement(), ArrayState(DynamicScale(init_scale=4.0)), Frame(3)
+    agreement, live = Agreement(), ArrayState(DynamicScale(init_scale=4.0))
     state = live.current(np.float32(1.0))
-    pending = agreement.start(found(2), live, state, frame, ())
+    pending = PendingVerdict(Iteration(3, live, ArrayUnscaler(), agreement, Reports()), found(2), state, ())
     assert pending.verdict() is pending.known == Verdict(2, 2, False, 4.0)
     assert pending.count() == 2
     assert (agreement.is_alone, agreement.rank(), agreement.example(live, 1)) == (True, 0, None)
@@ -183,10 +186,11 @@ def test_a_process_alone_agrees_with_itself_and_sends_nothing() -> None:
 def test_ranks_agree_over_each_group_once_for_each_verdict() -> None:
     def rank(group: ThreadCollectives) -> Any:
         agreement = Agreement([group])
-        live, frame = ArrayState(DynamicScale(init_scale=4.0)), Frame(3)
+        live = ArrayState(DynamicScale(init_scale=4.0))
         state = live.current(np.float32(1.0))
-        first, second = (agreement.start(found(n), live, state, frame, [group]) for n in (group.rank, 0))
-        exchange = Exchange(group, agreement, live, frame, Purpose.NORM, Tree())
+        iteration, optimizer = Iteration(3, live, ArrayUnscaler(), agreement, Reports()), Tree()
+        first, second = (PendingVerdict(iteration, found(n), state, [group], optimizer) for n in (group.rank, 0))
+        exchange = Exchange(iteration, group, Purpose.NORM, Tree())
         return [
             *((each.verdict().nonfinite, each.verdict().local_nonfinite) for each in (first, second)),
             (group.calls, agreement.rank(), agreement.is_alone, whereabouts([group], 3)),
@@ -212,9 +216,9 @@ class Lost:
 
 @pytest.mark.numpy
 def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
-    agreement, live, frame = Agreement([Lost()]), ArrayState(DynamicScale()), Frame(5)
-    state = live.current(np.float32(1.0))
-    pending = PendingVerdict(agreement, found(0), live, state, frame, agreement.groups)
+    agreement, live = Agreement([Lost()]), ArrayState(DynamicScale())
+    frame, state = Iteration(5, live, ArrayUnscaler(), agreement, Reports()), live.current(np.float32(1.0))
+    pending = PendingVerdict(frame, found(0), state, agreement.groups, Tree())
     with pytest.raises(gradscale.CollectiveTimeoutError, match="in iteration 5"):
         pending.verdict()
     copied = copy.deepcopy(agreement)
@@ -223,9 +227,9 @@ def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
             one.usable_groups()
         one.join([Lost()])
         one.usable_groups()
-    restored = pickle.loads(pickle.dumps(agreement.__getstate__() | {"_pending": None}))
+    restored = pickle.loads(pickle.dumps(agreement.__getstate__()))
     assert (restored["_groups"], restored["_lost"]) == (None, None)
-    exchange = Exchange(Lost(), agreement, live, frame, Purpose.NORM, Tree())
+    exchange = Exchange(frame, Lost(), Purpose.NORM, Tree())
     assert frame.failure is None
     with pytest.raises(gradscale.CollectiveTimeoutError):
         exchange.maximum([1], np.float32(1.0))

@@ -13,13 +13,13 @@ import pytest
 from optimizers import Tree
 
 from gradscale import CallOrderError, DynamicScale, GradScaler, StaticScale
+from gradscale.reports.recorder import Reports
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.frame import Frame
-from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.iteration import Iteration, Stage
 from gradscale.scaler.live_state import ArrayState
 from gradscale.scaler.stepper import ClosureStepper, PlainStepper
-from gradscale.scaler.turn import Stage, Turn
 from gradscale.scaler.unscaler import ArrayUnscaler
+from gradscale.scaler.verdict import PendingVerdict
 
 pytestmark = pytest.mark.numpy
 
@@ -43,35 +43,36 @@ def _no_collector() -> Iterator[None]:
 def parts(policy: Any = None) -> tuple[ArrayState, ArrayUnscaler, Agreement]:
     live = ArrayState(policy or DynamicScale(init_scale=4.0))
     live.current(np.zeros((), np.float32))
-    return live, ArrayUnscaler(), Agreement()
+    return live, ArrayUnscaler(), Agreement(pending=PendingVerdict)
 
 
-def turn_of(iteration: Iteration, optimizer: Any, policy: Any = None) -> Turn:
-    return iteration.of(optimizer, *parts(policy), reads_at_once=False)
+def made(policy: Any = None, number: int = 1) -> Iteration:
+    return Iteration(number, *parts(policy), Reports())
 
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("steps", [False, True], ids=["unscaled", "stepped"])
 def test_a_turn_keeps_neither_its_iteration_nor_its_optimizer_nor_gradients(steps: bool) -> None:
-    iteration, optimizer = Iteration(1), Tree([gradient(4.0, 8.0)])
-    turn = turn_of(iteration, optimizer)
+    iteration, optimizer = made(), Tree([gradient(4.0, 8.0)])
+    turn = iteration.turn_of(optimizer)
     held = [weakref.ref(one) for one in (iteration, optimizer, optimizer.grads[0])]
     if steps:
-        PlainStepper().step(turn, optimizer, (), {})
+        PlainStepper().step(iteration, turn, optimizer, (), {})
         optimizer.seen.clear()
     else:
-        turn.unscale(optimizer)
+        iteration.unscale(turn, optimizer)
     assert optimizer.grads[0].tolist() == [1.0, 2.0]
     del iteration, optimizer
     assert [reference() for reference in held] == [None] * 3
-    assert turn.verdict().nonfinite == 0
+    assert turn.pending is not None
+    assert turn.pending.verdict().nonfinite == 0
 
 
 @pytest.mark.usefixtures("_no_collector")
 def test_an_iteration_goes_with_its_last_reference_and_its_turns_with_it() -> None:
-    iteration, optimizer = Iteration(1), Tree([gradient(4.0)])
-    turn = turn_of(iteration, optimizer)
-    turn.unscale(optimizer)
+    iteration, optimizer = made(), Tree([gradient(4.0)])
+    turn = iteration.turn_of(optimizer)
+    iteration.unscale(turn, optimizer)
     held = [weakref.ref(one) for one in (iteration, turn)]
     del iteration, turn
     assert [reference() for reference in held] == [None] * 2
@@ -115,39 +116,41 @@ def test_a_refusal_leaves_a_turn_ready_and_a_failure_does_not() -> None:
     live, _, agreement = parts()
     for touches, stage in ((False, Stage.READY), (True, Stage.UNSCALED)):
         optimizer = Tree([gradient(4.0)])
-        turn = Turn(Frame(1), live, Interrupted(touches), agreement, reads_at_once=False)
+        iteration = Iteration(1, live, Interrupted(touches), agreement, Reports())
+        turn = iteration.turn_of(optimizer)
         with pytest.raises(KeyboardInterrupt):
-            turn.unscale(optimizer)
+            iteration.unscale(turn, optimizer)
         assert turn.stage is stage
         with pytest.raises(CallOrderError, match="could not be unscaled completely"):
-            turn.verdict()
+            iteration.verdict(turn)
 
 
 def test_the_state_in_force_is_the_closures_then_the_iterations_then_the_live_one() -> None:
-    live, *_ = parts()
-    frame, first = Frame(1), live.current()
-    assert frame.in_force(live) is first
+    frame = made()
+    live = frame.live
+    first = live.current()
+    assert frame.in_force() is first
     live.replace_scale(64.0)
-    assert frame.in_force(live) is live.current() is not first
+    assert frame.in_force() is live.current() is not first
     frame.note_scaled(first)
-    assert frame.in_force(live) is first
+    assert frame.in_force() is first
     frame.lowered = live.lowered(first)
-    assert frame.in_force(live) is first
+    assert frame.in_force() is first
     with contextlib.suppress(KeyError), frame.inside_closure():
-        assert frame.in_force(live) is frame.lowered
+        assert frame.in_force() is frame.lowered
         frame.note_scaled(frame.lowered)
         raise KeyError
-    assert frame.in_force(live) is first
+    assert frame.in_force() is first
     with pytest.raises(CallOrderError, match=r"no array has been seen yet.*\(iteration 7\)"):
-        Frame(7).in_force(ArrayState(DynamicScale()))
+        Iteration(7, ArrayState(DynamicScale()), ArrayUnscaler(), Agreement(), Reports()).in_force()
 
 
 def test_a_turn_is_lowered_as_long_as_the_policy_lowers() -> None:
-    turn = turn_of(Iteration(1), Tree(), DynamicScale(init_scale=4.0, min_scale=1.0))
-    assert [turn.lower(), turn.lower()] == [True, True]
-    assert turn.frame.lowered is not None
-    assert turn.frame.lowered.scale == 1.0
-    assert not turn_of(Iteration(1), Tree(), StaticScale(4.0)).lower()
+    iteration = made(DynamicScale(init_scale=4.0, min_scale=1.0))
+    assert [iteration.lower(), iteration.lower()] == [True, True]
+    assert iteration.lowered is not None
+    assert iteration.lowered.scale == 1.0
+    assert not made(StaticScale(4.0)).lower()
 
 
 def test_steppers_take_what_they_are_for() -> None:
@@ -168,8 +171,9 @@ def test_steppers_take_what_they_are_for() -> None:
 @pytest.mark.parametrize("value", [4.0, np.inf])
 def test_a_plain_stepper_says_what_has_become_of_a_step(value: float) -> None:
     optimizer = Tree([gradient(value)])
-    turn = turn_of(Iteration(1), optimizer)
-    returned, verdict, retries = PlainStepper().step(turn, optimizer, (1,), {"two": 2})
+    iteration = made()
+    turn = iteration.turn_of(optimizer)
+    returned, verdict, retries = PlainStepper().step(iteration, turn, optimizer, (1,), {"two": 2})
     assert verdict is not None
     assert (returned, verdict.nonfinite, retries) == (("stepped", 0, 0) if value == 4.0 else (None, 1, 0))
     assert optimizer.calls == ([((1,), {"two": 2})] if value == 4.0 else [])
@@ -181,14 +185,15 @@ def test_a_closure_stepper_counts_what_it_evaluates_again() -> None:
             return closure()
 
     optimizer = Evaluating()
-    turn = turn_of(Iteration(1), optimizer)
+    iteration = made()
+    turn = iteration.turn_of(optimizer)
     scales = []
 
     def closure() -> str:
-        scales.append(float(turn.state.scale))
+        scales.append(float(iteration.in_force().scale))
         optimizer.grads = [gradient(np.inf if len(scales) < 3 else 8.0)]
         return "loss"
 
-    returned, _, retries = ClosureStepper().step(turn, optimizer, (closure,), {})
+    returned, _, retries = ClosureStepper().step(iteration, turn, optimizer, (closure,), {})
     assert (returned, retries, scales) == ("loss", 2, [4.0, 2.0, 1.0])
     assert optimizer.grads[0].tolist() == [8.0]

@@ -258,7 +258,7 @@ def test_what_several_devices_have_found_is_more_than_one_at_torchs_and_exactly_
     scaler.scale(torch.ones(()))
     parameter.grad = torch.tensor([math.inf, 1.0])
     scaler.unscale_(optimizer)
-    scaler._scaler.turn_of(optimizer).pending._found.flags = found
+    scaler._scaler.iteration.turn_of(optimizer).pending._found.flags = found
     scaler.step(optimizer)
     assert parameter.tolist() == [1.0, 1.0]
 

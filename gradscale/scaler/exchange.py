@@ -1,0 +1,84 @@
+"""Exchange: a MAX of a few integers over one group, for the norms and diagnoses of one iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradscale.core import vector
+from gradscale.core.protocols import Array, Collectives
+from gradscale.core.vector import Purpose
+from gradscale.scaler.agreement import Ballot, take_lists
+from gradscale.scaler.iteration import Iteration
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """A MAX of a few integers over one group, which is announced by a message as long as every other.
+
+    Parameters
+    ----------
+    iteration : Iteration
+        Which a failure ends.
+    collectives : Collectives
+        The group.
+    purpose : Purpose
+        What it is for.
+    optimizer : object
+        Whose norm or diagnosis.
+    max_norm : float, optional
+        What is clipped to.
+    index : int, default 0
+        Position of the group in the list.
+    """
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        collectives: Collectives,
+        purpose: Purpose,
+        optimizer: Any,
+        *,
+        max_norm: float | None = None,
+        index: int = 0,
+    ) -> None:
+        self.rank, self.size = collectives.rank, collectives.size
+        self._iteration, self._groups = iteration, [collectives]
+        self._about = self._groups, optimizer, max_norm, purpose, index
+        self._is_announced = False
+
+    def announce(self, like: Array) -> None:
+        """Tell the other ranks what comes, and find out that they come to it as well. One collective, one host read.
+
+        Whatever another rank sends in its place is then seen on every rank, before messages of different lengths meet.
+
+        Raises
+        ------
+        ScaleDesyncError
+            On every rank, when another one comes to the group by another call.
+        """
+        iteration = self._iteration
+        position = iteration.agreement.position(iteration.number, iteration.next_message(), *self._about)
+        sent = vector.announcement(position)
+        with iteration.failing():
+            ballot, agreed = self._send(sent, like)
+            ballot.verdict(agreed, sent, iteration.live.policy)
+        self._is_announced = True
+
+    def maximum(self, values: list[int], like: Array) -> list[int]:
+        """Return the element-wise MAX over the group, in the library and on the device of ``like``. One host read.
+
+        The first one is announced, by one collective and one host read more.
+        """
+        if not self._is_announced:
+            self.announce(like)
+        with self._iteration.failing():
+            return self._send(values, like)[1]
+
+    def _send(self, values: list[int], like: Array) -> tuple[Ballot, list[int]]:
+        iteration = self._iteration
+        backend = iteration.live.backend_for(like)
+        sent = values if take_lists(self._groups) else backend.integers(values, like)
+        ballot = Ballot(iteration.agreement, self._groups, sent, iteration.number)
+        agreed = ballot.agreed()
+        return ballot, agreed if isinstance(agreed, list) else backend.read(agreed)
