@@ -1,11 +1,27 @@
 """torch tensors, torch.distributed groups, and replacements of torch's scalers for gradscale."""
 
+from typing import TYPE_CHECKING, Any
+
 from gradscale.extras import needs
 
 with needs("gradscale_torch", "torch"):
-    from gradscale_torch.amp import GradScaler, ShardedGradScaler
+    from gradscale_torch.amp import GradScaler
     from gradscale_torch.arrays import TorchBackend
+
+if TYPE_CHECKING:
+    from gradscale_torch.sharded import ShardedGradScaler
 
 __all__ = ["GradScaler", "ShardedGradScaler", "TorchBackend", "backend"]
 
 backend = TorchBackend()
+
+
+def __getattr__(name: str) -> Any:
+    # torch's class of this name, which it derives from, takes a second to import.
+    if name != "ShardedGradScaler":
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from gradscale_torch.sharded import ShardedGradScaler
+
+    globals()[name] = ShardedGradScaler
+    return ShardedGradScaler

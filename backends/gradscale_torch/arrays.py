@@ -1,4 +1,4 @@
-"""TorchBackend: torch tensors on any device, for the scalers and functions of gradscale itself."""
+"""TorchBackend: torch tensors on any device, for the scalers and functions of gradscale itself; their summaries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ import torch
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.protocols import Collectives
+from gradscale.core.summaries import count_block, layout_of, summarize_arrays, summary_of, words
 from gradscale.errors import InvalidTypeError
-from gradscale_torch import diagnosis
-from gradscale_torch.gradients import GradientGroups, group_tensors, kernel_view, require_values
-from gradscale_torch.kernels import Found, inverse_of, unscale_in_place
-from gradscale_torch.transfers import integers, moved
-from gradscale_torch.verdicts import TensorFound, count_nonfinite
+from gradscale_torch.kernels import count_nonfinite, group_tensors, inverse_of, unscale_in_place
+from gradscale_torch.unscaler import kernel_view, require_values
+from gradscale_torch.verdicts import Found, TensorFound, integers, moved
 
 __all__ = ["TorchBackend"]
 
 Tensor = torch.Tensor
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+# Bytes of one block: few enough to stay in a cache, and elements to be counted in int16, and many enough to hide what a
+# call costs. A whole number of complex ones.
+_BLOCK = (1 << 18) - 512
+_MOST_HALVES = (1 << 15) - 64
+_WORDS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 
 
 class TorchBackend(Backend):
@@ -71,7 +81,7 @@ class TorchBackend(Backend):
 
     def bits(self, x: Tensor, /) -> Tensor | None:
         """Return the bits of real values as signed integers; None for float8."""
-        return diagnosis.bits(x)
+        return _bits(x)
 
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does; of tensors of the host from their bits.
@@ -79,9 +89,9 @@ class TorchBackend(Backend):
         Parameters
         ----------
         arrays : sequence of tensors
-            Dense; :func:`gradscale_torch.diagnosis.values_of` makes them of others. Left alone.
+            Dense; :func:`gradscale_torch.unscaler.values_of` makes them of others. Left alone.
         """
-        return diagnosis.summarize(arrays)
+        return _summarize(arrays)
 
     def unscale(
         self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
@@ -125,13 +135,13 @@ class TorchBackend(Backend):
         with torch.no_grad():
             found: Found = {}
             direct = [target for grad, target in zip(grads, out, strict=True) if _widened_into(grad, target)]
-            grouped = GradientGroups(group_tensors([kernel_view(target) for target in direct]), [])
-            require_values(grouped.groups)
+            tensors = group_tensors([kernel_view(target) for target in direct])
+            require_values(tensors)
             inverse = inverse_of(state.scale)
             # What the scale of a device is would take a host read; a second look takes none.
             judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
-            unscale_in_place(grouped.groups, inverse, found, judge_again=judge_again)
-            nonfinite = TensorFound(found, state.scale.device, count_nonfinite(found, grouped)).nonfinite
+            unscale_in_place(tensors, inverse, found, judge_again=judge_again)
+            nonfinite = TensorFound(found, state.scale.device, count_nonfinite(found, tensors)).nonfinite
             others = [(grad, target) for grad, target in zip(grads, out, strict=True) if not _fits(grad, target)]
             if others:
                 made, count = arithmetic.unscale_arrays([g for g, _ in others], state, out=[t for _, t in others])
@@ -153,3 +163,74 @@ def _widened_into(grad: Tensor, target: Tensor) -> bool:
     if grad is not target:
         target.copy_(grad)
     return True
+
+
+def _summarize(tensors: Sequence[Tensor]) -> Tensor:
+    """Return what :func:`gradscale.core.summaries.summarize_arrays` does: 1-d int32 on the device of the first.
+
+    Parameters
+    ----------
+    tensors : sequence of tensors
+        Floating or complex, dense, on any devices. Those of the host are gone through block by block; those of a
+        device wait for nothing.
+    """
+    with torch.no_grad():
+        home = tensors[0].device
+        return torch.cat([_summarize_one(tensor.detach()).to(home) for tensor in tensors])
+
+
+def _bits(x: Tensor) -> Tensor | None:
+    """Return the bits of real values as signed integers; None for float8."""
+    # A lazily negated tensor has no view of another type.
+    return x.resolve_neg().view(_WORDS[x.dtype]) if x.dtype in _WORDS else None
+
+
+def _summarize_one(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        on_device: Tensor = summarize_arrays([tensor], _bits)
+        return on_device
+    memory = _dense_memory(tensor)
+    layout, integers = layout_of(tensor.dtype), _bits(memory)
+    step = _MOST_HALVES if tensor.element_size() == 2 else _BLOCK // tensor.element_size()
+    if layout is None or integers is None:
+        blocks = torch.split(memory, step) if memory.numel() else ()
+        found = [summary_of(block.numel(), summarize_arrays([block], _bits).tolist()) for block in blocks]
+    else:
+        counting = _Counting(integers, step, layout.mask)
+        blocks = torch.split(integers, step) if integers.numel() else ()
+        found = [count_block(block, layout, counting) for block in blocks]
+    return torch.tensor(words(found), dtype=torch.int32, device="cpu")
+
+
+def _dense_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as a 1-d tensor, in the order of its memory where that has no gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+class _Counting:
+    """Counts by flags in the type of the words: torch adds numbers of one type the fastest. Its memory is kept."""
+
+    def __init__(self, integers: Tensor, step: int, mask: int) -> None:
+        self._mask = torch.tensor(mask, dtype=integers.dtype, device="cpu")
+        size = min(step, integers.numel())
+        self._magnitudes, self._flags = torch.empty((2, size), dtype=integers.dtype, device="cpu")
+
+    def magnitudes(self, bits: Tensor) -> Tensor:
+        return torch.bitwise_and(bits, self._mask, out=self._magnitudes[: bits.numel()])
+
+    def extent(self, x: Tensor, limit: int) -> tuple[int, int, int]:
+        least, greatest = map(int, torch.aminmax(x))
+        small = _number(torch.lt(x, limit, out=self._flags[: x.numel()])) if least < limit else 0
+        zeros = x.numel() - int(torch.count_nonzero(x)) if least == 0 else 0
+        return zeros, small, greatest
+
+    def around(self, x: Tensor, limit: int) -> tuple[int, int, int]:
+        flags = self._flags[: x.numel()]
+        equal = _number(torch.eq(x, limit, out=flags))
+        below = _number(torch.lt(x, limit, out=flags))
+        return below, equal, int(x.mul_(flags).amax())
+
+
+def _number(flags: Tensor) -> int:
+    return int(flags.sum(dtype=flags.dtype))

@@ -1,28 +1,54 @@
-"""Torch's fused kernels for unscaling and for the scale's update, and the pure core where a device lacks them."""
+"""Torch's fused kernels: to unscale, to sum up a norm, to adapt the scale; and the core's functions without them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
+from torch._utils import _flatten_dense_tensors
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale import DynamicScale, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
-from gradscale_torch.gradients import Groups
-from gradscale_torch.transfers import moved
+from gradscale_torch.verdicts import Found, moved
 
-__all__ = ["combined", "has_fused_update", "inverse_of", "judge", "unscale_in_place", "update_in_place"]
+__all__ = [
+    "Groups",
+    "clip_factor",
+    "count_nonfinite",
+    "group_tensors",
+    "has_fused_update",
+    "inverse_of",
+    "judge",
+    "sum_of_squares",
+    "unscale_in_place",
+    "update_in_place",
+]
 
 Tensor = torch.Tensor
-Found = dict[torch.device, Tensor]
-"""By device, a 0-d float32: 1 where a value that is not finite was found, else 0."""
+Groups: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Tensor]]"
+"""Dense tensors by device and dtype."""
+
+# torch's clip_grad_norm_ adds it to the norm.
+_EPSILON = 1e-6
+# Elements; smaller tensors are joined before their squares are summed, which costs less than a call for each.
+_SMALL = 1 << 14
 
 # Device types and dtypes that the kernel has refused.
 _without_kernel: set[tuple[str, torch.dtype]] = set()
 _without_float64: set[torch.device] = set()
 _WITH_FLOAT64 = ("cpu", "cuda")
+
+
+def group_tensors(tensors: Sequence[Tensor]) -> Groups:
+    """Return tensors by device and dtype."""
+    if not tensors:
+        return {}
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)])
+    return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
 
 
 def inverse_of(scale: Tensor) -> Tensor:
@@ -39,7 +65,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def unscale_in_place(
-    groups: Groups, inverse: Tensor, found: Found, zeros: Found | None = None, *, judge_again: bool
+    groups: Groups, inverse: Tensor, found: Found, *, judge_again: bool
 ) -> None:
     """Multiply tensors by the reciprocal of the scale and note where one is not finite.
 
@@ -51,8 +77,6 @@ def unscale_in_place(
         0-d float32 on any device; waited for where tensors are the host's.
     found : dict
         By device; entries are added, or set to 1.
-    zeros : dict, optional
-        By device, tensors that are 0 and that nobody else has, to be taken for these entries.
     judge_again : bool
         Whether the products must be judged, too: they overflow only if the reciprocal is above 1.
 
@@ -65,8 +89,7 @@ def unscale_in_place(
         factor = moved(inverse, device)
         flag = found.get(device)
         if flag is None:
-            flag = zeros.pop(device, None) if zeros else None
-            flag = found[device] = torch.zeros_like(factor) if flag is None else flag
+            flag = found[device] = torch.zeros_like(factor)
         _apply(device, dtype, tensors, flag, factor)
         if judge_again:
             _apply(device, dtype, tensors, flag, torch.ones((), dtype=torch.float32, device=device))
@@ -118,12 +141,17 @@ def _explain(tensors: Iterable[Tensor], error: RuntimeError) -> None:
             raise InvalidValueError(msg) from error
 
 
-def combined(found: Mapping[torch.device, Tensor], home: torch.device) -> Tensor:
-    """Return what was found on all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
-    flags = [moved(flag, home) for flag in found.values()]
-    if not flags:
-        return torch.zeros((), dtype=torch.float32, device=home)
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+def count_nonfinite(found: Found, groups: Groups) -> int | None:
+    """Return how many gradients are not finite; None unless all of them are the host's own."""
+    is_bad = False
+    for device, flag in found.items():
+        if device.type != "cpu":
+            return None
+        is_bad = is_bad or flag.item() != 0
+    if not is_bad:
+        return 0
+    # Duplicates of a sparse gradient may be finite one by one.
+    return max(1, sum(not torch.isfinite(one).all().item() for tensors in groups.values() for one in tensors))
 
 
 def has_fused_update(policy: Policy) -> bool:
@@ -138,7 +166,7 @@ def has_fused_update(policy: Policy) -> bool:
     )
 
 
-def update_in_place(policy: DynamicScale, state: ScaleState, found: Tensor) -> None:
+def update_in_place(policy: DynamicScale, state: ScaleState, found: Tensor, *, may_fall: bool) -> None:
     """Adapt the scale and the growth tracker in place, as ``policy.update`` does. No host read.
 
     Parameters
@@ -149,9 +177,58 @@ def update_in_place(policy: DynamicScale, state: ScaleState, found: Tensor) -> N
         Overwritten. Its growth tracker is below the growth interval, beyond which the kernel would never grow.
     found : tensor
         0-d float32 on the state's device; anything but 0 is an overflow.
+    may_fall : bool
+        Whether it may be an overflow.
     """
     torch._amp_update_scale_(
         state.scale, state.growth_tracker, found, policy.growth_factor, policy.backoff_factor, policy.growth_interval
     )
-    # The kernel goes on into the subnormals, and to 0.
-    state.scale.clamp_(min=policy.min_scale)
+    if may_fall:
+        # The kernel goes on into the subnormals, and to 0.
+        state.scale.clamp_(min=policy.min_scale)
+
+
+def sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
+    """Return the square of the 2-norm of all tensors together, 0-d, float32 or, where that could overflow, float64."""
+    parts = [_sum_of_one_device(device, tensors) for (device, _), tensors in groups.items()]
+    if not parts:
+        return torch.zeros((), dtype=torch.float32, device=home)
+    return torch.stack([moved(part, home, dtype=_widest(home)) for part in parts]).sum()
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
+    if device.type != "cpu":
+        # The kernel waits for memory, so that float64 costs nothing where there is float64.
+        norms = torch._foreach_norm(tensors, 2, dtype=_widest(device))
+        return torch.stack(norms).square().sum()
+    total = torch.stack([square.double() for square in _squares(tensors)]).sum()
+    if torch.isfinite(total).item():
+        return total
+    # Float32 overflows at tensors whose norm is above 1.8e19.
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]).sum()
+
+
+def _squares(tensors: list[Tensor]) -> list[Tensor]:
+    """Return sums of squares that add up to that of all tensors of the host."""
+    small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
+    large = [tensor for tensor in tensors if tensor.numel() > _SMALL] if len(small) < len(tensors) else []
+    joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
+    return [_square(tensor) for tensor in (*joined, *large)]
+
+
+def _square(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous():
+        flat = tensor.view(-1)
+        return torch.dot(flat, flat)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.square()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this norm are multiplied by, at most 1; no host read."""
+    factor: Tensor = max_norm / (norm + _EPSILON)
+    return factor.clamp(max=1.0)

@@ -8,15 +8,13 @@ import torch
 
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.extras import needs
-from gradscale_torch.amp import GradScaler, ShardedGradScaler
+from gradscale_torch.amp import GradScaler
 
 with needs("gradscale_torch.plugins", "lightning"):
     from lightning.fabric.plugins import MixedPrecision as FabricsMixedPrecision
     from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
 
 __all__ = ["FabricMixedPrecision", "HeldSchedule", "MixedPrecision"]
-
-Scaler = GradScaler | ShardedGradScaler
 
 
 class MixedPrecision(TrainersMixedPrecision):
@@ -52,9 +50,9 @@ class MixedPrecision(TrainersMixedPrecision):
     Checkpoints hold the scaler's state where Lightning's own plugin has it, and either plugin takes the other's.
     """
 
-    scaler: Scaler | None
+    scaler: GradScaler | None
 
-    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: Scaler | None = None) -> None:
+    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: GradScaler | None = None) -> None:
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def connect(
@@ -87,9 +85,9 @@ class FabricMixedPrecision(FabricsMixedPrecision):
     Fabric saves what it is given: ``fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})``.
     """
 
-    scaler: Scaler | None
+    scaler: GradScaler | None
 
-    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: Scaler | None = None) -> None:
+    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: GradScaler | None = None) -> None:
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +128,7 @@ class HeldSchedule:
 
     __slots__ = ("_iteration", "_optimizer", "_scaler", "_schedule")
 
-    def __init__(self, scaler: Scaler, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    def __init__(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         for name, value in zip(self.__slots__, (0, optimizer, scaler, schedule), strict=True):
             object.__setattr__(self, name, value)
 
@@ -157,11 +155,11 @@ class HeldSchedule:
         setattr(self._schedule, name, value)
 
 
-def _scaler_for(precision: Any, device: str, scaler: Any) -> Scaler | None:
+def _scaler_for(precision: Any, device: str, scaler: Any) -> GradScaler | None:
     """Return the scaler that is given, or a new one where float16 needs it."""
     if scaler is None:
         return GradScaler(device) if precision == "16-mixed" else None
-    if not isinstance(scaler, Scaler):
+    if not isinstance(scaler, GradScaler):
         msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
         raise InvalidTypeError(msg)
     return scaler

@@ -1,25 +1,25 @@
-"""TensorState: a state that keeps its tensors, so that hosts and captured CUDA graphs see the new scale in them.
-
-On the CPU it is one of Python numbers, until somebody asks for its tensors; from then on it is of tensors for good.
-"""
+"""TensorState: a state that keeps its tensors, so that hosts and captured graphs see the new scale; TensorScaling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 import gradscale
 from gradscale import registry
+from gradscale.core import tree
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Policy, ScaleState
-from gradscale.policies.plain import PlainRule, plain_rule
+from gradscale.errors import InvalidValueError
+from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import ANY_TRACKERS, largest_trackers, numbers_of, placed, require_values, with_setting
 from gradscale_torch import kernels
-from gradscale_torch.transfers import is_capturing, moved, refuse_capture
+from gradscale_torch.verdicts import is_capturing, moved, refuse_capture
 
-__all__ = ["TensorState"]
+__all__ = ["TensorScaling", "TensorState"]
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class TensorState:
-    """The state of a scaler: numbers, or tensors adapted in place, by torch's kernel where that is the whole rule.
+    """The state of a scaler: tensors adapted in place, by torch's kernel where that is the whole rule.
 
     Parameters
     ----------
@@ -54,14 +54,10 @@ class TensorState:
         self._replaced_in = 0
         # Whether a captured graph adapts the state, and so lowers the scale when the host does not know.
         self._is_replayed = False
-        self._judged_policy: Policy | None = None
-        self._is_fused = False
-        # None where the state is of tensors.
-        self._rule: PlainRule | None = None
-        # The state of numbers that has become tensors in this iteration.
-        self._left: ScaleState | None = None
-        # Of a state of numbers: its scale, and that and its reciprocal as tensors.
-        self._shown: tuple[float, Tensor, Tensor] | None = None
+        # What counts that are 0, and others, are for the kernel.
+        self._flags: tuple[Tensor, Tensor] | None = None
+        # The scale of a state on the host, and its reciprocal.
+        self._inverse: tuple[float, Tensor] | None = None
 
     @property
     def is_made(self) -> bool:
@@ -74,16 +70,9 @@ class TensorState:
         return self._state is not None or len(self._restored) > 0
 
     def tensors(self) -> ScaleState | None:
-        """Return the state in the tensors that it is kept in from now on; None without one."""
+        """Return the state in its tensors, which hosts may write to; None without one."""
         self._largest = ANY_TRACKERS
-        if self._state is not None and self._rule is not None:
-            self._left, self._state = self._state, self.arrays(self._state)
-            self._rule, self._is_regular = None, False
         return self._state
-
-    def resolved(self, state: ScaleState) -> ScaleState:
-        """Return the tensors that have taken the place of a state of numbers, or the state itself."""
-        return self._state if state is self._left and self._state is not None else state
 
     @property
     def first(self) -> dict[str, Any]:
@@ -111,85 +100,63 @@ class TensorState:
             home = like.device if isinstance(like, Tensor) else _CPU
             refuse_capture(home, "call scale() once before, or every replay would begin with the first scale again")
             self._floor = float(self._restored.get("scale", self.policy.init_scale))
-            self._state = placed(
-                self.policy.init(like if home.type == "cpu" else torch.zeros((), device=_CPU)), self._restored
-            )
-            self._restored = {}
-            if home.type == "cpu":
-                self._settle_on(plain_rule(self.policy))
-            else:
+            with torch.inference_mode(False):
+                state = placed(self.policy.init(torch.zeros((), device=_CPU)), self._restored)
                 # Filled by kernels, which nobody waits for, as for copies of the host's memory.
-                filled = (torch.full((), field.item(), dtype=field.dtype, device=home) for field in self._state)
+                filled = (torch.full((), field.item(), dtype=field.dtype, device=home) for field in state)
                 self._state = ScaleState(*filled)
+            self._restored = {}
         return self._state
 
-    def _settle_on(self, rule: PlainRule | None) -> None:
-        assert self._state is not None
-        self._rule = rule
-        if rule is not None and not isinstance(self._state.scale, float):
-            self._state = ScaleState(**numbers_of(self._state, self.backend_for(self._state.scale), self._largest))
-        elif rule is None:
-            self._state = self.arrays(self._state)
-
-    def arrays(self, state: ScaleState) -> ScaleState:
-        """Return a state in tensors; new ones on the CPU for one of numbers."""
-        if not isinstance(state.scale, float):
-            return state
-        trackers = (torch.tensor(tracker, dtype=torch.int32, device=_CPU) for tracker in state[1:])
-        return ScaleState(torch.tensor(state.scale, dtype=torch.float32, device=_CPU), *trackers)
-
-    def scale_and_inverse(self, state: ScaleState) -> tuple[Tensor, Tensor | None]:
-        """Return the scale of a state, and of one of numbers its reciprocal, as 0-d float32; not to be written to."""
-        scale: Any = state.scale
-        if not isinstance(scale, float):
-            return scale, None
-        if self._shown is None or self._shown[0] != scale:
-            shown = torch.tensor(scale, dtype=torch.float32, device=_CPU)
-            self._shown = scale, shown, kernels.inverse_of(shown)
-        return self._shown[1:]
-
-    def at_min_scale(self, state: ScaleState) -> Array | bool | None:
-        """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
-        if isinstance(state.scale, float) and self._rule is not None:
-            return self._rule.at_min_scale is not None and self._rule.at_min_scale(state)
-        return self.policy.at_min_scale(self.arrays(state))
+    def inverse(self, scale: Tensor, number: float | None) -> Tensor:
+        """Return the reciprocal of a scale, not to be written to; ``number`` is the scale where it is the host's."""
+        if number is None:
+            return kernels.inverse_of(scale)
+        if self._inverse is None or self._inverse[0] != number:
+            self._inverse = number, kernels.inverse_of(scale)
+        return self._inverse[1]
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one; its tensors are the state's from now on."""
         self._state = state
-        if self._rule is not None or isinstance(state.scale, float):
-            self._settle_on(self._rule)
 
     def advance(self, counts: Sequence[Array | int]) -> None:
         """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
-        state = self.current()
+        state = self._state or self.current()
+        home = state.scale.device
         self.version += 1
-        self._left = None
-        if self._rule is not None:
-            self._state = self._rule.update(state, max(map(int, counts)))
-            return
-        self._floor *= getattr(self.policy, "backoff_factor", 1.0)
-        self._is_replayed = self._is_replayed or is_capturing(state.scale.device)
-        first = counts[0]
-        found = first if len(counts) == 1 and isinstance(first, Tensor) else _worst(counts, state.scale.device)
-        if self._is_regular and self._has_fused_update():
-            kernels.update_in_place(cast(gradscale.DynamicScale, self.policy), state, found)
+        if home.type != "cpu":
+            self._floor *= getattr(self.policy, "backoff_factor", 1.0)
+            self._is_replayed = self._is_replayed or is_capturing(home)
+        if self._flags is None or self._flags[0].device != home:
+            self._flags = torch.zeros((), dtype=torch.float32, device=home), torch.ones((), dtype=torch.float32, device=home)
+        flags = [count if isinstance(count, Tensor) else self._flags[count > 0] for count in counts]
+        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        if self._is_regular and kernels.has_fused_update(self.policy):
+            may_fall = found is not self._flags[0]
+            kernels.update_in_place(cast(gradscale.DynamicScale, self.policy), state, found, may_fall=may_fall)
             # A new tuple of the same tensors: what is kept of the old one is out of date.
             self._state = ScaleState(*state)
             return
         self._is_regular = True
         self._state = _copied_into(state, self.policy.update(state, nonfinite=found))
 
+    def at_min_scale(self, state: ScaleState) -> Array | None:
+        """Return whether an overflow now must be raised, as the policy says."""
+        return self.policy.at_min_scale(state)
+
+    def arrays(self, state: ScaleState) -> ScaleState:
+        """Return a state, which is of tensors."""
+        return state
+
     def refuse_capture(self, what: str) -> None:
         """Raise CallOrderError while a graph of the state's device is captured; ``what`` says what to do instead."""
-        if self._state is not None and not isinstance(self._state.scale, float):
+        if self._state is not None and self._state.scale.device.type != "cpu":
             refuse_capture(self._state.scale.device, what)
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one where the policy cannot."""
-        if isinstance(state.scale, float) and self._rule is not None:
-            return self._rule.backoff(state)
-        return self.policy.backoff(self.arrays(state))
+        return self.policy.backoff(state)
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Do nothing: torch computes at once."""
@@ -204,8 +171,6 @@ class TensorState:
 
     def may_be_below_one(self, state: ScaleState) -> bool:
         """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
-        if isinstance(state.scale, float):
-            return state.scale < 1.0
         if state.scale.device.type == "cpu":
             return bool(state.scale.item() < 1.0)
         return self._is_replayed or self._floor < 1.0 or is_capturing(state.scale.device)
@@ -214,8 +179,6 @@ class TensorState:
         """Return the state as numbers, by the names of its fields. One host read."""
         if self._state is None:
             return {"scale": self.policy.init_scale, **self._restored}
-        if isinstance(self._state.scale, float):
-            return self._state._asdict()
         return numbers_of(self._state, self.backend_for(self._state.scale), self._largest)
 
     def scale(self) -> float:
@@ -229,8 +192,6 @@ class TensorState:
         self._note_replaced()
         if self._state is None:
             self._restored["scale"] = scale
-        elif self._rule is not None:
-            self._state = self._state._replace(scale=scale)
         else:
             self._state.scale.fill_(scale)
             self._state = ScaleState(*self._state)
@@ -255,8 +216,6 @@ class TensorState:
         self.policy = with_setting(self.policy, name, value)
         self._largest = largest_trackers(self.policy, self._largest)
         self._is_regular = False
-        if self._state is not None and self._rule is not None:
-            self._settle_on(plain_rule(self.policy))
 
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
         """Go on with another policy and other numbers, in the same tensors unless the present ones are in use."""
@@ -267,10 +226,6 @@ class TensorState:
         self._note_replaced()
         if self._state is None:
             self._restored = numbers
-            return
-        if self._rule is not None:
-            self._state = self._state._replace(**numbers)
-            self._settle_on(plain_rule(policy))
             return
         loaded = placed(self._state, numbers)
         self._state = loaded if keep else _copied_into(self._state, loaded)
@@ -283,22 +238,8 @@ class TensorState:
         """Return what is pickled: numbers instead of tensors, so that the next tensor says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten: dict[str, Any] = {"_is_regular": False, "_is_replayed": False, "_floor": 0.0}
-        forgotten |= dict.fromkeys(("_state", "_judged_policy", "_rule", "_left", "_shown"))
+        forgotten |= dict.fromkeys(("_state", "_flags", "_inverse"))
         return self.__dict__ | {"_restored": restored} | forgotten
-
-    def _has_fused_update(self) -> bool:
-        if self._judged_policy is not self.policy:
-            self._judged_policy, self._is_fused = self.policy, kernels.has_fused_update(self.policy)
-        return self._is_fused
-
-
-def _worst(counts: Sequence[Array | int], home: torch.device) -> Tensor:
-    """Return the worst of several verdicts, numbers or 0-d flags on the state's device, as a flag."""
-    flags: list[Tensor] = [count for count in counts if isinstance(count, Tensor)]
-    known = [count for count in counts if isinstance(count, int)]
-    if known:
-        flags.append(torch.full((), float(max(known) > 0), dtype=torch.float32, device=home))
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 
 def _copied_into(state: ScaleState, new: ScaleState) -> ScaleState:
@@ -306,3 +247,64 @@ def _copied_into(state: ScaleState, new: ScaleState) -> ScaleState:
     for tensor, value in zip(state, new, strict=True):
         tensor.copy_(value)
     return ScaleState(*state)
+
+
+class TensorScaling:
+    """The way of outputs through ``scale()``: with torch's promotion, one by one, iterators when they are consumed.
+
+    Parameters
+    ----------
+    keeps_dtype : bool
+        Whether a half-precision loss comes back in its dtype.
+    """
+
+    def __init__(self, *, keeps_dtype: bool) -> None:
+        self._keeps_dtype = keeps_dtype
+
+    def scale(
+        self,
+        outputs: Any,
+        iteration: Iteration,
+        look: Callable[[Sequence[Any]], None] | None,
+    ) -> Any:
+        """Return outputs with every tensor multiplied; see :class:`gradscale.scaler.parts.Scaling`.
+
+        Lists, tuples, named tuples and dicts come back as what they are; any other iterable as an iterator, as torch
+        has it, so that an unconsumed one scales nothing.
+
+        Raises
+        ------
+        InvalidValueError
+            For what is neither a tensor nor an iterable of these.
+        """
+        if type(outputs) is Tensor:
+            return self._multiplied(outputs, iteration, look)
+        return _mapped(outputs, lambda tensor: self._multiplied(tensor, iteration, look))
+
+    def _multiplied(
+        self, tensor: Tensor, iteration: Iteration, look: Callable[[Sequence[Any]], None] | None
+    ) -> Tensor:
+        state = iteration.in_force(tensor)
+        iteration.note_scaled(state)
+        if look is not None:
+            look((tensor,))
+        scaled: Tensor = tensor * moved(state.scale, tensor.device)
+        return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
+
+
+def _mapped(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+    leaves, rebuild = tree.flatten(outputs, _is_leaf)
+    return rebuild([_scaled(leaf, multiply) for leaf in leaves])
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Tensor) or not isinstance(node, (list, tuple, Mapping))
+
+
+def _scaled(leaf: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return multiply(leaf)
+    if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)):
+        return (_mapped(value, multiply) for value in leaf)
+    msg = f"outputs must be a Tensor or an iterable of Tensors, got {shown(leaf)} of type {type(leaf).__name__}"
+    raise InvalidValueError(msg)

@@ -1,36 +1,41 @@
-"""TensorUnscaler: an optimizer's gradients collected, unscaled, clipped and judged by torch's fused kernels."""
+"""TensorUnscaler: an optimizer's gradients collected, unscaled, clipped and judged."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradscale import registry
-from gradscale.core.gradients import named_gradients
+from gradscale.core import gradients
+from gradscale.core.aliasing import overlaps_itself
 from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
-from gradscale.errors import InvalidValueError
-from gradscale_torch import clipping, kernels
-from gradscale_torch.diagnosis import values_of
-from gradscale_torch.gradients import (
-    GradientGroups,
-    Parameters,
-    collect,
-    group_tensors,
-    kernel_view,
-    local_tensor,
-    parameters_of,
-)
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale_torch import kernels
+from gradscale_torch.kernels import Groups, group_tensors
 from gradscale_torch.state import TensorState
-from gradscale_torch.verdicts import TensorFound, count_nonfinite, would_wait
+from gradscale_torch.verdicts import Found, TensorFound, moved, would_wait
 
-__all__ = ["Request", "TensorGradients", "TensorUnscaler"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Request", "TensorGradients", "TensorUnscaler", "kernel_view", "require_values", "values_of"]
 
 Tensor = torch.Tensor
+
+_CPU = torch.device("cpu")
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PLAIN = {Tensor}
+_STRIDED = {torch.strided}
+_FLOAT32_OF_HOST = _CPU, torch.float32
+_is_float32_of_host: Callable[[Tensor], bool] = torch.FloatTensor.__instancecheck__
+_layout: Callable[[Tensor], torch.layout] = operator.attrgetter("layout")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,29 +63,57 @@ class Request:
     announce: Callable[[Collectives, Tensor], None] | None = None
 
 
-_PLAIN = Request()
-_CPU = torch.device("cpu")
+_NO_REQUEST = Request()
 
 
+@dataclasses.dataclass(slots=True)
+class Parameters:
+    """An optimizer's parameters, kept from call to call.
+
+    Attributes
+    ----------
+    listed : gradients.ListedParameters
+        As the groups list them; tied ones once.
+    meshes : tuple of DeviceMesh
+        Over which gradients are sharded.
+    shares_gradients : bool
+        Whether one tensor was the gradient of two of them when they were met first.
+    left_scaled : bool
+        Whether the last step was left to unscale by itself.
+    """
+
+    listed: gradients.ListedParameters
+    meshes: tuple[DeviceMesh, ...]
+    shares_gradients: bool
+    left_scaled: bool = False
+
+    @property
+    def unique(self) -> list[Tensor]:
+        """Each parameter once."""
+        return self.listed.unique
+
+
+@dataclasses.dataclass(slots=True)
 class TensorGradients:
-    """An optimizer's gradients on their way; see :class:`gradscale.scaler.parts.Gradients`."""
+    """An optimizer's gradients on their way; see :class:`gradscale.scaler.parts.Gradients`.
 
-    __slots__ = ("_unscaler", "grouped", "is_touched", "optimizer", "parameters", "request")
+    Attributes
+    ----------
+    parameters, request
+        Whose they are, and what is asked for.
+    tensors : dict
+        By device and dtype, the dense tensors that hold the gradients' values, to be overwritten.
+    uncoalesced : list of tensors
+        Sparse gradients with duplicate indices, whose sums must be judged once they are unscaled.
+    """
 
-    def __init__(
-        self,
-        unscaler: TensorUnscaler,
-        optimizer: Any,
-        parameters: Parameters,
-        grouped: GradientGroups,
-        request: Request,
-    ) -> None:
-        self._unscaler = unscaler
-        self.optimizer = optimizer
-        self.parameters = parameters
-        self.grouped = grouped
-        self.request = request
-        self.is_touched = False
+    unscaler: TensorUnscaler
+    optimizer: Any
+    parameters: Parameters
+    request: Request
+    tensors: Groups
+    uncoalesced: Sequence[Tensor] = ()
+    is_touched: bool = False
 
     @property
     def like(self) -> Tensor:
@@ -88,9 +121,9 @@ class TensorGradients:
 
         The loss of other ranks is there, also if all gradients are on the host, so that messages go the same way.
         """
-        first = next(iter(self.grouped.groups.values()), None)
-        if first is None or (first[0].device.type == "cpu" and not self._unscaler.trains_on_host):
-            return torch.zeros((), device=self._unscaler.device)
+        first = next(iter(self.tensors.values()), None)
+        if first is None or (first[0].device.type == "cpu" and not self.unscaler.trains_on_host):
+            return torch.zeros((), device=self.unscaler.device)
         return first[0]
 
     def groups(self) -> Sequence[Collectives]:
@@ -102,7 +135,7 @@ class TensorGradients:
             For several meshes.
         """
         meshes = self.parameters.meshes
-        return self._unscaler.groups_of(self.optimizer, meshes) if meshes else ()
+        return self.unscaler.groups_of(self.optimizer, meshes) if meshes else ()
 
 
 class TensorUnscaler:
@@ -132,11 +165,7 @@ class TensorUnscaler:
     def forget(self) -> None:
         """Forget parameters, meshes and steps."""
         self._known: IdentityMap[Parameters] = IdentityMap()
-        self._meshes: dict[Any, list[Collectives]] = {}
-        # The optimizers whose last step was left to unscale by itself.
-        self._left_scaled: IdentityMap[bool] = IdentityMap()
-        # Flags of the host that the last kernels have left 0, for the next ones: making one takes as long as a kernel.
-        self._zeros: kernels.Found = {}
+        self._meshes: dict[Any, Collectives] = {}
 
     def __getstate__(self) -> tuple[torch.device | str | int | None, bool, float]:
         """Return what is pickled: the settings."""
@@ -154,13 +183,13 @@ class TensorUnscaler:
         InvalidTypeError, InvalidValueError
             When a parameter is no tensor, and for gradients that are refused: float16, or elements that share memory.
         """
-        request = request or _PLAIN
         parameters = self._known.by_id(id(optimizer))
         if parameters is None or not parameters.listed.are_those_of(optimizer):
-            parameters = parameters_of(optimizer)
+            parameters = _parameters_of(optimizer)
             self._known.put(optimizer, parameters)
-        grouped = collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
-        return TensorGradients(self, optimizer, parameters, grouped, request)
+        request = request or _NO_REQUEST
+        found = _collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
+        return TensorGradients(self, optimizer, parameters, request, *found)
 
     def unscale(self, gradients: TensorGradients, live: TensorState, state: ScaleState) -> TensorFound:
         """Divide gradients by the scale of a state, clip and judge them; or judge them alone.
@@ -174,48 +203,39 @@ class TensorUnscaler:
         InvalidValueError
             For gradients whose elements share memory, or whose norm is not defined here.
         """
-        request, grouped, optimizer = gradients.request, gradients.grouped, gradients.optimizer
+        request, tensors, scale = gradients.request, gradients.tensors, state.scale
         if request.max_norm is not None:
-            clipping.require_norm(optimizer, gradients.parameters, grouped, is_shared=request.is_shared)
+            _require_norm(gradients)
         gradients.is_touched = True
-        if self._left_scaled.by_id(id(optimizer)):
-            self._left_scaled.pop(optimizer)
-        found: kernels.Found = {}
+        gradients.parameters.left_scaled = False
+        found: Found = {}
         norm = None
-        # As torch.no_grad() does it, which takes as long as the kernel of a few gradients.
-        is_recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
+        home = scale.device
+        number: float | None = scale.item() if home.type == "cpu" else None
+        with torch.no_grad():
             if request.unscales:
-                scale, inverse = live.scale_and_inverse(state)
-                if inverse is None:
-                    inverse = kernels.inverse_of(scale)
+                inverse = live.inverse(scale, number)
                 if request.max_norm is not None:
-                    self._announce(gradients, inverse)
                     inverse, norm = self._clipped(inverse, gradients, request.max_norm, found)
-                judge_again = live.may_be_below_one(state)
-                kernels.unscale_in_place(grouped.groups, inverse, found, self._zeros, judge_again=judge_again)
+                judge_again = live.may_be_below_one(state) if number is None else number < 1.0
+                kernels.unscale_in_place(tensors, inverse, found, judge_again=judge_again)
             else:
-                kernels.judge(grouped.groups, found)
-            if grouped.uncoalesced:
+                kernels.judge(tensors, found)
+            if gradients.uncoalesced:
                 # What the optimizer will see are the sums of duplicates.
-                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in grouped.uncoalesced]), found)
-            count = count_nonfinite(found, grouped)
-        finally:
-            torch._C._set_grad_enabled(is_recording)
-        home = _CPU if isinstance(state.scale, float) else state.scale.device
-        if count is None or not found:
-            return TensorFound(found, home, count, not request.unscales, norm)
-        if count == 0 and not found[_CPU].is_inference():
-            self._zeros = found
-        return TensorFound(None, home, count, not request.unscales, norm)
+                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), found)
+            count = kernels.count_nonfinite(found, tensors)
+        return TensorFound(found, home, count, number, not request.unscales, norm)
 
     def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""
         gradients = self.collect(optimizer, Request(takes_fp16=True))
-        clipping.require_norm(optimizer, gradients.parameters, gradients.grouped, is_shared=False)
-        mesh = self._mesh_of(gradients.parameters.meshes)
-        return clipping.clip_unscaled(gradients.parameters, gradients.grouped, max_norm, mesh)
+        _require_norm(gradients)
+        norm = self._norm(gradients, next((device for device, _ in gradients.tensors), _CPU))
+        factor = kernels.clip_factor(norm, max_norm)
+        for (device, dtype), tensors in gradients.tensors.items():
+            torch._foreach_mul_(tensors, moved(factor, device, dtype=torch.promote_types(dtype, torch.float32)))
+        return norm.float()
 
     def groups_of(self, optimizer: Any, meshes: Sequence[Any]) -> Sequence[Collectives]:
         """Return what the ranks of DTensor parameters agree over, where the scaler was given no group.
@@ -240,7 +260,7 @@ class TensorUnscaler:
         """Return what an optimizer's ranks are gathered over: these groups, or the mesh of its parameters."""
         if not groups:
             # Without a look at the gradients: a rank whose gradients are refused must not stay away.
-            parameters = [one.parameter for one in named_gradients(optimizer)]
+            parameters = [one.parameter for one in gradients.named_gradients(optimizer)]
             meshes = dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh"))
             groups = self.groups_of(optimizer, tuple(meshes))
         for collectives in groups:
@@ -260,35 +280,270 @@ class TensorUnscaler:
 
     def was_left_scaled(self, optimizer: Any) -> bool:
         """Tell whether an optimizer's last step was left to divide its gradients by itself."""
-        return optimizer in self._left_scaled
+        parameters = self._known.by_id(id(optimizer))
+        return parameters is not None and parameters.left_scaled
 
     def remember_left_scaled(self, optimizer: Any) -> None:
         """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
-        self._left_scaled.put(optimizer, True)
-
-    def _announce(self, gradients: TensorGradients, like: Tensor) -> None:
-        """Let the ranks know that a norm comes; on a device, where the host waits for nobody, it comes unannounced."""
-        mesh, announce = self._mesh_of(gradients.parameters.meshes), gradients.request.announce
-        if mesh is not None and announce is not None and not would_wait(like.device):
-            announce(mesh, like)
+        parameters = self._known.by_id(id(optimizer))
+        if parameters is not None:
+            parameters.left_scaled = True
 
     def _clipped(
-        self, inverse: Tensor, gradients: TensorGradients, max_norm: float, found: kernels.Found
+        self, inverse: Tensor, gradients: TensorGradients, max_norm: float, found: Found
     ) -> tuple[Tensor, Tensor]:
-        """Return what unscales and clips at once, and the norm."""
-        parameters = gradients.parameters
-        mesh = self._mesh_of(parameters.meshes)
-        norm = clipping.global_norm(parameters, gradients.grouped.groups, inverse.device, mesh) * inverse
-        wanted = inverse * clipping.clip_factor(norm, max_norm)
+        """Return what unscales and clips at once, and the norm.
+
+        On a device, where the host waits for nobody, ranks are not told that a norm comes.
+        """
+        announce, mesh = gradients.request.announce, self._mesh_of(gradients.parameters.meshes)
+        if mesh is not None and announce is not None and not would_wait(inverse.device):
+            announce(mesh, inverse)
+        norm = self._norm(gradients, inverse.device) * inverse
+        wanted = inverse * kernels.clip_factor(norm, max_norm)
         # A norm that overflows, or a factor that loses bits, is an overflow, too.
         is_bad = torch.logical_not(torch.isfinite(norm)) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
         found[inverse.device] = is_bad.float()
         return wanted.float(), norm.float()
+
+    def _norm(self, gradients: TensorGradients, home: torch.device) -> Tensor:
+        """Return the 2-norm of all gradients together; of DTensors by one all-reduce, on a rank without any, too."""
+        mesh = self._mesh_of(gradients.parameters.meshes)
+        if mesh is None:
+            return kernels.sum_of_squares(gradients.tensors, home).sqrt()
+        counted = [
+            kernel_view(one.grad)
+            for one in gradients.parameters.unique
+            if one.grad is not None and _is_counted_here(one.grad)
+        ]
+        total: Tensor = mesh.sum(kernels.sum_of_squares(group_tensors(counted), home).double())
+        return total.sqrt()
 
     def _mesh_of(self, meshes: Sequence[Any]) -> Any:
         """Return the collectives over the mesh of DTensor parameters; None without one."""
         if not meshes:
             return None
         if meshes[0] not in self._meshes:
-            self._meshes[meshes[0]] = [registry.collectives_for(meshes[0], self._timeout)]
-        return self._meshes[meshes[0]][0]
+            self._meshes[meshes[0]] = registry.collectives_for(meshes[0], self._timeout)
+        return self._meshes[meshes[0]]
+
+
+def _parameters_of(optimizer: Any) -> Parameters:
+    """Return an optimizer's parameters.
+
+    Raises
+    ------
+    InvalidTypeError
+        When it has no ``param_groups``, or a parameter is no tensor.
+    """
+    try:
+        listed = gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
+    except Exception as error:
+        msg = (
+            f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
+            f"{type(optimizer).__name__}"
+        )
+        raise InvalidTypeError(msg) from error
+    for parameter in listed.unique:
+        if not isinstance(parameter, Tensor):
+            msg = (
+                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {shown(parameter)} in the "
+                f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
+            )
+            raise InvalidTypeError(msg)
+    meshes = {
+        parameter.device_mesh: None
+        for parameter in listed.unique
+        if type(parameter) not in (Tensor, torch.nn.Parameter) and hasattr(parameter, "device_mesh")
+    }
+    found = [parameter.grad for parameter in listed.unique if parameter.grad is not None]
+    for index, gradient in enumerate(found):
+        _require_apart(index, gradient)
+    shares_gradients = len(set(map(id, found))) < len(found)
+    return Parameters(listed, tuple(meshes), shares_gradients)
+
+
+def _require_apart(index: int, gradient: Tensor) -> None:
+    """Refuse a gradient in which elements share memory; looked for once."""
+    if gradient.layout != torch.strided or gradient.is_contiguous():
+        return
+    local = local_tensor(gradient)
+    if overlaps_itself(local.shape, local.stride()):
+        msg = (
+            f"gradient {index}, shape {tuple(local.shape)}, strides {local.stride()}, overlaps itself and cannot "
+            f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
+        )
+        raise InvalidValueError(msg)
+
+
+def require_values(groups: Groups) -> None:
+    """Refuse tensors of the meta device, which have no values to judge.
+
+    Raises
+    ------
+    InvalidTypeError
+        When there is one.
+    """
+    for (device, dtype), tensors in groups.items():
+        if device.type == "meta":
+            msg = (
+                f"gradients must have values, got {len(tensors)} of {dtype} on torch's meta device: materialize the "
+                f"model (model.to_empty(device=...)) and load its weights first"
+            )
+            raise InvalidTypeError(msg)
+
+
+def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Sequence[Tensor]]:
+    """Return the tensors that hold the gradients of parameters.
+
+    Parameters
+    ----------
+    parameters : Parameters
+        Up to date.
+    allow_fp16 : bool
+        Whether gradients may be float16. Sparse ones are then coalesced, which replaces ``.grad``.
+
+    Returns
+    -------
+    tensors : dict
+        By device and dtype. Integer gradients are left out. No host read, but for sparse gradients on a device.
+    uncoalesced : sequence of tensors
+        Those with duplicate indices.
+
+    Raises
+    ------
+    InvalidValueError
+        For float16 gradients that are not allowed; nothing has been modified.
+    """
+    tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
+    if parameters.shares_gradients:
+        tensors = list({id(gradient): gradient for gradient in tensors}.values())
+    # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the host at once.
+    if set(map(type, tensors)) <= _PLAIN:
+        if tensors and all(map(_is_float32_of_host, tensors)):
+            return {_FLOAT32_OF_HOST: tensors}, ()
+        if set(map(_layout, tensors)) <= _STRIDED:
+            groups = group_tensors(tensors)
+            if all(dtype.is_floating_point for _, dtype in groups):
+                _check_dtypes((dtype for _, dtype in groups), allow_fp16)
+                require_values(groups)
+                return groups, ()
+    owned = {id(one.grad): one for one in reversed(parameters.unique) if _has_values(one.grad)}
+    _check_dtypes((one.grad.dtype for one in owned.values() if one.grad is not None), allow_fp16)
+    chosen, uncoalesced = [], []
+    for parameter in reversed(owned.values()):
+        gradient: Any = parameter.grad
+        if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
+            if gradient.dtype is torch.float16:
+                # The optimizer would sum the duplicates in float16, where they overflow easily.
+                gradient = parameter.grad = gradient.to(torch.float32).coalesce().to(torch.float16)
+            else:
+                uncoalesced.append(gradient)
+        chosen.append(kernel_view(gradient))
+    groups = group_tensors(chosen)
+    require_values(groups)
+    return groups, uncoalesced
+
+
+def _check_dtypes(dtypes: Any, allow_fp16: bool) -> None:
+    if not allow_fp16 and torch.float16 in dtypes:
+        msg = (
+            "Attempting to unscale FP16 gradients. Keep the weights in float32 and let autocast choose float16 "
+            "(torch's advice), or construct the scaler with allow_fp16_grads=True"
+        )
+        raise InvalidValueError(msg)
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    return gradient is not None and (gradient.dtype.is_floating_point or gradient.dtype.is_complex)
+
+
+def kernel_view(gradient: Tensor) -> Tensor:
+    """Return a dense real tensor that shares its memory with the values of a gradient."""
+    tensor = local_tensor(gradient)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    if tensor.dtype.is_complex:
+        # The conjugate of a lazily conjugated tensor is its memory as it stands, and a real factor commutes with it.
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    return tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, complete; any other tensor as it is."""
+    if type(tensor) is Tensor or not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def values_of(gradient: Tensor) -> Tensor | None:
+    """Return the dense tensor that holds a gradient's values on this rank; None on the meta device.
+
+    Of a DTensor it is the local part, complete; of a sparse tensor the stored values, duplicates summed up as the
+    optimizer will see them. The gradient is left as it is.
+    """
+    if gradient.device.type == "meta":
+        return None
+    with torch.no_grad():
+        local = local_tensor(gradient.detach())
+        if local.layout == torch.sparse_coo and not local.is_coalesced():
+            # float16 is summed in float32, as it is when it is unscaled.
+            wide = local.to(torch.float32) if local.dtype is torch.float16 else local
+            local = wide.coalesce().to(local.dtype)
+        if local.layout == torch.strided:
+            return local
+        return local.values()
+
+
+def _require_norm(gradients: TensorGradients) -> None:
+    """Refuse gradients whose norm is not defined here, before anything is modified.
+
+    Raises
+    ------
+    InvalidValueError
+        For plain tensors over a group, which may be parts or copies; DTensors beside plain tensors, of two meshes or
+        not yet reduced; and sparse gradients with duplicate indices. It says what to call instead.
+    """
+    name, parameters = type(gradients.optimizer).__name__, gradients.parameters
+    if gradients.request.is_shared and not parameters.meshes:
+        msg = (
+            f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over the ranks is defined; those of "
+            f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for FSDP1, "
+            f"or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
+        )
+        raise InvalidValueError(msg)
+    sharded = [parameter for parameter in parameters.unique if hasattr(parameter, "device_mesh")]
+    is_mixed = parameters.meshes and len(sharded) < len(parameters.unique)
+    if is_mixed or len(parameters.meshes) > 1:
+        what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(parameters.meshes)} meshes"
+        msg = (
+            f"unscale_(max_norm=) needs the parameters of one mesh, got {what} in {name}: call unscale_(optimizer), "
+            f"and clip each kind with torch.nn.utils.clip_grad_norm_"
+        )
+        raise InvalidValueError(msg)
+    if any(placement.is_partial() for one in sharded if one.grad is not None for placement in _placements(one.grad)):
+        msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
+        raise InvalidValueError(msg)
+    if gradients.uncoalesced:
+        msg = (
+            f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(gradients.uncoalesced)} with duplicate "
+            f"indices in {name}: assign grad.coalesce() first"
+        )
+        raise InvalidValueError(msg)
+
+
+def _placements(tensor: Any) -> Sequence[Any]:
+    placements: Sequence[Any] = tensor.placements
+    return placements
+
+
+def _is_counted_here(gradient: Any) -> bool:
+    """Tell whether this rank's part counts: of copies, that of the first rank of each replicated dimension does."""
+    coordinate = gradient.device_mesh.get_coordinate()
+    return all(
+        place == 0 for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
+    )

@@ -158,7 +158,7 @@ class Iteration:
         """
         state = self._closure_state or self.state
         if state is not None:
-            return self.live.resolved(state)
+            return state
         if like is None and not self.live.is_made:
             self.wrong_order("no array has been seen yet, so it is not known where the scale belongs")
         return self.live.current(like)

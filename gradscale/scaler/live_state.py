@@ -137,10 +137,6 @@ class ArrayState:
             return state
         return ScaleState(**numbers_of(state, self.backend, self._largest))
 
-    def resolved(self, state: ScaleState) -> ScaleState:
-        """Return the state itself, in whose place nothing is put."""
-        return state
-
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
         if isinstance(state.scale, float) and self._rule is not None:

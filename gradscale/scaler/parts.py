@@ -48,10 +48,6 @@ class LiveState(Protocol):
         """Return a state as arrays, which one of numbers is made into."""
         ...
 
-    def resolved(self, state: ScaleState) -> ScaleState:
-        """Return what has taken a state's place since it was current, such as its tensors, or the state itself."""
-        ...
-
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
         ...

@@ -245,8 +245,7 @@ class GradScaler:
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
         if not self._enabled:
-            disabled = StepReport(False, 1.0, 0, "disabled", self._iteration.number)
-            self._reports.record(optimizer, disabled)
+            self.end_step(optimizer)
             return optimizer.step(*args, **kwargs)
         iteration = self._iteration
         turn = iteration.begin_step(optimizer)
@@ -560,8 +559,16 @@ class GradScaler:
         """The present iteration."""
         return self._iteration
 
-    def end_step(self, optimizer: Any, turn: Turn, verdict: Verdict | None, retries: int = 0) -> None:
-        """Record what has become of a step, under a verdict or one that is read later: the second half of ``step``."""
+    def end_step(
+        self, optimizer: Any, turn: Turn | None = None, verdict: Verdict | None = None, retries: int = 0
+    ) -> None:
+        """Record what has become of a step, under a verdict or one that is read later: the second half of ``step``.
+
+        Without a turn, the scaler is disabled.
+        """
+        if turn is None:
+            self._reports.record(optimizer, StepReport(False, 1.0, 0, "disabled", self._iteration.number))
+            return
         turn.stage = Stage.STEPPED
         agreement, reports, pending, iteration = self._agreement, self._reports, turn.pending, self._iteration
         agreement.steps += 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
-__all__ = ["ClosureStepper", "Outcome", "PlainStepper", "Stepper", "find_closure"]
+__all__ = ["ClosureStepper", "Outcome", "PlainStepper", "Stepper", "evaluating", "find_closure"]
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
@@ -78,25 +78,36 @@ class ClosureStepper:
         ClosureOverflowError
             When the closure overflows at every scale after its first evaluation was fine.
         """
-        if turn.stage is Stage.UNSCALED and not turn.by_closure:
-            iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
-        closure = find_closure(args, kwargs)
-        assert closure is not None
-        evaluation = _Evaluation(iteration, turn, optimizer, closure)
-        if "closure" in kwargs:
-            kwargs = {**kwargs, "closure": evaluation}
-        else:
-            args = (evaluation, *args[1:])
-        returned = None
+        with evaluating(iteration, turn, optimizer, args, kwargs) as evaluation:
+            evaluation.returned = optimizer.step(*evaluation.args, **evaluation.kwargs)
+        return evaluation.returned, evaluation.verdict, evaluation.retries
+
+
+@contextlib.contextmanager
+def evaluating(
+    iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Evaluation]:
+    """Give the arguments for ``optimizer.step`` with its closure wrapped; what it raises to skip the step ends here."""
+    if turn.stage is Stage.UNSCALED and not turn.by_closure:
+        iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
+    closure = find_closure(args, kwargs)
+    assert closure is not None
+    evaluation = Evaluation(iteration, turn, optimizer, closure)
+    by_name = "closure" in kwargs
+    evaluation.args = args if by_name else (evaluation, *args[1:])
+    evaluation.kwargs = {**kwargs, "closure": evaluation} if by_name else kwargs
+    try:
         with contextlib.suppress(_SkippedStepError):
-            returned = optimizer.step(*args, **kwargs)
-        if evaluation.verdict is None:
-            msg = (
-                f"{type(optimizer).__name__}.step() did not call its closure, so its gradients were neither unscaled "
-                f"nor judged: step it without a closure"
-            )
-            raise CallOrderError(msg)
-        return returned, evaluation.verdict, evaluation.retries
+            yield evaluation
+    finally:
+        # It is held by what it is called with.
+        evaluation.args, evaluation.kwargs = (), {}
+    if evaluation.verdict is None:
+        msg = (
+            f"{type(optimizer).__name__}.step() did not call its closure, so its gradients were neither unscaled "
+            f"nor judged: step it without a closure"
+        )
+        raise CallOrderError(msg)
 
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -109,7 +120,7 @@ class _SkippedStepError(GradscaleError):
     """Leaves ``optimizer.step`` when its first evaluation overflows at every scale; never reaches the user."""
 
 
-class _Evaluation:
+class Evaluation:
     """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
 
     def __init__(self, iteration: Iteration, turn: Turn, optimizer: Any, closure: Callable[..., Any]) -> None:
@@ -120,6 +131,9 @@ class _Evaluation:
         self._completed = 0
         self.verdict: Verdict | None = None
         self.retries = 0
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.returned: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         iteration, turn = self._iteration, self._turn

@@ -71,12 +71,12 @@ def test_numbers_and_tensors_live_the_same_life(torch: Any, live: Any) -> None:
 
 
 def test_the_scale_and_its_reciprocal_are_made_anew_when_the_scale_changes(live: Any) -> None:
-    scale, inverse = live.scale_and_inverse(live.current())
+    inverse = live.inverse(live.current().scale, 8.0)
     live.advance([0])
-    assert live.scale_and_inverse(live.current())[0] is scale
+    assert live.inverse(live.current().scale, live.scale()) is inverse
     live.advance([1])
-    assert [tensor.item() for tensor in live.scale_and_inverse(live.current())] == [4.0, 0.25]
-    assert (scale.item(), inverse.item()) == (8.0, 0.125)
+    assert live.inverse(live.current().scale, live.scale()).item() == 0.25
+    assert inverse.item() == 0.125
 
 
 def test_a_policy_that_needs_tensors_keeps_them_from_the_beginning(torch: Any) -> None:
@@ -191,7 +191,7 @@ class TestFlagsThatKernelsHaveLeftZero:
 
     @pytest.mark.parametrize("value", [1.0, math.inf], ids=["clean", "overflow"])
     def test_what_is_shown_stays_as_it_is(self, unscaled: Any, value: float) -> None:
-        [shown] = unscaled(value).found.values()
+        [shown] = unscaled(value).flags.values()
         unscaled(math.inf)
         assert shown.item() == float(value == math.inf)
         # As a host does who wants the step to be skipped.

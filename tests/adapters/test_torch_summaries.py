@@ -56,7 +56,7 @@ def test_float8_goes_through_the_pure_form() -> None:
 
 
 def test_the_values_of_sparse_meta_and_graph_tensors() -> None:
-    from gradscale_torch.diagnosis import values_of
+    from gradscale_torch.unscaler import values_of
 
     indices = torch.tensor([[0, 0, 2]])
     for dtype in (torch.float32, torch.float16):

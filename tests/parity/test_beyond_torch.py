@@ -238,7 +238,7 @@ def test_what_several_devices_have_found_is_more_than_one_at_torchs_and_exactly_
     torch: Any, ours: Any, theirs: Any
 ) -> None:
     # What gradients on two devices that both overflow come to; fused kernels skip at exactly 1.
-    from gradscale_torch.kernels import combined
+    from gradscale_torch.verdicts import combined
 
     found = {torch.device("cpu"): torch.ones(()), torch.device("cpu", 0): torch.ones(())}
     scaler = theirs("cpu")

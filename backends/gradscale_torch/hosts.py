@@ -1,0 +1,185 @@
+"""What hosts see of a scaler: torch's saved states and pickles, ``_per_optimizer_states``, and methods to compile.
+
+Hosts are the programs that look at torch's scalers: training frameworks, optimizers, torch.compile.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+import gradscale
+from gradscale.core.protocols import Policy
+from gradscale.errors import InvalidValueError
+from gradscale.scaler.iteration import Iteration, Stage, Turn
+from gradscale_torch.verdicts import Found, TensorVerdict
+
+__all__ = [
+    "OptimizerState",
+    "OptimizerStates",
+    "as_torchs_pickle",
+    "as_torchs_state_dict",
+    "found_by_device",
+    "state_dict_of_pickle",
+    "untraced",
+    "untraced_but_for_calls",
+    "warn_caller",
+]
+
+_FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+_TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
+_OPT_STATES = {Stage.READY: OptState.READY, Stage.UNSCALED: OptState.UNSCALED, Stage.STEPPED: OptState.STEPPED}
+
+# Between a user's line and one of ours there are frames of the compiler.
+_INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+
+# How the compiler treats a frame and those that it calls; not there in every version of torch.
+_compiler: Any = torch._C._dynamo.eval_frame
+_IS_ASKED = hasattr(_compiler, "set_code_exec_strategy")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def untraced(method: _Method) -> _Method:
+    """Return a method that torch.compile does not look into: bookkeeping on the host, and a few kernels.
+
+    Torch's own optimizers are decorated like this. ``torch.compiler.disable`` would do the same, but imports the
+    compiler at once, which takes seconds, instead of at the first call.
+    """
+    return _skipped(method, recursive=True)
+
+
+def untraced_but_for_calls(method: _Method) -> _Method:
+    """Return a method that torch.compile does not look into, though it compiles what the method calls."""
+    return _skipped(method, recursive=False)
+
+
+def _skipped(method: _Method, *, recursive: bool) -> _Method:
+    if not _IS_ASKED:
+        return cast(_Method, _disable_dynamo(method, recursive=recursive))
+    # As a mark of the function's code it costs nothing where nothing is compiled, as a wrapper would.
+    skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT
+    function = cast("FunctionType", method)
+    strategy = _compiler._FrameExecStrategy(skip, skip if recursive else default)
+    _compiler.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return method
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn of the line of the caller's that has called the adapter."""
+    frame, level = sys._getframe(1), 3
+    while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def as_torchs_state_dict(saved: dict[str, Any], policy: Policy) -> dict[str, Any]:
+    """Return a state dict with torch's five keys alone where they say everything of a policy."""
+    return {key: saved[key] for key in _TORCHS_KEYS} if saved and _is_torchs(policy) else saved
+
+
+def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | int | None) -> dict[str, Any]:
+    """Return what torch's scalers pickle, so that theirs can be restored from ours. One host read."""
+    if not scaler.is_enabled():
+        return {"_device": device, "_enabled": False}
+    saved = scaler.state_dict()
+    return {
+        "_device": device,
+        "_enabled": True,
+        "_init_scale": saved["scale"],
+        "_scale": None,
+        "_growth_factor": scaler.get_growth_factor(),
+        "_backoff_factor": scaler.get_backoff_factor(),
+        "_growth_interval": scaler.get_growth_interval(),
+        "_init_growth_tracker": saved["_growth_tracker"],
+        "_growth_tracker": None,
+        "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
+    }
+
+
+def state_dict_of_pickle(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of one of torch's scalers from what it pickles."""
+    return {
+        "scale": kept["_init_scale"],
+        "growth_factor": kept["_growth_factor"],
+        "backoff_factor": kept["_backoff_factor"],
+        "growth_interval": kept["_growth_interval"],
+        "_growth_tracker": kept["_init_growth_tracker"],
+    }
+
+
+def _is_torchs(policy: Policy) -> bool:
+    """Tell whether torch's four factors describe a policy."""
+    if not isinstance(policy, gradscale.DynamicScale):
+        return False
+    factors = {name: getattr(policy, name) for name in ("init_scale", *_FACTORS)}
+    return policy == gradscale.DynamicScale(**factors)
+
+
+def found_by_device(iteration: Iteration, turn: Turn) -> Found:
+    """Return the agreed verdict for each device of an optimizer's gradients, and for the scale's without any."""
+    if turn.pending is None:
+        if not iteration.live.is_made:
+            return {}
+        turn.pending = TensorVerdict.unjudged(iteration)
+    pending = cast(TensorVerdict, turn.pending)
+    if pending.is_read_by_host:
+        iteration.verdict(turn)
+    return pending.show()
+
+
+class OptimizerState(dict[str, Any]):
+    """``stage``, and ``found_inf_per_device`` as the group has agreed.
+
+    Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
+    """
+
+    def __init__(self, iteration: Iteration, turn: Turn) -> None:
+        super().__init__(stage=_OPT_STATES[turn.stage], found_inf_per_device=found_by_device(iteration, turn))
+        self._pending = cast(TensorVerdict, turn.pending)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Take over the verdict; the stage is the scaler's own."""
+        if key != "found_inf_per_device":
+            msg = f"only found_inf_per_device can be set, got {key!r}"
+            raise InvalidValueError(msg)
+        super().__setitem__(key, value)
+        self._pending.override(value)
+
+
+class OptimizerStates(Mapping[int, dict[str, Any]]):
+    """A view of the present iteration by ``id(optimizer)``. Reading an optimizer's entry finishes its agreement.
+
+    Parameters
+    ----------
+    scaler : gradscale.GradScaler
+        Whose iteration.
+
+    Attributes
+    ----------
+    scaler : gradscale.GradScaler
+        As given.
+    """
+
+    def __init__(self, scaler: gradscale.GradScaler) -> None:
+        self.scaler = scaler
+
+    def __getitem__(self, key: int) -> dict[str, Any]:
+        turn = self.scaler.iteration.by_id(key)
+        return _refresh_per_optimizer_state() if turn is None else OptimizerState(self.scaler.iteration, turn)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.scaler.iteration.ids())
+
+    def __len__(self) -> int:
+        return len(self.scaler.iteration.ids())
