@@ -13,7 +13,7 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import LENGTH, AgreementVector, Purpose, position
+from gradscale.core.vector import LENGTH, Purpose, identify, pack, position
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
 from gradscale_jax.verdict import Verdict
@@ -134,7 +134,7 @@ def agree(
     validation.policy(policy)
     state = trees.as_state(state)
     about = position(0, purpose=Purpose.COMPILED)
-    vector = AgreementVector().pack(registry.backend_for(state.scale), policy, state, nonfinite, about)
+    vector = pack(registry.backend_for(state.scale), policy, state, nonfinite, (identify(policy), *about))
     if axis_name is not None:
         vector = AxisCollectives(axis_name).start_max(vector)()
     highest, lowest = vector[2 : 2 + _FIELDS], -vector[2 + _FIELDS :]

@@ -35,8 +35,8 @@ from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_fr
 from gradscale.errors import ScaleDesyncError
 
 __all__ = [
+    "ABOUT",
     "LENGTH",
-    "AgreementVector",
     "Position",
     "Purpose",
     "Verdict",
@@ -45,6 +45,8 @@ __all__ = [
     "foreign_message",
     "identify",
     "is_fixed",
+    "pack",
+    "pack_plain",
     "position",
     "read_both",
     "read_verdict",
@@ -57,6 +59,8 @@ _STATE = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker")
 _FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_norm")
 _COUNT = len(_FIELDS)
 LENGTH = 2 + 2 * _COUNT
+ABOUT = _COUNT - len(_STATE)
+"""How many fields say which policy there is and what a message is about."""
 _PLACE = _FIELDS.index("place")
 
 # Of "message", from the lowest: the optimizer, the call of the iteration, the purpose.
@@ -114,96 +118,36 @@ verdict: Callable[[tuple[int, int, bool, float]], Verdict] = constructor(Verdict
 """Makes a Verdict of its four values."""
 
 
-class AgreementVector:
-    """Makes the vector to agree on, and keeps the parts of it that stay the same from call to call.
+def pack(backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, about: Sequence[int]) -> Array:
+    """Return the vector of a state of arrays: 1-d int32 on the state's device.
 
     Parameters
     ----------
-    diagnoses : bool, default False
-        Whether the scaler makes more collectives after an overflow, which has to be the same on every rank.
+    backend : Backend
+        Takes the fingerprint.
+    policy : Policy
+        Says whether an overflow now must be raised.
+    state : ScaleState
+        What the gradients were unscaled with.
+    nonfinite : array
+        The local count, 0-d int32.
+    about : sequence of int
+        The number of the policy, and the position.
     """
-
-    def __init__(self, *, diagnoses: bool = False) -> None:
-        self._diagnoses = diagnoses
-        self._state: ScaleState | None = None
-        self._policy: Policy | None = None
-        self._fingerprint: Array | None = None
-        self._identity = 0
-        # Whether the policy's settings cannot change without a new object.
-        self._is_fixed = False
-        # Of a verdict that the host knows: the flag and the first fields.
-        self._numbers: list[int] | None = None
-        # The last scale of a state of numbers, and its bits.
-        self._scale = 0.0, 0
-
-    def pack(
-        self, backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array | int, position: Position
-    ) -> Any:
-        """Return the vector: 1-d int32 on the state's device, or a list of the same numbers if the host knows them.
-
-        Parameters
-        ----------
-        backend : Backend
-            Takes the fingerprint.
-        policy : Policy
-            Must be the same on every rank.
-        state : ScaleState
-            What the gradients were unscaled with.
-        nonfinite : array or int
-            The local count: 0-d int32; or an int, for a state that the host reads without waiting.
-        position : Position
-            What the message is about.
-        """
-        if self._state is not state or self._policy is not policy:
-            self._identify(policy)
-            self._state = state
-            self._fingerprint = self._numbers = None
-        key = (self._identity, *position)
-        if isinstance(nonfinite, int):
-            if self._numbers is None:
-                self._numbers = _read_state(backend, policy, state)
-            flag, *first = self._numbers
-            return _vector(nonfinite, flag, [*first, *key])
-        xp = array_namespace(state.scale)
-        if self._fingerprint is None:
-            self._fingerprint = backend.fingerprint(state)
-        at_min_scale = policy.at_min_scale(state)
-        if at_min_scale is None:
-            is_at_min_scale = backend.integers((0,), state.scale)
-        else:
-            is_at_min_scale = xp.reshape(xp.astype(at_min_scale, xp.int32), (1,))
-        fields = xp.concat([self._fingerprint, backend.integers(key, state.scale)])
-        return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
-
-    def pack_plain(
-        self, policy: Policy, state: ScaleState, nonfinite: int, position: Position, *, at_min_scale: bool
-    ) -> list[int]:
-        """Return the vector of a state of Python numbers, as a list; ``at_min_scale`` is what the policy says of it."""
-        self._identify(policy)
-        known, bits = self._scale
-        if state.scale != known:
-            bits = bits_of_float32(state.scale)
-            self._scale = state.scale, bits
-        return _vector(nonfinite, at_min_scale, [bits, *state[1:], self._identity, *position])
-
-    def _identify(self, policy: Policy) -> None:
-        if self._policy is not policy or not self._is_fixed:
-            self._identity, self._is_fixed = identify(policy) ^ self._diagnoses, is_fixed(policy)
-            self._policy = policy
-
-
-def _vector(nonfinite: int, flag: int, fields: list[int]) -> list[int]:
-    return [nonfinite, flag, *fields, *map(operator.neg, fields)]
-
-
-def _read_state(backend: Backend, policy: Policy, state: ScaleState) -> list[int]:
-    """Return whether an overflow now must be raised, and the state's fingerprint, read by the host."""
-    fingerprint = backend.fingerprint(state)
+    xp = array_namespace(state.scale)
     at_min_scale = policy.at_min_scale(state)
     if at_min_scale is None:
-        return [0, *backend.read(fingerprint)]
-    xp = array_namespace(fingerprint)
-    return backend.read(xp.concat([xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)), fingerprint]))
+        is_at_min_scale = backend.integers((0,), state.scale)
+    else:
+        is_at_min_scale = xp.reshape(xp.astype(at_min_scale, xp.int32), (1,))
+    fields = xp.concat([backend.fingerprint(state), backend.integers(about, state.scale)])
+    return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
+
+
+def pack_plain(state: ScaleState, nonfinite: int, at_min_scale: bool, about: Sequence[int]) -> list[int]:
+    """Return the vector of a state of Python numbers, as a list."""
+    fields = [bits_of_float32(state.scale), *state[1:], *about]
+    return [nonfinite, at_min_scale, *fields, *map(operator.neg, fields)]
 
 
 def position(
@@ -278,7 +222,7 @@ def _bits_of_norm(max_norm: float) -> tuple[int, int]:
 
 def announcement(position: Position) -> list[int]:
     """Return the vector that announces another collective: it says nothing of a state, which may not be there yet."""
-    return _vector(0, 0, [0, 0, 0, 0, 0, *position])
+    return pack_plain(ScaleState(0.0, 0, 0, 0), 0, False, (0, *position))
 
 
 def is_fixed(policy: Any) -> bool:

@@ -1,44 +1,34 @@
-"""Agreement: with whom a scaler agrees; Ballot: one message to them, from its start until the host has the answer."""
+"""Agreement: with whom a scaler agrees; Ballot: one message to them, from its start until the CPU has the answer."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from gradscale.core import registry, vector
 from gradscale.core.backend import Backend
 from gradscale.core.identity import IdentityMap
-from gradscale.core.protocols import Array, Collectives
-from gradscale.core.vector import AgreementVector, Position, Purpose, Verdict
-from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError
-from gradscale.scaler.parts import LiveState, Pending
+from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
+from gradscale.core.vector import Verdict
+from gradscale.errors import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    GradscaleError,
+    ScaleDesyncError,
+)
+from gradscale.scaler.parts import LiveState
 
 __all__ = ["Agreement", "Ballot", "take_lists", "whereabouts"]
-
-
-class _Numbers:
-    """Numbers for objects in the order in which they come. Copies of a scaler go on with the same ones."""
-
-    def __init__(self) -> None:
-        self._known: IdentityMap[int] = IdentityMap()
-        self._next = 0
-
-    def of(self, key: Any) -> int:
-        number = self._known.by_id(id(key))
-        if number is None:
-            number = self._next
-            self._known.put(key, number)
-            self._next += 1
-        return number
 
 
 # How many scalers each group has had, by the library's own group.
 _scalers: IdentityMap[int] = IdentityMap()
 
 
-def _count_scaler(group: Any) -> int:
+def _count_scaler(group: object) -> int:
     """Return how many scalers a library's own group has had before, and count one more."""
     try:
         weakref.ref(group)
@@ -50,12 +40,8 @@ def _count_scaler(group: Any) -> int:
     return number
 
 
-def _no_verdict(*_: Any) -> Pending:
-    raise NotImplementedError
-
-
 class Agreement:
-    """With whom a scaler agrees, and the numbers by which ranks tell whether they send the same message.
+    """With whom a scaler agrees, why it cannot go on, and the numbers by which ranks tell their messages apart.
 
     Parameters
     ----------
@@ -63,18 +49,17 @@ class Agreement:
         What to agree over, in turn; empty for a process that decides alone, None while it is not known.
     diagnoses : bool, default False
         Whether the scaler makes more collectives after an overflow, which has to be the same on every rank.
-    pending : callable, optional
-        Begins the verdict of an optimizer: takes the iteration, what was found, the state, the groups, the optimizer and
-        what its gradients are clipped to.
     own_rank : callable, optional
         Returns the rank of this process for reports, or None for the one that its groups give it.
 
     Attributes
     ----------
-    vector : AgreementVector
-        Makes what is sent.
+    failure : GradscaleError or None
+        Why the ranks could not agree; the iteration can only be abandoned.
     steps : int
         How many steps the scaler has made over its groups.
+    takes_lists : bool
+        Whether all groups take lists of int as well as arrays.
     """
 
     def __init__(
@@ -82,16 +67,14 @@ class Agreement:
         groups: Sequence[Collectives] | None = (),
         *,
         diagnoses: bool = False,
-        pending: Callable[..., Pending] = _no_verdict,
         own_rank: Callable[[], int | None] | None = None,
     ) -> None:
         self._groups = groups
         self._diagnoses = diagnoses
-        self.pending = pending
         self._own_rank = own_rank
+        self.failure: GradscaleError | None = None
         # Why the groups can no longer be used.
-        self._lost: GradscaleError | None = None
-        self.vector = AgreementVector(diagnoses=diagnoses)
+        self._lost: BackendError | CollectiveTimeoutError | None = None
         # By the library's own group, the number of this scaler, which it has again when it joins that group again.
         self._had: IdentityMap[int] = IdentityMap()
         self._begin_to_count()
@@ -99,19 +82,17 @@ class Agreement:
     def _begin_to_count(self) -> None:
         """Begin with the numbers that all ranks begin with, which join one group."""
         self.steps = 0
-        self._optimizers = _Numbers()
+        self.takes_lists = take_lists(self._groups or ())
+        self._optimizers: IdentityMap[int] = IdentityMap()
+        self._next = itertools.count()
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
+        self._policy: Policy | None = None
+        self._identity = 0
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """What is agreed over; empty for a process that decides alone.
-
-        Raises
-        ------
-        CallOrderError
-            After unpickling, before there is a group.
-        """
+        """What is agreed over; empty for a process that decides alone. CallOrderError for a scaler without a group."""
         if self._groups is None:
             msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
             raise CallOrderError(msg)
@@ -129,8 +110,7 @@ class Agreement:
 
     def join(self, groups: Sequence[Collectives]) -> None:
         """Agree over other groups from now on, as one more scaler over them, or as before over a group that it had."""
-        self._groups = groups
-        self._lost = None
+        self._groups, self.failure, self._lost = groups, None, None
         self._begin_to_count()
         for collectives in groups:
             self.number_over(collectives)
@@ -150,30 +130,34 @@ class Agreement:
             rank = rank * collectives.size + collectives.rank
         return rank
 
-    def usable_groups(self) -> Sequence[Collectives]:
-        """Return what is agreed over; raise while there is nobody to agree with, before any gradient is touched.
+    # Why the ranks cannot agree.
 
-        Raises
-        ------
-        CallOrderError
-            After unpickling, before there is a group.
-        BackendError
-            When the group was lost.
-        """
-        if self._groups is None:
-            return self.groups
+    def fail(self, error: BackendError | CollectiveTimeoutError | ScaleDesyncError, iteration: int) -> None:
+        """Keep what the ranks could not agree for: they would not fail alike a second time."""
+        if isinstance(error, CollectiveTimeoutError):
+            error.iteration = iteration
+        self.failure = error
+        if not isinstance(error, ScaleDesyncError):
+            self._lost = error
+
+    def recover(self) -> None:
+        """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
+        self.failure = None
+
+    def usable_groups(self) -> Sequence[Collectives]:
+        """Return what is agreed over; BackendError if the group was lost."""
         if self._groups and self._lost is not None:
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
-        return self._groups
+        return self.groups if self._groups is None else self._groups
 
     def example(self, live: LiveState, number: int) -> Array | None:
-        """Return an array for a rank that has none; None where it need not take part.
+        """Return an array for a rank that has none; None if it need not take part.
 
         Raises
         ------
         CallOrderError
-            When it has to, and no library is known.
+            If it has to, and no library is known.
         """
         if self.is_alone:
             return None
@@ -189,27 +173,23 @@ class Agreement:
         )
         raise CallOrderError(msg)
 
-    def position(
-        self,
-        iteration: int,
-        call: int,
-        groups: Sequence[Collectives],
-        optimizer: Any,
-        max_norm: float | None = None,
-        purpose: Purpose = Purpose.STEP,
-        group: int = 0,
-    ) -> Position:
-        """Return what a message of an iteration is about; optimizers are numbered as they are first met."""
-        return vector.position(
-            iteration,
-            call,
-            purpose=purpose,
-            optimizer=self._optimizers.of(optimizer),
-            scaler=self.number_over(groups[0]),
-            group=group,
-            steps=self.steps if purpose is Purpose.STEP else 0,
-            max_norm=max_norm,
-        )
+    # What a message says.
+
+    def identify(self, policy: Policy) -> int:
+        """Return the number that tells policies apart, and whether the scaler diagnoses."""
+        if self._policy is not policy:
+            self._identity = vector.identify(policy) ^ self._diagnoses
+            # Another kind may change in place.
+            self._policy = policy if vector.is_fixed(policy) else None
+        return self._identity
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer, in the order in which they are met."""
+        number = self._optimizers.by_id(id(optimizer))
+        if number is None:
+            number = next(self._next)
+            self._optimizers.put(optimizer, number)
+        return number
 
     def number_over(self, collectives: Collectives) -> int:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
@@ -223,39 +203,32 @@ class Agreement:
             self._own_numbers.put(collectives, number)
         return number
 
-    def lose(self, error: BackendError | CollectiveTimeoutError, number: int) -> None:
-        """Use the groups no more, which were lost in an iteration."""
-        if isinstance(error, CollectiveTimeoutError):
-            error.iteration = number
-        self._lost = error
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: without groups, which do not travel."""
-        fresh = Agreement(() if self.is_alone else None, diagnoses=self._diagnoses)
-        kept = {"pending": self.pending, "_own_rank": self._own_rank}
-        return self.__dict__ | fresh.__dict__ | kept
+        fresh = Agreement(() if self.is_alone else None, diagnoses=self._diagnoses, own_rank=self._own_rank)
+        return fresh.__dict__
 
     def __copy__(self) -> Agreement:
         # A copy in the same process talks to the same ranks.
-        copied = Agreement(self._groups, diagnoses=self._diagnoses, pending=self.pending, own_rank=self._own_rank)
+        copied = Agreement(self._groups, diagnoses=self._diagnoses, own_rank=self._own_rank)
         copied._lost = self._lost
-        # Nothing tells it from this one, which it may take the place of on some ranks.
-        copied.steps, copied._optimizers = self.steps, self._optimizers
+        # Nothing tells it from this one, which it may replace on some ranks.
+        copied.steps, copied._optimizers, copied._next = self.steps, self._optimizers, self._next
         copied._own_numbers, copied._had = self._own_numbers, self._had
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
+    def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
         memo[id(self)] = copied = copy.copy(self)
         return copied
 
 
 class Ballot:
-    """One message over the groups of a list in turn, from its start until the host has the answer.
+    """One message over the groups of a list in turn, from its start until the CPU has the answer.
 
     Parameters
     ----------
     agreement : Agreement
-        Which is told of a group that is lost.
+        The scaler's; it keeps why the ranks could not agree.
     groups : sequence of Collectives
         In one order on every rank; of none, the answer is what was sent.
     sent : array or list of int
@@ -264,13 +237,15 @@ class Ballot:
         Of the iteration, for errors.
     """
 
-    def __init__(self, agreement: Agreement, groups: Sequence[Collectives], sent: Any, number: int) -> None:
+    def __init__(
+        self, agreement: Agreement, groups: Sequence[Collectives], sent: Array | list[int], number: int
+    ) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
-        self._agreed: Any = None if groups else sent
+        self._agreed: Array | list[int] | None = None if groups else sent
         self._finish = groups[0].start_max(sent) if groups else None
 
-    def agreed(self) -> Any:
+    def agreed(self) -> Array | list[int]:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""
         if self._agreed is None and self._finish is not None:
             try:
@@ -279,27 +254,31 @@ class Ballot:
                     backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
                     agreed = group.start_max(vector.shifted(backend, agreed, by))()
             except (BackendError, CollectiveTimeoutError) as error:
-                self._agreement.lose(error, self._number)
+                self._agreement.fail(error, self._number)
                 raise
             self._agreed = agreed
         return self._agreed
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
-        """Return the answer and what this rank has sent, as the host reads them: one read, none of lists."""
+        """Return the answer and what this rank has sent: one host read, none of lists."""
         agreed = self.agreed()
         if isinstance(agreed, list):
             return agreed, self.sent
         return vector.read_both(backend_for(agreed), agreed, self.sent)
 
-    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Any) -> Verdict:
-        """Return the verdict that the host has read, or raise ScaleDesyncError where the ranks differ."""
-        return vector.read_verdict(
-            agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts)
-        )
+    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy) -> Verdict:
+        """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ."""
+        try:
+            return vector.read_verdict(
+                agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts)
+            )
+        except ScaleDesyncError as error:
+            self._agreement.fail(error, self._number)
+            raise
 
 
 def take_lists(groups: Sequence[Collectives]) -> bool:
-    """Tell whether groups take lists of int beside arrays: all of them have a true attribute ``takes_lists``."""
+    """Tell whether groups take lists of int as well as arrays: all of them have a true attribute ``takes_lists``."""
     return all(getattr(collectives, "takes_lists", False) for collectives in groups)
 
 

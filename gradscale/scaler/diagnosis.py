@@ -17,15 +17,12 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.core.standard import library_name
 from gradscale.core.summaries import Summary, count_nonfinite
-from gradscale.core.vector import Purpose
+from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import InvalidTypeError
 from gradscale.reports.diagnose import gather as gather_reports
 from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
-from gradscale.reports.recorder import Reports
-from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.exchange import Exchange
-from gradscale.scaler.iteration import Iteration, Stage, Turn
-from gradscale.scaler.parts import LiveState, Unscaler
+from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 
 __all__ = ["Diagnosis"]
 
@@ -35,19 +32,14 @@ class Diagnosis:
 
     Parameters
     ----------
-    live, agreement, unscaler, reports : LiveState, Agreement, Unscaler, Reports
+    parts : Parts
         The scaler's.
     enabled : bool
         Whether the scaler scales, so that gradients may be scaled and ranks may agree.
     """
 
-    def __init__(
-        self, live: LiveState, agreement: Agreement, unscaler: Unscaler, reports: Reports[Any], *, enabled: bool
-    ) -> None:
-        self._live = live
-        self._agreement = agreement
-        self._unscaler = unscaler
-        self._reports = reports
+    def __init__(self, parts: Parts, *, enabled: bool) -> None:
+        self._live, _, self._unscaler, self._agreement, self._reports, _ = parts
         self._enabled = enabled
 
     def diagnose(
@@ -116,7 +108,7 @@ class Diagnosis:
         if not self._unscaler.was_left_scaled(optimizer):
             return False
         # An optimizer that unscales by itself does so only where it steps.
-        verdict = None if turn is None else turn.known
+        verdict = _known(turn)
         return self._reports.last(optimizer).skipped if verdict is None else verdict.nonfinite > 0
 
     def _look(self, optimizer: Any, iteration: Iteration, turn: Turn | None, names: Any, loss: Any) -> RankReport:
@@ -206,8 +198,9 @@ class Diagnosis:
         if is_over and optimizer in self._reports:
             report = self._reports.last(optimizer)
             return report.scale, None, report.iteration
-        if turn is not None and turn.known is not None:
-            return turn.known.scale, None, number
+        known = _known(turn)
+        if known is not None:
+            return known.scale, None, number
         if not self._live.is_made and iteration.state is None:
             return self._live.scale(), None, number
         state = iteration.in_force()
@@ -229,6 +222,11 @@ class Diagnosis:
         if like is None:
             like = self._live.example()
         return self._agreement.example(self._live, iteration.number) if like is None else like
+
+
+def _known(turn: Turn | None) -> Verdict | None:
+    """Return the verdict on an optimizer's gradients, if it has been read."""
+    return None if turn is None or turn.pending is None else turn.pending.known
 
 
 def _is_ready(turn: Turn | None) -> bool:

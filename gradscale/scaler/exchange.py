@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gradscale.core import vector
-from gradscale.core.protocols import Array, Collectives
+from gradscale.core.protocols import Array, Collectives, Optimizer
 from gradscale.core.vector import Purpose
 from gradscale.scaler.agreement import Ballot, take_lists
 from gradscale.scaler.iteration import Iteration
@@ -24,7 +22,7 @@ class Exchange:
         The group.
     purpose : Purpose
         What it is for.
-    optimizer : object
+    optimizer : Optimizer
         Whose norm or diagnosis.
     max_norm : float, optional
         What is clipped to.
@@ -37,7 +35,7 @@ class Exchange:
         iteration: Iteration,
         collectives: Collectives,
         purpose: Purpose,
-        optimizer: Any,
+        optimizer: Optimizer,
         *,
         max_norm: float | None = None,
         index: int = 0,
@@ -58,11 +56,9 @@ class Exchange:
             On every rank, when another one comes to the group by another call.
         """
         iteration = self._iteration
-        position = iteration.agreement.position(iteration.number, iteration.next_message(), *self._about)
-        sent = vector.announcement(position)
-        with iteration.failing():
-            ballot, agreed = self._send(sent, like)
-            ballot.verdict(agreed, sent, iteration.live.policy)
+        sent = vector.announcement(iteration.position(*self._about))
+        ballot, agreed = self._send(sent, like)
+        ballot.verdict(agreed, sent, iteration.live.policy)
         self._is_announced = True
 
     def maximum(self, values: list[int], like: Array) -> list[int]:
@@ -72,8 +68,7 @@ class Exchange:
         """
         if not self._is_announced:
             self.announce(like)
-        with self._iteration.failing():
-            return self._send(values, like)[1]
+        return self._send(values, like)[1]
 
     def _send(self, values: list[int], like: Array) -> tuple[Ballot, list[int]]:
         iteration = self._iteration

@@ -12,10 +12,7 @@ from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
 from gradscale.core.vector import Purpose
 from gradscale.errors import (
     BackendError,
-    CollectiveTimeoutError,
-    GradscaleError,
     InvalidTypeError,
-    ScaleDesyncError,
     ScaleUnderflowError,
 )
 from gradscale.scaler.agreement import Agreement, Ballot, whereabouts
@@ -66,12 +63,10 @@ class GroupAgreement:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)
-        vector.identify(self._policy)
         self._agreement = Agreement()
+        self._agreement.identify(self._policy)
         self._agreement.join(self._groups)
         self._calls = 0
-        # Why the ranks can no longer agree.
-        self._failure: GradscaleError | None = None
 
     def __call__(self, nonfinite: Array, state: ScaleState) -> Array:
         """Return the largest count of any rank; one collective for each group and one host read.
@@ -101,25 +96,23 @@ class GroupAgreement:
         BackendError
             For failures of the group's library, and after one of the failures before.
         """
-        if self._failure is not None:
-            msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {self._failure}"
-            raise BackendError(msg) from self._failure
+        agreement = self._agreement
+        failure = agreement.failure
+        if failure is not None:
+            msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {failure}"
+            raise BackendError(msg) from failure
         if not is_array_api_obj(nonfinite) or nonfinite.shape != () or "int32" not in str(nonfinite.dtype):
             msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {nonfinite!r}"
             raise InvalidTypeError(msg)
         backend = registry.backend_for(state.scale)
         backend.refuse_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
-        agreement = self._agreement
         scaler = agreement.number_over(self._groups[0])
         position = vector.position(self._calls, purpose=Purpose.GROUP_AGREEMENT, scaler=scaler)
-        sent = agreement.vector.pack(backend, self._policy, state, nonfinite, position)
-        try:
-            ballot = Ballot(agreement, self._groups, sent, self._calls)
-            verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
-        except (CollectiveTimeoutError, BackendError, ScaleDesyncError) as error:
-            self._failure = error
-            raise
+        about = (agreement.identify(self._policy), *position)
+        sent = vector.pack(backend, self._policy, state, nonfinite, about)
+        ballot = Ballot(agreement, self._groups, sent, self._calls)
+        verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:
             msg = (

@@ -5,23 +5,36 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
-from gradscale.core.protocols import Array, ScaleState
-from gradscale.core.vector import Verdict
-from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
+from gradscale.core import vector
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.core.vector import Position, Purpose, Verdict
+from gradscale.errors import BackendError, CallOrderError
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.parts import LiveState, Pending, Unscaler
+from gradscale.scaler.parts import LiveState, Pending, Request, Scaling, Unscaler
 
-__all__ = ["Iteration", "Stage", "Turn"]
+__all__ = ["Iteration", "Parts", "Stage", "Turn"]
 
 _ORDER = (
     "The right order in each iteration: scale(loss) and the backward pass; then, for each optimizer, "
     "unscale_(optimizer) if wanted, once, and step(optimizer), once; then update()"
 )
+
+
+class Parts(NamedTuple):
+    """What a scaler is made of: the array scaler's own parts, or those that an adapter brings."""
+
+    live: LiveState
+    scaling: Scaling
+    unscaler: Unscaler
+    agreement: Agreement
+    reports: Reports[Pending]
+    begin_verdict: Callable[..., Pending]
+    """Starts the agreement on one optimizer: the class PendingVerdict, or an adapter's."""
 
 
 class Stage(enum.Enum):
@@ -42,22 +55,15 @@ class Turn:
     pending : Pending or None
         The verdict on its gradients, once they are unscaled.
     by_closure : bool
-        Whether a closure has been evaluated, so that the step may evaluate one again if it failed.
-    reads_at_once : bool
-        Whether the host needs the verdict within the step, for callbacks or a diagnosis.
+        Whether a closure has been evaluated, so that a step that failed may evaluate one again.
     """
 
-    __slots__ = ("__weakref__", "by_closure", "pending", "reads_at_once", "stage")
+    __slots__ = ("__weakref__", "by_closure", "pending", "stage")
 
     def __init__(self) -> None:
         self.stage = Stage.READY
         self.pending: Pending | None = None
-        self.by_closure = self.reads_at_once = False
-
-    @property
-    def known(self) -> Verdict | None:
-        """The verdict, where the host has read it."""
-        return None if self.pending is None else self.pending.known
+        self.by_closure = False
 
     @property
     def is_judged(self) -> bool:
@@ -72,58 +78,54 @@ class Iteration:
     ----------
     number : int
         Position in the run, from 1.
-    live, unscaler, agreement, reports : LiveState, Unscaler, Agreement, Reports
+    parts : Parts
         The scaler's.
 
     Attributes
     ----------
+    parts : Parts
+        The scaler's; each has an attribute of its own, too.
     scaled : bool
         Whether ``scale`` was called.
     state : ScaleState or None
         What is scaled and unscaled with, even if another state is loaded in between.
     lowered : ScaleState or None
         What closures have lowered it to; ``update`` makes it the state.
-    failure : GradscaleError or None
-        Why the ranks could not agree; the iteration can only be abandoned.
     loss_nonfinite : tuple of arrays
         For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
     turns : list of Turn
         In the order in which the optimizers were met.
-    reports : list of StepReport
+    steps : list of StepReport
         In the order of the steps.
     """
 
-    def __init__(
-        self, number: int, live: LiveState, unscaler: Unscaler, agreement: Agreement, reports: Reports[Pending]
-    ) -> None:
+    def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
-        self.live = live
-        self.agreement = agreement
-        self._unscaler = unscaler
-        self._recorder = reports
+        self.parts = parts
+        self.live, _, self.unscaler, self.agreement, self.reports, self._begin_verdict = parts
         self.scaled = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
-        self.failure: GradscaleError | None = None
         self.loss_nonfinite: tuple[Array, ...] = ()
-        self.reports: list[StepReport] = []
+        self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
         # By the optimizer's id, with what returns the optimizer, or None once it is deleted.
-        self._known: dict[int, tuple[Callable[[], Any], Turn]] = {}
+        self._known: dict[int, tuple[Callable[[], Optimizer | None], Turn]] = {}
         self._closure_state: ScaleState | None = None
         self._messages = 0
 
     # Turns.
 
-    def turn_of(self, optimizer: Any) -> Turn:
-        """Return an optimizer's turn."""
+    def turn_of(self, optimizer: Optimizer) -> Turn:
+        """Return an optimizer's turn; raise again what the ranks could not agree for."""
+        self.require_sound()
         known = self._known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1]
         turn = Turn()
         try:
-            reference: Callable[[], Any] = weakref.ref(optimizer)
+            reference: Callable[[], Optimizer | None] = weakref.ref(optimizer)
         except TypeError:
             reference = lambda: optimizer  # noqa: E731
         self._known[id(optimizer)] = reference, turn
@@ -140,22 +142,21 @@ class Iteration:
         return [identity for identity, (reference, _) in self._known.items() if reference() is not None]
 
     def forget_turns(self) -> None:
-        """Let every optimizer begin its turn anew, with what was scaled; agreements under way are finished first."""
-        for turn in self.turns:
-            if turn.is_judged:
-                self.verdict(turn)
+        """Let every optimizer begin its turn again; agreements under way are finished first."""
+        self.judged()
         self._known, self.turns = {}, []
 
     # The state in force.
 
     def in_force(self, like: Array | None = None) -> ScaleState:
-        """Return the state that gradients are scaled and unscaled with, made beside ``like`` if there is none yet.
+        """Return the state that gradients are scaled and unscaled with; ``like`` says where a first one is made.
 
         Raises
         ------
         CallOrderError
-            When there is none, and no array to make it beside.
+            If there is neither a state nor an array.
         """
+        self.require_sound()
         state = self._closure_state or self.state
         if state is not None:
             return state
@@ -164,7 +165,7 @@ class Iteration:
         return self.live.current(like)
 
     def note_scaled(self, state: ScaleState) -> None:
-        """Take note that outputs were scaled with a state."""
+        """Record the state that outputs were scaled with."""
         if self._closure_state is None:
             self.state = state
         self.scaled = True
@@ -179,22 +180,15 @@ class Iteration:
             self._closure_state = None
 
     def lower(self) -> bool:
-        """Back the scale off for the rest of this iteration's closures, and tell whether the policy does."""
+        """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
         state = self.lowered or self.state or self.live.current()
         self.lowered = self.live.lowered(state)
         return self.lowered is not state
 
     # An optimizer's way.
 
-    def begin_unscale(self, optimizer: Any) -> Turn:
-        """Return an optimizer's turn, having checked that its gradients may be unscaled.
-
-        Raises
-        ------
-        CallOrderError
-            When they were already, or the optimizer was stepped.
-        """
-        self.require_sound()
+    def begin_unscale(self, optimizer: Optimizer) -> Turn:
+        """Return an optimizer's turn; CallOrderError if it was unscaled or stepped already."""
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.UNSCALED:
             self.wrong_order("unscale_() has already been called on this optimizer since the last update()")
@@ -203,17 +197,9 @@ class Iteration:
         self.catch_up()
         return turn
 
-    def begin_step(self, optimizer: Any) -> Turn:
-        """Return an optimizer's turn, having checked that it may be stepped.
-
-        Raises
-        ------
-        CallOrderError
-            When it was stepped already.
-        """
-        self.require_sound()
+    def begin_step(self, optimizer: Optimizer) -> Turn:
+        """Return an optimizer's turn; CallOrderError if it was stepped already."""
         turn = self.turn_of(optimizer)
-        turn.reads_at_once = self._recorder.wants_each_step
         if turn.stage is Stage.STEPPED:
             self.wrong_order("step() has already been called on this optimizer since the last update()")
         if turn.stage is Stage.READY:
@@ -222,38 +208,24 @@ class Iteration:
 
     def catch_up(self) -> None:
         """Look at the late verdicts that have arrived: ranks may differ, and the scale is known for a while."""
-        if self._recorder.under_way:
-            for pending in self._recorder.poll():
-                try:
-                    verdict = pending.verdict()
-                except ScaleDesyncError as error:
-                    self.failure = error
-                    raise
-                self.live.observe(verdict.scale, pending.version)
+        if self.reports.under_way:
+            for pending in self.reports.poll():
+                self.live.observe(self._read(pending).scale, pending.version)
 
-    def unscale(self, turn: Turn, optimizer: Any, request: Any = None) -> Array | None:
+    def unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None = None) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
-
-        Parameters
-        ----------
-        turn : Turn
-            The optimizer's.
-        optimizer : object
-            Whose gradients.
-        request : object, optional
-            What the unscaler is asked for besides, such as a Clip.
 
         Raises
         ------
         CallOrderError
-            When nothing has ever been scaled, and the gradients cannot have been scaled on another rank.
+            If nothing has ever been scaled, and the gradients cannot have been scaled on another rank.
         """
         live, agreement = self.live, self.agreement
         groups = agreement.usable_groups()
-        gradients = self._unscaler.collect(optimizer, request)
-        groups = groups or gradients.groups()
+        gradients = self.unscaler.collect(optimizer, request)
+        groups = groups or gradients.groups
         like = None
-        # Where outputs were scaled there is a state.
+        # If outputs were scaled there is a state.
         if self.state is None and not live.is_made:
             if not groups and not live.is_known:
                 what = "gradients are to be unscaled, and scale() has never been called"
@@ -265,16 +237,15 @@ class Iteration:
         state = self.in_force(like)
         before, turn.stage, turn.pending = turn.stage, Stage.UNSCALED, None
         try:
-            found = self._unscaler.unscale(gradients, live, state)
+            found = self.unscaler.unscale(gradients, live, state)
         except BaseException:
             # Whatever fails may have unscaled some gradients, but for a refusal before.
             if not gradients.is_touched:
                 turn.stage = before
             raise
         max_norm = None if request is None else request.max_norm
-        turn.pending = agreement.pending(self, found, state, groups, optimizer, max_norm)
-        norm: Array | None = found.norm
-        return norm
+        turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm)
+        return found.norm
 
     def verdict(self, turn: Turn) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step.
@@ -282,50 +253,75 @@ class Iteration:
         Raises
         ------
         CallOrderError
-            When the gradients could not be unscaled completely.
+            If the gradients could not be unscaled completely.
         ScaleDesyncError, CollectiveTimeoutError, BackendError
-            When the ranks differ or do not come. The iteration can then only be abandoned.
+            If the ranks differ or do not come. The iteration can then only be abandoned.
         """
         pending = turn.pending
-        if pending is None or not pending.is_begun or self.failure is not None:
+        if pending is None or not pending.is_begun or self.agreement.failure is not None:
             self.require_sound()
             self.wrong_order("the gradients of this optimizer could not be unscaled completely before")
+        return self._read(pending)
+
+    def _read(self, pending: Pending) -> Verdict:
         try:
             return pending.verdict()
-        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
-            self.failure = error
+        except BackendError as error:
+            # Also a scale that no policy makes, over no group.
+            self.agreement.failure = error
             raise
 
-    def verdict_for_step(self, turn: Turn, optimizer: Any) -> Verdict:
+    def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         return self.verdict(turn)
 
+    def judged(self) -> tuple[list[Pending], list[Verdict]]:
+        """Return what counts in the update, and the verdicts of it, without those that the CPU reads later."""
+        pending, verdicts = [], []
+        for turn in self.turns:
+            one = turn.pending
+            if one is not None and one.is_begun:
+                pending.append(one)
+                if not one.is_read_later:
+                    verdicts.append(self._read(one))
+        return pending, verdicts
+
+    # Messages.
+
+    def position(
+        self,
+        groups: Sequence[Collectives],
+        optimizer: Optimizer,
+        max_norm: float | None = None,
+        purpose: Purpose = Purpose.STEP,
+        index: int = 0,
+    ) -> Position:
+        """Return what the next message of this iteration is about."""
+        self._messages += 1
+        agreement = self.agreement
+        return vector.position(
+            self.number,
+            self._messages - 1,
+            purpose=purpose,
+            optimizer=agreement.number_of(optimizer),
+            scaler=agreement.number_over(groups[0]),
+            group=index,
+            steps=agreement.steps if purpose is Purpose.STEP else 0,
+            max_norm=max_norm,
+        )
+
     # What ranks and callers do wrong.
 
-    def next_message(self) -> int:
-        """Return the number of the next message of this iteration."""
-        self._messages += 1
-        return self._messages - 1
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Let the iteration be over for good where the ranks do not agree inside."""
-        try:
-            yield
-        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
-            self.failure = error
-            raise
-
     def require_sound(self) -> None:
-        """Raise again what an agreement of this iteration failed with: ranks would not fail alike a second time."""
-        if self.failure is not None:
-            raise self.failure
+        """Raise again what the ranks could not agree for."""
+        if self.agreement.failure is not None:
+            raise self.agreement.failure
 
     def require_boundary(self, what: str) -> None:
         """Raise CallOrderError unless nothing is unscaled or stepped yet, or the iteration has failed anyway."""
-        if self.failure is None and any(turn.stage is not Stage.READY for turn in self.turns):
+        if self.agreement.failure is None and any(turn.stage is not Stage.READY for turn in self.turns):
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before unscale_() and step(), or at its "
                 f"end, after update(); this is the middle of iteration {self.number}"

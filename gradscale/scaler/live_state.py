@@ -153,7 +153,7 @@ class ArrayState:
 
     def advance(self, counts: Sequence[Array | int]) -> None:
         """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
-        state = self.current()
+        state = self._state or self.current()
         self.version += 1
         if self._rule is not None:
             self._state = self._rule.update(state, max(counts))

@@ -1,4 +1,4 @@
-"""The interfaces of a scaler's parts, which an adapter may bring in the place of the core's own."""
+"""The interfaces of a scaler's parts, which an adapter may replace."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gradscale.core.backend import Backend
-from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.protocols import Array, Collectives, Optimizer, Policy, ScaleState
 from gradscale.core.vector import Verdict
 
-__all__ = ["Found", "Gradients", "LiveState", "Pending", "Scaling", "Unscaler"]
+__all__ = ["Found", "Gradients", "LiveState", "Pending", "Request", "Scaling", "Unscaler"]
 
 
 class LiveState(Protocol):
@@ -37,11 +37,11 @@ class LiveState(Protocol):
         ...
 
     def example(self) -> Array | None:
-        """Return an array of the scaler's own adapter; None where it has none of its own."""
+        """Return an array of the scaler's own adapter; None if it has none."""
         ...
 
     def current(self, like: Array | None = None) -> ScaleState:
-        """Return the state, made on the library and device of ``like`` if there is none yet."""
+        """Return the state, made in the library and on the device of ``like`` if there is none yet."""
         ...
 
     def arrays(self, state: ScaleState) -> ScaleState:
@@ -49,7 +49,7 @@ class LiveState(Protocol):
         ...
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
-        """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
+        """Return whether an overflow now must be raised: a bool for a state of numbers; None if never."""
         ...
 
     def take(self, state: ScaleState) -> None:
@@ -61,15 +61,15 @@ class LiveState(Protocol):
         ...
 
     def lowered(self, state: ScaleState) -> ScaleState:
-        """Return a state with its scale backed off once; the very same one where the policy cannot."""
+        """Return a state with its scale backed off once; the very same one if the policy cannot."""
         ...
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
-        """Put what the host has read of a state in the place of what a lazy library only plans."""
+        """Replace a lazy state by the values just read."""
         ...
 
     def observe(self, scale: float, version: int) -> None:
-        """Take note of the scale that a verdict carries, which was the one of that version."""
+        """Record the scale that a verdict carries, which was the one of that version."""
         ...
 
     def numbers(self) -> dict[str, Any]:
@@ -93,118 +93,96 @@ class LiveState(Protocol):
         ...
 
 
-class Gradients(Protocol):
-    """An optimizer's gradients on their way through an unscaler; kept by nobody.
+class Request(Protocol):
+    """What an unscaler is asked for besides unscaling."""
 
-    Attributes
-    ----------
-    is_touched : bool
-        Whether some of them may have been overwritten, so that they cannot be unscaled again.
-    """
+    @property
+    def max_norm(self) -> float | None:
+        """What the gradients are clipped to, if at all."""
+        ...
+
+
+class Gradients(Protocol):
+    """An optimizer's gradients on their way through an unscaler; kept by nobody."""
 
     is_touched: bool
+    """Whether some of them may have been overwritten, so that they cannot be unscaled again."""
 
     @property
     def like(self) -> Array | None:
-        """An array beside which the state belongs; None without any."""
+        """An array that says in which library and on which device the state belongs; None without any."""
         ...
 
+    @property
     def groups(self) -> Sequence[Collectives]:
-        """Return the groups that the gradients themselves are spread over, where the scaler was given none."""
+        """The groups that the gradients themselves are spread over, for a scaler that was given none."""
         ...
 
 
 class Found(Protocol):
-    """What an unscaler has found: the norm before clipping where it was asked for, and what only a Pending reads."""
+    """What an unscaler has found: the norm if it was asked for, and what only its Pending reads."""
 
     @property
     def norm(self) -> Array | None:
-        """The norm before clipping, 0-d float32; None where nothing was clipped."""
+        """The norm before clipping, 0-d float32; None if nothing was clipped."""
         ...
 
 
 class Unscaler(Protocol):
     """Collects an optimizer's gradients; unscales, clips and judges them."""
 
-    def collect(self, optimizer: Any, request: Any = None) -> Any:
-        """Return an optimizer's :class:`Gradients`; ``request`` is what the unscaler understands, such as a Clip."""
+    def collect(self, optimizer: Optimizer, request: Any = None) -> Gradients:
+        """Return an optimizer's gradients; nothing is modified."""
         ...
 
-    def unscale(self, gradients: Any, live: Any, state: ScaleState) -> Any:
-        """Divide gradients by the scale of a state, clip and judge them; return what was :class:`Found`."""
+    def unscale(self, gradients: Any, live: Any, state: ScaleState) -> Found:
+        """Divide gradients by the scale of a state, clip and judge them."""
         ...
 
-    def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Array | None:
+    def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: LiveState) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any."""
         ...
 
-    def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:
-        """Return what an optimizer's ranks are gathered over, before its gradients are looked at."""
+    def groups_for(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Sequence[Collectives]:
+        """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
         ...
 
     def values_of(self, gradient: Any) -> Array | None:
-        """Return the array that holds a gradient's values on this rank; None where it has none."""
+        """Return the array that holds a gradient's values on this rank; None if it has none."""
         ...
 
     def shape_of(self, gradient: Any) -> tuple[int, ...]:
         """Return the shape of a gradient on this rank."""
         ...
 
-    def was_left_scaled(self, optimizer: Any) -> bool:
-        """Tell whether an optimizer's last step was left to divide its gradients by itself."""
+    def was_left_scaled(self, optimizer: Optimizer) -> bool:
+        """Tell whether the optimizer unscaled its own gradients in its last step."""
         ...
 
-    def remember_left_scaled(self, optimizer: Any) -> None:
-        """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
+    def remember_left_scaled(self, optimizer: Optimizer) -> None:
+        """Record that the optimizer unscales its own gradients, until they are unscaled here."""
         ...
 
 
 class Pending(Protocol):
-    """The verdict on one optimizer's gradients, from the start of the agreement on.
+    """The verdict on one optimizer's gradients, from the start of the agreement on."""
 
-    Attributes
-    ----------
-    groups : sequence of Collectives
-        What is agreed over; empty for a process that decides alone.
-    known : Verdict or None
-        What the host has read.
-    numbers : ScaleState or None
-        The state that it was unscaled with, as numbers that were read with the verdict; None where they were not.
-    is_begun : bool
-        Whether there is anything to be read.
-    is_read_later : bool
-        Whether the optimizer acts on it by itself, so that the host reads it only when somebody asks.
-    is_scaled : bool
-        Whether the gradients were only judged, and are left to the optimizer to unscale.
-    is_captured : bool
-        Whether a captured graph writes it anew at each replay.
-    version : int
-        The live state's, when it began.
-    """
-
-    @property
-    def groups(self) -> Sequence[Collectives]: ...  # noqa: D102
-
-    @property
-    def known(self) -> Verdict | None: ...  # noqa: D102
-
-    @property
-    def numbers(self) -> ScaleState | None: ...  # noqa: D102
-
-    @property
-    def is_begun(self) -> bool: ...  # noqa: D102
-
-    @property
-    def is_read_later(self) -> bool: ...  # noqa: D102
-
-    @property
-    def is_scaled(self) -> bool: ...  # noqa: D102
-
-    @property
-    def is_captured(self) -> bool: ...  # noqa: D102
-
-    @property
-    def version(self) -> int: ...  # noqa: D102
+    groups: Sequence[Collectives]
+    """What is agreed over; empty for a process that decides alone."""
+    known: Verdict | None
+    """The verdict, if it has been read."""
+    numbers: ScaleState | None
+    """The state that it was unscaled with, as numbers that were read with the verdict, if they were."""
+    is_begun: bool
+    """Whether there is anything to be read."""
+    is_read_later: bool
+    """Whether the optimizer acts on it by itself, so that it is read only when somebody asks."""
+    is_scaled: bool
+    """Whether the gradients were only judged, and are left to the optimizer to unscale."""
+    is_captured: bool
+    """Whether a captured graph writes it at each replay."""
+    version: int
+    """The live state's, when it began."""
 
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""
@@ -220,23 +198,8 @@ class Pending(Protocol):
 
 
 class Scaling(Protocol):
-    """The way of outputs through ``scale()``."""
+    """Multiplies what is passed to ``scale()``."""
 
-    def scale(
-        self,
-        outputs: Any,
-        iteration: Any,
-        look: Callable[[Sequence[Any]], None] | None,
-    ) -> Any:
-        """Return outputs multiplied by the scale.
-
-        Parameters
-        ----------
-        outputs : object
-            What the user passed.
-        iteration : Iteration
-            Says what to scale with, and is told once it is done.
-        look : callable or None
-            Called with the unscaled leaves, once they are scaled.
-        """
+    def scale(self, outputs: Any, iteration: Any, look: Callable[[Sequence[Array]], None] | None) -> Any:
+        """Return outputs multiplied by the iteration's scale; ``look`` is called with the unscaled leaves then."""
         ...

@@ -4,74 +4,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Never, Self, Unpack
+from typing import Any, TypeVar
 
 from gradscale.core import registry, validation
+from gradscale.core.backend import Backend
 from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives
-from gradscale.core.vector import Purpose, Verdict, identify
+from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
+from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleUnderflowError
 from gradscale.policies.plain import plain_rule
 from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.recorder import OnSkip, OnUpdate, Reports, step_report
+from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
-from gradscale.scaler import checkpoint
+from gradscale.scaler import checkpoint, stepper
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.diagnosis import Diagnosis
 from gradscale.scaler.exchange import Exchange
-from gradscale.scaler.iteration import Iteration, Stage, Turn
+from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.live_state import ArrayState, checked_scale
-from gradscale.scaler.options import (
-    DEFAULT_TIMEOUT,
-    TORCHS_SCALERS,
-    CommonOptions,
-    ScalerOptions,
-    chosen_policy,
-    completed,
-    made_reports,
-    with_options,
-)
-from gradscale.scaler.parts import LiveState, Pending, Scaling, Unscaler
+from gradscale.scaler.options import DEFAULT_TIMEOUT, checked_arguments, chosen_policy, made_reports
+from gradscale.scaler.parts import Pending
 from gradscale.scaler.scaling import ArrayScaling
-from gradscale.scaler.stepper import ClosureStepper, PlainStepper, Stepper
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip
 from gradscale.scaler.verdict import PendingVerdict
 
-__all__ = ["GradScaler", "Parts", "ShardedGradScaler"]
+__all__ = ["GradScaler", "ShardedGradScaler", "agree_over", "end_step", "iteration_of", "scaler_of"]
 
-# What is made anew of the parts of a copy.
-_SPREAD = ("_live", "_scaling", "_unscaler", "_steppers", "_agreement", "_reports", "_diagnosis")
-
-
-class Parts(NamedTuple):
-    """What a scaler is made of.
-
-    Attributes
-    ----------
-    live : LiveState
-        Where the state lives.
-    scaling : Scaling
-        The way of outputs through ``scale``.
-    unscaler : Unscaler
-        Collects gradients; unscales, clips and judges them.
-    steppers : sequence of Stepper
-        How optimizers are stepped; the first that takes an optimizer steps it.
-    agreement : Agreement
-        With the other ranks.
-    reports : Reports
-        What is told of the steps.
-    """
-
-    live: LiveState
-    scaling: Scaling
-    unscaler: Unscaler
-    steppers: Sequence[Stepper]
-    agreement: Agreement
-    reports: Reports[Pending]
+_Outputs = TypeVar("_Outputs")
 
 
-@with_options(ScalerOptions, CommonOptions)
 class GradScaler:
     """Scale losses, unscale gradients, skip steps with non-finite gradients, and adapt the scale.
 
@@ -80,7 +42,21 @@ class GradScaler:
 
     Parameters
     ----------
-    **options
+    init_scale, growth_factor, backoff_factor, growth_interval : optional
+        As in :class:`DynamicScale`; default 65536.0, 2.0, 0.5, 2000.
+    policy : DynamicScale, StaticScale or a Policy of your own, optional
+        The rule that adapts the scale, instead of ``init_scale``, ``growth_factor``, ``backoff_factor`` and
+        ``growth_interval``.
+    enabled : bool, default True
+        False makes every method pass through: nothing is scaled, checked or skipped.
+    backend : str or Backend, optional
+        An adapter or its registered name. Default: the one for the arrays' library.
+    on_skip, on_update : callable or sequence of callables, optional
+        Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
+    diagnose : {"on_overflow"}, optional
+        Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
+    history_size : int, default 1024
+        How many StepReports ``history`` keeps.
 
     Raises
     ------
@@ -105,52 +81,45 @@ class GradScaler:
     ('overflow', 512.0)
     """
 
-    def __init__(self, *positional: Never, **options: Unpack[ScalerOptions]) -> None:
-        if positional:
-            msg = f"a scaler of gradscale takes its options by name, got {shown(positional)}; {TORCHS_SCALERS}"
-            raise InvalidTypeError(msg)
-        given = completed(options)
-        factors = {name: given[name] for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
-        live = ArrayState(chosen_policy(given["policy"], factors), given["backend"])
-        enabled = validation.boolean("enabled", given["enabled"])
-        reports = made_reports(given)
-        parts = Parts(
-            live=live,
-            scaling=ArrayScaling(),
-            unscaler=ArrayUnscaler(),
-            steppers=(ClosureStepper(), PlainStepper()),
-            agreement=Agreement(diagnoses=reports.diagnoses, pending=PendingVerdict),
-            reports=reports,
-        )
-        self._assemble(parts, enabled)
-
-    @classmethod
-    def of(cls, parts: Parts, *, enabled: bool = True) -> Self:
-        """Return a scaler made of the parts that an adapter brings."""
-        made = cls.__new__(cls)
-        made._assemble(parts, enabled)
-        return made
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        policy: Policy | None = None,
+        enabled: bool = True,
+        backend: str | Backend | None = None,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
+    ) -> None:
+        factors = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        live = ArrayState(chosen_policy(policy, factors), backend)
+        is_enabled = validation.boolean("enabled", enabled)
+        reports = made_reports(on_skip, on_update, diagnose, history_size)
+        agreement = Agreement(diagnoses=reports.diagnoses)
+        self._assemble(Parts(live, ArrayScaling(), ArrayUnscaler(), agreement, reports, PendingVerdict), is_enabled)
 
     def _assemble(self, parts: Parts, enabled: bool) -> None:
-        self._parts = parts
-        self._enabled = enabled
-        self._spread()
-        self._iteration = self._numbered(1)
-
-    def _spread(self) -> None:
-        """Give the parts names, and put those together that work together."""
-        self._live, self._scaling, self._unscaler, self._steppers, self._agreement, self._reports = self._parts
-        self._diagnosis = Diagnosis(self._live, self._agreement, self._unscaler, self._reports, enabled=self._enabled)
-
-    def _numbered(self, number: int) -> Iteration:
-        return Iteration(number, self._live, self._unscaler, self._agreement, self._reports)
+        self._parts, self._enabled = parts, enabled
+        self._diagnosis = Diagnosis(parts, enabled=enabled)
+        self._iteration = Iteration(1, parts)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(policy={self._live.policy!r}, enabled={self._enabled})"
+        return f"{type(self).__name__}(policy={self._parts.live.policy!r}, enabled={self._enabled})"
 
     # The iteration.
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: _Outputs) -> _Outputs:
         """Multiply a loss, or nested containers of arrays, by the scale.
 
         Parameters
@@ -171,12 +140,13 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        self._iteration.require_sound()
-        look = self._count_nonfinite if self._reports.diagnoses else None
-        return self._scaling.scale(outputs, self._iteration, look)
+        parts = self._parts
+        look = self._count_nonfinite if parts.reports.diagnoses else None
+        scaled: _Outputs = parts.scaling.scale(outputs, self._iteration, look)
+        return scaled
 
     def unscale_(
-        self, optimizer: Any, *, max_norm: float | None = None, norm_over: NormOver | None = None
+        self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
@@ -208,13 +178,16 @@ class GradScaler:
         InvalidValueError
             For a ``max_norm`` that is negative, or over a group without ``norm_over``.
         """
-        clip = self._checked_clip(optimizer, max_norm, norm_over)
+        clip = None
+        if max_norm is not None or norm_over is not None:
+            clip = self._checked_clip(optimizer, max_norm, norm_over)
         if not self._enabled:
-            return None if clip is None else self._unscaler.clip_unscaled(optimizer, clip.max_norm, self._live)
+            parts = self._parts
+            return None if clip is None else parts.unscaler.clip_unscaled(optimizer, clip.max_norm, parts.live)
         iteration = self._iteration
         return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
 
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
@@ -245,15 +218,12 @@ class GradScaler:
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
         if not self._enabled:
-            self.end_step(optimizer)
+            end_step(self, optimizer)
             return optimizer.step(*args, **kwargs)
         iteration = self._iteration
         turn = iteration.begin_step(optimizer)
-        for stepper in self._steppers:
-            if stepper.takes(optimizer, args, kwargs):
-                break
         returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
-        self.end_step(optimizer, turn, verdict, retries)
+        end_step(self, optimizer, turn, verdict, retries)
         return returned
 
     def update(self, new_scale: Any = None) -> None:
@@ -279,23 +249,15 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        live, ended = self._live, self._iteration
+        live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
+        ended = self._iteration
         ended.require_sound()
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
-        pending, verdicts = [], []
-        found_at_min_scale = False
-        for turn in ended.turns:
-            one = turn.pending
-            if one is not None and one.is_begun:
-                pending.append(one)
-                if not one.is_read_later:
-                    verdict = ended.verdict(turn)
-                    verdicts.append(verdict)
-                    found_at_min_scale = found_at_min_scale or (verdict.at_min_scale and verdict.nonfinite > 0)
+        pending, verdicts = ended.judged()
+        judged: list[StepReport | Verdict] = [*ended.steps, *verdicts]
         before = None
-        if self._reports.wants_updates:
-            judged: list[StepReport | Verdict] = [*ended.reports, *verdicts]
-            # Without a verdict it has to be read, which is free of charge where the state is one of numbers.
+        if reports.wants_updates:
+            # Without a verdict it has to be read.
             before = judged[0].scale if judged else live.scale()
         if wanted is not None:
             live.replace_scale(wanted)
@@ -305,36 +267,55 @@ class GradScaler:
             counts = [one.count() for one in pending]
             ended.catch_up()
             live.advance(counts)
-        elif not ended.scaled and self._agreement.is_alone:
+        elif not ended.scaled and agreement.is_alone:
             ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-        self._iteration = self._numbered(ended.number + 1)
+        self._iteration = Iteration(ended.number + 1, self._parts)
         underflow = None
-        if wanted is None and found_at_min_scale:
+        if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
             underflow = ScaleUnderflowError(
                 f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
                 f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
                 f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {shown(live.policy)}'
             )
-        if before is not None:
-            after = before
-            if wanted is not None:
-                after = wanted
-            elif pending or ended.lowered is not None:
-                after = self._updated_scale(ended, pending, verdicts)
-            try:
-                self._tell_update(ended, verdicts, before, after)
-            except Exception as error:
-                if underflow is not None:
-                    # All ranks raise it; a callback may fail on one of them.
-                    underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
-                    raise underflow  # noqa: B904 (the callback's is its context, not its cause)
-                raise
+        try:
+            if before is not None:
+                after = self._scale_after(ended, pending, verdicts, before, wanted)
+                skipped = any(one.nonfinite > 0 for one in judged)
+                steps = tuple(ended.steps)
+                reports.tell_update(UpdateReport(ended.number, before, skipped, agreement.rank(), steps, after))
+        except Exception as error:
+            if underflow is not None:
+                # All ranks raise it; a callback may fail on one of them.
+                underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
+                raise underflow  # noqa: B904 (the callback's is its context, not its cause)
+            raise
         if underflow is not None:
             raise underflow
 
+    def _scale_after(
+        self,
+        ended: Iteration,
+        pending: Sequence[Pending],
+        verdicts: Sequence[Verdict],
+        before: float,
+        wanted: float | None,
+    ) -> float:
+        """Return the scale that an update has left, computed from what was read if that spares a read."""
+        live = self._parts.live
+        if wanted is not None:
+            return wanted
+        if not pending and ended.lowered is None:
+            return before
+        known = pending[-1].numbers if pending and ended.lowered is None else None
+        rule = None if known is None or len(verdicts) < len(pending) else plain_rule(live.policy)
+        if known is None or rule is None:
+            return live.scale()
+        after: float = rule.update(known, max(verdict.nonfinite for verdict in verdicts)).scale
+        return after
+
     # What is told.
 
-    def last_step(self, optimizer: Any) -> StepReport:
+    def last_step(self, optimizer: Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
 
         Raises
@@ -342,9 +323,9 @@ class GradScaler:
         CallOrderError
             When it has not been stepped by this scaler.
         """
-        return self._reports.last(optimizer)
+        return self._parts.reports.last(optimizer)
 
-    def step_schedule(self, optimizer: Any, schedule: Any, *args: Any, **kwargs: Any) -> None:
+    def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
         """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
 
         Call it after each ``step``, before or after ``update``, for each schedule that counts the optimizer's steps.
@@ -387,7 +368,7 @@ class GradScaler:
         No host read beyond those that the steps made; steps that a fused optimizer has judged on a device are read
         now. Copies and pickles of a scaler begin with none.
         """
-        return self._reports.history
+        return self._parts.reports.history
 
     @property
     def on_skip(self) -> OnSkip | None:
@@ -396,22 +377,24 @@ class GradScaler:
         On rank 0 only, but for callables with a true attribute ``every_rank``, such as
         :func:`gradscale.callbacks.every_rank` gives.
         """
-        return self._reports.on_skip
+        return self._parts.reports.on_skip
 
     @on_skip.setter
     def on_skip(self, callbacks: OnSkip | None) -> None:
-        self._reports.on_skip = callbacks
+        self._parts.reports.on_skip = callbacks
 
     @property
     def on_update(self) -> OnUpdate | None:
         """What is called with the UpdateReport of an iteration, in ``update``; None for nothing. As for ``on_skip``."""
-        return self._reports.on_update
+        return self._parts.reports.on_update
 
     @on_update.setter
     def on_update(self, callbacks: OnUpdate | None) -> None:
-        self._reports.on_update = callbacks
+        self._parts.reports.on_update = callbacks
 
-    def diagnose(self, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False) -> OverflowReport:
+    def diagnose(
+        self, optimizer: Optimizer, names: Any = None, *, loss: Any = None, gather: bool = False
+    ) -> OverflowReport:
         """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and what is the cause.
 
         May be called at any time after the backward pass: before or after ``unscale_`` and ``step``, also a skipped
@@ -455,7 +438,7 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """Return the scale as a float, 1.0 when disabled. One host read."""
-        return self._live.scale() if self._enabled else 1.0
+        return self._parts.live.scale() if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         """Return whether the scaler is enabled."""
@@ -463,27 +446,27 @@ class GradScaler:
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a policy without one."""
-        return float(getattr(self._live.policy, "growth_factor", 1.0))
+        return float(getattr(self._parts.live.policy, "growth_factor", 1.0))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor: above 1."""
-        self._live.replace_setting("growth_factor", new_factor)
+        self._parts.live.replace_setting("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor; 1.0 for a policy without one."""
-        return float(getattr(self._live.policy, "backoff_factor", 1.0))
+        return float(getattr(self._parts.live.policy, "backoff_factor", 1.0))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor: between 0 and 1."""
-        self._live.replace_setting("backoff_factor", new_factor)
+        self._parts.live.replace_setting("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the growth interval in clean steps; 1 for a policy without one."""
-        return int(getattr(self._live.policy, "growth_interval", 1))
+        return int(getattr(self._parts.live.policy, "growth_interval", 1))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval, in clean steps; a run that is already as long grows at its next clean step."""
-        self._live.replace_setting("growth_interval", new_interval)
+        self._parts.live.replace_setting("growth_interval", new_interval)
 
     # Saving and loading.
 
@@ -496,7 +479,7 @@ class GradScaler:
         """
         if not self._enabled:
             return {}
-        return checkpoint.build(self._live.policy, self._live.numbers(), self._iteration.number)
+        return checkpoint.build(self._parts.live.policy, self._parts.live.numbers(), self._iteration.number)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -515,14 +498,16 @@ class GradScaler:
         if not self._enabled:
             return
         self._iteration.require_boundary("load_state_dict()")
-        loaded = checkpoint.parse(state_dict, self._live.policy)
-        before, self._iteration = self._iteration, self._numbered(loaded.iteration)
-        if before.failure is None:
+        loaded = checkpoint.parse(state_dict, self._parts.live.policy)
+        live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
+        before, self._iteration = self._iteration, Iteration(loaded.iteration, self._parts)
+        if agreement.failure is None:
             # Gradients under way are unscaled by what they were scaled with.
             self._iteration.scaled, self._iteration.state = before.scaled, before.state
-        # What is on its way to the host is about the state that is replaced.
-        self._reports.under_way.clear()
-        self._live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
+        agreement.recover()
+        # What is on its way to the CPU is about the state that is replaced.
+        reports.under_way.clear()
+        live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: settings and numbers, without arrays, groups, callbacks and reports.
@@ -533,66 +518,17 @@ class GradScaler:
             In the middle of an iteration.
         """
         self._iteration.require_boundary("pickling or copying a scaler")
-        kept = {name: value for name, value in self.__dict__.items() if name not in _SPREAD}
         # Each part says by itself what of it is kept.
-        parts = self._parts._replace(steppers=tuple(map(copy.copy, self._parts.steppers)))
-        single = {name: copy.copy(part) for name, part in parts._asdict().items() if name != "steppers"}
+        parts = Parts._make(map(copy.copy, self._parts))
         position = self._iteration.number, self._iteration.scaled
-        return kept | {"_parts": parts._replace(**single), "_iteration": position}
+        return self.__dict__ | {"_parts": parts, "_iteration": position, "_diagnosis": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        self._spread()
         number, scaled = kept["_iteration"]
-        self._iteration = self._numbered(number)
+        self._assemble(kept["_parts"], kept["_enabled"])
+        self._iteration = Iteration(number, self._parts)
         self._iteration.scaled = scaled
-
-    # For adapters, whose scalers hold one of these.
-
-    @property
-    def parts(self) -> Parts:
-        """What the scaler is made of."""
-        return self._parts
-
-    @property
-    def iteration(self) -> Iteration:
-        """The present iteration."""
-        return self._iteration
-
-    def end_step(
-        self, optimizer: Any, turn: Turn | None = None, verdict: Verdict | None = None, retries: int = 0
-    ) -> None:
-        """Record what has become of a step, under a verdict or one that is read later: the second half of ``step``.
-
-        Without a turn, the scaler is disabled.
-        """
-        if turn is None:
-            self._reports.record(optimizer, StepReport(False, 1.0, 0, "disabled", self._iteration.number))
-            return
-        turn.stage = Stage.STEPPED
-        agreement, reports, pending, iteration = self._agreement, self._reports, turn.pending, self._iteration
-        agreement.steps += 1
-        if pending is not None and pending.is_scaled:
-            self._unscaler.remember_left_scaled(optimizer)
-        if verdict is None:
-            assert pending is not None
-            reports.record_later(optimizer, iteration.number, pending)
-            return
-        overflow = None
-        if verdict.nonfinite and reports.diagnoses:
-            overflow = self._diagnosis.diagnose(optimizer, iteration, gather=True)
-        report = step_report(verdict, iteration.number, retries, overflow)
-        iteration.reports.append(report)
-        reports.record(optimizer, report, agreement.rank)
-
-    def agree_over(self, groups: Sequence[Collectives]) -> None:
-        """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
-        if groups:
-            # A policy that ranks cannot compare is refused now, and not in the first step.
-            identify(self._live.policy)
-        if self._iteration.failure is not None:
-            self._iteration = self._numbered(self._iteration.number)
-        self._agreement.join(groups)
 
     # The parts put together.
 
@@ -601,7 +537,7 @@ class GradScaler:
         if count is not None:
             self._iteration.loss_nonfinite += (count,)
 
-    def _checked_clip(self, optimizer: Any, max_norm: Any, norm_over: Any) -> Clip | None:
+    def _checked_clip(self, optimizer: Optimizer, max_norm: Any, norm_over: Any) -> Clip | None:
         """Return what to clip to, having looked at the arguments before anything is modified.
 
         Raises
@@ -626,7 +562,7 @@ class GradScaler:
             raise InvalidValueError(msg)
         if not self._enabled:
             return Clip(largest)
-        groups = self._unscaler.groups_for(optimizer, self._agreement.usable_groups())
+        groups = self._parts.unscaler.groups_for(optimizer, self._parts.agreement.usable_groups())
         if not groups or norm_over == "rank":
             return Clip(largest)
         if norm_over is None:
@@ -643,28 +579,7 @@ class GradScaler:
             raise InvalidValueError(msg)
         return Clip(largest, Exchange(self._iteration, groups[0], Purpose.NORM, optimizer, max_norm=largest))
 
-    def _tell_update(self, ended: Iteration, verdicts: Sequence[Verdict], before: float, after: float) -> None:
-        """Tell of an iteration that the update has ended, with the verdicts on what was unscaled in it."""
-        steps = tuple(ended.reports)
-        judged: list[StepReport | Verdict] = [*steps, *verdicts]
-        skipped = any(one.nonfinite > 0 for one in judged)
-        number, rank = ended.number, self._agreement.rank()
-        self._reports.tell_update(UpdateReport(number, before, skipped, rank, steps, after))
 
-    def _updated_scale(self, ended: Iteration, pending: Sequence[Pending], verdicts: Sequence[Verdict]) -> float:
-        """Return the scale that an update has left, computed anew from what was read, where that spares a read."""
-        live = self._live
-        before = pending[-1].numbers if pending and ended.lowered is None else None
-        if before is None or len(verdicts) < len(pending) or isinstance(live.current().scale, float):
-            return live.scale()
-        rule = plain_rule(live.policy)
-        if rule is None:
-            return live.scale()
-        after: float = rule.update(before, max(verdict.nonfinite for verdict in verdicts)).scale
-        return after
-
-
-@with_options(ScalerOptions, CommonOptions)
 class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
@@ -680,7 +595,10 @@ class ShardedGradScaler(GradScaler):
         ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
-    **options
+    init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend : optional
+        As in :class:`GradScaler`.
+    on_skip, on_update, diagnose, history_size : optional
+        As in :class:`GradScaler`.
 
     Raises
     ------
@@ -711,12 +629,39 @@ class ShardedGradScaler(GradScaler):
     [(None, 'overflow'), (None, 'overflow')]
     """
 
+    @checked_arguments
     def __init__(
-        self, *positional: Never, group: Any, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[ScalerOptions]
+        self,
+        *,
+        group: Any,
+        timeout: float = DEFAULT_TIMEOUT,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        policy: Policy | None = None,
+        enabled: bool = True,
+        backend: str | Backend | None = None,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
-        super().__init__(*positional, **options)
+        super().__init__(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            policy=policy,
+            enabled=enabled,
+            backend=backend,
+            on_skip=on_skip,
+            on_update=on_update,
+            diagnose=diagnose,
+            history_size=history_size,
+        )
         self._timeout = validation.timeout(timeout)
-        self._agreement.leave()
+        self._parts.agreement.leave()
         self.set_group(group)
 
     def set_group(self, group: Any) -> None:
@@ -734,4 +679,59 @@ class ShardedGradScaler(GradScaler):
         """
         self._iteration.require_boundary("set_group()")
         if self._enabled:
-            self.agree_over(registry.all_collectives_for(group, self._timeout))
+            agree_over(self, registry.all_collectives_for(group, self._timeout))
+
+
+# For adapters, whose scalers hold one of these: functions, so that a user's scaler does not show them.
+
+
+def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
+    """Return a scaler made of the parts that an adapter brings."""
+    made = GradScaler.__new__(GradScaler)
+    made._assemble(parts, enabled)
+    return made
+
+
+def iteration_of(scaler: GradScaler) -> Iteration:
+    """Return a scaler's present iteration."""
+    return scaler._iteration
+
+
+def end_step(
+    scaler: GradScaler,
+    optimizer: Optimizer,
+    turn: Turn | None = None,
+    verdict: Verdict | None = None,
+    retries: int = 0,
+) -> None:
+    """Record a step: with its verdict, without one that is read later, or without a turn for a disabled scaler."""
+    iteration, reports = scaler._iteration, scaler._parts.reports
+    if turn is None:
+        reports.record(optimizer, StepReport(False, 1.0, 0, "disabled", iteration.number))
+        return
+    turn.stage = Stage.STEPPED
+    agreement, pending = scaler._parts.agreement, turn.pending
+    agreement.steps += 1
+    if pending is not None and pending.is_scaled:
+        scaler._parts.unscaler.remember_left_scaled(optimizer)
+    if verdict is None:
+        assert pending is not None
+        reports.record_later(optimizer, iteration.number, pending)
+        return
+    overflow = None
+    if verdict.nonfinite and reports.diagnoses:
+        overflow = scaler._diagnosis.diagnose(optimizer, iteration, gather=True)
+    report = step_report(verdict, iteration.number, retries, overflow)
+    iteration.steps.append(report)
+    reports.record(optimizer, report, agreement.rank)
+
+
+def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
+    """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
+    agreement = scaler._parts.agreement
+    if groups:
+        # A policy that ranks cannot compare is refused now, and not in the first step.
+        agreement.identify(scaler._parts.live.policy)
+    if agreement.failure is not None:
+        scaler._iteration = Iteration(scaler._iteration.number, scaler._parts)
+    agreement.join(groups)

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradscale.core import ops, tree
 from gradscale.core.messages import shown, unreadable
+from gradscale.core.protocols import Array
 from gradscale.errors import InvalidTypeError
 from gradscale.scaler.iteration import Iteration
 
@@ -24,7 +25,7 @@ class ArrayScaling:
         self,
         outputs: Any,
         iteration: Iteration,
-        look: Callable[[Sequence[Any]], None] | None,
+        look: Callable[[Sequence[Array]], None] | None,
     ) -> Any:
         """Return outputs multiplied by the scale; see :class:`gradscale.scaler.parts.Scaling`.
 

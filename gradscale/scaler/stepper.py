@@ -1,93 +1,56 @@
-"""How an optimizer is stepped under a verdict: plainly, or with a closure that is evaluated again at a lower scale."""
+"""How an optimizer is stepped: plainly, or with a closure that is evaluated again at a lower scale."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from gradscale.core.protocols import Optimizer
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
-__all__ = ["ClosureStepper", "Outcome", "PlainStepper", "Stepper", "evaluating", "find_closure"]
+__all__ = ["Outcome", "evaluating", "find_closure", "step"]
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
 
 
 Outcome: TypeAlias = tuple[Any, Verdict | None, int]
-"""What has become of a step.
-
-What ``optimizer.step`` returned, None for a skipped step; the verdict that it was stepped under, None where the host
-reads it later; and how often a closure was evaluated again at a lower scale.
-"""
+"""What ``optimizer.step`` returned, None for a skipped step; its verdict; how often a closure was evaluated again."""
 
 
-class Stepper(Protocol):
-    """Steps an optimizer under a verdict."""
+def step(
+    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Outcome:
+    """Step an optimizer unless a gradient is not finite. One host read, or one for each evaluation of a closure.
 
-    def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether this is how an optimizer is stepped with these arguments."""
-        ...
-
-    def step(
-        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Outcome:
-        """Step an optimizer, or leave it out, and return what has become of it."""
-        ...
-
-
-class PlainStepper:
-    """Steps an optimizer when all of its gradients are finite, and leaves the step out when one is not."""
-
-    def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002
-        """Return True."""
-        return True
-
-    def step(
-        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Outcome:
-        """Step an optimizer, or leave it out. One host read."""
-        verdict = iteration.verdict_for_step(turn, optimizer)
-        return None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict, 0
-
-
-class ClosureStepper:
-    """Steps an optimizer that evaluates a closure.
-
-    LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. It wraps
-    the closure instead: after each evaluation the ranks agree on the gradients, and when one is not finite the scale is
-    backed off and the closure called again, until the scale cannot fall or enough has been tried. Then the step is
-    skipped.
+    Raises
+    ------
+    CallOrderError
+        If there is a closure, and the gradients were unscaled before or the optimizer does not call it.
+    ClosureOverflowError
+        If the closure overflows at every scale after its first evaluation was fine.
     """
-
-    def takes(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002
-        """Tell whether there is a closure among the arguments."""
-        return (len(args) > 0 or len(kwargs) > 0) and find_closure(args, kwargs) is not None
-
-    def step(
-        self, iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Outcome:
-        """Call ``optimizer.step`` with its closure wrapped. One host read for each evaluation.
-
-        Raises
-        ------
-        CallOrderError
-            When the gradients were unscaled before, or the optimizer does not call its closure.
-        ClosureOverflowError
-            When the closure overflows at every scale after its first evaluation was fine.
-        """
+    if (args or kwargs) and find_closure(args, kwargs) is not None:
         with evaluating(iteration, turn, optimizer, args, kwargs) as evaluation:
             evaluation.returned = optimizer.step(*evaluation.args, **evaluation.kwargs)
         return evaluation.returned, evaluation.verdict, evaluation.retries
+    verdict = iteration.verdict_for_step(turn, optimizer)
+    return None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict, 0
 
 
 @contextlib.contextmanager
 def evaluating(
-    iteration: Iteration, turn: Turn, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Evaluation]:
-    """Give the arguments for ``optimizer.step`` with its closure wrapped; what it raises to skip the step ends here."""
+    """Give the arguments for ``optimizer.step`` with its closure wrapped, and end what it raises to skip the step.
+
+    LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. After
+    each evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure
+    called again, until the scale cannot fall or enough has been tried. Then the step is skipped.
+    """
     if turn.stage is Stage.UNSCALED and not turn.by_closure:
         iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
     closure = find_closure(args, kwargs)
@@ -123,7 +86,7 @@ class _SkippedStepError(GradscaleError):
 class Evaluation:
     """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
 
-    def __init__(self, iteration: Iteration, turn: Turn, optimizer: Any, closure: Callable[..., Any]) -> None:
+    def __init__(self, iteration: Iteration, turn: Turn, optimizer: Optimizer, closure: Callable[..., Any]) -> None:
         self._closure = closure
         self._iteration = iteration
         self._turn = turn

@@ -61,6 +61,8 @@ class ArrayGradients:
         When the optimizer has no gradients.
     """
 
+    # Arrays of the standard are this process's own.
+    groups: Sequence[Collectives] = ()
     __slots__ = ("_kind", "assign", "clip", "is_touched", "leaves", "master_dtype")
 
     def __init__(self, optimizer: Any, clip: Clip | None, known: IdentityMap[ListedParameters]) -> None:
@@ -79,10 +81,6 @@ class ArrayGradients:
     def like(self) -> Array | None:
         """The first floating array, beside which the state belongs."""
         return ops.first_floating(self.leaves)
-
-    def groups(self) -> Sequence[Collectives]:
-        """Return no groups: arrays of the standard are this process's own."""
-        return ()
 
 
 class ArrayFound(NamedTuple):

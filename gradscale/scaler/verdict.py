@@ -8,10 +8,10 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from gradscale.core import vector
-from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.validation import float32_from_bits
 from gradscale.core.vector import Verdict
-from gradscale.scaler.agreement import Ballot, take_lists
+from gradscale.scaler.agreement import Ballot
 from gradscale.scaler.iteration import Iteration
 
 __all__ = ["PendingVerdict"]
@@ -47,31 +47,29 @@ class PendingVerdict:
         found: Any,
         state: ScaleState,
         groups: Sequence[Collectives],
-        optimizer: Any = None,
+        optimizer: Optimizer,
         max_norm: float | None = None,
     ) -> None:
         live: Any = iteration.live
         self.groups, self.version = groups, live.version
         count = found.nonfinite
         self._is_plain = isinstance(count, int)
+        at_min_scale = self._is_plain and live.at_min_scale(state) is True
         if self._is_plain and not groups:
-            self.known = vector.verdict((count, count, live.at_min_scale(state) is True, state.scale))
+            self.known = vector.verdict((count, count, at_min_scale, state.scale))
             return
         self._live, self._state = live, state
-        number, agreement = iteration.number, iteration.agreement
+        agreement = iteration.agreement
+        about = (0,) * vector.ABOUT
         if groups:
-            position = agreement.position(number, iteration.next_message(), groups, optimizer, max_norm)
-        else:
-            # A process alone has nobody to tell what it is about.
-            position = vector.position(number)
+            about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
         if self._is_plain:
-            at_min_scale = live.at_min_scale(state) is True
-            sent: Any = agreement.vector.pack_plain(live.policy, state, count, position, at_min_scale=at_min_scale)
-            if not take_lists(groups):
+            sent: Array | list[int] = vector.pack_plain(state, count, at_min_scale, about)
+            if not agreement.takes_lists:
                 sent = live.home.asarray(sent, dtype=live.home.int32)
         else:
-            sent = agreement.vector.pack(live.backend, live.policy, state, count, position)
-        self._ballot = Ballot(agreement, groups, sent, number)
+            sent = vector.pack(live.backend, live.policy, state, count, about)
+        self._ballot = Ballot(agreement, groups, sent, iteration.number)
 
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""

@@ -14,6 +14,7 @@ from host_cupy import HostCupy
 from optimizers import Tree
 
 from gradscale import CallOrderError, DynamicScale, GradScaler
+from gradscale.scaler.scaler import iteration_of
 
 pytestmark = pytest.mark.numpy
 
@@ -104,7 +105,7 @@ def test_devices_have_one_norm_and_one_factor(cupy: Any, home: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert (optimizer.steps, scaler.get_scale()) == (1, 4.0)
-    live = scaler.parts.live
+    live = iteration_of(scaler).live
     assert live.is_made
     assert [field.device.id for field in live.current()] == [home] * 4
 

@@ -12,6 +12,7 @@ import gradscale
 from benchmarks.measure import Call, Row, interleaved
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
+from gradscale.scaler.scaler import iteration_of, scaler_of
 
 __all__ = ["CASES"]
 
@@ -24,7 +25,7 @@ class _LastReports(Reports[Any]):
 
 
 def _without_reports(scaler: gradscale.GradScaler) -> gradscale.GradScaler:
-    return gradscale.GradScaler.of(scaler.parts._replace(reports=_LastReports()))
+    return scaler_of(iteration_of(scaler).parts._replace(reports=_LastReports()))
 
 
 def unused_reports(quick: bool) -> list[Row]:
@@ -33,7 +34,7 @@ def unused_reports(quick: bool) -> list[Row]:
     gradients = [rng.standard_normal(10, np.float32) for _ in range(300)]
     loss = np.ones((), np.float32)
 
-    def iteration_of(made: Callable[[gradscale.GradScaler], gradscale.GradScaler]) -> Call:
+    def iterations(made: Callable[[gradscale.GradScaler], gradscale.GradScaler]) -> Call:
         parameters = [SimpleNamespace(grad=gradient.copy()) for gradient in gradients]
         optimizer = SimpleNamespace(param_groups=[{"params": parameters}], step=lambda: None)
         scaler = made(gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30))
@@ -45,7 +46,7 @@ def unused_reports(quick: bool) -> list[Row]:
 
         return Call(iterate)
 
-    calls = {"ours": iteration_of(lambda scaler: scaler), "other": iteration_of(_without_reports)}
+    calls = {"ours": iterations(lambda scaler: scaler), "other": iterations(_without_reports)}
     times = interleaved(calls, 501 if quick else 5001)
     case = "an iteration, 300 float32 gradients of 10 elements, nobody asks for reports / without any"
     return [Row(case, times["ours"], times["other"], "s", 1.01)]

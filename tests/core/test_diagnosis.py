@@ -13,6 +13,7 @@ from optimizers import Grouped, Parameter, Tree, scaled
 
 from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale
 from gradscale.reports.overflow import ParameterReport, RankReport, find_cause
+from gradscale.scaler.scaler import iteration_of
 
 LONG = True
 
@@ -28,14 +29,15 @@ def make(arrays: Library, *values: float, **options: Any) -> tuple[GradScaler, T
 def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
     """Return everything that training depends on, as bytes and plain values."""
     grads = [arrays.to_numpy(grad).tobytes() for grad in optimizer.grads]
-    live, *_, agreement, reports = scaler.parts
-    iteration = scaler.iteration
-    turns = [(turn.stage, turn.by_closure, id(turn.pending), turn.known) for turn in iteration.turns]
+    iteration = iteration_of(scaler)
+    live, agreement, reports = iteration.live, iteration.agreement, iteration.reports
+    turns = [(turn.stage, turn.by_closure, id(turn.pending), repr(turn.pending)) for turn in iteration.turns]
+    turns += [turn.pending and turn.pending.known for turn in iteration.turns]
     state = live.current() if live.is_made else None
     kept = [
-        *(repr(part) for part in scaler.parts),
+        *(repr(part) for part in iteration.parts),
         *({name: repr(value) for name, value in vars(part).items()} for part in (live, agreement, iteration)),
-        *(scaler.history, reports._last.ids(), iteration.reports, scaler._enabled),
+        *(scaler.history, reports._last.ids(), iteration.steps, scaler.is_enabled()),
     ]
     return (
         grads,
@@ -268,7 +270,7 @@ def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Libr
     with pytest.raises(InvalidValueError, match=message):
         scaler.diagnose(optimizer, names)
     assert all(parameter.grad is grad for parameter, grad in zip(optimizer.parameters, before, strict=True))
-    assert not scaler.iteration.ids()
+    assert not iteration_of(scaler).ids()
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,17 @@ from gradscale.core.vector import Purpose, Verdict
 from gradscale.reports.recorder import Reports, step_report
 from gradscale.scaler.agreement import Agreement, whereabouts
 from gradscale.scaler.exchange import Exchange
-from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.iteration import Iteration, Parts
 from gradscale.scaler.live_state import ArrayState, checked_scale
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.unscaler import ArrayFound, ArrayUnscaler, Clip
 from gradscale.scaler.verdict import PendingVerdict
 from gradscale.testing import ThreadCollectives, run_ranks
+
+
+def parts(live: ArrayState, agreement: Agreement | None = None) -> Parts:
+    return Parts(live, ArrayScaling(), ArrayUnscaler(), agreement or Agreement(), Reports(), PendingVerdict)
+
 
 # The live state.
 
@@ -109,7 +114,7 @@ def test_a_backend_is_a_name_or_an_adapter() -> None:
 
 def test_outputs_are_noted_once_they_are_scaled(arrays: Library) -> None:
     live, seen = ArrayState(DynamicScale(init_scale=8.0)), []
-    frame = Iteration(1, live, ArrayUnscaler(), Agreement(), Reports())
+    frame = Iteration(1, parts(live))
     scaling = ArrayScaling()
 
     def scale(outputs: Any) -> Any:
@@ -139,7 +144,7 @@ def test_gradients_are_collected_untouched_and_then_unscaled_and_judged(arrays: 
     optimizer = Tree([arrays.asarray([8.0]), None, arrays.asarray([math.inf]), arrays.asarray(3, "int32")])
     gradients = ArrayUnscaler().collect(optimizer)
     assert gradients.like is optimizer.grads[0]
-    assert (gradients.groups(), gradients.is_touched) == ((), False)
+    assert (gradients.groups, gradients.is_touched) == ((), False)
     arrays.assert_array(optimizer.grads[0], [8.0])
     found = ArrayUnscaler().unscale(gradients, live, live.current(gradients.like))
     assert gradients.is_touched
@@ -175,7 +180,7 @@ def found(count: int) -> ArrayFound:
 def test_a_process_alone_agrees_with_itself_and_sends_nothing() -> None:
     agreement, live = Agreement(), ArrayState(DynamicScale(init_scale=4.0))
     state = live.current(np.float32(1.0))
-    pending = PendingVerdict(Iteration(3, live, ArrayUnscaler(), agreement, Reports()), found(2), state, ())
+    pending = PendingVerdict(Iteration(3, parts(live, agreement)), found(2), state, (), Tree())
     assert pending.verdict() is pending.known == Verdict(2, 2, False, 4.0)
     assert pending.count() == 2
     assert (agreement.is_alone, agreement.rank(), agreement.example(live, 1)) == (True, 0, None)
@@ -188,7 +193,7 @@ def test_ranks_agree_over_each_group_once_for_each_verdict() -> None:
         agreement = Agreement([group])
         live = ArrayState(DynamicScale(init_scale=4.0))
         state = live.current(np.float32(1.0))
-        iteration, optimizer = Iteration(3, live, ArrayUnscaler(), agreement, Reports()), Tree()
+        iteration, optimizer = Iteration(3, parts(live, agreement)), Tree()
         first, second = (PendingVerdict(iteration, found(n), state, [group], optimizer) for n in (group.rank, 0))
         exchange = Exchange(iteration, group, Purpose.NORM, Tree())
         return [
@@ -217,7 +222,7 @@ class Lost:
 @pytest.mark.numpy
 def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
     agreement, live = Agreement([Lost()]), ArrayState(DynamicScale())
-    frame, state = Iteration(5, live, ArrayUnscaler(), agreement, Reports()), live.current(np.float32(1.0))
+    frame, state = Iteration(5, parts(live, agreement)), live.current(np.float32(1.0))
     pending = PendingVerdict(frame, found(0), state, agreement.groups, Tree())
     with pytest.raises(gradscale.CollectiveTimeoutError, match="in iteration 5"):
         pending.verdict()
@@ -228,12 +233,12 @@ def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
         one.join([Lost()])
         one.usable_groups()
     restored = pickle.loads(pickle.dumps(agreement.__getstate__()))
-    assert (restored["_groups"], restored["_lost"]) == (None, None)
+    assert (restored["_groups"], restored["failure"]) == (None, None)
     exchange = Exchange(frame, Lost(), Purpose.NORM, Tree())
-    assert frame.failure is None
+    assert agreement.failure is None
     with pytest.raises(gradscale.CollectiveTimeoutError):
         exchange.maximum([1], np.float32(1.0))
-    assert isinstance(frame.failure, gradscale.CollectiveTimeoutError)
+    assert isinstance(agreement.failure, gradscale.CollectiveTimeoutError)
 
 
 def test_ranks_of_a_grid_of_groups_have_numbers_of_their_own() -> None:

@@ -14,6 +14,7 @@ from optimizers import Grouped, Recording, Tree, iterate, scaled
 
 from gradscale import DynamicScale, GradScaler, StaticScale, StepReport, registry
 from gradscale.core.backend import Backend
+from gradscale.scaler.scaler import iteration_of
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -214,7 +215,7 @@ def test_optimizers_are_not_kept_alive(arrays: Library) -> None:
     del optimizer
     gc.collect()
     assert reference() is None
-    assert len(scaler.parts.reports._last) == 0
+    assert len(iteration_of(scaler).reports._last) == 0
 
 
 class Counting(Backend):
@@ -265,7 +266,7 @@ def test_the_scale_lives_in_the_library_of_the_first_floating_array(arrays: Libr
 def test_a_backend_may_be_named() -> None:
     with opened("numpy") as library:
         scaler = GradScaler(backend="numpy")
-        assert scaler.parts.live.backend_for(None) is registry.get("numpy")
+        assert iteration_of(scaler).live.backend_for(None) is registry.get("numpy")
         assert iterate(library, scaler, Tree(), [math.nan]).skipped is True
 
 

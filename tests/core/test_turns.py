@@ -1,4 +1,4 @@
-"""The parts of an iteration: turns, what they share, and steppers; none keeps another, an optimizer or gradients."""
+"""The parts of an iteration: turns, what they share, and steps; none keeps another, an optimizer or gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from optimizers import Tree
 
 from gradscale import CallOrderError, DynamicScale, GradScaler, StaticScale
 from gradscale.reports.recorder import Reports
+from gradscale.scaler import stepper
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.iteration import Iteration, Stage
+from gradscale.scaler.iteration import Iteration, Parts, Stage
 from gradscale.scaler.live_state import ArrayState
-from gradscale.scaler.stepper import ClosureStepper, PlainStepper
+from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.unscaler import ArrayUnscaler
 from gradscale.scaler.verdict import PendingVerdict
 
@@ -40,14 +41,15 @@ def _no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def parts(policy: Any = None) -> tuple[ArrayState, ArrayUnscaler, Agreement]:
+def made(policy: Any = None, number: int = 1, unscaler: Any = None) -> Iteration:
     live = ArrayState(policy or DynamicScale(init_scale=4.0))
     live.current(np.zeros((), np.float32))
-    return live, ArrayUnscaler(), Agreement(pending=PendingVerdict)
+    return unmade(live, number, unscaler)
 
 
-def made(policy: Any = None, number: int = 1) -> Iteration:
-    return Iteration(number, *parts(policy), Reports())
+def unmade(live: ArrayState, number: int = 1, unscaler: Any = None) -> Iteration:
+    parts = Parts(live, ArrayScaling(), unscaler or ArrayUnscaler(), Agreement(), Reports(), PendingVerdict)
+    return Iteration(number, parts)
 
 
 @pytest.mark.usefixtures("_no_collector")
@@ -57,7 +59,7 @@ def test_a_turn_keeps_neither_its_iteration_nor_its_optimizer_nor_gradients(step
     turn = iteration.turn_of(optimizer)
     held = [weakref.ref(one) for one in (iteration, optimizer, optimizer.grads[0])]
     if steps:
-        PlainStepper().step(iteration, turn, optimizer, (), {})
+        stepper.step(iteration, turn, optimizer, (), {})
         optimizer.seen.clear()
     else:
         iteration.unscale(turn, optimizer)
@@ -113,10 +115,9 @@ def test_a_refusal_leaves_a_turn_ready_and_a_failure_does_not() -> None:
             gradients.is_touched = self.touches
             raise KeyboardInterrupt
 
-    live, _, agreement = parts()
     for touches, stage in ((False, Stage.READY), (True, Stage.UNSCALED)):
         optimizer = Tree([gradient(4.0)])
-        iteration = Iteration(1, live, Interrupted(touches), agreement, Reports())
+        iteration = made(unscaler=Interrupted(touches))
         turn = iteration.turn_of(optimizer)
         with pytest.raises(KeyboardInterrupt):
             iteration.unscale(turn, optimizer)
@@ -142,7 +143,7 @@ def test_the_state_in_force_is_the_closures_then_the_iterations_then_the_live_on
         raise KeyError
     assert frame.in_force() is first
     with pytest.raises(CallOrderError, match=r"no array has been seen yet.*\(iteration 7\)"):
-        Iteration(7, ArrayState(DynamicScale()), ArrayUnscaler(), Agreement(), Reports()).in_force()
+        unmade(ArrayState(DynamicScale()), 7).in_force()
 
 
 def test_a_turn_is_lowered_as_long_as_the_policy_lowers() -> None:
@@ -153,7 +154,7 @@ def test_a_turn_is_lowered_as_long_as_the_policy_lowers() -> None:
     assert not made(StaticScale(4.0)).lower()
 
 
-def test_steppers_take_what_they_are_for() -> None:
+def test_a_closure_is_the_first_argument_or_given_by_name() -> None:
     def closure() -> None:
         """Do nothing."""
 
@@ -164,8 +165,7 @@ def test_steppers_take_what_they_are_for() -> None:
         ((0.1,), {"closure": closure}, True),
         ((closure,), {"closure": None}, False),
     ):
-        assert ClosureStepper().takes(Tree(), args, kwargs) is has_closure
-        assert PlainStepper().takes(Tree(), args, kwargs)
+        assert (stepper.find_closure(args, kwargs) is closure) is has_closure
 
 
 @pytest.mark.parametrize("value", [4.0, np.inf])
@@ -173,7 +173,7 @@ def test_a_plain_stepper_says_what_has_become_of_a_step(value: float) -> None:
     optimizer = Tree([gradient(value)])
     iteration = made()
     turn = iteration.turn_of(optimizer)
-    returned, verdict, retries = PlainStepper().step(iteration, turn, optimizer, (1,), {"two": 2})
+    returned, verdict, retries = stepper.step(iteration, turn, optimizer, (1,), {"two": 2})
     assert verdict is not None
     assert (returned, verdict.nonfinite, retries) == (("stepped", 0, 0) if value == 4.0 else (None, 1, 0))
     assert optimizer.calls == ([((1,), {"two": 2})] if value == 4.0 else [])
@@ -194,6 +194,6 @@ def test_a_closure_stepper_counts_what_it_evaluates_again() -> None:
         optimizer.grads = [gradient(np.inf if len(scales) < 3 else 8.0)]
         return "loss"
 
-    returned, _, retries = ClosureStepper().step(iteration, turn, optimizer, (closure,), {})
+    returned, _, retries = stepper.step(iteration, turn, optimizer, (closure,), {})
     assert (returned, retries, scales) == ("loss", 2, [4.0, 2.0, 1.0])
     assert optimizer.grads[0].tolist() == [8.0]
