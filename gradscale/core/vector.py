@@ -1,4 +1,4 @@
-"""What the ranks agree on: a vector of 22 int32 (88 bytes) that carries the verdict and a fingerprint of the state.
+"""The vector that ranks agree on: 22 int32 (88 bytes) with the verdict and a fingerprint of the state.
 
 ::
 
@@ -9,8 +9,8 @@ when all ranks hold one value, so that a rank that has drifted is found in the s
 travels: MAX over floats gives ranks different answers when one of them holds a NaN.
 
 The fields are whatever the ranks must hold in common: the four of the state, the policy, and a :func:`position`, which
-says what the message is about. Small numbers share an int32: of a packed field, too, the least and the greatest value
-are those of some rank, so that an error can name what differs in it.
+says what the message is about. Small numbers share an int32: the least and the greatest value of a packed field are
+those of some rank too, so an error can name what differs in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import operator
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace
 
@@ -96,22 +96,16 @@ Position: TypeAlias = tuple[int, int, int, int, int]
 
 
 class Verdict(NamedTuple):
-    """What the group agreed on, on the host.
-
-    Attributes
-    ----------
-    nonfinite, local_nonfinite : int
-        Largest number of non-finite gradient arrays on any rank, and the number on this one.
-    at_min_scale : bool
-        Whether an overflow now must be raised, as the policy says.
-    scale : float
-        The scale that all ranks hold.
-    """
+    """What the group agreed on, as Python numbers."""
 
     nonfinite: int
+    """Largest number of non-finite gradient arrays on any rank."""
     local_nonfinite: int
+    """The number on this rank."""
     at_min_scale: bool
+    """Whether an overflow now must be raised, as the policy says."""
     scale: float
+    """The scale that all ranks hold."""
 
 
 verdict: Callable[[tuple[int, int, bool, float]], Verdict] = constructor(Verdict)
@@ -119,21 +113,7 @@ verdict: Callable[[tuple[int, int, bool, float]], Verdict] = constructor(Verdict
 
 
 def pack(backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, about: Sequence[int]) -> Array:
-    """Return the vector of a state of arrays: 1-d int32 on the state's device.
-
-    Parameters
-    ----------
-    backend : Backend
-        Takes the fingerprint.
-    policy : Policy
-        Says whether an overflow now must be raised.
-    state : ScaleState
-        What the gradients were unscaled with.
-    nonfinite : array
-        The local count, 0-d int32.
-    about : sequence of int
-        The number of the policy, and the position.
-    """
+    """Return the vector of a state of arrays, 1-d int32; ``about`` is the policy's number and the position."""
     xp = array_namespace(state.scale)
     at_min_scale = policy.at_min_scale(state)
     if at_min_scale is None:
@@ -163,20 +143,8 @@ def position(
 ) -> Position:
     """Return the fields that say what a message is about; numbers that do not fit are taken modulo.
 
-    Parameters
-    ----------
-    iteration, call : int
-        The iteration, and the number of this message in it: ranks that leave one out are found.
-    purpose : Purpose, default STEP
-        Which call sends it.
-    optimizer : int, default 0
-        The number of the optimizer, in the order in which the scaler has met them.
-    scaler, group : int, default 0
-        The number of the scaler, of those that were constructed over the group; the group's place in the list.
-    steps : int, default 0
-        How many steps the scaler has made.
-    max_norm : float, optional
-        What gradients are clipped to.
+    ``call`` is the number of the message in the iteration; optimizers are numbered as the scaler meets them, scalers as
+    they are constructed over the group, and ``group`` is the group's place in the list.
     """
     norm, rest = (_NO_MAX_NORM, 0) if max_norm is None else _bits_of_norm(max_norm)
     message = purpose << _CALL_BITS | call & (1 << _CALL_BITS) - 1
@@ -195,16 +163,13 @@ def _place(scaler: int, group: int) -> int:
 
 
 def shifts(scalers: Sequence[int]) -> list[int]:
-    """Return what is added to ``place`` from each group of a list to the next, given the scaler's number over each."""
+    """Return what changes in ``place`` from each group of a list to the next; ``scalers``: its number over each."""
     places = [_place(scaler, group) for group, scaler in enumerate(scalers)]
     return [after - before for before, after in itertools.pairwise(places)]
 
 
-def shifted(backend: Backend | None, x: Any, by: int) -> Any:
-    """Return a vector that one group has agreed on for the next one; differences stay in it.
-
-    ``backend`` is that of an array, and None for a list; ``x`` is left alone.
-    """
+def shifted(backend: Backend | None, x: Array, by: int) -> Array:
+    """Return the vector for the next group of a list; ``backend`` is None for a list, and ``x`` is left alone."""
     row = [0] * LENGTH
     row[2 + _PLACE], row[2 + _COUNT + _PLACE] = by, -by
     if backend is None:
@@ -214,18 +179,18 @@ def shifted(backend: Backend | None, x: Any, by: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _bits_of_norm(max_norm: float) -> tuple[int, int]:
-    """Return the bits of the nearest float32, and a few that tell apart what is the same float32."""
+    """Return the bits of the nearest float32, and a few for the digits that float32 does not have."""
     rounded = round_to_float32(max_norm)
     rest = 0 if rounded == max_norm else zlib.crc32(struct.pack("<d", max_norm)) & (1 << _REST_BITS) - 1
     return bits_of_float32(rounded), rest
 
 
 def announcement(position: Position) -> list[int]:
-    """Return the vector that announces another collective: it says nothing of a state, which may not be there yet."""
+    """Return the vector that announces another collective; it says nothing of a state."""
     return pack_plain(ScaleState(0.0, 0, 0, 0), 0, False, (0, *position))
 
 
-def is_fixed(policy: Any) -> bool:
+def is_fixed(policy: object) -> bool:
     """Tell whether a policy is a frozen dataclass of settings that cannot change either."""
     parameters = getattr(type(policy), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
@@ -237,8 +202,8 @@ def is_fixed(policy: Any) -> bool:
     return True
 
 
-def identify(policy: Any) -> int:
-    """Return a number from 0 to 2**31-1 that tells policies apart: of its settings, if it is a dataclass.
+def identify(policy: object) -> int:
+    """Return a number from 0 to 2**31-1 that tells policies apart: a hash of a dataclass's settings, else of its name.
 
     Raises
     ------
@@ -253,7 +218,7 @@ def identify(policy: Any) -> int:
 
 
 def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], list[int]]:
-    """Return the group's answer and what this rank has put in, from one host read."""
+    """Return the group's answer and what this rank has sent: one host read."""
     if agreed is sent:
         values = backend.read(agreed)
         return values, values
@@ -262,27 +227,21 @@ def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], 
 
 
 def read_verdict(
-    values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str], moved: int = 0
+    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int = 0
 ) -> Verdict:
-    """Return the verdict, or say in which fields the ranks differ.
+    """Return the verdict from the vector after MAX (``values``) and this rank's before it (``own``).
 
     Parameters
     ----------
-    values : list of int
-        The vector after MAX.
-    own : list of int
-        This rank's vector before MAX.
-    policy : object
-        This rank's policy, for the message.
-    where : callable
-        Returns which rank this is, and in which iteration, for the message.
+    policy, where : Policy, callable
+        This rank's policy, and what returns its rank and iteration, for the message.
     moved : int, default 0
         What was added to ``place`` between the groups of a list.
 
     Raises
     ------
     ScaleDesyncError
-        When the ranks differ, or have met a message that no gradscale has sent.
+        If the ranks differ, or have met a message that is not gradscale's; it names the fields.
     """
     # Where both a field and its negative are this rank's, they are everybody's.
     if values[2:] != own[2:]:
@@ -291,7 +250,7 @@ def read_verdict(
 
 
 def _require_one_state(
-    values: Sequence[int], own: Sequence[int], policy: Any, where: Callable[[], str], moved: int
+    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int
 ) -> None:
     mine = list(own)
     mine[2 + _PLACE] += moved
@@ -311,7 +270,7 @@ def _require_one_state(
 
 
 def foreign_message(where: str) -> ScaleDesyncError:
-    """Return what is raised when a rank has met a message that is not gradscale's."""
+    """Return the error for a message that is not gradscale's."""
     return ScaleDesyncError(
         f"a foreign message was met, seen by {where}: some rank makes a collective of its own over this group where "
         f"others make gradscale's. No rank takes this step, and what that collective gave is wrong, too. Make all "
@@ -319,17 +278,12 @@ def foreign_message(where: str) -> ScaleDesyncError:
     )
 
 
-def describe_differences(lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: Any) -> str:
-    """Name the fields of the fingerprint in which ranks differ.
+def describe_differences(
+    lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: object
+) -> str:
+    """Name the fields in which ranks differ, by the least and greatest value of each and this rank's own.
 
-    Parameters
-    ----------
-    lowest, highest : sequence of int
-        Each field's least and greatest value on any rank; the last ones may be left out.
-    own : sequence of int, optional
-        This rank's; None where one process drives them all.
-    policy : object
-        This rank's policy.
+    The last fields may be left out, and ``own`` is None if one process drives all ranks.
     """
     all_three = [_unpacked(fields) for fields in (lowest, highest, own or ())]
     low, high, here = all_three
@@ -341,7 +295,7 @@ def describe_differences(lowest: Sequence[int], highest: Sequence[int], own: Seq
 
 
 def _unpacked(fields: Sequence[int]) -> dict[str, int]:
-    """Return fields by their names, each number of a packed one by itself."""
+    """Return the fields by name, with packed ones taken apart."""
     named = dict(zip(_FIELDS, fields, strict=False))
     if "message" in named:
         message = named.pop("message")
@@ -371,7 +325,7 @@ _CONSEQUENCES = {
 }
 
 
-def _difference(name: str, low: int, high: int, own: int | None, policy: Any) -> str:
+def _difference(name: str, low: int, high: int, own: int | None, policy: object) -> str:
     if name == "policy":
         return f"policy (here {policy!r}) or diagnose="
     if name == "group":

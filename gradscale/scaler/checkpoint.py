@@ -41,13 +41,13 @@ class Loaded(NamedTuple):
     """A checked state dict: the policy, the numbers by the names of ScaleState's fields, and the iteration."""
 
     policy: Policy
-    snapshot: dict[str, Any]
+    snapshot: dict[str, float]
     iteration: int
 
 
-def build(policy: Policy, snapshot: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+def build(policy: Policy, snapshot: Mapping[str, float], iteration: int) -> dict[str, object]:
     """Return the state dict of a policy and of the numbers of a state."""
-    saved: dict[str, Any] = {"scale": snapshot["scale"]}
+    saved: dict[str, object] = {"scale": snapshot["scale"]}
     saved |= {name: getattr(policy, name, _STATIC_FACTORS[name]) for name in _FACTORS}
     saved |= {key: snapshot.get(name, 0) for key, name in _TRACKERS.items()}
     saved |= {"version": VERSION, "iteration": iteration}
@@ -56,20 +56,11 @@ def build(policy: Policy, snapshot: Mapping[str, Any], iteration: int) -> dict[s
     return saved
 
 
-def parse(saved: Any, policy: Policy) -> Loaded:
+def parse(saved: object, policy: Policy) -> Loaded:
     """Check a state dict of this library or of torch's scalers, and return what it says.
 
-    Parameters
-    ----------
-    saved : mapping
-        Not modified. Unknown keys are ignored, as torch ignores ours.
-    policy : Policy
-        The scaler's own, kept for whatever the state dict says nothing of.
-
-    Raises
-    ------
-    StateDictError
-        Naming the key and the value.
+    Unknown keys are ignored, as torch ignores ours; ``policy`` is the scaler's own, kept if none is saved.
+    StateDictError names the key and the value.
     """
     try:
         with reading("a state dict"):
@@ -81,7 +72,7 @@ def parse(saved: Any, policy: Policy) -> Loaded:
         raise StateDictError(msg) from error
 
 
-def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
+def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
     if not saved:
         msg = (
             "the state dict is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load "
@@ -100,7 +91,7 @@ def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
         )
         raise InvalidValueError(msg)
     loaded_policy = _parse_policy(saved, policy)
-    snapshot: dict[str, Any] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
+    snapshot: dict[str, float] = {"scale": loaded_policy.clamp(validation.scale("scale", saved["scale"]))}
     for key, name in _TRACKERS.items():
         snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
     iteration = validation.integer("iteration", saved.get("iteration", 1), 1, 2**63 - 1)
@@ -108,7 +99,7 @@ def _parse(saved: Mapping[str, Any], policy: Policy) -> Loaded:
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
-    """Return the saved policy, or the scaler's own where none is saved, with the saved factors of torch's format."""
+    """Return the saved policy, or the scaler's own if none is saved, with the factors of torch's format."""
     description = saved.get("policy")
     if description is not None:
         restored = _restore_policy(description)
@@ -128,7 +119,7 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
     return policy
 
 
-def _restore_policy(description: Any) -> Policy:
+def _restore_policy(description: object) -> Policy:
     kinds = tuple(sorted(_KINDS))
     settings = validation.mapping("policy", description, f"a mapping with a kind out of {list(kinds)}")
     kind = _KINDS[validation.choice("the kind of the policy", settings.pop("kind", None), kinds)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import cmath
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -14,7 +13,7 @@ from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.standard import library_name
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.core.vector import Purpose, Verdict
@@ -44,24 +43,14 @@ class Diagnosis:
 
     def diagnose(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         iteration: Iteration,
-        names: Any = None,
-        loss: Any = None,
+        names: object = None,
+        loss: object = None,
         *,
         gather: bool = False,
     ) -> OverflowReport:
-        """Return the report on an optimizer's gradients; one host read, and three all-reduces for each group to gather.
-
-        Parameters
-        ----------
-        optimizer : object
-            Whose gradients.
-        iteration : Iteration
-            The present one.
-        names, loss, gather
-            As in :meth:`gradscale.GradScaler.diagnose`.
-        """
+        """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
         turn = iteration.by_id(id(optimizer))
         if optimizer in self._reports:
             # A verdict that the host has not read yet.
@@ -89,17 +78,17 @@ class Diagnosis:
             raise failure
         return OverflowReport.of(reports, minimum)
 
-    def count_nonfinite(self, leaves: Sequence[Any]) -> Array | None:
+    def count_nonfinite(self, leaves: Sequence[object]) -> Array | None:
         """Return how many arrays, of those on this rank, are not finite; None without any. No host read."""
         return count_nonfinite([self._unscaler.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)])
 
-    def _groups_for(self, optimizer: Any, turn: Turn | None) -> Sequence[Collectives]:
+    def _groups_for(self, optimizer: Optimizer, turn: Turn | None) -> Sequence[Collectives]:
         """Return the groups to gather over; empty for a process alone."""
         given = self._agreement.usable_groups()
         agreed_over = () if turn is None or turn.pending is None else turn.pending.groups
         return self._unscaler.groups_for(optimizer, agreed_over or given)
 
-    def _holds_scaled(self, optimizer: Any, iteration: Iteration, turn: Turn | None) -> bool:
+    def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None) -> bool:
         """Tell whether an optimizer's gradients are still scaled."""
         if _is_ready(turn) and self._enabled and iteration.scaled:
             return True
@@ -111,7 +100,9 @@ class Diagnosis:
         verdict = _known(turn)
         return self._reports.last(optimizer).skipped if verdict is None else verdict.nonfinite > 0
 
-    def _look(self, optimizer: Any, iteration: Iteration, turn: Turn | None, names: Any, loss: Any) -> RankReport:
+    def _look(
+        self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, names: object, loss: object
+    ) -> RankReport:
         """Look at this rank's gradients: one host read."""
         chosen = self._choose(optimizer, names)
         arrays = [x for _, _, x in chosen if x is not None]
@@ -149,7 +140,7 @@ class Diagnosis:
             loss_nonfinite=lost if knows_loss else None,
         )
 
-    def _choose(self, optimizer: Any, names: Any) -> list[tuple[int, NamedGradient, Array | None]]:
+    def _choose(self, optimizer: Optimizer, names: object) -> list[tuple[int, NamedGradient, Array | None]]:
         """Return the floating gradients with their positions and values, and those that are missing."""
         located = name_gradients(named_gradients(optimizer), names)
         what = f"gradient of {type(optimizer).__name__}"
@@ -172,7 +163,7 @@ class Diagnosis:
             chosen.append((index, one, values))
         return chosen
 
-    def _judge_loss(self, loss: Any, remembered: list[Array]) -> tuple[list[Array], int]:
+    def _judge_loss(self, loss: object, remembered: list[Array]) -> tuple[list[Array], int]:
         """Return the counts of arrays of the unscaled loss that are not finite, on the device, and that of floats."""
         if loss is None:
             return remembered, 0
@@ -189,7 +180,7 @@ class Diagnosis:
         return [] if count is None else [count], lost
 
     def _scale_of(
-        self, optimizer: Any, iteration: Iteration, turn: Turn | None, *, is_over: bool
+        self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, *, is_over: bool
     ) -> tuple[float, ScaleState | None, int]:
         """Return the scale of an optimizer's gradients, or the state it is to be read from, and their iteration."""
         number = iteration.number
@@ -208,7 +199,7 @@ class Diagnosis:
             return state.scale, None, number
         return 1.0, state, number
 
-    def _like_any(self, optimizer: Any, iteration: Iteration) -> Array:
+    def _like_any(self, optimizer: Optimizer, iteration: Iteration) -> Array:
         """Return an array of the library that this rank agrees in."""
         if self._live.is_made:
             return self._live.arrays(self._live.current()).scale

@@ -12,22 +12,9 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """A MAX of a few integers over one group, which is announced by a message as long as every other.
+    """A MAX of a few integers over one group, announced by a message that is as long as every other.
 
-    Parameters
-    ----------
-    iteration : Iteration
-        Which a failure ends.
-    collectives : Collectives
-        The group.
-    purpose : Purpose
-        What it is for.
-    optimizer : Optimizer
-        Whose norm or diagnosis.
-    max_norm : float, optional
-        What is clipped to.
-    index : int, default 0
-        Position of the group in the list.
+    ``index`` is the position of the group in the scaler's list.
     """
 
     def __init__(
@@ -46,14 +33,9 @@ class Exchange:
         self._is_announced = False
 
     def announce(self, like: Array) -> None:
-        """Tell the other ranks what comes, and find out that they come to it as well. One collective, one host read.
+        """Tell the other ranks what comes; ScaleDesyncError on every rank if one comes by another call.
 
-        Whatever another rank sends in its place is then seen on every rank, before messages of different lengths meet.
-
-        Raises
-        ------
-        ScaleDesyncError
-            On every rank, when another one comes to the group by another call.
+        That is seen before messages of different lengths meet. One collective, one host read.
         """
         iteration = self._iteration
         sent = vector.announcement(iteration.position(*self._about))
@@ -62,10 +44,7 @@ class Exchange:
         self._is_announced = True
 
     def maximum(self, values: list[int], like: Array) -> list[int]:
-        """Return the element-wise MAX over the group, in the library and on the device of ``like``. One host read.
-
-        The first one is announced, by one collective and one host read more.
-        """
+        """Return the element-wise MAX over the group, sent in the library of ``like``; the first one is announced."""
         if not self._is_announced:
             self.announce(like)
         return self._send(values, like)[1]

@@ -1,9 +1,8 @@
-"""GroupAgreement: one verdict for a group of processes, where a loop is made of pure functions."""
+"""GroupAgreement: one verdict for a group of processes, for a loop made of pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -22,7 +21,7 @@ __all__ = ["GroupAgreement"]
 
 
 class GroupAgreement:
-    """Let the ranks of a group agree on a step, where no scaler is used.
+    """Let the ranks of a group agree on a step of a loop made of pure functions.
 
     ::
 
@@ -59,7 +58,7 @@ class GroupAgreement:
     [1, 1, 1]
     """
 
-    def __init__(self, group: Any, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, group: object, policy: Policy, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         seconds = validation.timeout(timeout)
         self._policy: Policy = validation.policy(policy)
         self._groups: Sequence[Collectives] = registry.all_collectives_for(group, seconds)

@@ -1,7 +1,7 @@
-"""ArrayState: a policy and its state, made on the library and device of the first array that comes along.
+"""ArrayState: a policy and its state, made in the library and on the device of the first array that comes along.
 
-Where the host computes with the arrays anyway, the state is one of Python numbers, and the policy's rule the one that
-:func:`gradscale.policies.plain.plain_rule` derives from it.
+If the CPU computes with the arrays anyway, the state is one of Python numbers, and the rule is the policy's
+:func:`gradscale.policies.plain.plain_rule`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 Trackers: TypeAlias = tuple[int, ...]
 
 ANY_TRACKERS: Trackers = (validation.LARGEST_INT32,) * 3
-"""What the trackers of a state may reach whose policy does not say."""
+"""What the trackers may reach if the policy does not say."""
 
 
 class ArrayState:
@@ -56,11 +56,6 @@ class ArrayState:
         The adapter of the library that the state is in, once there is a state.
     home : namespace
         Of that library; None without a state.
-
-    Raises
-    ------
-    InvalidTypeError, BackendNotAvailableError
-        For what is no adapter, or the name of none.
     """
 
     backend: Backend
@@ -79,11 +74,11 @@ class ArrayState:
         self.home: Any = None
         self._given = backend
         self._state: ScaleState | None = None
-        # None where the state is of arrays.
+        # None if the state is of arrays.
         self._rule: PlainRule | None = None
         self._like: Array | None = None
         # What a checkpoint or the user has set before there was an array.
-        self._restored: dict[str, Any] = {}
+        self._restored: dict[str, float] = {}
         # What the trackers can have reached since the scaler was made.
         self._largest = largest_trackers(policy)
 
@@ -106,11 +101,11 @@ class ArrayState:
         return self._given
 
     def example(self) -> Array | None:
-        """Return an array of the scaler's own adapter; None where it has none of its own."""
+        """Return an array of the scaler's own adapter; None if it has none."""
         return None if self._given is None else self.backend_for(None).example()
 
     def current(self, like: Array | None = None) -> ScaleState:
-        """Return the state, made on the library and device of ``like`` if there is none yet."""
+        """Return the state, made in the library and on the device of ``like`` if there is none yet."""
         if self._state is None:
             require_values(like)
             state = placed(self.policy.init(like), self._restored)
@@ -121,12 +116,12 @@ class ArrayState:
         return self._state  # type: ignore[return-value]
 
     def _settle_on(self, state: ScaleState) -> None:
-        """Go on with a state as the policy allows: of numbers, or of arrays."""
+        """Make a state the present one: as numbers if the policy allows it, else as arrays."""
         self._rule = plain_rule(self.policy) if self.backend.computes_on_host else None
         self._state = self.arrays(state) if self._rule is None else self._numbers_of(state)
 
     def arrays(self, state: ScaleState) -> ScaleState:
-        """Return a state as arrays, which one of numbers is made into."""
+        """Return a state as arrays."""
         if not isinstance(state.scale, float):
             return state
         like = self.policy.init(self._like)
@@ -138,7 +133,7 @@ class ArrayState:
         return ScaleState(**numbers_of(state, self.backend, self._largest))
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
-        """Return whether an overflow now must be raised, as the policy says: a bool for a state of numbers."""
+        """Return whether an overflow now must be raised: a bool for a state of numbers; None if never."""
         if isinstance(state.scale, float) and self._rule is not None:
             return self._rule.at_min_scale is not None and self._rule.at_min_scale(state)
         found = self.policy.at_min_scale(self.arrays(state))
@@ -163,33 +158,24 @@ class ArrayState:
         self._state = self.policy.update(state, nonfinite=functools.reduce(xp.maximum, arrays))
 
     def lowered(self, state: ScaleState) -> ScaleState:
-        """Return a state with its scale backed off once; the very same one where the policy cannot."""
+        """Return a state with its scale backed off once; the very same one if the policy cannot."""
         if isinstance(state.scale, float) and self._rule is not None:
             return self._rule.backoff(state)
         return self.policy.backoff(self.arrays(state))
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
-        """Put what the host has read of a state, its fingerprint, in the place of what a lazy library only plans.
-
-        Its plans would otherwise hold all iterations before, and each read compute them again.
-        """
+        """Replace a lazy state by the values just read, or its graph would hold all iterations before."""
         if self._state is state:
             self._state = placed(state, self.checked(values))
 
-    def checked(self, values: Sequence[int]) -> dict[str, Any]:
-        """Return what the host has read of a state, its fingerprint, as numbers by the names of its fields.
-
-        Raises
-        ------
-        BackendError
-            For what no policy makes: a function of the library is wrong.
-        """
+    def checked(self, values: Sequence[int]) -> dict[str, float]:
+        """Return a fingerprint that was read as numbers by name; BackendError for what no policy makes."""
         return _possible(values, self._largest, self.home)
 
     def observe(self, scale: float, version: int) -> None:
-        """Take note of the scale that a verdict carries; nothing depends on it here."""
+        """Do nothing: no verdict is late here."""
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, float]:
         """Return the state as numbers, by the names of its fields. One host read."""
         if self._state is None:
             return {"scale": self.policy.init_scale, **self._restored}
@@ -207,24 +193,24 @@ class ArrayState:
         else:
             self._state = replaced(self._state, {"scale": scale})
 
-    def replace_setting(self, name: str, value: Any) -> None:
+    def replace_setting(self, name: str, value: float) -> None:
         """Set one of a DynamicScale's settings."""
         self.policy = with_setting(self.policy, name, value)
         self._largest = largest_trackers(self.policy, self._largest)
         if self._state is not None:
             self._settle_on(self._state)
 
-    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:  # noqa: ARG002
+    def load(self, policy: Policy, numbers: dict[str, float], *, keep: bool) -> None:  # noqa: ARG002
         """Go on with another policy and other numbers; the arrays of the present state are never written to."""
         self.policy = policy
-        self._largest = largest_trackers(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
+        self._largest = largest_trackers(policy, [int(numbers.get(name, 0)) for name in ScaleState._fields[1:]])
         if self._state is None:
             self._restored = numbers
         else:
             self._settle_on(replaced(self._state, numbers))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: numbers instead of arrays, so that the next array says where the state goes."""
+    def __getstate__(self) -> dict[str, float]:
+        """Return what is pickled: numbers in place of arrays; the next array says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten = dict.fromkeys(("_state", "home", "_rule", "_like"))
         kept = {name: value for name, value in self.__dict__.items() if name != "backend"}
@@ -232,13 +218,7 @@ class ArrayState:
 
 
 def require_values(like: Array | None) -> None:
-    """Refuse to make a state beside a tensor of torch's meta device, where it would have no values.
-
-    Raises
-    ------
-    InvalidTypeError
-        For such a tensor.
-    """
+    """Raise InvalidTypeError for a tensor on torch's meta device, where a state would have no values."""
     if getattr(getattr(like, "device", None), "type", None) == "meta":
         msg = (
             f"the state cannot be made beside a tensor without values, got {shown(like)}: materialize the model, and "
@@ -247,12 +227,12 @@ def require_values(like: Array | None) -> None:
         raise InvalidTypeError(msg)
 
 
-def replaced(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
+def replaced(state: ScaleState, numbers: dict[str, float]) -> ScaleState:
     """Return a state of arrays or of numbers with some fields replaced."""
     return state._replace(**numbers) if isinstance(state.scale, float) else placed(state, numbers)
 
 
-def placed(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
+def placed(state: ScaleState, numbers: dict[str, float]) -> ScaleState:
     """Return a state with some fields replaced by numbers, in the library and on the device of the others."""
     xp = array_namespace(state.scale)
     where = registry.backend_for(state.scale).placement(state.scale)
@@ -262,28 +242,13 @@ def placed(state: ScaleState, numbers: dict[str, Any]) -> ScaleState:
     return state._replace(**arrays)
 
 
-def numbers_of(state: ScaleState, backend: Backend, largest: Trackers = ANY_TRACKERS) -> dict[str, Any]:
-    """Return a state as numbers, by the names of its fields. One host read.
-
-    Parameters
-    ----------
-    state : ScaleState
-        Of arrays.
-    backend : Backend
-        The adapter of their library.
-    largest : tuple of int, optional
-        What the trackers can have reached. Default: all that int32 holds.
-
-    Raises
-    ------
-    BackendError
-        For what no policy makes: a function of the library is wrong.
-    """
+def numbers_of(state: ScaleState, backend: Backend, largest: Trackers = ANY_TRACKERS) -> dict[str, float]:
+    """Return a state of arrays as numbers by name: one host read. BackendError for what no policy makes."""
     return _possible(backend.read(backend.fingerprint(state)), largest, array_namespace(state.scale))
 
 
-def _possible(values: Sequence[int], largest: Trackers, library: Any) -> dict[str, Any]:
-    """Return a fingerprint that the host has read as numbers, having checked that a policy can have made it."""
+def _possible(values: Sequence[int], largest: Trackers, library: Any) -> dict[str, float]:
+    """Return a fingerprint as numbers by name, having checked that a policy can have made it."""
     bits, *trackers = values
     scale = validation.float32_from_bits(bits)
     if 0.0 < scale < math.inf and all(0 <= tracker <= most for tracker, most in zip(trackers, largest, strict=True)):
@@ -301,21 +266,13 @@ def _possible(values: Sequence[int], largest: Trackers, library: Any) -> dict[st
 
 
 def largest_trackers(policy: Policy, reached: Sequence[int] = ()) -> Trackers:
-    """Return what the trackers of a policy's states can reach, from those that they may have reached before."""
+    """Return what the trackers of a policy's states can reach, or have reached before."""
     said: Trackers = getattr(policy, "largest_trackers", ANY_TRACKERS)
     return tuple(map(max, said, reached)) if reached else said
 
 
 def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
-    """Return a policy with one of its settings replaced.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a policy that is no DynamicScale.
-    InvalidValueError
-        For a value out of range.
-    """
+    """Return a DynamicScale with one of its settings replaced; InvalidTypeError for another policy."""
     if not isinstance(policy, DynamicScale):
         msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
         raise InvalidTypeError(msg)
@@ -323,14 +280,8 @@ def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
     return dataclasses.replace(policy, **{name: value})
 
 
-def checked_scale(new_scale: Any, policy: Policy) -> float:
-    """Return a scale that a user sets as a float: a number, or a 1-element array, which the host reads.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        For what is no number, not finite or not above zero, and outside of the policy's bounds.
-    """
+def checked_scale(new_scale: object, policy: Policy) -> float:
+    """Return a scale that a user sets, a number or a 1-element array, as a float within the policy's bounds."""
     with reading("new_scale"):
         shape = getattr(new_scale, "shape", None)
         if shape is None or isinstance(new_scale, float):

@@ -72,7 +72,7 @@ class LiveState(Protocol):
         """Record the scale that a verdict carries, which was the one of that version."""
         ...
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, float]:
         """Return the state as numbers, by the names of its fields. One host read."""
         ...
 
@@ -84,11 +84,11 @@ class LiveState(Protocol):
         """Set the scale and keep the trackers."""
         ...
 
-    def replace_setting(self, name: str, value: Any) -> None:
+    def replace_setting(self, name: str, value: float) -> None:
         """Set one of a DynamicScale's settings."""
         ...
 
-    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
+    def load(self, policy: Policy, numbers: dict[str, float], *, keep: bool) -> None:
         """Go on with another policy and other numbers; ``keep`` says that the present state is still in use."""
         ...
 
@@ -147,11 +147,11 @@ class Unscaler(Protocol):
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
         ...
 
-    def values_of(self, gradient: Any) -> Array | None:
+    def values_of(self, gradient: Array) -> Array | None:
         """Return the array that holds a gradient's values on this rank; None if it has none."""
         ...
 
-    def shape_of(self, gradient: Any) -> tuple[int, ...]:
+    def shape_of(self, gradient: Array) -> tuple[int, ...]:
         """Return the shape of a gradient on this rank."""
         ...
 

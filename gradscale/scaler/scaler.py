@@ -226,7 +226,7 @@ class GradScaler:
         end_step(self, optimizer, turn, verdict, retries)
         return returned
 
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: float | Array | None = None) -> None:
         """Adapt the scale to this iteration's verdicts, and begin the next iteration.
 
         Parameters
@@ -393,7 +393,7 @@ class GradScaler:
         self._parts.reports.on_update = callbacks
 
     def diagnose(
-        self, optimizer: Optimizer, names: Any = None, *, loss: Any = None, gather: bool = False
+        self, optimizer: Optimizer, names: object = None, *, loss: object = None, gather: bool = False
     ) -> OverflowReport:
         """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and what is the cause.
 
@@ -509,7 +509,7 @@ class GradScaler:
         reports.under_way.clear()
         live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: settings and numbers, without arrays, groups, callbacks and reports.
 
         Raises
@@ -532,12 +532,12 @@ class GradScaler:
 
     # The parts put together.
 
-    def _count_nonfinite(self, outputs: Sequence[Any]) -> None:
+    def _count_nonfinite(self, outputs: Sequence[object]) -> None:
         count = self._diagnosis.count_nonfinite(outputs)
         if count is not None:
             self._iteration.loss_nonfinite += (count,)
 
-    def _checked_clip(self, optimizer: Optimizer, max_norm: Any, norm_over: Any) -> Clip | None:
+    def _checked_clip(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Clip | None:
         """Return what to clip to, having looked at the arguments before anything is modified.
 
         Raises
@@ -633,7 +633,7 @@ class ShardedGradScaler(GradScaler):
     def __init__(
         self,
         *,
-        group: Any,
+        group: object,
         timeout: float = DEFAULT_TIMEOUT,
         init_scale: float | None = None,
         growth_factor: float | None = None,
@@ -664,7 +664,7 @@ class ShardedGradScaler(GradScaler):
         self._parts.agreement.leave()
         self.set_group(group)
 
-    def set_group(self, group: Any) -> None:
+    def set_group(self, group: object) -> None:
         """Agree over another group from now on; needed after unpickling, since communicators do not travel.
 
         Parameters

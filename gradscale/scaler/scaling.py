@@ -15,7 +15,7 @@ __all__ = ["ArrayScaling"]
 
 
 class ArrayScaling:
-    """The way of outputs through ``scale()``: all leaves at once, by the library's adapter."""
+    """Multiplies all leaves at once, by the library's adapter."""
 
     def __init__(self) -> None:
         # Types and dtypes of single arrays that are floating ones of the state's library.
@@ -27,13 +27,7 @@ class ArrayScaling:
         iteration: Iteration,
         look: Callable[[Sequence[Array]], None] | None,
     ) -> Any:
-        """Return outputs multiplied by the scale; see :class:`gradscale.scaler.parts.Scaling`.
-
-        Raises
-        ------
-        InvalidTypeError
-            For a leaf that is no array, arrays of two libraries, or in a function that jax compiles.
-        """
+        """Return outputs multiplied by the scale; ``look`` is called with the unscaled leaves then."""
         live: Any = iteration.live
         try:
             kind = (type(outputs), getattr(outputs, "dtype", None))

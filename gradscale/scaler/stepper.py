@@ -17,12 +17,12 @@ __all__ = ["Outcome", "evaluating", "find_closure", "step"]
 _LARGEST_RETRIES = 16
 
 
-Outcome: TypeAlias = tuple[Any, Verdict | None, int]
+Outcome: TypeAlias = tuple[object, Verdict | None, int]
 """What ``optimizer.step`` returned, None for a skipped step; its verdict; how often a closure was evaluated again."""
 
 
 def step(
-    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Outcome:
     """Step an optimizer unless a gradient is not finite. One host read, or one for each evaluation of a closure.
 
@@ -43,7 +43,7 @@ def step(
 
 @contextlib.contextmanager
 def evaluating(
-    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Iterator[Evaluation]:
     """Give the arguments for ``optimizer.step`` with its closure wrapped, and end what it raises to skip the step.
 
@@ -73,7 +73,7 @@ def evaluating(
         raise CallOrderError(msg)
 
 
-def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def find_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object] | None:
     """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
     candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
     return candidate if callable(candidate) else None
@@ -86,7 +86,7 @@ class _SkippedStepError(GradscaleError):
 class Evaluation:
     """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
 
-    def __init__(self, iteration: Iteration, turn: Turn, optimizer: Optimizer, closure: Callable[..., Any]) -> None:
+    def __init__(self, iteration: Iteration, turn: Turn, optimizer: Optimizer, closure: Callable[..., object]) -> None:
         self._closure = closure
         self._iteration = iteration
         self._turn = turn
@@ -94,9 +94,9 @@ class Evaluation:
         self._completed = 0
         self.verdict: Verdict | None = None
         self.retries = 0
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.returned: Any = None
+        self.args: tuple[object, ...] = ()
+        self.kwargs: dict[str, object] = {}
+        self.returned: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         iteration, turn = self._iteration, self._turn

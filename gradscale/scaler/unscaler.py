@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -15,7 +15,7 @@ from gradscale.core.clipping import clip_factor, clip_factor_of
 from gradscale.core.gradients import ListedParameters, collect_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.named import constructor
-from gradscale.core.protocols import Array, Collectives, ScaleState
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler.exchange import Exchange
@@ -29,43 +29,22 @@ _LOWEST_INT32 = -(2**31)
 
 
 class Clip(NamedTuple):
-    """What gradients are clipped to.
-
-    Attributes
-    ----------
-    max_norm : float
-        The largest 2-norm of all of them together.
-    exchange : Exchange or None
-        Over the group whose ranks hold parts of the gradients; None where this rank's are all there are.
-    """
+    """What gradients are clipped to."""
 
     max_norm: float
+    """The largest 2-norm of all of them together."""
     exchange: Exchange | None = None
+    """Over the group whose ranks hold parts of the gradients; None if this rank holds them all."""
 
 
 class ArrayGradients:
-    """An optimizer's gradients, and how unscaled ones go back to it.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Whose gradients.
-    clip : Clip or None
-        What they are clipped to.
-    known : IdentityMap
-        The parameters of optimizers, as :func:`collect_gradients` keeps them.
-
-    Raises
-    ------
-    InvalidTypeError
-        When the optimizer has no gradients.
-    """
+    """An optimizer's gradients, and how unscaled ones go back to it."""
 
     # Arrays of the standard are this process's own.
     groups: Sequence[Collectives] = ()
     __slots__ = ("_kind", "assign", "clip", "is_touched", "leaves", "master_dtype")
 
-    def __init__(self, optimizer: Any, clip: Clip | None, known: IdentityMap[ListedParameters]) -> None:
+    def __init__(self, optimizer: Optimizer, clip: Clip | None, known: IdentityMap[ListedParameters]) -> None:
         self.leaves, self.assign = collect_gradients(optimizer, known)
         self._kind = type(optimizer)
         self.master_dtype = getattr(optimizer, "master_dtype", None)
@@ -74,35 +53,29 @@ class ArrayGradients:
 
     @property
     def what(self) -> str:
-        """The name of one of them in messages."""
+        """The name of a gradient in messages."""
         return f"gradient of {self._kind.__name__}"
 
     @property
     def like(self) -> Array | None:
-        """The first floating array, beside which the state belongs."""
+        """The first floating array, which says where the state belongs."""
         return ops.first_floating(self.leaves)
 
 
 class ArrayFound(NamedTuple):
-    """What has been found in an optimizer's gradients.
-
-    Attributes
-    ----------
-    nonfinite : array or int
-        How many are not finite: 0-d int32 on the state's device; an int for a state of numbers.
-    norm : array or None
-        0-d float32: their norm before clipping.
-    """
+    """What has been found in an optimizer's gradients."""
 
     nonfinite: Array | int
+    """How many are not finite: 0-d int32 on the state's device; an int for a state of numbers."""
     norm: Array | None
+    """Their norm before clipping, 0-d float32."""
 
 
 _made_found = constructor(ArrayFound)
 
 
 class ArrayUnscaler:
-    """Unscales in place where the library can, else assigns new arrays. No host read, but for a norm over ranks."""
+    """Unscales in place if the library can, else assigns new arrays. No host read but for a norm over ranks."""
 
     def __init__(self) -> None:
         self._known: IdentityMap[ListedParameters] = IdentityMap()
@@ -110,18 +83,12 @@ class ArrayUnscaler:
     def __reduce__(self) -> tuple[type[ArrayUnscaler], tuple[()]]:
         return type(self), ()
 
-    def collect(self, optimizer: Any, request: Clip | None = None) -> ArrayGradients:
+    def collect(self, optimizer: Optimizer, request: Clip | None = None) -> ArrayGradients:
         """Return an optimizer's gradients; nothing is modified."""
         return ArrayGradients(optimizer, request, self._known)
 
     def unscale(self, gradients: ArrayGradients, live: ArrayState, state: ScaleState) -> ArrayFound:
-        """Divide gradients by the scale of a state, clip and judge them.
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            For gradients of another library, or that share memory; none is modified.
-        """
+        """Divide gradients by the scale of a state, clip and judge them; a refusal modifies none."""
         backend = live.backend
         backend.refuse_tracing("unscale_()")
         if gradients.clip is None and gradients.master_dtype is None and isinstance(state.scale, float):
@@ -148,7 +115,7 @@ class ArrayUnscaler:
             gradients.assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
         return ArrayFound(nonfinite, norm)
 
-    def clip_unscaled(self, optimizer: Any, max_norm: float, live: LiveState) -> Array | None:
+    def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: LiveState) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None if there are none. No host read."""
         gradients = self.collect(optimizer, Clip(max_norm))
         like = gradients.like
@@ -158,39 +125,32 @@ class ArrayUnscaler:
         one = ArrayState(StaticScale(1.0), live.backend_for(like))
         return self.unscale(gradients, one, one.current(like)).norm
 
-    def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:  # noqa: ARG002
+    def groups_for(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the scaler's groups."""
         return groups
 
-    def values_of(self, gradient: Any) -> Array | None:
+    def values_of(self, gradient: Array) -> Array | None:
         """Return the gradient itself."""
         return gradient
 
-    def shape_of(self, gradient: Any) -> tuple[int, ...]:
+    def shape_of(self, gradient: Array) -> tuple[int, ...]:
         """Return the gradient's shape."""
         return tuple(gradient.shape)
 
-    def was_left_scaled(self, optimizer: Any) -> bool:  # noqa: ARG002
+    def was_left_scaled(self, optimizer: Optimizer) -> bool:  # noqa: ARG002
         """Return False: no optimizer unscales by itself."""
         return False
 
-    def remember_left_scaled(self, optimizer: Any) -> None:
+    def remember_left_scaled(self, optimizer: Optimizer) -> None:
         """Do nothing: no optimizer unscales by itself."""
 
 
 def _clip(
     backend: Backend, arrays: Sequence[Array], nonfinite: Array | int, squares: Array, clip: Clip
 ) -> tuple[Sequence[Array], Array | int, Array]:
-    """Clip unscaled arrays, in place where their library can.
+    """Clip unscaled arrays, and return them, the count (one more if the norm overflows) and the norm before.
 
-    Returns
-    -------
-    arrays : sequence of arrays
-        The same ones, or new ones.
-    nonfinite : array or int
-        One more than before where the norm is an overflow.
-    norm : array
-        0-d float32, before clipping. Over a group three host reads and two all-reduces; else none.
+    Over a group three host reads and two all-reduces; else none.
     """
     norm, factor, overflows = clip_factor(squares, clip.max_norm)
     if clip.exchange is not None:
@@ -204,7 +164,7 @@ def _clip(
 
 
 def _norm_over_ranks(backend: Backend, norm: Array, exchange: Exchange) -> float:
-    """Return the norm of what all ranks hold, by the host, and so the same one on every rank."""
+    """Return the norm of what all ranks hold, computed by the CPU so that it is the same on every rank."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
     kept = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
