@@ -35,7 +35,7 @@ def simulate(
         str | None,
         typer.Argument(
             metavar="TRACE",
-            help="A JSONL or CSV log with 'skipped', 'overflow' or 'magnitude' in each row, or steps such as CCOC "
+            help="A JSONL log with 'skipped', 'overflow' or 'magnitude' in each row, or steps such as CCOC "
             "(C clean, O overflow).",
             show_default=False,
         ),
@@ -182,7 +182,7 @@ def _read(trace: str | None) -> Gradients:
     if trace is None:
         msg = "give a trace (a log file, or steps such as CCOC) or --synthetic"
         raise typer.BadParameter(msg, param_hint="TRACE")
-    looks_like_path = trace.lower().endswith((".jsonl", ".json", ".csv")) or "/" in trace
+    looks_like_path = trace.lower().endswith((".jsonl", ".json")) or "/" in trace
     # Path's is_file() raises for steps that are too many for a file's name.
     if not looks_like_path and not os.path.isfile(trace):  # noqa: PTH113
         return recorded(trace)

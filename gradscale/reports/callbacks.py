@@ -1,4 +1,4 @@
-"""Callbacks for GradScaler's on_skip and on_update: LogUpdates, TensorBoard, JSONLines, CSV, and every_rank.
+"""Callbacks for GradScaler's on_skip and on_update: LogUpdates, TensorBoard, JSONLines, and every_rank.
 
 ::
 
@@ -18,11 +18,11 @@ from typing import Any
 
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError
-from gradscale.reports.logs import CSV, JSONLines, read_log
+from gradscale.reports.logs import JSONLines, read_log
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.steps import StepReport, UpdateReport
 
-__all__ = ["CSV", "JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
+__all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
 
 _NAMED_PARAMETERS = 3
 

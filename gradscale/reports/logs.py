@@ -1,57 +1,55 @@
-"""JSONLines and CSV: callbacks that write a row for each update; read_log reads them back."""
+"""JSONLines: a callback that writes a row for each update; read_log reads them back."""
 
 from __future__ import annotations
 
-import csv
-import io
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, Self, TypedDict
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.reports.steps import StepReport, UpdateReport
 
-__all__ = ["COLUMNS", "CSV", "JSONLines", "read_log", "row_of"]
+__all__ = ["JSONLines", "Row", "read_log", "row_of"]
 
-COLUMNS = (
-    "iteration",
-    "rank",
-    "scale",
-    "new_scale",
-    "skipped",
-    "nonfinite",
-    "retries",
-    "magnitude",
-    "parameter",
-    "cause",
-)
-
-_TEXT = ("parameter", "cause")
 _RANK = "{rank}"
-_LONGEST_SHOWN = 60
 
 
-def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
-    """Return a report as a flat row of plain values, with ``COLUMNS`` as its keys.
+class Row(TypedDict):
+    """A report as a line of a log.
 
-    ``scale`` is the one before the iteration's update, ``new_scale`` the one after it, None for a StepReport.
-    ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and
-    ``cause`` what is at fault, where an OverflowReport was made; else None.
+    ``scale`` is the one before the iteration's update, ``new_scale`` the one after it. ``magnitude`` is the largest
+    finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and ``cause`` what is at fault:
+    None without an OverflowReport. A StepReport has no rank and no ``new_scale``.
     """
+
+    iteration: int
+    rank: int | None
+    scale: float
+    new_scale: float | None
+    skipped: bool
+    nonfinite: int
+    retries: int
+    magnitude: float | None
+    parameter: str | None
+    cause: str | None
+
+
+def row_of(report: UpdateReport | StepReport) -> Row:
+    """Return a report as a row of plain values."""
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
     worst = [overflow.nonfinite[0].name for overflow in diagnosed if overflow.nonfinite]
     return {
         "iteration": report.iteration,
-        "rank": getattr(report, "rank", None),
+        "rank": report.rank if isinstance(report, UpdateReport) else None,
         "scale": report.scale,
-        "new_scale": getattr(report, "new_scale", None),
+        "new_scale": report.new_scale if isinstance(report, UpdateReport) else None,
         "skipped": report.skipped,
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
@@ -61,45 +59,55 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     }
 
 
-class _Format(NamedTuple):
-    """How rows are written, and which files can be appended to."""
+class JSONLines:
+    """Write a JSON object on a line of its own for each update.
 
-    header: bytes
-    line: Callable[[dict[str, Any]], bytes]
-    wanted: str
-    fits: Callable[[bytes], bool]
+    Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``nonfinite``, ``retries``, and
+    ``magnitude``, ``parameter`` and ``cause``, which are null without a diagnosis. Each row is in the file when the
+    call returns, so that ``tail -f`` shows it and a crash keeps it. Two scalers may share a file: rows stay whole, but
+    do not say which scaler wrote them.
 
+    Parameters
+    ----------
+    path : str or os.PathLike
+        ``{rank}`` in it is replaced by this process's rank.
+    append : bool, default True
+        Keep what the file holds, as a resumed run wants; False empties it before the first row.
+    every_rank : bool, default False
+        Write on every rank, and not on rank 0 alone; ``path`` must have ``{rank}`` in it then.
 
-def _csv_line(cells: Iterable[str]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+    Raises
+    ------
+    LogWriteError
+        At construction if the file or its folder cannot be written; in a call if the row cannot be (a full disk): the
+        scaler's state is complete by then, and training can go on.
+    InvalidValueError
+        For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
 
-
-def _csv_row(row: dict[str, Any]) -> bytes:
-    return _csv_line(
-        "" if value is None else value if name in _TEXT else json.dumps(value) for name, value in row.items()
-    )
-
-
-class _RowFile:
-    """A file that gets a row for each report, written at once and in one piece."""
+    Examples
+    --------
+    >>> import gradscale, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
+    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
+    ...     print(pathlib.Path(folder, "scale.jsonl").read_text()[:47])
+    {"iteration": 1, "rank": 0, "scale": 65536.0, "
+    """
 
     _file: BinaryIO | None = None
     _has_rows = False
     _is_closed = False
 
-    def __init__(self, format: _Format, path: str | os.PathLike[str], *, append: bool, every_rank: bool) -> None:  # noqa: A002
-        self._format = format
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
         self.path = _as_text(path)
         self.every_rank = validation.boolean("every_rank", every_rank)
         self._append = validation.boolean("append", append)
-        if self.every_rank and _RANK not in self.path:
-            msg = (
-                f"path must have {_RANK} in it with every_rank=True, so that each rank has its file, got {self.path!r}"
-            )
-            raise InvalidValueError(msg)
         if _RANK not in self.path:
+            if self.every_rank:
+                msg = (
+                    f"path must have {_RANK} in it with every_rank=True, so that each rank has its file, "
+                    f"got {self.path!r}"
+                )
+                raise InvalidValueError(msg)
             self._open(Path(self.path))
             return
         # The rank comes with the first report.
@@ -110,8 +118,9 @@ class _RowFile:
         except (OSError, ValueError) as error:
             raise _cannot_open(folder, error) from error
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Write a row; the first one says of which rank the file is."""
+    def __call__(self, report: UpdateReport | StepReport) -> None:
+        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
+        row = row_of(report)
         if self._is_closed:
             msg = f"the log is closed, got {self.path!r}: take it out of the scaler's callbacks before close()"
             raise LogWriteError(msg)
@@ -123,7 +132,7 @@ class _RowFile:
                 )
                 raise InvalidTypeError(msg)
             file = self._open(Path(self.path.replace(_RANK, str(row["rank"]))))
-        line = self._format.line(row)
+        line = json.dumps(row).encode() + b"\n"
         try:
             if not self._has_rows:
                 line = self._beginning(file) + line
@@ -133,7 +142,7 @@ class _RowFile:
                 raise OSError(msg)
             self._has_rows = True
         except OSError as error:
-            # What was written of the row gets its line end before the next one.
+            # A row that was written in part gets its line end before the next one.
             self._has_rows = False
             msg = (
                 f"iteration {row['iteration']} cannot be written to {file.name!r}: {error.strerror or error}. The "
@@ -147,6 +156,12 @@ class _RowFile:
         if self._file is not None:
             self._file.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __del__(self) -> None:
         self.close()
 
@@ -159,129 +174,28 @@ class _RowFile:
             first = file.read(4096).partition(b"\n")[0] if self._append else b""
         except (OSError, ValueError) as error:
             raise _cannot_open(path, error) from error
-        if first and not self._format.fits(first):
+        if first and not first.startswith(b"{"):
             self.close()
             msg = (
-                f"the file to append to must {self._format.wanted}, got {str(path)!r}, which begins with "
-                f"{_shown(first.decode(errors='replace'))}; give another path, or append=False to begin anew"
+                f"the file to append to must be a JSON lines log, got {str(path)!r}, which begins with "
+                f"{first.decode(errors='replace')!r:.60}; give another path, or append=False to empty it"
             )
             raise InvalidValueError(msg)
         return file
 
     def _beginning(self, file: BinaryIO) -> bytes:
-        """Return what comes before the first row: a header, or the line end of a row that a crash has cut."""
+        """Return the line end of a row that a crash has cut; empty the file first if it is not appended to."""
         # Not at construction: every rank makes the object, and only those that call it may touch the file.
         if not self._append:
             file.truncate(0)
             self._append = True
         if file.seek(0, os.SEEK_END) == 0:
-            return self._format.header
+            return b""
         file.seek(-1, os.SEEK_END)
         return b"" if file.read(1) == b"\n" else b"\n"
 
 
-_JSON_LINES = _Format(
-    header=b"",
-    line=lambda row: json.dumps(row).encode() + b"\n",
-    wanted="be a JSON lines log",
-    fits=lambda first: first.startswith(b"{"),
-)
-
-
-class JSONLines:
-    """Write a JSON object on a line of its own for each update, with ``COLUMNS`` as its keys.
-
-    Each row is in the file when the call returns, so that ``tail -f`` shows it and a crash keeps it. Two scalers may
-    share a file: rows stay whole, but nothing tells which one wrote them; better give each its own.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        ``{rank}`` in it is replaced by this process's rank.
-    append : bool, default True
-        Keep what the file holds, as a resumed run wants; False begins anew with the first row.
-    every_rank : bool, default False
-        Write on every rank, and not on rank 0 alone; ``path`` must have ``{rank}`` in it then.
-
-    Raises
-    ------
-    LogWriteError
-        At construction when the file or its folder cannot be written; in a call when the row cannot be (a full disk):
-        the scaler's state is complete by then, and training can go on.
-    InvalidValueError
-        For ``every_rank`` without ``{rank}``, and for a file to append to that holds something else.
-
-    Examples
-    --------
-    >>> import gradscale, pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.JSONLines(f"{folder}/scale.jsonl") as log:
-    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
-    ...     print(pathlib.Path(folder, "scale.jsonl").read_text()[:47])
-    {"iteration": 1, "rank": 0, "scale": 65536.0, "
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
-        self._rows = _RowFile(_JSON_LINES, path, append=append, every_rank=every_rank)
-        self.path, self.every_rank = self._rows.path, self._rows.every_rank
-
-    def __call__(self, report: UpdateReport | StepReport) -> None:
-        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
-        self._rows.write(row_of(report))
-
-    def close(self) -> None:
-        """Close the file; it cannot be written to any more. Again is fine."""
-        self._rows.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-_CSV = _Format(
-    header=_csv_line(COLUMNS),
-    line=_csv_row,
-    wanted=f"have the columns {','.join(COLUMNS)}",
-    fits=lambda first: first.rstrip(b"\r") == _csv_line(COLUMNS).rstrip(),
-)
-
-
-class CSV:
-    """Write a line of comma-separated values for each update, below a first one with ``COLUMNS``.
-
-    Parameters, errors and guarantees are those of :class:`JSONLines`; a file to append to must have the same columns,
-    and keeps its one first line.
-
-    Examples
-    --------
-    >>> import gradscale, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, gradscale.callbacks.CSV(f"{folder}/scale.csv") as log:
-    ...     log(gradscale.UpdateReport(iteration=1, scale=65536.0, skipped=False, rank=0, steps=()))
-    ...     print(gradscale.callbacks.read_log(f"{folder}/scale.csv")[0]["scale"])
-    65536.0
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
-        self._rows = _RowFile(_CSV, path, append=append, every_rank=every_rank)
-        self.path, self.every_rank = self._rows.path, self._rows.every_rank
-
-    def __call__(self, report: UpdateReport | StepReport) -> None:
-        """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
-        self._rows.write(row_of(report))
-
-    def close(self) -> None:
-        """Close the file; it cannot be written to any more. Again is fine."""
-        self._rows.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _as_text(path: Any) -> str:
+def _as_text(path: object) -> str:
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str):
         msg = f"path must be a str or os.PathLike, got {shown(path)} of type {type(path).__name__}"
@@ -297,17 +211,13 @@ def _cannot_open(path: Path, error: Exception) -> LogWriteError:
     return LogWriteError(msg)
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
-
-
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a log that JSONLines or CSV has written, or another file of JSON objects, one a line.
+    """Read a log that JSONLines has written, or another file of JSON objects, one a line.
 
     Parameters
     ----------
     path : str or os.PathLike
-        A name that ends in ``.csv`` is read as CSV; everything else as JSON lines. Empty lines are left out.
+        A text file; empty lines are left out.
 
     Returns
     -------
@@ -338,52 +248,17 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             f"the log must be a text file that can be read, got {where!r}: {getattr(error, 'strerror', None) or error}"
         )
         raise InvalidValueError(msg) from error
-    rows = _rows_of_csv(where, text) if where.lower().endswith(".csv") else _rows_of_json(where, text)
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            row: Any = None
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+            if not isinstance(row, dict):
+                msg = f"line {number} of {where!r} must hold a JSON object, got {line!r:.60}"
+                raise InvalidValueError(msg)
+            rows.append(row | {"line": number})
     if not rows:
         msg = f"the log must hold at least one row, got {where!r}, which is empty"
         raise InvalidValueError(msg)
     return rows
-
-
-def _rows_of_json(where: str, text: str) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            row = _parsed(where, number, "a JSON object", line)
-            if not isinstance(row, dict):
-                raise _malformed(where, number, "a JSON object", line)
-            rows.append(row | {"line": number})
-    return rows
-
-
-def _rows_of_csv(where: str, text: str) -> list[dict[str, Any]]:
-    rows = []
-    reader = csv.reader(io.StringIO(text))
-    try:
-        header = next(reader, [])
-        for cells in filter(None, reader):
-            number = reader.line_num
-            if len(cells) != len(header):
-                raise _malformed(where, number, f"{len(header)} values", ",".join(cells))
-            row: dict[str, Any] = {"line": number}
-            for name, cell in zip(header, cells, strict=True):
-                # Numbers and booleans are written as in JSON; the rest is text.
-                is_text = name in _TEXT or not cell
-                wanted = f"a number or true or false as {name}"
-                row[name] = (cell or None) if is_text else _parsed(where, number, wanted, cell)
-            rows.append(row)
-    except csv.Error as error:
-        raise _malformed(where, reader.line_num, "comma-separated values", f"{error}") from error
-    return rows
-
-
-def _parsed(where: str, line: int, wanted: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(where, line, wanted, text) from error
-
-
-def _malformed(where: str, line: int, wanted: str, got: str) -> InvalidValueError:
-    msg = f"line {line} of {where!r} must hold {wanted}, got {_shown(got)}"
-    return InvalidValueError(msg)

@@ -77,7 +77,7 @@ def history(
     Parameters
     ----------
     history : scaler, iterable of StepReport or UpdateReport, str or os.PathLike
-        A scaler, reports that were kept, or the path of a log of JSONLines or CSV. The line ends with the scale that
+        A scaler, reports that were kept, or the path of a log of JSONLines. The line ends with the scale that
         the last update has left; StepReports alone, such as ``scaler.history``, do not know that one.
     path : str or os.PathLike, optional
         A file to save to; its suffix gives the format.

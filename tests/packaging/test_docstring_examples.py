@@ -113,6 +113,8 @@ def test_a_missing_example_and_a_wrong_one_are_seen() -> None:
 
 def test_all_public_names_are_asked() -> None:
     assert len(PURE) >= 70
-    assert {"gradscale.policies.presets.torch", "gradscale.reports.logs.CSV", "gradscale.errors.BackendError"} <= set(
-        PURE
-    )
+    assert {
+        "gradscale.policies.presets.torch",
+        "gradscale.reports.logs.JSONLines",
+        "gradscale.errors.BackendError",
+    } <= set(PURE)

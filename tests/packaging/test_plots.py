@@ -20,7 +20,7 @@ from gradscale import (
     plot,
 )
 from gradscale.policies.simulation import simulate
-from gradscale.reports.callbacks import CSV, JSONLines
+from gradscale.reports.callbacks import JSONLines
 from gradscale.reports.steps import UpdateReport
 
 REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
@@ -82,19 +82,17 @@ def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path:
             raise AssertionError
 
     reports: list[UpdateReport] = []
-    for path in (tmp_path / "log.jsonl", tmp_path / "log.csv"):
-        reports.clear()
-        log = (JSONLines if path.suffix == ".jsonl" else CSV)(path)
-        scaler = GradScaler(on_update=[log, reports.append])
-        for _ in range(2):
-            scaler.scale(np.float32(1.0))
-            scaler.step(Optimizer())
-            scaler.update()
-        for history in (scaler, reports, path):
-            (axes,) = plot.history(history).axes
-            assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0], history
-            assert list(axes.lines[0].get_xdata())[-1] == 3
-            assert axes.get_ylim()[0] < 16384.0
+    path = tmp_path / "log.jsonl"
+    scaler = GradScaler(on_update=[JSONLines(path), reports.append])
+    for _ in range(2):
+        scaler.scale(np.float32(1.0))
+        scaler.step(Optimizer())
+        scaler.update()
+    for history in (scaler, reports, path):
+        (axes,) = plot.history(history).axes
+        assert list(dict.fromkeys(axes.lines[0].get_ydata())) == [65536.0, 32768.0, 16384.0], history
+        assert list(axes.lines[0].get_xdata())[-1] == 3
+        assert axes.get_ylim()[0] < 16384.0
 
 
 def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
