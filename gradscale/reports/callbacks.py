@@ -107,6 +107,9 @@ class LogUpdates:
         """Log what is to be told of a report."""
         if isinstance(report, StepReport):
             self._tell_skip(report)
+            # As on_skip alone no update comes that clears them.
+            if self._told and self._told[0].iteration != report.iteration:
+                self._told.clear()
             self._told.append(report)
             return
         if self._scale is not None and report.scale != self._scale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import resource
@@ -109,6 +110,15 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
         "iteration 4: 1 of the last 4 steps skipped (25 %), scale 16",
         "iteration 5: scale was set, 16 -> 2",
     ]
+
+
+def test_logging_as_on_skip_alone_keeps_no_reports() -> None:
+    log = LogUpdates()
+    reports = [update(iteration, skipped=True).steps[0] for iteration in range(1, 100)]
+    for report in reports:
+        log(report)
+    kept = gc.get_referents(*vars(log).values())
+    assert sum(any(report is one for one in kept) for report in reports) <= 1
 
 
 @pytest.mark.numpy
