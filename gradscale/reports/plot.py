@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
@@ -35,14 +34,11 @@ _LIMITS = (
     (2.0**-14, "2⁻¹⁴, below it fp16 loses bits", "bottom"),
     (_SMALLEST_FLOAT16, "2⁻²⁴, fp16's smallest", "top"),
 )
-# From which on a float does not hold each integer.
+# From here on a float does not hold each integer.
 _LARGEST_ITERATION = 2**53
 # More than a picture has columns of pixels.
 _COLUMNS = 2000
-# Of a scale that turns more often than a picture shows, parts of which the mean and the range are drawn.
-_PARTS = 250
 _LOWEST_SPAN = 2.0**6
-_STRIP = 0.09
 
 
 class _Row(NamedTuple):
@@ -54,7 +50,7 @@ class _Row(NamedTuple):
 
 
 class _Scaler(Protocol):
-    """What is drawn of a scaler."""
+    """The members of a scaler that are drawn."""
 
     @property
     def history(self) -> list[StepReport]: ...
@@ -71,14 +67,14 @@ def history(
 ) -> Figure:
     """Draw the scale of a run on a log2 axis, and mark the skipped steps.
 
-    Where magnitudes are known, from overflow reports or a log, a second panel shows the largest finite gradient times
-    the scale against fp16's range.
+    If magnitudes are known, from overflow reports or a log, a second panel shows the largest finite gradient times the
+    scale against fp16's range.
 
     Parameters
     ----------
     history : scaler, iterable of StepReport or UpdateReport, str or os.PathLike
-        A scaler, reports that were kept, or the path of a log of JSONLines. The line ends with the scale that
-        the last update has left; StepReports alone, such as ``scaler.history``, do not know that one.
+        A scaler, reports that were kept, or the path of a log of JSONLines. The line ends with the scale after the last
+        update; StepReports alone, such as ``scaler.history``, do not hold that one.
     path : str or os.PathLike, optional
         A file to save to; its suffix gives the format.
     ax : matplotlib.axes.Axes, optional
@@ -98,7 +94,7 @@ def history(
     InvalidValueError, InvalidTypeError
         For an empty history, a malformed log, other objects, or a suffix of ``path`` that matplotlib does not know.
     LogWriteError
-        When ``path`` cannot be written.
+        If ``path`` cannot be written.
 
     Examples
     --------
@@ -119,24 +115,10 @@ def history(
         axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if len(axes) > 1:
         _draw_range(axes[1], magnitudes)
-    skipped = [row for row in rows if row.skipped]
     scales, last = [row.scale for row in rows], rows[-1].new_scale
-    _draw_scale(axes[0], [row.x for row in rows], scales, last, label="scale", color=_COLOURS[0])
-    if skipped:
-        columns = _columns([row.x for row in skipped], skipped[-1].x - skipped[0].x)
-        marks = {(column, row.scale): row for column, row in zip(columns, skipped, strict=True)}.values()
-        axes[0].scatter(
-            [row.x for row in marks],
-            [row.scale for row in marks],
-            marker="x",
-            s=34 if len(marks) < 100 else 14,
-            color=_SKIPPED,
-            linewidths=1.4,
-            zorder=3,
-            label="step skipped",
-        )
+    skipped = [index for index, row in enumerate(rows) if row.skipped]
+    _draw_scale(axes[0], [row.x for row in rows], scales, skipped, last)
     _style(axes[0], scales if last is None else [*scales, last])
-    _legend(axes[0])
     axes[0].set_title(_share(len(skipped), len(rows)) if title is None else title, loc="left", fontsize=11)
     axes[0].set_ylabel("scale")
     axes[-1].set_xlabel(x_label)
@@ -149,15 +131,12 @@ def simulation(
     *,
     title: str | None = None,
 ) -> Figure:
-    """Draw the scales of simulated runs, each in a panel with an axis of its own, and the steps that it skipped.
-
-    Where a scale turns more often than a picture shows, as in a million steps, a line shows its geometric mean over
-    many steps, and a band the lowest and the highest scale in them.
+    """Draw the scales of simulated runs as :func:`history` does, each in a panel with an axis of its own.
 
     Parameters
     ----------
     results : Simulation or sequence of Simulation
-        What :func:`gradscale.policies.simulation.simulate` has returned.
+        From :func:`gradscale.policies.simulation.simulate`.
     path : str or os.PathLike, optional
         A file to save to; its suffix gives the format.
     title : str, optional
@@ -166,7 +145,7 @@ def simulation(
     Returns
     -------
     Figure
-        Not shown, as :func:`history`'s; the same errors.
+        Not shown. The errors are those of :func:`history`.
 
     Examples
     --------
@@ -185,30 +164,19 @@ def simulation(
         raise InvalidTypeError(msg)
     figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    bands = []
     for index, (ax, run) in enumerate(zip(axes, runs, strict=True)):
-        steps = range(1, run.steps + 1)
-        band = _draw_scale(ax, steps, run.scale, color=_COLOURS[index % len(_COLOURS)], linewidth=1.4)
-        bands.append(band)
-        skipped = [step for step, is_skipped in zip(steps, run.skipped, strict=True) if is_skipped]
-        drawn = list(dict(zip(_columns(skipped, run.steps), skipped, strict=True)).values())
-        # A strip below the data, in fractions of the height.
-        strip = ax.get_xaxis_transform()
-        ax.vlines(drawn, 0.0, _STRIP, transform=strip, color=_SKIPPED, linewidth=1.2 if len(drawn) < 200 else 0.6)
-        ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}", loc="left", fontsize=10)
-        # So that a scale that moves little does not look as if it moved much; with room for the strip.
+        skipped = [index for index, is_skipped in enumerate(run.skipped) if is_skipped]
         high = max(run.scale)
-        low = min(min(run.scale), high / _LOWEST_SPAN)
-        _style(ax, [low * (low / high / 4.0) ** (1.6 * _STRIP), high])
+        _draw_scale(ax, range(1, run.steps + 1), run.scale, skipped, color=_COLOURS[index % len(_COLOURS)])
+        # A scale that moves little must not look as if it moved much.
+        _style(ax, [*run.scale, high / _LOWEST_SPAN])
+        ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}", loc="left", fontsize=10)
         ax.set_ylabel("scale")
         if run.raised_at is not None:
             end = (run.raised_at, run.scale[-1])
             ax.plot(*end, "X", color=_SKIPPED, markersize=10, markeredgecolor="white", zorder=4)
             ax.annotate(f"raised in step {run.raised_at:,}", end, xytext=(9, 4), textcoords="offset points", fontsize=9)
     axes[-1].set_xlabel("step")
-    mark = axes[0].vlines([], 0.0, 0.0, color=_SKIPPED, linewidth=1.6, label="step skipped")
-    handles: list[Any] = [mark, *(band for band in bands if band is not None)][:2]
-    axes[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=2, frameon=False, fontsize=9)
     if title is not None:
         figure.suptitle(title)
     return _saved(figure, path)
@@ -219,18 +187,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     if isinstance(history, (str, os.PathLike)):
         found = read_log(history)
         for row in found:
-            where = f"line {row['line']} of {os.fspath(history)!r}"
-            magnitude = row.get("magnitude")
-            for name in ("scale", "new_scale"):
-                scale = row.get(name)
-                if name == "new_scale" and scale is None:
-                    continue
-                if not (_is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32):
-                    msg = f"{where} must have a {name} above 0 that float32 can hold, got {scale!r:.60}"
-                    raise InvalidValueError(msg)
-            if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
-                msg = f"{where} must have a magnitude that is a number from 0 on, or none, got {magnitude!r:.60}"
-                raise InvalidValueError(msg)
+            _check(row, f"line {row['line']} of {os.fspath(history)!r}")
     else:
         last = None
         if hasattr(history, "history") and hasattr(history, "get_scale"):
@@ -239,7 +196,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
             msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
             raise InvalidTypeError(msg)
-        found = [row_of(report) for report in reports]
+        found = [{**row_of(report)} for report in reports]
         if found and last is not None:
             found[-1]["new_scale"] = last
     if not found:
@@ -252,7 +209,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     rows = []
     for number, row in enumerate(found, 1):
         magnitude = row.get("magnitude")
-        # What is no finite number, or beyond any gradient, is not drawn.
+        # NaN, inf and what is beyond any gradient are not drawn.
         is_drawable = magnitude is not None and magnitude <= validation.LARGEST_FLOAT32
         x = row["iteration"] if is_in_order else number
         is_skipped = row.get("skipped") is True
@@ -260,7 +217,21 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
     return rows, "iteration" if is_in_order else "row of the log"
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _check(row: dict[str, Any], where: str) -> None:
+    """Raise if a row of a log cannot be drawn."""
+    for name in ("scale", "new_scale"):
+        scale = row.get(name)
+        is_drawable = _is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32
+        if not is_drawable and (name == "scale" or scale is not None):
+            msg = f"{where} must have a {name} above 0 that float32 can hold, got {scale!r:.60}"
+            raise InvalidValueError(msg)
+    magnitude = row.get("magnitude")
+    if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
+        msg = f"{where} must have a magnitude that is a number from 0 on, or none, got {magnitude!r:.60}"
+        raise InvalidValueError(msg)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -292,51 +263,41 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def _draw_scale(
-    ax: Axes, x: Sequence[float], scales: Sequence[float], last: float | None = None, *, color: str, **how: Any
-) -> Any:
-    """Draw a line by the points where it turns; where they are more than pixels, return the band of its range."""
-    turns = [0, *(i for i in range(1, len(scales)) if scales[i] != scales[i - 1]), len(scales) - 1]
-    if len(turns) > 2 * _PARTS:
-        return _draw_parts(ax, x, scales, color, **how)
-    # The last step lasts as long as the others, and ends with what its update has made of the scale.
+    ax: Axes,
+    x: Sequence[int],
+    scales: Sequence[float],
+    skipped: Sequence[int],
+    last: float | None = None,
+    color: str = _COLOURS[0],
+) -> None:
+    """Draw a scale as a line, and crosses on it at the indices of skipped steps."""
+    turns = _visible([i for i in range(len(scales)) if i == 0 or scales[i] != scales[i - 1]], x, scales)
+    # The last step is as wide as the others, and ends at the scale after its update.
     heights = [*(scales[i] for i in turns), scales[-1] if last is None else last]
-    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=color, **how)
-    return None
+    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=color, label="scale")
+    if skipped:
+        marks = _visible(skipped, x, scales)
+        ax.scatter(
+            [x[i] for i in marks],
+            [scales[i] for i in marks],
+            marker="x",
+            s=34 if len(marks) < 100 else 14,
+            color=_SKIPPED,
+            linewidths=1.4,
+            zorder=1.9,
+            label="step skipped",
+        )
 
 
-def _draw_parts(ax: Axes, x: Sequence[float], scales: Sequence[float], color: str, **how: Any) -> Any:
-    """Draw the geometric mean of each of many parts as a line, and the range of each as a band, which is returned."""
-    length = -(-len(scales) // _PARTS)
-    parts = [scales[first : first + length] for first in range(0, len(scales), length)]
-    begins = [x[first] for first in range(0, len(scales), length)]
-    means = [2.0 ** (math.fsum(map(math.log2, part)) / len(part)) for part in parts]
-    # Each lasts until the next one begins.
-    edges = [*begins, x[-1] + 1]
-    lowest, highest = ([extreme(part) for part in parts] for extreme in (min, max))
-    label = f"lowest to highest of {length:,} steps, and their mean"
-    band = ax.fill_between(
-        edges,
-        [*lowest, lowest[-1]],
-        [*highest, highest[-1]],
-        step="post",
-        color=color,
-        alpha=0.25,
-        linewidth=0,
-        label=label,
-    )
-    ax.plot(edges, [*means, means[-1]], drawstyle="steps-post", color=color, **how)
-    return band
-
-
-def _columns(x: Sequence[float], span: float) -> list[float]:
-    """Return the column of pixels that each position falls on; of those on one column one is enough."""
-    return [value * _COLUMNS // max(span, _COLUMNS) for value in x]
+def _visible(indices: Iterable[int], x: Sequence[int], scales: Sequence[float]) -> list[int]:
+    """Return the last of those indices whose points share a column of pixels and a scale."""
+    span = max(x[-1] - x[0], _COLUMNS)
+    return sorted({((x[i] - x[0]) * _COLUMNS // span, scales[i]): i for i in indices}.values())
 
 
 def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
-    """Draw the largest finite gradients, as fp16 had to hold them."""
+    """Draw the largest finite gradients times their scale, and fp16's limits."""
     scaled = [(row.magnitude or 0.0) * row.scale for row in rows]
-    ax.axhspan(_SMALLEST_FLOAT16, LARGEST_FLOAT16, color=_COLOURS[2], alpha=0.10, linewidth=0)
     size = 16 if len(rows) < 300 else 5
     ax.scatter([row.x for row in rows], scaled, s=size, color=_COLOURS[0], label="largest finite gradient")
     for value, text, side in _LIMITS:
@@ -354,11 +315,10 @@ def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
         )
     _style(ax, [*scaled, LARGEST_FLOAT16 * 8.0, _SMALLEST_FLOAT16 / 8.0])
     ax.set_ylabel("gradient × scale")
-    _legend(ax)
 
 
 def _style(ax: Axes, values: Sequence[float]) -> None:
-    """Set a log2 axis that holds values, a light grid, and whole numbers with separators below."""
+    """Set a log2 axis that holds values, a light grid, whole numbers with separators below, and a legend above."""
     from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
     ax.set_yscale("log", base=2)
@@ -374,8 +334,4 @@ def _style(ax: Axes, values: Sequence[float]) -> None:
     ax.set_axisbelow(True)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def _legend(ax: Axes) -> None:
-    """Put the legend above the axes, where no data is."""
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9, handlelength=3.0)
