@@ -4,7 +4,7 @@
 
     scaler = gradscale.GradScaler(on_update=[callbacks.LogUpdates(), callbacks.JSONLines("scale.jsonl")])
 
-A scaler calls them on rank 0 alone, but for those with a true attribute ``every_rank``.
+A scaler calls them on rank 0, and on every rank those whose attribute ``every_rank`` is true.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError
@@ -26,14 +26,24 @@ __all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
 
 _NAMED_PARAMETERS = 3
 
+_Report = TypeVar("_Report")
 
-def every_rank(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+
+class SummaryWriter(Protocol):
+    """What TensorBoard writes to: torch.utils.tensorboard.SummaryWriter, tensorboardX.SummaryWriter, ..."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
+        """Write a number."""
+        ...
+
+
+def every_rank(callback: Callable[[_Report], object]) -> Callable[[_Report], object]:
     """Return a callback that is called on every rank, and not on rank 0 alone.
 
     Raises
     ------
     InvalidTypeError
-        For what cannot be called.
+        If it cannot be called.
 
     Examples
     --------
@@ -46,32 +56,26 @@ def every_rank(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if not callable(callback):
         msg = f"callback must be a callable that takes a report, got {callback!r}"
         raise InvalidTypeError(msg)
-
-    def call(report: Any) -> Any:
-        return callback(report)
-
-    # A callable object may have no name.
-    functools.update_wrapper(call, callback)
+    call = functools.partial(callback)
     call.every_rank = True  # type: ignore[attr-defined]
     return call
 
 
 class LogUpdates:
-    """Log a line for each skipped step, and one when an update has changed the scale; nothing else.
+    """Log a line for each skipped step, and one with the scale before and after each update that changed it.
 
-    The line of an iteration has the scale before and after its update. As ``on_update`` it does both, as ``on_skip``
-    the first, and as both it tells of each step once.
+    As ``on_update`` it logs both, as ``on_skip`` skipped steps alone, and as both each step once.
 
     Parameters
     ----------
     logger : logging.Logger, optional
         Default: the one named "gradscale".
     level : int, default logging.INFO
-        Of changes of the scale, and of summaries.
+        For changes of the scale, and for summaries.
     skip_level : int, default logging.WARNING
-        Of skipped steps.
+        For skipped steps.
     summary_every : int, default 0
-        How many updates pass between two summaries; 0 for none.
+        After how many updates a line says how many of them were skipped; 0 for no such line.
     every_rank : bool, default False
         Log on every rank, and not on rank 0 alone.
 
@@ -104,7 +108,7 @@ class LogUpdates:
         self._updates = self._skipped = 0
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
-        """Log what is to be told of a report."""
+        """Log a report's lines, if it has any."""
         if isinstance(report, StepReport):
             self._tell_skip(report)
             # As on_skip alone no update comes that clears them.
@@ -113,7 +117,7 @@ class LogUpdates:
             self._told.append(report)
             return
         if self._scale is not None and report.scale != self._scale:
-            # Between two updates: loaded, say.
+            # Between two updates, such as by load_state_dict.
             self._tell_change(report, "was set", self._scale, report.scale)
         self._scale = report.scale if report.new_scale is None else report.new_scale
         skipped = [step for step in report.steps if step.skipped]
@@ -121,7 +125,7 @@ class LogUpdates:
             if not any(step is told for told in self._told):
                 self._tell_skip(step)
         if report.skipped and not skipped:
-            # Unscaled, and left out by the loop itself.
+            # The gradients were unscaled, and the loop did not call step().
             self._log(self._skip_level, f"iteration {report.iteration}: overflow at scale {report.scale:g}")
         self._told.clear()
         if self._scale != report.scale:
@@ -157,11 +161,11 @@ class LogUpdates:
 
 
 def _worst(overflow: OverflowReport) -> str:
-    """Return the worst parameters, once each, and the cause, as the end of a line."""
+    """Return the end of a line: the names of the worst parameters, and whether the model is at fault."""
     names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite))
     more = len(names) - _NAMED_PARAMETERS
     listed = ", ".join(names[:_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
-    cause = {"model": "; the model is at fault, not the scale"}.get(overflow.cause, "")
+    cause = "; the model is at fault, not the scale" if overflow.cause == "model" else ""
     return (f": {listed}" if names else "") + cause
 
 
@@ -174,20 +178,20 @@ class TensorBoard:
     Parameters
     ----------
     writer : object with add_scalar(tag, value, step)
-        torch.utils.tensorboard.SummaryWriter, tensorboardX.SummaryWriter, ...; to be closed by the caller.
+        torch.utils.tensorboard.SummaryWriter, tensorboardX.SummaryWriter, ...; close it yourself.
     prefix : str, default "gradscale/"
         Before each tag.
     every : int, default 1
-        Of how many updates one is written; one that was skipped always is.
+        Write one of so many updates, and each that was skipped.
     window : int, default 1000
-        Updates that the rate is taken over.
+        How many updates ``skip_rate`` counts.
     every_rank : bool, default False
         Write on every rank, and not on rank 0 alone; each needs a writer with its own folder.
 
     Raises
     ------
     InvalidTypeError
-        For a writer without ``add_scalar``.
+        If the writer has no ``add_scalar``, and if it is given as ``on_skip``.
 
     Examples
     --------
@@ -202,7 +206,7 @@ class TensorBoard:
 
     def __init__(
         self,
-        writer: Any,
+        writer: SummaryWriter,
         prefix: str = "gradscale/",
         *,
         every: int = 1,
@@ -221,17 +225,13 @@ class TensorBoard:
         self._every = validation.integer("every", every, 1, validation.LARGEST_INT32)
         window = validation.integer("window", window, 1, validation.LARGEST_INT32)
         self._recent: collections.deque[bool] = collections.deque(maxlen=window)
-        self._skipped_recently = 0
 
     def __call__(self, report: UpdateReport) -> None:
         """Write an update's scalars."""
         if not isinstance(report, UpdateReport):
             msg = f"TensorBoard must be given as on_update=, got a {type(report).__name__}"
             raise InvalidTypeError(msg)
-        if len(self._recent) == self._recent.maxlen:
-            self._skipped_recently -= self._recent[0]
         self._recent.append(report.skipped)
-        self._skipped_recently += report.skipped
         if not report.skipped and report.iteration % self._every:
             return
         scalars = {
@@ -239,7 +239,7 @@ class TensorBoard:
             "log2_scale": math.log2(report.scale),
             "skipped": 1 if report.skipped else 0,
             "nonfinite": max((step.nonfinite for step in report.steps), default=0),
-            "skip_rate": self._skipped_recently / len(self._recent),
+            "skip_rate": sum(self._recent) / len(self._recent),
         }
         for name, value in scalars.items():
             self._writer.add_scalar(f"{self._prefix}{name}", value, report.iteration)
