@@ -1,8 +1,9 @@
-"""Gathering what every rank of a group has found in its gradients, by all-reduces with MAX alone."""
+"""gather: the reports of all ranks on their gradients, by all-reduces with MAX alone."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,24 +25,18 @@ _LOWEST_INT32 = -(2**31)
 def gather(
     own: RankReport, groups: Sequence[Collectives], agree: Callable[[Collectives, list[int]], list[int]]
 ) -> list[RankReport]:
-    """Return the reports of all ranks, the same on every one; every rank calls it.
+    """Return the reports of all ranks, the same on every rank, by two all-reduces for each group.
 
-    They hold at most 4096 entries, or 8 of each rank if that is more: the worst ones, and how many are left out. The
-    groups are gathered over in turn, by two all-reduces each: the longest message, and all messages side by side.
-    ``agree`` returns the element-wise MAX over a group of a list of int32.
-
-    Raises
-    ------
-    BackendError
-        When some rank could not look at its gradients, which its own report's ``failure`` says; on every rank.
+    ``agree`` returns the element-wise MAX over a group of a list of int32. If a rank could not look at its gradients,
+    as its report's ``failure`` says, the other ranks raise a BackendError.
     """
-    # Its ranks in all groups tell a rank from the others, also where it comes by two ways.
+    # A rank is known by its ranks in all groups: the report of one may arrive over two of them.
     rank = tuple(collectives.rank for collectives in groups)
     reports = {rank: dataclasses.replace(own, rank=rank)}
     for collectives in groups:
         limit = max(_GATHERED_OF_EACH, _GATHERED // (collectives.size * len(reports)))
         sent = _pack([report.worst(limit) for report in reports.values()])
-        received = _exchange(sent, collectives, agree)
+        received = _all_gather(sent, collectives, agree)
         reports = {report.rank: report for message in received for report in _unpack(message)}
     failed = [report for report in reports.values() if report.failure]
     if failed and not own.failure:
@@ -51,10 +46,10 @@ def gather(
     return list(reports.values())
 
 
-def _exchange(
+def _all_gather(
     sent: bytes, collectives: Collectives, agree: Callable[[Collectives, list[int]], list[int]]
 ) -> list[bytes]:
-    """Return the bytes of every rank: each fills its own slot, and MAX keeps what is not the lowest int32."""
+    """Return the bytes of every rank: each fills its own slot, and all others hold the lowest int32 there."""
     padded = struct.pack("<I", len(sent)) + sent + bytes(-len(sent) % 4)
     mine = list(struct.unpack(f"<{len(padded) // 4}i", padded))
     (slot,) = agree(collectives, [len(mine)])
@@ -69,16 +64,11 @@ def _exchange(
 
 
 def _pack(reports: Sequence[RankReport]) -> bytes:
-    # Imported here, as it is needed by nobody else.
-    import json
-
     rows = [dataclasses.astuple(report) for report in reports]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())
 
 
 def _unpack(message: bytes) -> list[RankReport]:
-    import json
-
     reports = []
     for rank, entries, *rest in json.loads(zlib.decompress(message)):
         restored = [

@@ -1,10 +1,10 @@
-"""OverflowReport: which parameters hold inf or NaN, on which rank, whether the scale or the model is at fault."""
+"""OverflowReport: which parameters hold inf or NaN, on which rank, and whether the scale or the model is at fault."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from gradscale.core import validation
 
@@ -12,9 +12,9 @@ __all__ = ["Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cau
 
 Cause = Literal["none", "scale", "model", "underflow"]
 
-# Shares above which gradients are said to underflow. A float16 has 10 binades of subnormals; where a tenth of what is
-# not zero lies there, a share of like size lies below and is lost. Zeros alone prove little: ReLUs and embeddings
-# make most of some gradients zero. Nearly all of all gradients, they do not.
+# Gradients underflow above these shares. float16 has 10 binades of subnormals: if a tenth of all nonzero values lies
+# there, about as many lie below and are lost. Zeros alone prove little, as ReLUs and embeddings make most of some
+# gradients zero, but not nearly all of all gradients.
 _SUBNORMAL_SHARE = 0.1
 _ZERO_SHARE = 0.99
 _LONGEST_NAME = 48
@@ -27,25 +27,25 @@ class ParameterReport:
     Attributes
     ----------
     name : str
-        Of the parameter.
+        The parameter's name.
     rank : tuple of int
         Rank in each group that was gathered over; empty without one.
     index : int
         Position among the optimizer's parameters, from 0.
     shape : tuple of int
-        Of the gradient on this rank; empty where it is missing.
+        Of the gradient on this rank; empty if it is missing.
     dtype : str
-        Of the gradient, such as "float16"; empty where it is missing.
+        Of the gradient, such as "float16"; empty if it is missing.
     size : int
         How many elements were looked at.
     inf, nan, zeros, subnormals : int
-        How many of them are so. A complex element counts once: as NaN, else inf, else subnormal if one of its parts
-        is, and as zero if both are.
+        How many of its elements are. A complex element counts once: as NaN, else inf, else subnormal if one of its
+        parts is, and as zero if both are.
     largest : float or None
         Largest finite magnitude, of a real or imaginary part, divided by the scale if the gradient is still scaled;
-        None where nothing is finite.
+        None if no element is finite.
     missing : bool
-        Whether there is no gradient (``None``, or one without values).
+        Whether there is no gradient: ``None``, or one without values.
 
     Examples
     --------
@@ -84,8 +84,8 @@ class ParameterReport:
         return self.subnormals / max(self.size, 1)
 
     @property
-    def badness(self) -> tuple[Any, ...]:
-        """What reports are sorted by: inf and NaN first, then underflow, then what is nearest to overflow."""
+    def badness(self) -> tuple[int, bool, float, float, int, tuple[int, ...]]:
+        """The sort key of reports: inf and NaN first, then underflow, then the largest gradients."""
         return (
             -self.nonfinite,
             self.missing,
@@ -95,7 +95,7 @@ class ParameterReport:
             self.rank,
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain Python values that JSON can hold: every float is finite."""
         return {
             "name": self.name,
@@ -114,7 +114,7 @@ class ParameterReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank has found, as it is sent to the others; the fields of these names are OverflowReport's."""
+    """A rank's own report, as it is sent to the others; the fields of these names are OverflowReport's."""
 
     rank: tuple[int, ...]  # in each group gathered over
     entries: tuple[ParameterReport, ...] = ()
@@ -127,7 +127,7 @@ class RankReport:
     failure: str = ""  # why this rank could not look at its gradients
 
     def worst(self, limit: int) -> RankReport:
-        """Return the same with at most so many entries."""
+        """Return the report with at most so many entries."""
         if len(self.entries) <= limit:
             return self
         omitted = self.entries[limit:]
@@ -142,25 +142,25 @@ class RankReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OverflowReport:
-    """What an optimizer's gradients hold; ``print(report)`` shows a table, the worst first.
+    """The inf, NaN, zeros and subnormals of an optimizer's gradients; ``print(report)`` shows a table, the worst first.
 
     Attributes
     ----------
     entries : tuple of ParameterReport
         One for each parameter and rank, the worst first.
     scale : float
-        That the gradients are scaled with, or were divided by.
+        The scale that the gradients are scaled with, or were divided by.
     iteration : int
         The scaler's iteration that they belong to.
     cause : {"none", "scale", "model", "underflow"}
-        Nothing is wrong; the scale is too high; the model makes inf or NaN whatever the scale; nothing overflows, and
-        much is too small for the dtype.
+        Nothing is wrong; the scale is too high; the model makes inf or NaN at any scale; nothing overflows, and many
+        values are too small for the dtype.
     explanation : str
-        A sentence that says so, and what to do.
+        The cause in a sentence, and what to do.
     omitted_nonfinite, omitted_finite : int
         How many parameters of all ranks are not listed: of each rank of a large group only the worst are gathered.
     loss_nonfinite : int or None
-        How many arrays of the unscaled loss, on any rank, are not finite; None where it is not known.
+        How many arrays of the unscaled loss, on all ranks, are not finite; None if it is not known.
 
     Examples
     --------
@@ -185,7 +185,7 @@ class OverflowReport:
 
     @classmethod
     def of(cls, ranks: Iterable[RankReport], minimum: float) -> OverflowReport:
-        """Return the report on what ranks have found; ``minimum`` is the smallest scale that the policy allows."""
+        """Join the reports of ranks; ``minimum`` is the smallest scale that the policy allows."""
         parts = sorted(ranks, key=lambda part: part.rank)
         # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
         first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
@@ -212,7 +212,7 @@ class OverflowReport:
         Raises
         ------
         InvalidTypeError, InvalidValueError
-            For a limit that is no whole number from 0 on.
+            If ``limit`` is no whole number from 0 on.
         """
         shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
         bad = len(self.nonfinite) + self.omitted_nonfinite
@@ -229,7 +229,7 @@ class OverflowReport:
         more += [f"{more_finite} more finite parameter{'s' * (more_finite != 1)}"] * (more_finite > 0)
         return "\n".join([*lines, f"... and {' and '.join(more)}"] if more else lines)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain Python values that JSON can hold, for logs: every float is finite."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"entries": [entry.to_dict() for entry in self.entries]}
@@ -243,11 +243,7 @@ def find_cause(
     *,
     is_scaled: bool,
 ) -> tuple[Cause, str]:
-    """Return what is wrong with gradients, and a sentence that says it and what to do.
-
-    The entries are the worst first, ``minimum`` is the smallest scale that the policy allows, and ``is_scaled`` tells
-    whether the gradients still are.
-    """
+    """Return the cause, and a sentence that explains it, from entries of which the first is the worst."""
     look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
     if loss_nonfinite:
         return "model", f"The unscaled loss is not finite, whatever the scale: {look}."
@@ -281,7 +277,7 @@ def _rank(entry: ParameterReport) -> str:
 
 
 def _rows(entries: Sequence[ParameterReport]) -> list[list[str]]:
-    """Return the cells of a table, its header first."""
+    """Return the cells of a table and its header; ranks only if there are any."""
     header = ["parameter", "rank", "shape", "dtype", "inf", "nan", "largest", "zeros", "subnormal"]
     rows = [header, *(_cells(entry) for entry in entries)]
     return rows if any(entry.rank for entry in entries) else [[row[0], *row[2:]] for row in rows]

@@ -42,7 +42,7 @@ _LOWEST_SPAN = 2.0**6
 
 
 class _Row(NamedTuple):
-    x: float
+    x: int
     scale: float
     new_scale: float | None
     skipped: bool
@@ -183,7 +183,7 @@ def simulation(
 
 
 def _rows(history: Any) -> tuple[list[_Row], str]:
-    """Return what is to be drawn, and what its x axis is called."""
+    """Return the steps to draw, and the name of the x axis."""
     if isinstance(history, (str, os.PathLike)):
         found = read_log(history)
         for row in found:

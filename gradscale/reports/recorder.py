@@ -1,10 +1,11 @@
-"""Reports: what a scaler tells of its steps: the last one of each optimizer, the history, and the callbacks."""
+"""Reports: the reports of a scaler's steps: the last one of each optimizer, the history, and the callbacks."""
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
@@ -27,11 +28,11 @@ _made_report = constructor(StepReport)
 
 
 class Deferrable(Protocol):
-    """A verdict that the host may read later."""
+    """A verdict that the CPU may read later."""
 
     @property
     def is_captured(self) -> bool:
-        """Whether a captured graph writes it anew at each replay."""
+        """Whether each replay of a captured graph overwrites it."""
         ...
 
     def has_arrived(self) -> bool:
@@ -44,10 +45,11 @@ class Deferrable(Protocol):
 
 
 _Pending = TypeVar("_Pending", bound=Deferrable)
+_Report = TypeVar("_Report")
 
 
 class Deferred(NamedTuple, Generic[_Pending]):
-    """A step whose verdict the host has not read yet, and its iteration."""
+    """A step whose verdict the CPU has not read yet."""
 
     pending: _Pending
     iteration: int
@@ -58,31 +60,7 @@ class Deferred(NamedTuple, Generic[_Pending]):
 
 
 class Reports(Generic[_Pending]):
-    """The reports of a scaler's steps, also of those whose verdict the host reads only when somebody asks.
-
-    Parameters
-    ----------
-    on_skip, on_update : callable or sequence of callables, optional
-        Called with the StepReport of each skipped step, and with the UpdateReport of each iteration.
-    diagnoses : bool, default False
-        Whether a report says which parameters overflowed.
-    history_size : int, default 1024
-        How many StepReports are kept.
-
-    Attributes
-    ----------
-    wants_each_step : bool
-        Whether the host needs each step's verdict within that step.
-    wants_updates : bool
-        Whether there is an ``on_update``.
-    under_way : deque
-        The deferred steps whose verdicts are on their way to the host.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        For what cannot be called, or a size out of range.
-    """
+    """The reports of a scaler's steps; some of their verdicts are read only when somebody asks for the report."""
 
     def __init__(
         self,
@@ -96,17 +74,15 @@ class Reports(Generic[_Pending]):
         self._on_skip = _as_tuple("on_skip", on_skip)
         self._on_update = _as_tuple("on_update", on_update)
         self._note_wishes()
-        size = validation.integer("history_size", history_size, 0, validation.LARGEST_INT32)
-        self._begin(size)
-
-    def _begin(self, size: int | None) -> None:
+        self._size = validation.integer("history_size", history_size, 0, validation.LARGEST_INT32)
         self._last: IdentityMap[StepReport | Deferred[_Pending]] = IdentityMap()
-        self._history: collections.deque[StepReport | Deferred[_Pending]] = collections.deque(maxlen=size)
+        self._history: collections.deque[StepReport | Deferred[_Pending]] = collections.deque(maxlen=self._size)
+        # Steps whose verdicts are on their way to the CPU.
         self.under_way: collections.deque[Deferred[_Pending]] = collections.deque()
 
     @property
     def on_skip(self) -> OnSkip | None:
-        """What is called with the report of a skipped step; None for nothing."""
+        """The callbacks that get the report of a skipped step; None without any."""
         return self._on_skip or None
 
     @on_skip.setter
@@ -116,7 +92,7 @@ class Reports(Generic[_Pending]):
 
     @property
     def on_update(self) -> OnUpdate | None:
-        """What is called with the report of an iteration; None for nothing."""
+        """The callbacks that get the report of an iteration; None without any."""
         return self._on_update or None
 
     @on_update.setter
@@ -125,29 +101,24 @@ class Reports(Generic[_Pending]):
         self._note_wishes()
 
     def _note_wishes(self) -> None:
+        # Whether each step's verdict is read within that step, and whether each update is reported.
         self.wants_updates = len(self._on_update) > 0
         self.wants_each_step = self.diagnoses or self.wants_updates or len(self._on_skip) > 0
 
     @property
     def history(self) -> list[StepReport]:
         """The last reports of all optimizers, oldest first. Deferred verdicts are read now."""
-        for index, entry in enumerate(self._history):
-            if isinstance(entry, Deferred):
-                self._history[index] = entry.report()
-        return list(self._history)  # type: ignore[arg-type]
+        reports = [entry.report() if isinstance(entry, Deferred) else entry for entry in self._history]
+        self._history.clear()
+        self._history.extend(reports)
+        return reports
 
-    def __contains__(self, optimizer: Any) -> bool:
+    def __contains__(self, optimizer: object) -> bool:
         """Tell whether there is a report of an optimizer's last step."""
         return optimizer in self._last
 
-    def last(self, optimizer: Any) -> StepReport:
-        """Return the report of an optimizer's last step; a deferred verdict is read now.
-
-        Raises
-        ------
-        CallOrderError
-            When it has not been stepped by this scaler.
-        """
+    def last(self, optimizer: object) -> StepReport:
+        """Return the report of an optimizer's last step; a deferred verdict is read now."""
         last = self._last.by_id(id(optimizer))
         if last is None:
             msg = f"last_step() needs a step() of this optimizer first, got {shown(optimizer)}"
@@ -156,22 +127,12 @@ class Reports(Generic[_Pending]):
             return last
         report = last.report()
         if not last.pending.is_captured:
-            # Of a captured graph it is read anew each time: a replay may have written it since.
+            # That of a captured graph is read each time: a replay may have overwritten it.
             self._last.put(optimizer, report)
         return report
 
-    def record(self, optimizer: Any, report: StepReport, rank: Callable[[], int] | None = None) -> None:
-        """Keep the report of a step, and tell of it if the step was skipped.
-
-        Parameters
-        ----------
-        optimizer : object
-            Which was stepped.
-        report : StepReport
-            Of its step.
-        rank : callable, optional
-            Returns this process's rank; None to tell nobody.
-        """
+    def record(self, optimizer: object, report: StepReport, rank: Callable[[], int] | None = None) -> None:
+        """Keep the report of a step; if it was skipped, call ``on_skip``, unless ``rank`` is None."""
         self._last.put(optimizer, report)
         if report.reason == "disabled":
             return
@@ -179,8 +140,8 @@ class Reports(Generic[_Pending]):
         if report.skipped and self._on_skip and rank is not None:
             _call(self._on_skip, report, rank())
 
-    def record_later(self, optimizer: Any, iteration: int, pending: _Pending) -> None:
-        """Keep a step whose verdict the host has not read. What a captured graph writes has no place in the history."""
+    def record_later(self, optimizer: object, iteration: int, pending: _Pending) -> None:
+        """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
         entry = Deferred(pending, iteration)
         self._last.put(optimizer, entry)
         if not pending.is_captured:
@@ -188,7 +149,7 @@ class Reports(Generic[_Pending]):
             self._history.append(entry)
 
     def poll(self) -> Iterator[_Pending]:
-        """Yield the deferred verdicts that have arrived since the last call, in order; nothing is waited for."""
+        """Yield the deferred verdicts that have arrived since the last call, in order, without waiting."""
         while self.under_way and self.under_way[0].pending.has_arrived():
             yield self.under_way.popleft().pending
 
@@ -196,33 +157,29 @@ class Reports(Generic[_Pending]):
         """Call ``on_update`` with the report of an iteration."""
         _call(self._on_update, report, report.rank)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: no reports, and no callbacks."""
-        return {"diagnoses": self.diagnoses, "history_size": self._history.maxlen}
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.diagnoses = kept["diagnoses"]
-        self._on_skip = self._on_update = ()
-        self._note_wishes()
-        self._begin(kept["history_size"])
+    def __reduce__(self) -> tuple[Callable[[], Reports[_Pending]], tuple[()]]:
+        """Pickle the settings: no reports, and no callbacks."""
+        return functools.partial(type(self), diagnoses=self.diagnoses, history_size=self._size), ()
 
 
 def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
-    """Return the report of a step that was made, or skipped, as a verdict says."""
+    """Return the report of a step that was made or skipped, by its verdict."""
     nonfinite, local_nonfinite, _, scale = verdict
     reason: Literal["stepped", "overflow"] = "overflow" if nonfinite else "stepped"
     return _made_report((nonfinite > 0, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow))
 
 
-def _call(callbacks: Sequence[Callable[[Any], object]], report: Any, rank: int) -> None:
+def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:
     for callback in callbacks:
         if rank == 0 or getattr(callback, "every_rank", False):
             callback(report)
 
 
-def _as_tuple(name: str, callbacks: Any) -> tuple[Callable[[Any], object], ...]:
+def _as_tuple(
+    name: str, callbacks: Callable[[_Report], object] | Sequence[Callable[[_Report], object]] | None
+) -> tuple[Callable[[_Report], object], ...]:
     listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
         msg = f"{name} must be a callable that takes a report, or a sequence of these, got {shown(callbacks)}"
