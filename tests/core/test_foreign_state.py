@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,43 +191,31 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "torch-short": (
         {key: value for key, value in TORCH.items() if key != "_growth_tracker"},
         {},
-        r"torch state is cut short: keys \['_growth_tracker'\] are missing, got the keys \['backoff_factor',",
+        r"no known format, got the keys \['backoff_factor',.*torch: scale, .*, _growth_tracker;",
     ),
     "deepspeed-short": (COUNTED, {"format": "deepspeed"}, r"deepspeed state is cut short.*cur_hysteresis"),
     "stage0-short": (
         {"dynamic_loss_scale": True, "cur_scale": 2.0, "cur_iter": 3},
         {},
-        r"deepspeed state is cut short: keys \['last_overflow_iter', 'scale_factor', 'scale_window'\]",
+        r"deepspeed state cannot be read: dynamic_loss_scale is True, and keys of a dynamic scale are missing",
     ),
-    "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, r"jmp.*keys \['counter'\] are missing"),
+    "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, "no known format.*jmp: loss_scale, counter$"),
     # What is left of it alone could be fairseq's.
-    "apex-short": ({"loss_scaler0": {"loss_scale": 2.0}}, {}, r"apex state is cut short: keys \['unskipped'\] are"),
+    "apex-short": ({"loss_scaler0": {"loss_scale": 2.0}}, {}, "apex state is cut short.*loss_scale, unskipped"),
     "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "cur_scale 0.5 does not go with.*max_scale=None$"),
     "misspelt": (
         {"scale": 2.0, "growth_trackr": 1, "hysteresis_tracker": 1},
         {},
-        r"megatron.*\['growth_tracker'\] are missing.*did you mean 'growth_tracker'",
+        r"no known format.*'growth_trackr'.*megatron: scale, growth_tracker, hysteresis_tracker",
     ),
     "other-format": (MEGATRON, {"format": "torch"}, "torch state is cut short"),
-    "unknown-keys": ({"weights": 1, "step_countr": 2}, {}, "no known format.*'step_counter'.*torch: scale,.*jmp: "),
+    "unknown-keys": ({"weights": 1, "step_countr": 2}, {}, "no known format.*torch: scale,.*jmp: "),
     "scale-alone": ({"scale": 2.0}, {}, "no known format"),
     "two-formats": (MEGATRON | {"fin_steps": 3}, {}, "no known format.*name|several formats"),
     "several-losses": (SEVERAL, {}, "3 loss scalers, loss_scaler0, loss_scaler1, loss_scaler2, got loss_id=None"),
     "no-such-loss": (SEVERAL, {"loss_id": 3}, "got loss_id=3"),
-    "nested": ({"optimizer": {"grad_scaler": MEGATRON}}, {}, r"pass state\['optimizer'\]\['grad_scaler'\]"),
-    "nested-lightning": ({"MixedPrecision": TORCH, "epoch": 3}, {}, r"pass state\['MixedPrecision'\]"),
-    "nested-list": (
-        {"optimizer": [{"grad_scaler": MEGATRON}, {"grad_scaler": MEGATRON}], "config": {"loss_scale": 2.0}},
-        {},
-        r"pass state\['optimizer'\]\[0\]\['grad_scaler'\] or state\['optimizer'\]\[1\]\['grad_scaler'\]$",
-    ),
-    "nested-apex": ({"model": {}, "amp": APEX}, {}, r"pass state\['amp'\]"),
-    "nested-keras": (
-        {"optimizer": {"vars": {str(i): np.float32(i) for i in range(4)}}},
-        {},
-        r"pass state\['optimizer'\]\['vars'\]",
-    ),
-    "nested-object": ({"loss_scaler": SimpleNamespace(**DEEPSPEED)}, {}, r"pass vars\(state\['loss_scaler'\]\)"),
+    "nested": ({"MixedPrecision": TORCH, "epoch": 3}, {}, r"no known format.*'MixedPrecision'.*pass the part"),
+    "nested-named": ({"amp": APEX}, {"format": "apex"}, r"apex state is cut short, got the keys \['amp'\]"),
     "nan": (TORCH | {"scale": float("nan")}, {}, "torch state cannot be read: scale .*nan"),
     "negative": (FAIRSEQ | {"loss_scale": -2.0}, {}, "fairseq state cannot be read: loss_scale .*-2.0"),
     "zero": (KERAS | {"dynamic_scale": 0.0}, {}, "keras state cannot be read: dynamic_scale .*0.0"),
