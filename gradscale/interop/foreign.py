@@ -159,7 +159,7 @@ class ForeignState:
     state_dict : dict
         For ``GradScaler.load_state_dict``; holds the policy, too.
     missing : tuple of str
-        The settings and trackers that the saved state does not say.
+        The settings and trackers that the saved state does not hold; "system" if another system saves the same keys.
     assumed : mapping of str to object
         The value taken for each of these that the caller did not give.
 

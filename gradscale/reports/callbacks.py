@@ -116,9 +116,10 @@ class LogUpdates:
                 self._told.clear()
             self._told.append(report)
             return
+        at = f"iteration {report.iteration}:"
         if self._scale is not None and report.scale != self._scale:
             # Between two updates, such as by load_state_dict.
-            self._tell_change(report, "was set", self._scale, report.scale)
+            self._log(self._level, f"{at} scale was set, {self._scale:g} -> {report.scale:g}")
         self._scale = report.scale if report.new_scale is None else report.new_scale
         skipped = [step for step in report.steps if step.skipped]
         for step in skipped:
@@ -126,42 +127,33 @@ class LogUpdates:
                 self._tell_skip(step)
         if report.skipped and not skipped:
             # The gradients were unscaled, and the loop did not call step().
-            self._log(self._skip_level, f"iteration {report.iteration}: overflow at scale {report.scale:g}")
+            self._log(self._skip_level, f"{at} overflow at scale {report.scale:g}")
         self._told.clear()
         if self._scale != report.scale:
-            self._tell_change(report, "grew" if self._scale > report.scale else "backed off", report.scale, self._scale)
-        self._summarize(report)
-
-    def _tell_change(self, report: UpdateReport, change: str, before: float, after: float) -> None:
-        self._log(self._level, f"iteration {report.iteration}: scale {change}, {before:g} -> {after:g}")
-
-    def _tell_skip(self, step: StepReport) -> None:
-        if not step.skipped:
-            return
-        count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
-        details = "" if step.overflow is None else _worst(step.overflow)
-        self._log(
-            self._skip_level, f"iteration {step.iteration}: step skipped at scale {step.scale:g}, {count}{details}"
-        )
-
-    def _summarize(self, report: UpdateReport) -> None:
+            change = "grew" if self._scale > report.scale else "backed off"
+            self._log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")
         self._updates += 1
         self._skipped += report.skipped
-        if self._summary_every and self._updates == self._summary_every:
-            share = 100.0 * self._skipped / self._updates
-            self._log(
-                self._level,
-                f"iteration {report.iteration}: {self._skipped} of the last {self._updates} steps skipped "
-                f"({share:.3g} %), scale {self._scale:g}",
-            )
+        if self._updates == self._summary_every:
+            share = f"{self._skipped} of the last {self._updates} steps skipped"
+            percent = 100.0 * self._skipped / self._updates
+            self._log(self._level, f"{at} {share} ({percent:.3g} %), scale {self._scale:g}")
             self._updates = self._skipped = 0
+
+    def _tell_skip(self, step: StepReport) -> None:
+        if step.skipped:
+            count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
+            skip = f"iteration {step.iteration}: step skipped at scale {step.scale:g}"
+            self._log(self._skip_level, f"{skip}, {count}{_worst(step.overflow)}")
 
     def _log(self, level: int, message: str) -> None:
         self._logger.log(level, "%s", message)
 
 
-def _worst(overflow: OverflowReport) -> str:
+def _worst(overflow: OverflowReport | None) -> str:
     """Return the end of a line: the names of the worst parameters, and whether the model is at fault."""
+    if overflow is None:
+        return ""
     names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite))
     more = len(names) - _NAMED_PARAMETERS
     listed = ", ".join(names[:_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")

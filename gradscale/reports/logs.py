@@ -94,7 +94,6 @@ class JSONLines:
     """
 
     _file: BinaryIO | None = None
-    _has_rows = False
     _is_closed = False
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
@@ -134,16 +133,19 @@ class JSONLines:
             file = self._open(Path(self.path.replace(_RANK, str(row["rank"]))))
         line = json.dumps(row).encode() + b"\n"
         try:
-            if not self._has_rows:
-                line = self._beginning(file) + line
+            # Not at construction: every rank makes the object, and only those that call it may touch the file.
+            if not self._append:
+                file.truncate(0)
+                self._append = True
+            # A crash or a full disk may have cut the last row.
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
             written = file.write(line)
             if written != len(line):
                 msg = f"only {written} of {len(line)} bytes were written"
                 raise OSError(msg)
-            self._has_rows = True
         except OSError as error:
-            # A row that was written in part gets its line end before the next one.
-            self._has_rows = False
             msg = (
                 f"iteration {row['iteration']} cannot be written to {file.name!r}: {error.strerror or error}. The "
                 f"scaler's state is complete: catch this error, or take the log out of its callbacks, and go on."
@@ -182,17 +184,6 @@ class JSONLines:
             )
             raise InvalidValueError(msg)
         return file
-
-    def _beginning(self, file: BinaryIO) -> bytes:
-        """Return the line end of a row that a crash has cut; empty the file first if it is not appended to."""
-        # Not at construction: every rank makes the object, and only those that call it may touch the file.
-        if not self._append:
-            file.truncate(0)
-            self._append = True
-        if file.seek(0, os.SEEK_END) == 0:
-            return b""
-        file.seek(-1, os.SEEK_END)
-        return b"" if file.read(1) == b"\n" else b"\n"
 
 
 def _as_text(path: object) -> str:

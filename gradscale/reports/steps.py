@@ -11,12 +11,12 @@ __all__ = ["StepReport", "UpdateReport"]
 
 
 class StepReport(NamedTuple):
-    """What happened to one optimizer in one iteration, as plain Python values.
+    """One optimizer's step in one iteration, as plain Python values.
 
     Attributes
     ----------
     skipped : bool
-        Whether the step was left out; an optimizer that skips by itself was called all the same.
+        Whether the step was skipped; an optimizer that skips by itself was called all the same.
     scale : float
         The scale that the gradients were divided by.
     nonfinite : int
@@ -29,7 +29,7 @@ class StepReport(NamedTuple):
     retries : int
         How often a closure was evaluated again at a lower scale.
     local_nonfinite : int
-        How many gradient arrays of this rank held an inf or NaN: whether it saw the overflow, or only heard of it.
+        How many gradient arrays of this rank held an inf or NaN; 0 if only other ranks saw the overflow.
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
 
@@ -53,35 +53,30 @@ class StepReport(NamedTuple):
 
 
 class UpdateReport(NamedTuple):
-    """What happened in one iteration, as plain Python values; what ``on_update`` is called with.
+    """One iteration, as plain Python values; ``on_update`` is called with it.
 
     Attributes
     ----------
     iteration : int
-        The scaler's iteration, from 1, which this update has ended.
+        The iteration that this update ended, from 1.
     scale : float
         The scale that its gradients were divided by.
     skipped : bool
-        Whether any of the optimizers' steps was left out.
+        Whether any optimizer's gradients held an inf or NaN, on any rank: also if the loop left out its step itself.
     rank : int
         This process's rank; 0 without a group.
     steps : tuple of StepReport
         One for each optimizer that was stepped, in order.
     new_scale : float or None
-        What the update has made of the scale. A scaler always says it: from what the step has read, where the policy is
-        frozen; else by a host read more, such as of torch's tensors on an accelerator.
+        The scale after the update. A scaler always fills it in: a frozen policy computes it from the numbers that the
+        step has read; otherwise it takes one more host read, such as of torch's tensors on an accelerator.
 
     Examples
     --------
-    >>> import gradscale, numpy as np
-    >>> class SGD:
-    ...     def step(self): ...
-    >>> optimizer = SGD()
-    >>> scaler = gradscale.GradScaler(on_update=lambda report: print(report.iteration, report.skipped))
-    >>> optimizer.grads = scaler.scale(np.float32([np.nan]))
-    >>> scaler.step(optimizer)
-    >>> scaler.update()
-    1 True
+    >>> import gradscale
+    >>> report = gradscale.UpdateReport(7, scale=65536.0, skipped=True, rank=0, steps=(), new_scale=32768.0)
+    >>> print(f"iteration {report.iteration}: {report.scale:g} -> {report.new_scale:g}")  # in an on_update callback
+    iteration 7: 65536 -> 32768
     """
 
     iteration: int

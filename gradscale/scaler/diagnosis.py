@@ -1,4 +1,4 @@
-"""Diagnosis: looks at an optimizer's gradients when it is asked to, and changes nothing."""
+"""Diagnosis: reports on an optimizer's gradients, and changes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Diagnosis:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
         turn = iteration.by_id(id(optimizer))
         if optimizer in self._reports:
-            # A verdict that the host has not read yet.
+            # Its verdict may not have been read yet.
             self._reports.last(optimizer)
         minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
         groups = self._groups_for(optimizer, turn) if gather and self._enabled else ()
@@ -63,7 +63,7 @@ class Diagnosis:
         try:
             own = self._look(optimizer, iteration, turn, names, loss)
         except Exception as error:
-            # Whatever it is, also of the library or of a user's iterator: the other ranks wait for this one.
+            # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
         like = self._like_any(optimizer, iteration)
         exchanges: IdentityMap[Exchange] = IdentityMap()
@@ -107,7 +107,7 @@ class Diagnosis:
         chosen = self._choose(optimizer, names)
         arrays = [x for _, _, x in chosen if x is not None]
         is_scaled = self._holds_scaled(optimizer, iteration, turn)
-        # Gradients that an iteration has left behind, or that no scaler has seen.
+        # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = _is_ready(turn) and not (self._enabled and iteration.scaled)
         scale, state, number = self._scale_of(optimizer, iteration, turn, is_over=is_over)
         counts, lost = self._judge_loss(loss, [] if is_over else list(iteration.loss_nonfinite))
@@ -175,14 +175,14 @@ class Diagnosis:
                 msg = f"loss must hold arrays and numbers, got {shown(number)} of type {type(number).__name__}"
                 raise InvalidTypeError(msg)
         count = self.count_nonfinite(leaves)
-        # Integers are finite, also those that no float holds.
+        # Integers are finite, even those too large for a float.
         lost = sum(not isinstance(number, int) and not cmath.isfinite(number) for number in numbers)
         return [] if count is None else [count], lost
 
     def _scale_of(
         self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, *, is_over: bool
     ) -> tuple[float, ScaleState | None, int]:
-        """Return the scale of an optimizer's gradients, or the state it is to be read from, and their iteration."""
+        """Return the scale of an optimizer's gradients, or the state to read it from, and their iteration."""
         number = iteration.number
         if not self._enabled:
             return 1.0, None, number
@@ -207,7 +207,7 @@ class Diagnosis:
             gradients = [one.gradient for one in named_gradients(optimizer) if one.gradient is not None]
             found = [self._unscaler.values_of(gradient) for gradient in gradients]
         except Exception:
-            # What is wrong with them has been found by looking at them, and is told once all ranks know.
+            # Looking at them has raised the same error, which diagnose raises once all ranks know.
             found = []
         like = ops.first_floating(found)
         if like is None:
@@ -238,6 +238,6 @@ def _entry(
         nan=summary.nan,
         zeros=summary.zeros,
         subnormals=summary.subnormals,
-        # A scale below 1 may leave float64 no room.
+        # Divided by a scale below 1 it may be beyond float64.
         largest=min(summary.largest / divisor, sys.float_info.max) if has_finite else None,
     )
