@@ -97,19 +97,8 @@ class ParameterReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain Python values that JSON can hold: every float is finite."""
-        return {
-            "name": self.name,
-            "rank": list(self.rank),
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "size": self.size,
-            "inf": self.inf,
-            "nan": self.nan,
-            "largest": self.largest,
-            "zero_fraction": self.zero_fraction,
-            "subnormal_fraction": self.subnormal_fraction,
-            "missing": self.missing,
-        }
+        names = ("name", "dtype", "size", "inf", "nan", "largest", "zero_fraction", "subnormal_fraction", "missing")
+        return {name: getattr(self, name) for name in names} | {"rank": list(self.rank), "shape": list(self.shape)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,12 +286,7 @@ def _cells(entry: ParameterReport) -> list[str]:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines: words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first_number = len(widths) - 5
-    return [
-        "  ".join(
-            cell.ljust(width) if index < first_number else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = list(zip(*rows, strict=True))
+    sides = "<" * (len(columns) - 5) + ">" * 5
+    formats = [f"{side}{max(map(len, column))}" for side, column in zip(sides, columns, strict=True)]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in rows]

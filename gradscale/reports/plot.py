@@ -277,16 +277,10 @@ def _draw_scale(
     ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=color, label="scale")
     if skipped:
         marks = _visible(skipped, x, scales)
-        ax.scatter(
-            [x[i] for i in marks],
-            [scales[i] for i in marks],
-            marker="x",
-            s=34 if len(marks) < 100 else 14,
-            color=_SKIPPED,
-            linewidths=1.4,
-            zorder=1.9,
-            label="step skipped",
-        )
+        at = [x[i] for i in marks], [scales[i] for i in marks]
+        size = 34 if len(marks) < 100 else 14
+        # Below the line, which many crosses would hide.
+        ax.scatter(*at, size, color=_SKIPPED, marker="x", linewidths=1.4, zorder=1.9, label="step skipped")
 
 
 def _visible(indices: Iterable[int], x: Sequence[int], scales: Sequence[float]) -> list[int]:
@@ -302,17 +296,8 @@ def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
     ax.scatter([row.x for row in rows], scaled, s=size, color=_COLOURS[0], label="largest finite gradient")
     for value, text, side in _LIMITS:
         ax.axhline(value, color=_GREY, linewidth=0.9, linestyle=(0, (4, 2)))
-        ax.annotate(
-            text,
-            (1.0, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 3 if side == "bottom" else -3),
-            textcoords="offset points",
-            ha="right",
-            va=side,
-            fontsize=8,
-            color=_GREY,
-        )
+        at, right = value * (2.0 if side == "bottom" else 0.5), ax.get_yaxis_transform()
+        ax.text(0.995, at, text, transform=right, ha="right", va=side, fontsize=8, color=_GREY)
     _style(ax, [*scaled, LARGEST_FLOAT16 * 8.0, _SMALLEST_FLOAT16 / 8.0])
     ax.set_ylabel("gradient × scale")
 
