@@ -329,7 +329,7 @@ def _read(
     assumed = {name: layout.defaults[name] for name in missing if name not in given}
     left_key, left = layout.key(_OVERFLOWS_LEFT), 0
     if left_key:
-        # Systems other than DeepSpeed go on counting down where every overflow backs off.
+        # Systems other than DeepSpeed count on below 0 while every overflow backs off.
         least = 1 if layout.system == "deepspeed" else -validation.LARGEST_INT32
         left = validation.integer(left_key, fields[left_key], least, validation.LARGEST_INT32)
         if "hysteresis" in assumed:

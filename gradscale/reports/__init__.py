@@ -1,1 +1,1 @@
-"""What happened in each step: reports, diagnoses, logs and pictures."""
+"""Reports of steps and iterations, diagnoses, logs and pictures."""

@@ -30,7 +30,7 @@ _Report = TypeVar("_Report")
 
 
 class SummaryWriter(Protocol):
-    """What TensorBoard writes to: torch.utils.tensorboard.SummaryWriter, tensorboardX.SummaryWriter, ..."""
+    """A writer for TensorBoard, such as torch.utils.tensorboard.SummaryWriter or tensorboardX.SummaryWriter."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
         """Write a number."""

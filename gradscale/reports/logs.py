@@ -23,8 +23,8 @@ class Row(TypedDict):
     """A report as a line of a log.
 
     ``scale`` is the one before the iteration's update, ``new_scale`` the one after it. ``magnitude`` is the largest
-    finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and ``cause`` what is at fault:
-    None without an OverflowReport. A StepReport has no rank and no ``new_scale``.
+    finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and ``cause`` that of an
+    OverflowReport: None without one. A StepReport has no rank and no ``new_scale``.
     """
 
     iteration: int

@@ -1,4 +1,4 @@
-"""StepReport, UpdateReport: what happened to one optimizer's step, and in one iteration."""
+"""StepReport and UpdateReport: one optimizer's step, and one iteration."""
 
 from __future__ import annotations
 
