@@ -3,44 +3,68 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import cupy
+import numpy as np
+from numpy.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
 from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
+from gradscale.core.protocols import Array
 from gradscale.core.summaries import layout_of
 from gradscale_cupy import launch
-from gradscale_cupy.availability import explained
-from gradscale_cupy.host import HostCopy, moved, refuse_capture, require_one_capture
-from gradscale_cupy.launch import Prepared
-from gradscale_cupy.tables import Tables
+from gradscale_cupy.availability import explained, is_over, refuse_capture
 
-__all__ = ["CupyBackend", "backend"]
-
-Array = Any
+__all__ = ["CupyBackend", "HostCopy", "backend"]
 
 # ``device`` would make an object for each of thousands.
 _device_id = operator.attrgetter("data.device_id")
+
+# Copies under way, also those that nobody asks for: their memory must not be handed out again before. Threads share it,
+# and each change of it is one step.
+_under_way: dict[HostCopy, None] = {}
+
+
+class HostCopy:
+    """A 1-d int32 array on its way to pinned memory of the host, copied by the current stream of its device."""
+
+    def __init__(self, x: Array) -> None:
+        with x.device:
+            refuse_capture("a copy to the host")
+            stream = cupy.cuda.get_current_stream()
+            self._sent = cupy.ascontiguousarray(x)
+            size = self._sent.size
+            self._received = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * size), np.int32, size)
+            self._sent.data.copy_to_host_async(self._received.ctypes.data, self._sent.nbytes, stream)
+            self._copied = cupy.cuda.Event(disable_timing=True)
+            self._copied.record(stream)
+        for copy in list(_under_way):
+            if is_over(copy._copied):
+                # Another thread may have been first.
+                _under_way.pop(copy, None)
+        _under_way[self] = None
+
+    def is_done(self) -> bool:
+        """Tell whether the host has it; no wait."""
+        with explained("the verdict was read"):
+            return is_over(self._copied)
+
+    def __call__(self) -> list[int]:
+        """Return the values; waits for the device."""
+        with explained("the verdict was read"):
+            self._copied.synchronize()
+        values: list[int] = self._received.tolist()
+        return values
 
 
 class CupyBackend(Backend):
     """Fused unscale for CuPy arrays: one launch for each device and pair of dtypes, and no wait for a device.
 
     The state's device is the current one, as CuPy wants it of whatever is computed with; gradients may be on others.
-
-    Attributes
-    ----------
-    tables : gradscale_cupy.tables.Tables
-        Of addresses, kept for as long as the same memory comes again. Those that a CUDA graph has captured are kept
-        for good, and with them the arrays.
     """
 
     name = "cupy"
-
-    def __init__(self) -> None:
-        self.tables = Tables()
 
     def __reduce__(self) -> tuple[type[CupyBackend], tuple[()]]:
         return type(self), ()
@@ -52,18 +76,18 @@ class CupyBackend(Backend):
         return values
 
     def start_read(self, x: Array, /) -> HostCopy:
-        """Begin to copy a 1-d int32 array to the host. See :class:`gradscale_cupy.host.HostCopy`."""
+        """Begin to copy a 1-d int32 array to the host; the call that is returned waits for it."""
         return HostCopy(x)
 
     def move(self, x: Array, like: Array, /) -> Array:
         """Return a 0-d array on the device of ``like``; the streams wait for each other, and not the host."""
-        return moved(x, like.device)
+        return _moved(x, like.device)
 
     def refuse_tracing(self, what: str, /) -> None:
         """Raise CallOrderError while the current stream is capturing a CUDA graph."""
         refuse_capture(what)
 
-    def placement(self, like: Array, /) -> Any:
+    def placement(self, like: Array, /) -> cupy.cuda.Device:
         """Return the array's device."""
         return like.device
 
@@ -82,7 +106,7 @@ class CupyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         out: Sequence[Array] | None = None,
     ) -> tuple[Sequence[Array], Array]:
         """Divide arrays by the scale and tell whether any value is not finite afterwards.
@@ -90,7 +114,8 @@ class CupyBackend(Backend):
         Parameters
         ----------
         grads : sequence of arrays
-            float16, bfloat16, float32, float64, complex; any strides, on any devices of this process.
+            float16, bfloat16, float32, float64, complex; any strides, on any devices of this process. Arrays with gaps
+            between their elements, and those that a CUDA graph captures, take launches of their own.
         state : ScaleState
             Gives the scale.
         dtype : dtype, optional
@@ -103,16 +128,13 @@ class CupyBackend(Backend):
         arrays : sequence of arrays
             ``out``, or new ones.
         nonfinite : array
-            0-d int32 on the state's device: for each device 1 where any array holds something not finite. No host
-            read; on the current streams of the devices.
+            0-d int32 on the state's device; above 0 if any array holds something not finite. No host read; on the
+            current streams of the devices.
 
         Raises
         ------
         InvalidValueError
             When arrays to be written share memory, or are on other devices than their gradients; nothing is modified.
-        CallOrderError
-            When a stream is capturing a CUDA graph and these arrays were not unscaled before, or those of other devices
-            with arrays are not.
         """
         with explained("gradients were unscaled"):
             targets, nonfinite, _ = self._unscale(grads, state, dtype, out, squares=False)
@@ -124,7 +146,7 @@ class CupyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         out: Sequence[Array] | None = None,
     ) -> tuple[Sequence[Array], Array, Array]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements from the same pass.
@@ -143,64 +165,66 @@ class CupyBackend(Backend):
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1.
 
-        One launch for each device and dtype, which writes nothing where the factor is 1. No host read.
+        One launch for each device and dtype, which writes nothing if the factor is 1. No host read.
         """
         with explained("gradients were clipped"):
             parts = _by_device(arrays)
-            require_one_capture([factor.device, *(device for device, _ in parts)])
+            is_captured = _is_capturing([factor.device, *(device for device, _ in parts)])
             for device, indices in parts:
-                self._clip_there([arrays[index] for index in indices], factor, device)
+                there = factor if device == factor.device else _moved(factor, device)
+                chosen = [arrays[index] for index in indices]
+                with device:
+                    prepared = launch.prepare(chosen, chosen, is_captured=is_captured)
+                    launch.clip(prepared, there)
+                    rest = [chosen[index] for index in prepared.others]
+                    for target, values in zip(rest, multiply_arrays(rest, there), strict=True):
+                        target[...] = values
         return arrays
 
-    def _clip_there(self, arrays: Sequence[Array], factor: Array, device: Any) -> None:
-        there = factor if device == factor.device else moved(factor, device)
-        with device:
-            prepared = self.tables.of(arrays, arrays, "clip")
-            launch.clip(prepared, there)
-            rest = [arrays[index] for index in prepared.others]
-            for target, values in zip(rest, multiply_arrays(rest, there), strict=True):
-                target[...] = values
-
     def _unscale(
-        self, grads: Sequence[Array], state: ScaleState, dtype: Any, out: Sequence[Array] | None, *, squares: bool
+        self,
+        grads: Sequence[Array],
+        state: ScaleState,
+        dtype: DTypeLike | None,
+        out: Sequence[Array] | None,
+        *,
+        squares: bool,
     ) -> tuple[Sequence[Array], Array, list[Array]]:
         """Return the arrays, the verdict and, if asked, a sum of squares for each device, on the state's device."""
         if out is None:
             check_real_dtype(state.scale, dtype)
-            targets: Sequence[Array] = [_empty_for(grad, dtype) for grad in grads]
-        else:
-            targets = out
+        targets = [_empty_for(grad, dtype) for grad in grads] if out is None else out
         home = state.scale.device
-        sums: list[Array] = []
-        kind = "square" if squares else "unscale"
-        ready = []
         parts = _by_device(grads)
-        require_one_capture([home, *(device for device, _ in parts)])
+        is_captured = _is_capturing([home, *(device for device, _ in parts)])
+        ready = []
         for device, indices in parts:
-            sources, made = [grads[index] for index in indices], [targets[index] for index in indices]
+            sources = [grads[index] for index in indices]
+            written = sources if targets is grads else [targets[index] for index in indices]
             with device:
                 # What is refused is refused before anything is modified, on any device.
-                ready.append((device, sources, made, self.tables.of(sources, made, kind)))
+                ready.append((device, sources, written, launch.prepare(sources, written, is_captured=is_captured)))
         with home:
             nonfinite = cupy.zeros((), dtype=cupy.int32)
-        for device, sources, made, prepared in ready:
+        sums: list[Array] = []
+        for device, sources, written, prepared in ready:
             with device:
                 total = cupy.empty((), dtype=cupy.float64) if squares else None
                 if device == home:
-                    _unscale_there(prepared, sources, made, state, nonfinite, total)
+                    _unscale_there(prepared, sources, written, state, nonfinite, total)
                     sums += [] if total is None else [total]
                     continue
                 found = cupy.zeros((), dtype=cupy.int32)
-                there = ScaleState(moved(state.scale, device), *state[1:])
-                _unscale_there(prepared, sources, made, there, found, total)
+                there = ScaleState(_moved(state.scale, device), *state[1:])
+                _unscale_there(prepared, sources, written, there, found, total)
             with home:
-                cupy.add(nonfinite, moved(found, home), out=nonfinite)
-            sums += [] if total is None else [moved(total, home)]
+                cupy.add(nonfinite, _moved(found, home), out=nonfinite)
+            sums += [] if total is None else [_moved(total, home)]
         return targets, nonfinite, sums
 
 
 def _unscale_there(
-    prepared: Prepared,
+    prepared: launch.Prepared,
     sources: Sequence[Array],
     targets: Sequence[Array],
     state: ScaleState,
@@ -222,7 +246,34 @@ def _unscale_there(
             cupy.add(total, sum_of_squares(rest, total), out=total)
 
 
-def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
+def _moved(x: Array, device: cupy.cuda.Device) -> Array:
+    """Return a copy of a 0-d array on another device; the streams wait for each other, and not the host."""
+    with x.device:
+        source_stream = cupy.cuda.get_current_stream()
+        written = cupy.cuda.Event(disable_timing=True)
+        written.record(source_stream)
+    with device:
+        stream = cupy.cuda.get_current_stream()
+        stream.wait_event(written)
+        made = cupy.array(x, copy=True)
+        copied = cupy.cuda.Event(disable_timing=True)
+        copied.record(stream)
+    with x.device:
+        # The memory of ``x`` goes back to its stream's pool, and must have been read by then.
+        source_stream.wait_event(copied)
+    return made
+
+
+def _is_capturing(devices: Iterable[cupy.cuda.Device]) -> bool:
+    """Tell whether the current stream of any device is capturing a CUDA graph, which those of the others join."""
+    for device in devices:
+        with device:
+            if cupy.cuda.get_current_stream().is_capturing():
+                return True
+    return False
+
+
+def _by_device(arrays: Sequence[Array]) -> list[tuple[cupy.cuda.Device, list[int]]]:
     """Return each device with the positions of its arrays."""
     numbers = list(map(_device_id, arrays))
     return [
@@ -231,7 +282,7 @@ def _by_device(arrays: Sequence[Array]) -> list[tuple[Any, list[int]]]:
     ]
 
 
-def _empty_for(grad: Array, dtype: Any) -> Array:
+def _empty_for(grad: Array, dtype: DTypeLike | None) -> Array:
     wanted = grad.dtype if dtype is None or grad.dtype.kind == "c" else dtype
     with grad.device:
         return cupy.empty_like(grad, dtype=wanted)

@@ -1,4 +1,4 @@
-"""Why CUDA cannot be used here, and what to do then: the errors of CuPy and CUDA as gradscale's."""
+"""When CUDA cannot be used, and what to do then: the errors of CuPy and CUDA as gradscale's."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 import cupy
 from cupy.cuda import runtime
 
-from gradscale.errors import BackendError, BackendNotAvailableError
+from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
-__all__ = ["explained", "nccl_module", "nccl_package", "require_device", "require_nccl", "version_text"]
+__all__ = [
+    *("explained", "is_over", "nccl_module", "nccl_package", "refuse_capture", "require_device", "require_nccl"),
+    "version_text",
+]
 
-# Of CUDA's runtime; where the driver has the same condition, it has the same number.
+# Of CUDA's runtime; if the driver has the same condition, it has the same number.
+_NOT_READY = 600
 _NO_DEVICE = 100
 _OLD_DRIVER = (35, 36, 222)  # for the runtime; for a call; for what was compiled
 _INSTALL_DRIVER = "install NVIDIA's driver, or start the container with --gpus all"
@@ -34,7 +38,7 @@ def nccl_package(number: int) -> str:
 
 
 def _unusable(status: int) -> str:
-    """Tell why no device can be used, and what to do; empty for an error that does not mean this."""
+    """Tell why no device can be used, and what to do; empty for other errors."""
     if status not in (_NO_DEVICE, *_OLD_DRIVER):
         return ""
     # Neither needs a device.
@@ -58,17 +62,8 @@ def _unusable(status: int) -> str:
 def explained(doing: str) -> Iterator[None]:
     """Raise gradscale's errors in place of CuPy's and CUDA's, with these as the cause; but not for lack of memory.
 
-    Parameters
-    ----------
-    doing : str
-        What is done inside, to follow "while".
-
-    Raises
-    ------
-    BackendNotAvailableError
-        When there is no device, no driver or an old one, or a library of CUDA is missing; says what to do.
-    BackendError
-        When CUDA fails otherwise, or a kernel cannot be compiled; with the text of CUDA or the compiler.
+    ``doing`` follows "CUDA failed while". BackendNotAvailableError means that there is no device, no driver or an old
+    one, or no library of CUDA.
     """
     try:
         yield
@@ -81,7 +76,7 @@ def explained(doing: str) -> Iterator[None]:
             raise BackendNotAvailableError(msg) from error
         if isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] not in _PACKAGES:
             raise
-        # Libraries beside CUDA number their errors, too.
+        # Other libraries number their errors, too.
         is_of_cuda = name in ("CUDARuntimeError", "CUDADriverError")
         reason = _unusable(getattr(error, "status", 0)) if is_of_cuda else ""
         if reason:
@@ -92,7 +87,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def require_device() -> None:
-    """Raise BackendNotAvailableError where CuPy can use no CUDA device; touches no device."""
+    """Raise BackendNotAvailableError if CuPy can use no CUDA device; touches no device."""
     with explained("it counted the devices"):
         count = runtime.getDeviceCount()
     if not count:
@@ -100,7 +95,7 @@ def require_device() -> None:
 
 
 def require_nccl() -> None:
-    """Raise BackendNotAvailableError where CuPy finds no NCCL, with the package; or first, where there is no device."""
+    """Raise BackendNotAvailableError if there is no device, or CuPy finds no NCCL; names the package."""
     if not nccl_module().available:
         require_device()
         msg = (
@@ -110,9 +105,30 @@ def require_nccl() -> None:
         raise BackendNotAvailableError(msg)
 
 
-def nccl_module() -> Any:
-    """Return ``cupy.cuda.nccl``, without CuPy's warning where ``available`` is False: that is for who needs it."""
+def nccl_module() -> ModuleType:
+    """Return ``cupy.cuda.nccl``, without the warning that CuPy gives if there is no NCCL."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from cupy.cuda import nccl
     return nccl
+
+
+def refuse_capture(what: str) -> None:
+    """Raise CallOrderError while the current stream is capturing a CUDA graph."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        msg = (
+            f"{what} cannot be part of a CUDA graph, since a replay runs no Python, got a stream that is capturing: "
+            f"capture gradscale.unscale(grads, state, out=grads) and policy.update, and step outside of the graph"
+        )
+        raise CallOrderError(msg)
+
+
+def is_over(event: cupy.cuda.Event) -> bool:
+    """Tell whether a device has come to an event; no wait. CUDARuntimeError if the device has failed.
+
+    ``Event.done`` takes a failure for not being ready.
+    """
+    status = runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)

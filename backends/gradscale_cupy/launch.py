@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cupy
 import numpy as np
 
-from gradscale_cupy.plan import CHUNK, Arrays, plan
+from gradscale.core.protocols import Array
+from gradscale.errors import InvalidValueError
+from gradscale_cupy.plan import CHUNK, Arrays, plan, require_disjoint
 
 __all__ = ["Prepared", "clip", "prepare", "unscale", "unscale_with_squares"]
 
-Array = Any
-
 # Threads of a block, as the kernels are compiled for.
 _THREADS = 256
+
+# For thousands of arrays these attributes are most of what the host does.
+_address = operator.attrgetter("data.ptr")
+_kind = operator.attrgetter("shape", "strides", "dtype")
 
 
 class _Table(NamedTuple):
@@ -29,31 +35,18 @@ class _Table(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What unscales the arrays of one device.
+    """The tables for arrays of one device, which arrays no kernel takes, and the sums of squares of all chunks.
 
-    Attributes
-    ----------
-    tables : list
-        One for each launch.
-    others : list of int
-        Which arrays no kernel takes.
-    squares : array
-        1-d float64: a sum of squares for each chunk of all tables.
-    uploaded : cupy.cuda.Event
-        When the tables are there.
-    launched : set of str
-        Which kernels have been launched with them, and so are on the device, too.
+    They belong to the current stream: CuPy gives their memory to what comes behind them there, and to nothing else.
     """
 
     tables: list[_Table]
     others: list[int]
     squares: Array
-    uploaded: Any
-    launched: set[str]
 
 
 @functools.cache
-def _kernel(name: str) -> Any:
+def _kernel(name: str) -> cupy.RawKernel:
     """Return a kernel, compiled alone for each device when it is first called there, and cached on disk by CuPy."""
     source = resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
     kind, *types = name.split("_")
@@ -65,15 +58,26 @@ def _kernel(name: str) -> Any:
     )
 
 
-def prepare(sources: Arrays, targets: Arrays) -> Prepared:
-    """Return what unscales arrays of the current device, with tables that are on their way to it.
+def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: bool) -> Prepared:
+    """Return the tables for unscaling arrays of the current device into others, or into themselves.
 
-    Parameters
-    ----------
-    sources, targets : Arrays
-        As for :func:`gradscale_cupy.plan.plan`.
+    Raises InvalidValueError if arrays to be written share memory, or are on other devices than their gradients.
     """
-    launches, others = plan(sources, targets)
+    both = sources if sources is targets else (*sources, *targets)
+    arrays = Arrays.of(map(_address, both), map(_kind, both), len(both))
+    # A kernel may not reach the memory of another device.
+    for source, target in zip(sources, targets, strict=True):
+        if source is not target and source.data.device_id != target.data.device_id:
+            msg = (
+                f"a gradient must be on the device of the array it is written to, got one of shape {source.shape} "
+                f"on {source.device!r} for an array on {target.device!r}: copy it there, with cupy.asarray in the "
+                f"context of that device"
+            )
+            raise InvalidValueError(msg)
+    read, written = arrays[: len(sources)], arrays[-len(targets) :]
+    require_disjoint(read, written)
+    # A CUDA graph would read tables that are gone by then.
+    launches, others = ([], list(range(len(sources)))) if is_captured else plan(read, written)
     squares = cupy.empty(sum(len(launch.chunks) for launch in launches), cupy.float64)
     tables: list[_Table] = []
     begin = 0
@@ -83,31 +87,17 @@ def prepare(sources: Arrays, targets: Arrays) -> Prepared:
         rows, chunks = cupy.array(launch.table.view(np.uint8)), cupy.array(launch.chunks)
         tables.append(_Table(launch.pair, rows, chunks, squares[begin:end]))
         begin = end
-    uploaded = cupy.cuda.Event(disable_timing=True)
-    uploaded.record()
-    return Prepared(tables, others, squares, uploaded, set())
+    return Prepared(tables, others, squares)
 
 
 def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
-    """Divide arrays by the scale, and judge them.
-
-    Parameters
-    ----------
-    prepared : Prepared
-        Of arrays of the current device.
-    scale : array
-        0-d float32 there.
-    nonfinite : array
-        0-d int32 there; becomes 1 where something stored is not finite.
-    """
-    _wait_for_tables(prepared)
+    """Divide arrays by a 0-d float32; a 0-d int32 becomes 1 if a result is not finite."""
     for table in prepared.tables:
         _launch(f"unscale_{table.pair}", table, scale, nonfinite)
 
 
 def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, total: Array) -> None:
-    """Do what ``unscale`` does, and store the sum of the squares of what is stored, in a 0-d float64."""
-    _wait_for_tables(prepared)
+    """Do what ``unscale`` does, and store the sum of the squares of the results in a 0-d float64."""
     for table in prepared.tables:
         _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares)
     _kernel("add_squares")((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
@@ -115,17 +105,8 @@ def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, tot
 
 def clip(prepared: Prepared, factor: Array) -> None:
     """Multiply arrays prepared for work in place by a 0-d float32; nothing is written unless it is below 1."""
-    _wait_for_tables(prepared)
     for table in prepared.tables:
         _launch(f"clip_{table.pair.partition('_')[0]}", table, factor)
-
-
-def _wait_for_tables(prepared: Prepared) -> None:
-    """Let the current stream wait for tables that may have been sent on another one."""
-    stream = cupy.cuda.get_current_stream()
-    # A graph cannot hold on to what lies outside of it.
-    if not stream.is_capturing():
-        stream.wait_event(prepared.uploaded)
 
 
 def _launch(kernel: str, table: _Table, *arguments: Array) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import cupy
 from array_api_compat import array_namespace
@@ -17,10 +15,9 @@ from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.groups import GroupWait
-from gradscale_cupy.availability import nccl_module, require_nccl
-from gradscale_cupy.host import is_over
+from gradscale_cupy.availability import is_over, nccl_module, refuse_capture, require_nccl
 
-__all__ = ["NCCLCollectives", "NCCLGroupBackend", "Pending", "backend"]
+__all__ = ["NCCLCollectives", "NCCLGroupBackend", "backend"]
 
 nccl = nccl_module()
 
@@ -30,7 +27,6 @@ _LONGEST_PAUSE = 2e-4
 _ABORTING = 10.0
 
 _PER_THREAD = 2  # cudaStreamPerThread, which is another stream in another thread
-_ON_DEVICE = frozenset({2, 10, 13})  # CUDA, ROCm and managed memory, in DLPack
 
 
 class NCCLCollectives:
@@ -56,7 +52,7 @@ class NCCLCollectives:
     BackendNotAvailableError
         When CuPy finds no NCCL library, and names the package; or no device that it can use.
     InvalidTypeError
-        For what is no communicator.
+        For anything but a communicator.
     BackendError
         When the communicator was destroyed, or an earlier collective over it given up.
 
@@ -64,15 +60,13 @@ class NCCLCollectives:
     -----
     Constructing sends nothing. Starting a collective does not make the host wait, but for the first one of each length,
     in which NCCL connects the ranks. Calling what ``start_max`` returns is one host wait, so that a step over k groups
-    has k, and the read that follows finds its answer there. ``Pending.on_stream`` has none, nor has a collective that
-    is captured into a CUDA graph: there nobody looks at the time, and the host's next read waits for the ranks. A graph
-    needs ``x`` and the Pending for as long as it is launched.
+    has k, and the read that follows finds its answer there.
 
     The timeout, an error of NCCL or CUDA, and Ctrl-C abort the communicator, so that the kernel that waits on the
     device ends; every rank needs another one then. Not to be started between ``nccl.groupStart`` and ``groupEnd``.
     """
 
-    def __init__(self, group: Any, timeout: float) -> None:
+    def __init__(self, group: object, timeout: float) -> None:
         require_nccl()
         self._comm = _communicator(group)
         self.identity = group
@@ -98,26 +92,27 @@ class NCCLCollectives:
     def __repr__(self) -> str:
         return f"NCCLCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
-    def start_max(self, x: Array, /) -> Pending:
+    def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin an element-wise MAX all-reduce on the current stream; calling what is returned finishes it.
 
         Parameters
         ----------
         x : array
-            1-d int32 of any library; left alone. A CuPy array must be on the communicator's device, and so must one of
-            another library that is on a CUDA device, which is shared by DLPack; others pass through the host.
+            1-d int32 of any library; left alone. A CuPy array must be on the communicator's device; others pass through
+            the host.
 
         Returns
         -------
-        Pending
-            When called, returns a new array of the same library and device, the same one each time. The call raises
+        callable
+            Returns a new array of the same library and device, the same one each time. The call raises
             CollectiveTimeoutError when some rank does not come, and BackendError for NCCL's and CUDA's own errors.
 
         Raises
         ------
         InvalidValueError
-            For another dtype or dimension, for an array on another device than the communicator's, and for one that
-            passes through the host while the stream is captured.
+            For another dtype or dimension, and for a CuPy array on another device than the communicator's.
+        CallOrderError
+            When the stream is capturing a CUDA graph.
         BackendError, CollectiveTimeoutError
             When the communicator was destroyed or given up, or NCCL refuses; when some rank does not connect.
         """
@@ -126,49 +121,40 @@ class NCCLCollectives:
         if x.ndim != 1 or x.dtype != xp.int32:
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
+        is_ours = isinstance(x, cupy.ndarray)
+        if is_ours and x.device.id != self.device:
+            msg = (
+                f"x must be on the communicator's device, CUDA device {self.device}, got an array on CUDA device "
+                f"{x.device.id}: pass arrays of one device and a communicator that was made on it"
+            )
+            raise InvalidValueError(msg)
         with cupy.cuda.Device(self.device):
-            stream = cupy.cuda.get_current_stream()
-            is_captured = stream.is_capturing()
-            is_shared = self._is_shared(x, is_captured)
-            if isinstance(x, cupy.ndarray):
-                send = cupy.ascontiguousarray(x)
-            elif is_shared:
-                send = cupy.ascontiguousarray(cupy.from_dlpack(x))
-            else:
-                send = cupy.asarray(registry.backend_for(x).read(x), dtype=cupy.int32)
+            refuse_capture("an agreement over NCCL")
+            values = x if is_ours else cupy.asarray(registry.backend_for(x).read(x), dtype=cupy.int32)
+            send = cupy.ascontiguousarray(values)
             result = cupy.empty_like(send)
             event = cupy.cuda.Event(disable_timing=True)
-            self._start(send, result, stream, event)
-        return Pending(self, send, result, stream, event, is_captured, x, is_shared)
+            self._start(send, result, cupy.cuda.get_current_stream(), event)
+
+        # It holds what NCCL reads until the device is through with it.
+        @functools.cache
+        def finish() -> Array:
+            self.require_usable()
+            self._group.run(lambda: self._poll(lambda: is_over(event)))
+            if is_ours:
+                return result
+            where = registry.backend_for(x).placement(x)
+            with cupy.cuda.Device(self.device):
+                return xp.asarray(cupy.asnumpy(result).tolist(), dtype=x.dtype, device=where)
+
+        return finish
 
     def example(self) -> Array:
         """Return a 0-d float32 array on the communicator's device: a rank that never has one takes part with CuPy's."""
         with cupy.cuda.Device(self.device):
             return cupy.zeros((), dtype=cupy.float32)
 
-    def _is_shared(self, x: Array, is_captured: bool) -> bool:
-        """Tell whether an array is on the communicator's device, where NCCL can read it; else the host can."""
-        if isinstance(x, cupy.ndarray):
-            where = x.device.id
-        elif hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in _ON_DEVICE:
-            where = x.__dlpack_device__()[1]
-        elif is_captured:
-            msg = (
-                f"only arrays of the communicator's device can be reduced while a stream is captured, got "
-                f"{type(x).__name__}: pass a CuPy array"
-            )
-            raise InvalidValueError(msg)
-        else:
-            return False
-        if where != self.device:
-            msg = (
-                f"x must be on the communicator's device, CUDA device {self.device}, got an array on CUDA device "
-                f"{where}: pass arrays of one device and a communicator that was made on it"
-            )
-            raise InvalidValueError(msg)
-        return True
-
-    def _start(self, send: Array, result: Array, stream: Any, event: Any) -> None:
+    def _start(self, send: Array, result: Array, stream: cupy.cuda.Stream, event: cupy.cuda.Event) -> None:
         """Put the collective on the stream, and the event behind it."""
 
         def issue() -> None:
@@ -196,71 +182,16 @@ class NCCLCollectives:
             msg = "the communicator was destroyed or aborted: pass another one on every rank, also to set_group()"
             raise BackendError(msg)
 
-    def wait(self, is_done: Callable[[], bool]) -> None:
-        """Make the host wait until something is done, NCCL fails, or the time is over."""
-        self._group.run(lambda: self._poll(is_done))
-
     def _poll(self, is_done: Callable[[], bool]) -> None:
+        """Make the host wait until something is done, NCCL fails, or the time is over."""
+
         def is_settled() -> bool:
-            is_over = is_done()
-            # Also of what is done: a communicator that has failed gives no answers.
+            has_come = is_done()
+            # Also if it is done: a communicator that has failed gives no answers.
             self._comm.check_async_error()
-            return is_over
+            return has_come
 
         self._group.until(is_settled, longest_pause=_LONGEST_PAUSE)
-
-
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Pending:
-    """A reduction under way. Calling it finishes it and returns the result."""
-
-    _collectives: NCCLCollectives
-    # What NCCL reads, until it is known to be done; and what it writes to.
-    _send: Array | None
-    _array: Array
-    _stream: Any
-    _event: Any
-    # While a stream is captured, nothing can be asked of its events.
-    _is_captured: bool
-    _x: Array
-    _is_shared: bool
-    _result: Array = None
-
-    def __call__(self) -> Array:
-        """Return the result; the host waits for the ranks, unless the collective is captured into a CUDA graph.
-
-        Raises
-        ------
-        CollectiveTimeoutError
-            When some rank does not come in time.
-        BackendError
-            When NCCL or CUDA fail, or the communicator was given up before.
-        """
-        self._wait()
-        return self.on_stream()
-
-    def on_stream(self) -> Array:
-        """Return the result without a host wait, to be used on the stream that is current now.
-
-        An array that passes through the host is waited for all the same.
-        """
-        with cupy.cuda.Device(self._collectives.device):
-            if not self._is_shared:
-                self._wait()
-            elif self._send is not None:
-                self._collectives.require_usable()
-                current = cupy.cuda.get_current_stream()
-                if current != self._stream:
-                    current.wait_event(self._event)
-            if self._result is None:
-                self._result = _like(self._array, self._x, self._is_shared)
-        return self._result
-
-    def _wait(self) -> None:
-        if self._send is not None and not self._is_captured:
-            self._collectives.require_usable()
-            self._collectives.wait(lambda: is_over(self._event))
-            self._send = None
 
 
 class NCCLGroupBackend:
@@ -268,15 +199,15 @@ class NCCLGroupBackend:
 
     name = "cupy_backends"
 
-    def collectives(self, group: Any, /, *, timeout: float) -> NCCLCollectives:
-        """Wrap a communicator. See :class:`NCCLCollectives`."""
+    def collectives(self, group: object, /, *, timeout: float) -> NCCLCollectives:
+        """Wrap a communicator."""
         return NCCLCollectives(group, timeout)
 
 
 backend = NCCLGroupBackend()
 
 
-def _communicator(group: Any) -> Any:
+def _communicator(group: object) -> nccl.NcclCommunicator:
     """Return the communicator itself; CuPy keeps that of an NCCLBackend in a private attribute."""
     for found in (group, getattr(group, "_comm", None)):
         if isinstance(found, nccl.NcclCommunicator):
@@ -289,7 +220,7 @@ def _communicator(group: Any) -> Any:
 
 
 def _described(error: Exception) -> str:
-    """Return an error's text; where CuPy has no name for a status of NCCL's, it raises KeyError with the number."""
+    """Return an error's text; CuPy raises KeyError for a status of NCCL's that it has no name for."""
     if isinstance(error, KeyError):
         return (
             f"NCCL's status {error} (6: a remote rank or the network to it failed; 7: the communicator does not block, "
@@ -298,7 +229,7 @@ def _described(error: Exception) -> str:
     return str(error) or repr(error)
 
 
-def _abort(comm: Any, device: int, error: BaseException) -> None:
+def _abort(comm: nccl.NcclCommunicator, device: int, error: BaseException) -> None:
     """Abort a communicator, so that nothing on the device waits any more."""
     # In a thread, which may be left behind.
     aborted = _in_thread(comm.abort, device)
@@ -310,7 +241,7 @@ def _abort(comm: Any, device: int, error: BaseException) -> None:
         error.add_note(f"the communicator could not be aborted: {_described(failure)}: end this process")
 
 
-def _in_thread(call: Callable[[], Any], device: int) -> Future[None]:
+def _in_thread(call: Callable[[], None], device: int) -> Future[None]:
     """Call something on a device, in a thread that does not keep the process alive."""
     future: Future[None] = Future()
 
@@ -327,13 +258,3 @@ def _in_thread(call: Callable[[], Any], device: int) -> Future[None]:
 
     threading.Thread(target=run, name="gradscale NCCL", daemon=True).start()
     return future
-
-
-def _like(values: Array, x: Array, is_shared: bool) -> Array:
-    """Return a CuPy array as one of the library and device of ``x``."""
-    if isinstance(x, cupy.ndarray):
-        return values
-    xp = array_namespace(x)
-    if is_shared:
-        return xp.from_dlpack(values)
-    return xp.asarray(cupy.asnumpy(values).tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))

@@ -5,7 +5,7 @@
 //
 // One launch serves one pair of types. A table has a row for each array. An array is cut into chunks of as many
 // elements as the launch says, each of which is a block's: a second table says of which array, and which part of it. A
-// chunk of dense arrays is read and written in 16 bytes at once, but for its ends.
+// chunk is read and written in 16 bytes at once, but for its ends.
 //
 // For clipping, other kernels store a sum of squares for each chunk while they divide, one more adds these up, always
 // in one order, and a last one multiplies what was stored.
@@ -26,19 +26,15 @@ namespace gradscale {
 typedef long long Index;
 typedef unsigned long long Address;
 
-const int kMostDimensions = 8, kThreads = GRADSCALE_THREADS;
+const int kThreads = GRADSCALE_THREADS;
 
-// What the host writes, as plan.py has it.
+// What the host writes, as plan.py has it: arrays without gaps, in one order.
 struct Row {
     const void* source;
     void* target;
     Index size;
-    Index dimensions;  // 0 for arrays whose memory is dense and in one order; else how many are to be walked
-    Index shape[kMostDimensions];
-    Index source_strides[kMostDimensions];  // in elements
-    Index target_strides[kMostDimensions];
 };
-static_assert(sizeof(Row) == 224, "plan.py writes rows of 224 bytes");
+static_assert(sizeof(Row) == 24, "plan.py writes rows of 24 bytes");
 
 struct Chunk {
     int row;
@@ -131,7 +127,7 @@ GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse
     found.count(stored);
 }
 
-// A chunk of an array without gaps, of which this thread takes every 256th pack.
+// A chunk, of which this thread takes every 256th pack.
 template <typename In, typename Out, typename Found>
 GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, float inverse, Found& found) {
     const int width = Width<In, Out>::value, thread = threadIdx.x;
@@ -140,7 +136,7 @@ GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, f
     __builtin_assume(__isGlobal(target));
     typedef Pack<In, width> Sources;
     typedef Pack<Out, width> Targets;
-    // The first element from which on both can be moved in packs; `size` where there is none.
+    // The first element from which on both can be moved in packs; `size` if there is none.
     int head = 0;
     while (head < size && head < width &&
            ((Address)(source + head) % sizeof(Sources) != 0 || (Address)(target + head) % sizeof(Targets) != 0)) {
@@ -177,27 +173,6 @@ GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, f
     }
 }
 
-// The same of an array with gaps, where the place of each element is computed from its number. Divisions of 64 bits
-// need registers, the more so where the compiler makes several at once, and blocks that move packs would be fewer.
-template <typename In, typename Out, typename Found>
-GRADSCALE_FUNCTION void unscale_strided(const Row& row, Index begin, int size, float inverse, Found& found) {
-    #pragma unroll 1
-    for (int k = threadIdx.x; k < size; k += kThreads) {
-        const Index i = begin + k;
-        Address left = i;
-        Index from = 0, to = 0;
-        #pragma unroll 1
-        for (int axis = (int)row.dimensions - 1; axis >= 0; --axis) {
-            const Address length = row.shape[axis], above = left / length;
-            const Index place = left - above * length;
-            left = above;
-            from += place * row.source_strides[axis];
-            to += place * row.target_strides[axis];
-        }
-        unscale_one((const In*)row.source + from, (Out*)row.target + to, inverse, found);
-    }
-}
-
 // Rounded once, and exact for powers of two. Above 2**126 it is subnormal, which is kept.
 GRADSCALE_FUNCTION float reciprocal(float scale) { return single_of(1.0 / double_of(scale)); }
 
@@ -215,11 +190,7 @@ GRADSCALE_FUNCTION void unscale_chunk(const Table& table, float inverse, Found& 
     const Row& row = table.rows[chunk.row];
     const Index begin = (Index)chunk.number * table.chunk_size, left = row.size - begin;
     const int size = left < table.chunk_size ? (int)left : table.chunk_size;
-    if (row.dimensions == 0) {
-        unscale_dense((const In*)row.source + begin, (Out*)row.target + begin, size, inverse, found);
-    } else {
-        unscale_strided<In, Out>(row, begin, size, inverse, found);
-    }
+    unscale_dense((const In*)row.source + begin, (Out*)row.target + begin, size, inverse, found);
 }
 
 // The sum over the threads of a block, in an order that is always the same; thread 0 gets it.

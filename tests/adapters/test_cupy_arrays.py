@@ -6,6 +6,7 @@ The kernels are those of unscale.cu, compiled for the host. Nothing here runs on
 from __future__ import annotations
 
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,38 +92,6 @@ def test_half_gradients_become_float32_masters(cupy: Any, cupy_backend: Any) -> 
     assert launches(cupy) == [("unscale_float16_float32", 0, 1)] * 2
 
 
-def test_the_same_memory_is_planned_once(cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy import tables
-
-    planned: list[int] = []
-    prepare = tables.prepare
-    monkeypatch.setattr(tables, "prepare", lambda *args: planned.append(1) or prepare(*args))
-    grads = [cupy.ones(3, dtype=np.float32) for _ in range(4)]
-    for _ in range(3):
-        cupy_backend.unscale(grads, state_of(cupy), out=grads)
-    assert len(planned) == 1
-    cupy_backend.unscale([*grads[:3], cupy.ones(3, dtype=np.float32)], state_of(cupy))
-    assert len(planned) == 2
-
-
-def test_the_tables_that_were_used_longest_ago_are_forgotten(
-    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gradscale_cupy import tables
-
-    planned: list[int] = []
-    prepare = tables.prepare
-    monkeypatch.setattr(tables, "prepare", lambda *args: planned.append(1) or prepare(*args))
-    sets = [[cupy.ones(size + 1, dtype=np.float32)] for size in range(3 * tables.MOST_PLANS)]
-    for k, grads in enumerate(sets, 1):
-        cupy_backend.unscale(grads, state_of(cupy), out=grads)
-        cupy_backend.unscale(sets[0], state_of(cupy), out=sets[0])
-        assert len(planned) == k
-    assert len(cupy_backend.tables.entries) == tables.MOST_PLANS
-    cupy_backend.unscale(sets[1], state_of(cupy), out=sets[1])
-    assert len(planned) == len(sets) + 1
-
-
 def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, cupy_backend: Any) -> None:
     memory = np.ones(8, np.float32)
     for number in (0, 1, 0):
@@ -194,28 +163,48 @@ def test_a_wrong_dtype_is_refused(cupy: Any, cupy_backend: Any) -> None:
         cupy_backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), dtype=np.int32)
 
 
-def test_a_graph_captures_what_was_unscaled_before_and_keeps_the_arrays(cupy: Any, cupy_backend: Any) -> None:
-    grads = [cupy.ones(3, dtype=np.float32)]
+def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy: Any, cupy_backend: Any) -> None:
+    grads = [cupy.ones(3, dtype=np.float32), cupy.array([8.0, math.inf], dtype=np.float16)]
     state = state_of(cupy)
     HostCupy.capturing = {0}
-    with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):
-        cupy_backend.unscale(grads, state, out=grads)
-    HostCupy.capturing = set()
-    assert as_host(grads[0]).tolist() == [1.0] * 3
-    cupy_backend.unscale(grads, state, out=grads)
-    HostCupy.capturing = {0}
     cupy.log.clear()
-    views = [grad[:] for grad in grads]
-    for arrays in (grads, views):
-        cupy_backend.unscale(arrays, state, out=arrays)
-    # No event from outside of the graph is waited for, and nothing is copied to the device.
-    assert cupy.log == [("launch", "unscale_float32_float32", 0, 1)] * 2
+    made, nonfinite = cupy_backend.unscale(grads, state, out=grads)
+    assert cupy.log == []
     HostCupy.capturing = set()
-    for size in range(100):
-        cupy_backend.unscale([cupy.ones(size, dtype=np.float32)], state)
-    (entry,) = [entry for entry in cupy_backend.tables.entries.values() if entry.captured]
-    assert entry.captured == (grads, grads)
-    assert entry.prepared.tables
+    assert all(x is y for x, y in zip(made, grads, strict=True))
+    assert [as_host(x).tolist() for x in (*grads, nonfinite)] == [[0.25] * 3, [2.0, math.inf], 1]
+    x = grads[0]
+    HostCupy.capturing = {0}
+    with pytest.raises(InvalidValueError, match="share memory"):
+        cupy_backend.unscale([x, x], state, out=[x, x])
+
+
+def test_tables_are_not_kept(cupy: Any, cupy_backend: Any) -> None:
+    from gradscale_cupy import launch
+
+    rows: list[Any] = []
+    grads = [cupy.ones(3, dtype=np.float32)]
+    with pytest.MonkeyPatch.context() as patch:
+        prepare = launch.prepare
+
+        def watched(*args: Any, **options: Any) -> Any:
+            prepared = prepare(*args, **options)
+            rows.append(weakref.ref(prepared.tables[0].rows))
+            return prepared
+
+        patch.setattr(launch, "prepare", watched)
+        cupy_backend.unscale(grads, state_of(cupy), out=grads)
+        cupy_backend.multiply_in_place(grads, state_of(cupy).scale)
+    assert [row() for row in rows] == [None, None]
+
+
+def test_arrays_with_gaps_take_the_pure_core(cupy: Any, cupy_backend: Any) -> None:
+    whole = cupy.ones((4, 6), dtype=np.float32)
+    grads = [whole[:, ::2], whole.T[1::2]]
+    cupy.log.clear()
+    _, nonfinite = cupy_backend.unscale(grads, state_of(cupy), out=grads)
+    assert launches(cupy) == []
+    assert (as_host(whole).tolist(), as_host(nonfinite)) == ([[0.25] * 6] * 4, 0)
 
 
 class CUDADriverError(RuntimeError):

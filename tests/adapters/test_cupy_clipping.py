@@ -13,7 +13,7 @@ import pytest
 from host_cupy import HostCupy
 from optimizers import Tree
 
-from gradscale import CallOrderError, DynamicScale, GradScaler
+from gradscale import DynamicScale, GradScaler
 from gradscale.scaler.scaler import iteration_of
 
 pytestmark = pytest.mark.numpy
@@ -116,7 +116,7 @@ def test_dtypes_without_a_kernel_count_in_the_norm_and_are_clipped(cupy: Any, cu
     out = [cupy.zeros(1, dtype=np.float16), cupy.zeros(1, dtype=np.float32)]
     made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state, out=out)
     assert (nonfinite.get(), squares.get(), squares.dtype) == (0, 25.0, np.float64)
-    # More gaps than the kernel walks.
+    # No kernel takes arrays with gaps.
     gapped = cupy.ones((3,) * 9, dtype=np.float32)[(slice(None, None, 2),) * 9]
     cupy_backend.multiply_in_place([*made, gapped], cupy.array(0.5, dtype=np.float32))
     assert [float(x.get()[0]) for x in made] == [1.5, 2.0]
@@ -131,27 +131,14 @@ def test_no_arrays_have_a_norm_of_zero(cupy: Any, cupy_backend: Any) -> None:
     assert cupy_backend.unscale_with_squares(empty, state, out=empty)[2].get() == 0.0
 
 
-def test_a_graph_captures_the_norm_and_the_clipping_of_arrays_known_before(cupy: Any, cupy_backend: Any) -> None:
+def test_a_graph_captures_the_norm_and_the_clipping(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.ones(4, dtype=np.float16)]
     masters = [cupy.zeros(4, dtype=np.float32)]
     state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     half = cupy.array(0.5, dtype=np.float32)
-
-    def iterate() -> None:
-        cupy_backend.unscale_with_squares(grads, state, out=masters)
-        cupy_backend.multiply_in_place(masters, half)
-
     HostCupy.capturing = {0}
-    with pytest.raises(CallOrderError, match=r"unscaled once before a CUDA graph captures it"):
-        iterate()
+    # Nothing is copied to the device, which the stand-in would refuse.
+    _, _, squares = cupy_backend.unscale_with_squares(grads, state, out=masters)
+    cupy_backend.multiply_in_place(masters, half)
     HostCupy.capturing = set()
-    iterate()
-    HostCupy.capturing = {0}
-    cupy.log.clear()
-    iterate()
-    # Nothing is copied to the device, and no event from outside is waited for.
-    assert [entry[:2] for entry in cupy.log] == [
-        ("launch", name) for name in ("square_float16_float32", "add_squares", "clip_float32")
-    ]
-    HostCupy.capturing = set()
-    assert masters[0].get().tolist() == [0.125] * 4
+    assert (squares.get(), masters[0].get().tolist()) == (0.25, [0.125] * 4)

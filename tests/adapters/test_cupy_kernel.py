@@ -141,9 +141,6 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
         if data.draw(st.booleans(), label="turned"):
             order = data.draw(st.permutations(range(x.ndim)), label="order")
             x, y = x.transpose(order), y.transpose(order)
-        if x.ndim and data.draw(st.booleans(), label="cut"):
-            cut = tuple(slice(None, None, data.draw(st.sampled_from([1, 2, -1]))) for _ in range(x.ndim))
-            x, y = x[cut], y[cut]
         sources.append(x)
         targets.append(y)
         rooms.append((room, room.copy(), y))
@@ -174,10 +171,9 @@ def _placed(values: Any, dtype: Any, offset: int) -> Any:
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
 def test_a_bad_value_is_found_wherever_it_is(source: str, target: str, bad: float) -> None:
     arrays = [np.ones(size, TYPES[source]) for size in (1, 0, 37, 16)]
-    arrays.append(np.ones((9, 8), TYPES[source])[::2, 1::3])
     for index, array in enumerate(arrays):
         for place in range(array.size):
-            given = [x.copy() if x.flags.c_contiguous else np.ones((9, 8), TYPES[source])[::2, 1::3] for x in arrays]
+            given = [x.copy() for x in arrays]
             given[index][np.unravel_index(place, array.shape)] = bad
             made = [np.zeros(x.shape, TYPES[target]) for x in given]
             assert unscale([x.copy() for x in given], made, 2.0, chunk=8) == 1, (index, place)
@@ -199,7 +195,6 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (9, 8), (700,)]
     arrays = [np.asarray(100 * rng.standard_normal(shape)).astype(TYPES[dtype]) for shape in shapes]
     arrays.append(np.array([np.inf, -np.inf, np.nan, -0.0, 0.0], TYPES[dtype]))
-    arrays = [x[::2, 1::3] if x.shape == (9, 8) else x for x in arrays]
     before = [x.copy() for x in arrays]
     (one,) = planned(arrays, arrays, 64)
     by = np.array(factor, np.float32)
@@ -302,7 +297,7 @@ def test_a_cast_that_overflows_is_found() -> None:
 
 
 # In which sm_75 differs; of the newer two the compiler of CUDA 13.0 makes other choices. Of all others 40 and none.
-MOST_REGISTERS = {"sm_75": 64, "sm_100": 44, "sm_120": 42}
+MOST_REGISTERS = {"sm_75": 64, "sm_100": 44, "sm_120": 44}
 MOST_SPILLED = {"sm_100": 16}
 
 
@@ -361,13 +356,13 @@ def test_dense_arrays_are_read_and_written_in_packs(kernel: str) -> None:
     for direction, dtype in (("ld", source), ("st", target)):
         size = np.dtype(TYPES[dtype]).itemsize
         found = [(where, vector, kind) for way, where, vector, kind in moved if way == direction]
-        # In an array with gaps, one element at a time, wherever it is.
-        assert [(vector, int(kind[1:]) // 8) for where, vector, kind in found if not where] == [("", size)]
+        # All are known to be in global memory.
+        assert [kind for where, _, kind in found if not where] == []
         # In front of the packs and behind them, a loop that nvcc unrolls by four and has once more for the rest. The
         # float32 factor is read, too, and a float64 sum written; what is read of tables are integers of 32 and 64 bits.
         single = [kind for _, vector, kind in found if not vector and kind in (f"f{8 * size}", "u16")]
         is_more = (direction, size) == ("ld", 4) or (kernel.startswith("square"), direction, size) == (True, "st", 8)
-        assert len(single) == 6 + is_more
+        assert len(single) == 5 + is_more
         # Four packs in flight, and those that are left: each of 16 bytes of the wider type, and known to be in global
         # memory.
         packs = [(where, int(vector[1:-1]) * int(kind[1:]) // 8) for where, vector, kind in found if vector]

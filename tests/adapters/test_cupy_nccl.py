@@ -16,10 +16,10 @@ from typing import Any
 import fake_nccl
 import numpy as np
 import pytest
-from fake_nccl import Event, Foreign, World
+from fake_nccl import Event, World
 
 import gradscale
-from gradscale import BackendError, BackendNotAvailableError, CollectiveTimeoutError
+from gradscale import BackendError, BackendNotAvailableError, CallOrderError, CollectiveTimeoutError
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -128,7 +128,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_aborts_once(fake: SimpleNames
     assert SHORT <= time.monotonic() - begin < PATIENCE
     assert (raised.value.rank, raised.value.size, raised.value.seconds) == (0, size, SHORT)
     # What was under way is no answer, though the kernel has ended.
-    for call in (pending, pending.on_stream, lambda: collectives.start_max(vector(fake, [1, 2]))):
+    for call in (pending, lambda: collectives.start_max(vector(fake, [1, 2]))):
         with pytest.raises(BackendError, match=r"given up, and it was aborted: pass another one(.|\n)*CollectiveTime"):
             call()
     with pytest.raises(BackendError, match="given up"):
@@ -268,24 +268,6 @@ def test_a_stream_of_each_thread_is_used_in_this_one(fake: SimpleNamespace) -> N
     assert comm.issued_on == [(threading.current_thread().name, 2)]
 
 
-def test_the_answer_in_stream_order_costs_no_wait(fake: SimpleNamespace) -> None:
-    collectives, comm = alone(fake, World(1, delay=0.05), PATIENCE)
-    with fake.cupy.cuda.Stream() as first:
-        pending = collectives.start_max(vector(fake, [1, -2]))
-        comm.checks = 0
-        result = pending.on_stream()
-    assert first.waits == []
-    for _ in range(2):
-        with fake.cupy.cuda.Stream() as second:
-            assert pending.on_stream() is result
-            assert len(second.waits) == 1
-    assert (Event.queries, comm.checks) == ([], 0)
-    with second:
-        assert result.tolist() == [1, -2]
-    assert pending() is result
-    assert len(Event.queries) == 1
-
-
 def test_a_step_over_two_groups_waits_for_each_once(fake: SimpleNamespace) -> None:
     groups = [alone(fake, World(1, delay=0.01), PATIENCE)[0] for _ in range(2)]
     scaler = gradscale.ShardedGradScaler(group=groups, backend=Backend())
@@ -297,39 +279,34 @@ def test_a_step_over_two_groups_waits_for_each_once(fake: SimpleNamespace) -> No
     assert (optimizer.steps, len(set(Event.queries))) == (1, 2)
 
 
-def test_a_captured_collective_asks_nothing_of_its_event(fake: SimpleNamespace) -> None:
-    collectives, comm = alone(fake, World(2), PATIENCE)
-    with fake.cupy.cuda.Stream() as stream:
-        stream.is_captured = True
-        pending = collectives.start_max(vector(fake, [1]))
-        assert isinstance(pending(), fake.cupy.ndarray)
-        with pytest.raises(InvalidValueError, match="while a stream is captured, got ndarray: pass a CuPy array"):
-            collectives.start_max(np.zeros(1, np.int32))
-        stream.is_captured = False
-        # Also later, when nothing is captured any more.
-        pending()
-    assert Event.queries == []
-    assert comm.calls == 1
-
-
-def test_an_array_of_another_library_on_the_device_is_shared(fake: SimpleNamespace) -> None:
-    collectives, _ = alone(fake, World(1), PATIENCE)
-    x = Foreign(np.asarray([3, -4], np.int32), 0)
-    result = collectives.start_max(x)()
-    assert type(result) is Foreign
-    assert result.values.tolist() == [3, -4]
-    assert result.values is not x.values
-
-
 def test_a_strided_vector_is_reduced(fake: SimpleNamespace) -> None:
     collectives, _ = alone(fake, World(1), PATIENCE)
     assert collectives.start_max(vector(fake, [0, 1, 2, 3, 4])[::2])().tolist() == [0, 2, 4]
 
 
-@pytest.mark.parametrize("foreign", [False, True], ids=["cupy", "dlpack"])
-def test_an_array_on_another_device_is_refused_with_both(fake: SimpleNamespace, foreign: bool) -> None:
+def test_a_result_is_waited_for_once(fake: SimpleNamespace) -> None:
+    collectives, _ = alone(fake, World(1), PATIENCE)
+    for x in (vector(fake, [1, -2]), np.asarray([1, -2], np.int32)):
+        Event.queries.clear()
+        pending = collectives.start_max(x)
+        result = pending()
+        assert (type(result), result.tolist()) == (type(x), [1, -2])
+        assert pending() is result
+        assert len(Event.queries) == 1
+
+
+def test_a_collective_is_not_captured(fake: SimpleNamespace) -> None:
+    collectives, comm = alone(fake, World(2), PATIENCE)
+    with fake.cupy.cuda.Stream() as stream:
+        stream.is_captured = True
+        with pytest.raises(CallOrderError, match="an agreement over NCCL cannot be part of a CUDA graph"):
+            collectives.start_max(vector(fake, [1]))
+    assert (comm.calls, comm.aborts) == (0, 0)
+
+
+def test_an_array_on_another_device_is_refused_with_both(fake: SimpleNamespace) -> None:
     collectives, comm = alone(fake, World(2))
-    x = Foreign(np.zeros(1, np.int32), 1) if foreign else vector(fake, [1], device=1)
+    x = vector(fake, [1], device=1)
     with pytest.raises(InvalidValueError, match="device, CUDA device 0, got an array on CUDA device 1"):
         collectives.start_max(x)
     assert (comm.calls, comm.aborts) == (0, 0)

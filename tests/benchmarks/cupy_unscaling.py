@@ -200,18 +200,17 @@ def against_torch(quick: bool) -> list[Row]:
     return rows
 
 
-def new_addresses(quick: bool) -> list[Row]:
-    """Time what gradients at addresses that have not been seen take the host before the launch, against a limit."""
-    from gradscale_cupy.tables import Tables
+def tables(quick: bool) -> list[Row]:
+    """Time what the tables of many gradients take the host before the launch, against a limit."""
+    from gradscale_cupy.launch import prepare
 
     cupy = _cupy()
     sizes = _QUICK if quick else _FULL
     grads = _filled(cupy, *sizes.small)
     wait = cupy.cuda.get_current_stream().synchronize
-    # New tables know no address.
-    runs = {"ours": Call(lambda: Tables().of(grads, grads, "unscale"), wait)}
+    runs = {"ours": Call(lambda: prepare(grads, grads, is_captured=False), wait)}
     seconds = interleaved(runs, sizes.rounds)["ours"]
-    case = f"CuPy tables of new addresses, {_described(cupy, *sizes.small)}, host / 5 ms"
+    case = f"CuPy tables, {_described(cupy, *sizes.small)}, host / 5 ms"
     return [Row(case, seconds, _LONGEST_PLAN, "s", 1.0)]
 
 
@@ -290,7 +289,7 @@ CASES = {
     "cupy-copy": copies,
     "cupy-masters": masters,
     "cupy-torch": against_torch,
-    "cupy-plan": new_addresses,
+    "cupy-plan": tables,
     "cupy-peak": memory,
     "cupy-waits": host_waits,
 }

@@ -158,16 +158,16 @@ def test_waits_that_cannot_be_seen_are_a_failure_and_no_zero(monkeypatch: pytest
 def test_extra_memory_counts_the_tables() -> None:
     (row,) = rows_of("cupy-peak")
     # 20 rows of the table, and where their chunks begin; each rounded up to 512 bytes.
-    assert 20 * 224 <= row.ours * 2**20 < 20 * 224 + 4 * 512
+    assert 20 * 24 <= row.ours * 2**20 < 20 * 24 + 4 * 512
 
 
 @pytest.mark.usefixtures("queue")
 def test_each_round_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy import tables
+    from gradscale_cupy import launch
 
     planned: list[int] = []
-    prepare = tables.prepare
-    monkeypatch.setattr(tables, "prepare", lambda *given: planned.append(len(given[0].addresses)) or prepare(*given))
+    plan = launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *given: planned.append(len(given[0].addresses)) or plan(*given))
     (row,) = rows_of("cupy-plan")
     # Three rounds, and one before.
     assert (planned, row.other) == ([30] * 4, 5e-3)

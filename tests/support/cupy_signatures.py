@@ -35,7 +35,6 @@ SIGNATURES: dict[str, str | tuple[str, str]] = {
     "cupy.asnumpy": "a, stream=None, order='C', out=None, *, blocking=True",
     "cupy.empty": _ARRAYS,
     "cupy.empty_like": "prototype, dtype=None, order='K', subok=None, shape=None",
-    "cupy.from_dlpack": "array, *, device=None, copy=None",
     "cupy.zeros": _ARRAYS,
     "cupy.RawKernel": f"{_KERNEL}enable_cooperative_groups=False, jitify=False",
     "cupy.RawKernel.__call__": ("grid, block, args, *, shared_mem=0", "grid, block, args, **kwargs"),

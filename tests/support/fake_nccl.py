@@ -28,9 +28,9 @@ import numpy as np
 import pytest
 from cupy_signatures import checked, checked_class
 
-__all__ = ["Event", "FakeCupy", "Foreign", "NcclCommunicator", "NcclError", "Stream", "World", "installed", "ndarray"]
+__all__ = ["Event", "FakeCupy", "NcclCommunicator", "NcclError", "Stream", "World", "installed", "ndarray"]
 
-_NOT_READY, _CAPTURED = 600, 907
+_NOT_READY = 600
 _GARBAGE = -(2**31)
 _TEXTS = {
     3: "NCCL_ERROR_INTERNAL_ERROR: internal error",
@@ -100,7 +100,6 @@ class Stream:
         self.by_address[self.ptr] = self
         self.work: list[Work] = []
         self.is_captured = False
-        self.waits: list[Event] = []
 
     def __enter__(self) -> Stream:
         self.before = _current_stream()
@@ -113,11 +112,6 @@ class Stream:
     def is_capturing(self) -> bool:
         """Tell whether a graph is captured."""
         return self.is_captured
-
-    def wait_event(self, event: Event) -> None:
-        """Put the work before an event before what comes."""
-        self.waits.append(event)
-        self.work += event.work
 
     def synchronize(self) -> None:
         """Wait for all work; without end where a kernel waits, so that a limit is set here."""
@@ -148,20 +142,16 @@ class Event:
         self.ptr = next(_addresses)
         self.by_address[self.ptr] = self
         self.work: list[Work] | None = None
-        self.is_captured = False
 
     def record(self, stream: Stream) -> None:
         """Keep what is in the stream."""
         self.work = list(stream.work)
-        self.is_captured = stream.is_captured
 
 
 def _event_query(address: int) -> int:
     Event.queries.append(address)
     event = Event.by_address[address]
     assert event.work is not None, "the event was not recorded"
-    if event.is_captured:
-        return _CAPTURED
     if Event.broken is not None:
         return Event.broken
     return 0 if all(work.is_done() for work in event.work) else _NOT_READY
@@ -303,7 +293,7 @@ class NcclCommunicator:
         queue = Stream.by_address[stream] if stream in Stream.by_address else Stream()
         with world.changed:
             world.collectives.setdefault(position, {})[self._rank] = send, receive, count, work
-            if world.has_all(position) and not queue.is_captured:
+            if world.has_all(position):
                 world.run(position)
             world.changed.notify_all()
             if world.connects and count not in self.lengths:
@@ -329,26 +319,6 @@ class NcclCommunicator:
             for work in self.work:
                 work.ready = work.ready or 0.0
             self.world.changed.notify_all()
-
-
-class Foreign:
-    """An array of a library without an adapter, on a CUDA device."""
-
-    def __init__(self, values: Any, device: int) -> None:
-        self.values, self._device = np.asarray(values), device
-        self.dtype, self.ndim = self.values.dtype, self.values.ndim
-
-    def __array_namespace__(self, api_version: str | None = None) -> Any:
-        def take(x: Any) -> Foreign:
-            return Foreign(x.values, x.__dlpack_device__()[1])
-
-        # array_api_compat collects namespaces in a set.
-        namespace = types.ModuleType("foreign")
-        vars(namespace).update(int32=np.dtype(np.int32), from_dlpack=take)
-        return namespace
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self._device
 
 
 class NCCLBackend:
@@ -407,10 +377,6 @@ class FakeCupy(types.ModuleType):
     def asnumpy(self, x: ndarray) -> Any:
         """Return a NumPy array, when the current stream is through."""
         return np.asarray(x.tolist(), x.dtype)
-
-    def from_dlpack(self, x: Any) -> Any:
-        """Share the memory of another library's array on a device."""
-        return ndarray(x.values, x.__dlpack_device__()[1])
 
 
 @contextmanager

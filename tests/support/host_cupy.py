@@ -27,7 +27,7 @@ from gradscale import registry
 __all__ = ["HostCupy", "installed"]
 
 _current = threading.local()
-_ROW = 224  # bytes
+_ROW = 24  # bytes
 
 
 @checked_class("cupy.cuda.Device")
