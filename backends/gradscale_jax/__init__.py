@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradscale.extras import needs
 
@@ -39,14 +39,8 @@ backend = JaxBackend()
 _OF_OPTAX = ("ScaledOptimizerState", "scale_state", "scaled", "verdict_of")
 
 
-def __getattr__(name: str) -> Any:
-    """Import what needs optax when it is asked for.
-
-    Raises
-    ------
-    MissingExtraError
-        When optax is not installed.
-    """
+def __getattr__(name: str) -> object:
+    """Import the names that need optax when they are asked for."""
     if name not in _OF_OPTAX:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
-from gradscale.core.arithmetic import Kind, check_real_dtype, has_float64, kind_of, multiply, reciprocal, widened
+from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, multiply, reciprocal, widened
 from gradscale.core.summaries import summarize_arrays
 from gradscale.errors import InvalidTypeError
 
@@ -25,6 +25,8 @@ _WORDS = {"float16": jnp.int16, "bfloat16": jnp.int16, "float32": jnp.int32, "fl
 class JaxBackend(Backend):
     """JAX arrays, on one device or spread over many, and the values that jit, grad and vmap trace.
 
+    Outside of jit there is one compiled call for each set of devices.
+
     Examples
     --------
     >>> import gradscale, gradscale_jax, jax.numpy as jnp
@@ -35,17 +37,8 @@ class JaxBackend(Backend):
 
     name = "jax"
 
-    def __reduce__(self) -> tuple[type[JaxBackend], tuple[()]]:
-        return type(self), ()
-
     def read(self, x: jax.Array, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints.
-
-        Raises
-        ------
-        InvalidTypeError
-            For a traced value: there is nothing to read before the compiled function runs.
-        """
+        """Return a 1-d int32 array as Python ints; InvalidTypeError for a traced value, which has none yet."""
         if isinstance(x, jax.core.Tracer):
             msg = (
                 "a gradient scaler reads its verdict on the host, which a function that jax traces cannot do, got "
@@ -56,13 +49,7 @@ class JaxBackend(Backend):
         return values
 
     def refuse_tracing(self, what: str, /) -> None:
-        """Raise where jax traces: what a scaler holds would be a constant of the compiled function.
-
-        Raises
-        ------
-        InvalidTypeError
-            Under jit, scan, ``jax.checkpoint`` and others that compile; not under plain grad and vmap.
-        """
+        """Raise InvalidTypeError under jit, scan and others that compile; not under plain grad and vmap."""
         if isinstance(jnp.zeros(()), jax.core.Tracer):
             msg = (
                 f"{what} was called in a function that jax traces, which would keep the scale of this moment for good: "
@@ -71,10 +58,10 @@ class JaxBackend(Backend):
             )
             raise InvalidTypeError(msg)
 
-    def placement(self, like: jax.Array, /) -> Any:
-        """Return where a 0-d array must be to be combined with ``like``; None for traced and uncommitted arrays.
+    def placement(self, like: jax.Array, /) -> Sharding | None:
+        """Return where a 0-d array can be combined with ``like``; None for traced and uncommitted arrays.
 
-        Beside an array that is spread over a mesh it is replicated over it.
+        If ``like`` is spread over a mesh, that is replicated over the mesh.
         """
         if isinstance(like, jax.core.Tracer) or not like.committed:
             return None
@@ -90,124 +77,103 @@ class JaxBackend(Backend):
 
     def bits(self, x: jax.Array, /) -> jax.Array | None:
         """Return the bits of real values as signed integers; None for float8."""
-        return bits_of(x)
+        word = _WORDS.get(x.dtype.name)
+        return None if word is None else lax.bitcast_convert_type(x, word)
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
-        """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits: XLA's subnormals are 0.
-
-        Parameters
-        ----------
-        arrays : sequence of arrays
-            Of the dtypes that ``unscale`` takes, on any devices; one compiled call for each set of devices.
-        """
-        groups = self._by_placement(arrays)
+        """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits: XLA's subnormals are 0."""
         home = self.placement(arrays[0])
-        rows: list[Any] = [None] * len(arrays)
-        for indices in groups.values():
-            made = _summarize_compiled([arrays[index] for index in indices])
-            for index, row in zip(indices, made, strict=True):
-                rows[index] = row if len(groups) == 1 else jax.device_put(row, home)
-        return jnp.concatenate(rows)
+        return jnp.concatenate([_moved(_summary(x), home) for x in arrays])
 
     def unscale(
-        self, grads: Sequence[jax.Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Any] | None = None
+        self,
+        grads: Sequence[jax.Array],
+        state: ScaleState,
+        /,
+        *,
+        dtype: DTypeLike | None = None,
+        out: Sequence[jax.Array] | None = None,
     ) -> tuple[list[jax.Array], jax.Array]:
         """Divide arrays by the scale and count those with a non-finite value.
 
-        Parameters
-        ----------
-        grads : sequence of arrays
-            float16, bfloat16, float8, float32, float64 (with x64), complex; traced or not, on any devices.
-        state : ScaleState
-            Gives the scale.
-        dtype : dtype, optional
-            Wanted dtype of the real ones.
-        out : sequence of arrays, optional
-            Arrays whose dtypes are wanted; never written to, since JAX arrays cannot be.
-
-        Returns
-        -------
-        arrays : list of arrays
-            New ones. Outside jit it is one compiled call for each set of devices; within jit the caller's compiler sees
-            it, and may write over gradients that were donated to it.
-        nonfinite : array
-            0-d int32.
+        The arrays are new, ``out`` only says their dtypes. Within jit, XLA may write over gradients that were donated.
         """
         check_real_dtype(state.scale, dtype)
         wanted = tuple(_stored_dtypes(grads, dtype, out))
         if any(isinstance(x, jax.core.Tracer) for x in (*grads, state.scale)):
             return unscale_leaves(list(grads), state.scale, wanted)
+        unscaled: dict[int, jax.Array] = {}
+        counts = []
         groups = self._by_placement(grads)
-        home = self._home(groups, state)
-        unscaled: list[Any] = [None] * len(grads)
-        nonfinite = jnp.zeros((), dtype=jnp.int32, device=home)
         for where, indices in groups.items():
-            scale = state.scale if where is None else jax.device_put(state.scale, where)
             chosen = [grads[index] for index in indices]
-            made, count = _compiled(chosen, scale, tuple(wanted[index] for index in indices))
-            for index, array in zip(indices, made, strict=True):
-                unscaled[index] = array
-            nonfinite = nonfinite + (count if home is None else jax.device_put(count, home))
-        return unscaled, nonfinite
+            made, count = _compiled(chosen, _moved(state.scale, where), tuple(wanted[index] for index in indices))
+            unscaled |= zip(indices, made, strict=True)
+            counts.append(count)
+        return [unscaled[index] for index in range(len(grads))], self._total(counts, jnp.int32, groups, state)
 
     def unscale_with_squares(
-        self, grads: Sequence[jax.Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Any] | None = None
+        self,
+        grads: Sequence[jax.Array],
+        state: ScaleState,
+        /,
+        *,
+        dtype: DTypeLike | None = None,
+        out: Sequence[jax.Array] | None = None,
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
 
-        It is 0-d float64 with x64, else float32, where the count is: beside the state. One more compiled call for each
-        set of devices; over those of a mesh the elements are summed in another order than on one.
+        It is 0-d float64 with x64, else float32, on the state's device. Over the devices of a mesh the elements are
+        summed in another order than on one.
         """
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         groups = self._by_placement(unscaled)
-        home = self._home(groups, state)
-        squares = jnp.zeros((), dtype=_widest(), device=home)
-        for indices in groups.values():
-            found = _sum_of_squares([unscaled[index] for index in indices])
-            squares = squares + (found if home is None else jax.device_put(found, home))
-        return unscaled, nonfinite, squares
+        squares = [_sum_of_squares([unscaled[index] for index in indices]) for indices in groups.values()]
+        return unscaled, nonfinite, self._total(squares, float, groups, state)
 
     def multiply_in_place(self, arrays: Sequence[jax.Array], factor: jax.Array, /) -> list[jax.Array]:
-        """Multiply arrays by a 0-d float32, rounded once to their dtypes.
-
-        Returns
-        -------
-        list of arrays
-            New ones, spread as the given ones; one compiled call for each set of devices. No host read.
-        """
-        multiplied: list[Any] = [None] * len(arrays)
+        """Return new arrays, multiplied by a 0-d float32 and rounded once to their dtypes."""
+        multiplied: dict[int, jax.Array] = {}
         for where, indices in self._by_placement(arrays).items():
-            there = factor if where is None else jax.device_put(factor, where)
-            made = _multiply([arrays[index] for index in indices], there)
-            for index, array in zip(indices, made, strict=True):
-                multiplied[index] = array
-        return multiplied
+            made = _multiply([arrays[index] for index in indices], _moved(factor, where))
+            multiplied |= zip(indices, made, strict=True)
+        return [multiplied[index] for index in range(len(arrays))]
 
-    def _by_placement(self, arrays: Sequence[jax.Array]) -> dict[Any, list[int]]:
+    def _by_placement(self, arrays: Sequence[jax.Array]) -> dict[Sharding | None, list[int]]:
         """Return the positions of arrays by where they are: each set is one compiled call."""
-        groups: dict[Any, list[int]] = {}
+        groups: dict[Sharding | None, list[int]] = {}
         for index, array in enumerate(arrays):
             groups.setdefault(self.placement(array), []).append(index)
         return groups
 
-    def _home(self, groups: dict[Any, list[int]], state: ScaleState) -> Any:
-        """Return where what is found in groups of arrays is added up: beside the state, or None for anywhere.
+    def _total(
+        self, values: Iterable[jax.Array], dtype: DTypeLike, groups: dict[Sharding | None, list[int]], state: ScaleState
+    ) -> jax.Array:
+        """Add up a 0-d array of each group, on the state's devices if it is committed to some."""
+        # Sums of several groups need a place.
+        home = self.placement(state.scale) or (next(filter(None, groups)) if len(groups) > 1 else None)
+        total = jnp.zeros((), dtype=dtype, device=home)
+        for value in values:
+            total = total + _moved(value, home)
+        return total
 
-        Arrays on no chosen device go anywhere; sums of several devices need one.
-        """
-        return self.placement(state.scale) or (next(filter(None, groups)) if len(groups) > 1 else None)
+
+def _moved(x: jax.Array, where: Sharding | None) -> jax.Array:
+    return x if where is None else jax.device_put(x, where)
 
 
-def _stored_dtypes(grads: Sequence[Any], dtype: Any, out: Sequence[Any] | None = None) -> list[Any]:
+def _stored_dtypes(
+    grads: Sequence[jax.Array], dtype: DTypeLike | None, out: Sequence[jax.Array] | None
+) -> list[DTypeLike]:
     """Return the dtype that each unscaled gradient has."""
-    if out is not None:
-        return [target.dtype for target in out]
-    if dtype is None:
-        return [grad.dtype for grad in grads]
+    if out is not None or dtype is None:
+        return [array.dtype for array in out or grads]
     return [grad.dtype if kind_of(grad) is Kind.COMPLEX else jnp.dtype(dtype) for grad in grads]
 
 
-def unscale_leaves(grads: Sequence[Any], scale: Any, dtypes: Sequence[Any]) -> tuple[list[Any], Any]:
+def unscale_leaves(
+    grads: Sequence[jax.Array], scale: jax.Array, dtypes: Sequence[DTypeLike]
+) -> tuple[list[jax.Array], jax.Array]:
     """Return the unscaled arrays in the wanted dtypes, and how many are not finite; traceable."""
     factor, divisor = _factor_and_divisor(scale)
     unscaled = []
@@ -221,7 +187,7 @@ def unscale_leaves(grads: Sequence[Any], scale: Any, dtypes: Sequence[Any]) -> t
     return unscaled, count_nonfinite(unscaled)
 
 
-def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
+def _factor_and_divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return two 0-d float32: multiplying by one and dividing by the other gives the bits of the pure core.
 
     The factor is 1 for powers of two, and the divisor for other scales. Above 2**126, where the reciprocal is subnormal
@@ -236,50 +202,41 @@ def _factor_and_divisor(scale: Any) -> tuple[Any, Any]:
     factor = jnp.where(is_power_of_two, shrunk, reciprocal(small))
     divisor = jnp.where(is_power_of_two, small, one / shrunk)
     # Of a scale that is a constant XLA would join the two, and their quotient may be subnormal again.
-    joined: tuple[Any, Any] = lax.optimization_barrier((factor, divisor))
+    joined: tuple[jax.Array, jax.Array] = lax.optimization_barrier((factor, divisor))
     return joined
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
 
 
-def _widest() -> Any:
-    return jnp.float64 if has_float64(jnp, None) else jnp.float32
-
-
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
 @jax.jit
-def _sum_of_squares(arrays: Sequence[Any]) -> Any:
-    total = jnp.zeros((), dtype=_widest())
+def _sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
+    total = jnp.zeros((), dtype=float)
     for x in arrays:
         for part in (x.real, x.imag) if kind_of(x) is Kind.COMPLEX else (x,):
-            wide = part.astype(_widest())
+            wide = part.astype(float)
             total = total + jnp.sum(wide * wide)
     return total
 
 
 @jax.jit
-def _multiply(arrays: Sequence[Any], factor: Any) -> list[Any]:
+def _multiply(arrays: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
     return [multiply(jnp, widened(x), factor).astype(x.dtype) for x in arrays]
 
 
-def bits_of(x: jax.Array) -> jax.Array | None:
-    """Return the bits of real values as signed integers, None for float8; traceable."""
-    word = _WORDS.get(x.dtype.name)
-    return None if word is None else lax.bitcast_convert_type(x, word)
-
-
 @jax.jit
-def _summarize_compiled(arrays: Sequence[Any]) -> list[Any]:
-    return [summarize_arrays([x], bits_of) for x in arrays]
+def _summary(x: jax.Array) -> jax.Array:
+    summary: jax.Array = summarize_arrays([x], JaxBackend().bits)
+    return summary
 
 
-def count_nonfinite(arrays: Sequence[Any]) -> Any:
+def count_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return how many arrays hold an inf or NaN, as a 0-d int32; traceable.
 
-    ``x - x`` is 0 for what is finite and NaN for what is not, and a NaN stays in a sum, in whatever order it is taken
-    and over however many devices. It does not in a maximum: XLA's for the CPU drops NaNs of large arrays, as its
-    all-reduce does.
+    ``x - x`` is 0 for finite elements and NaN for others, and a NaN stays in a sum, in whatever order it is taken and
+    over however many devices. In a maximum it does not: XLA's for the CPU drops NaNs of large arrays, as its all-reduce
+    does.
     """
     nonfinite = jnp.zeros((), dtype=jnp.int32)
     for x in arrays:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,21 @@ from gradscale_jax.verdict import Verdict
 __all__ = ["AxisCollectives", "agree"]
 
 _FIELDS = (LENGTH - 2) // 2
-# What a verdict keeps of them; the others are the same in every step of a compiled program.
+# A verdict keeps so many; the others are the same in every step of a compiled program.
 _KEPT = 7
 
 
 class AxisCollectives:
     """MAX all-reduces over one or several named axes, for use inside the function that they are mapped over.
 
+    A :class:`gradscale.core.protocols.Collectives` whose vector stays on the device. A ``ShardedGradScaler`` cannot use
+    it: it reads its verdict on the host, where no axis is bound.
+
     Parameters
     ----------
     axis_name : str or tuple of str
-        As ``jax.shard_map``, ``jax.vmap(axis_name=)`` or a mesh names them; several are one group.
+        As ``jax.shard_map``, ``jax.vmap(axis_name=)`` or a mesh names them; several are one group. CallOrderError if
+        one is not bound here, InvalidTypeError for anything but names.
 
     Attributes
     ----------
@@ -39,18 +42,6 @@ class AxisCollectives:
         0-d int32: position in the group; traced.
     size : int
         Number of ranks.
-
-    Raises
-    ------
-    CallOrderError
-        When an axis is not bound where this is constructed.
-    InvalidTypeError
-        For something else than names.
-
-    Notes
-    -----
-    A `Collectives` in the sense of gradscale, whose vector stays on the device. A ``ShardedGradScaler`` cannot use it:
-    it reads its verdict on the host, where no axis is bound.
 
     Examples
     --------
@@ -75,7 +66,7 @@ class AxisCollectives:
                 f"jax.vmap(axis_name=...) or jax.pmap maps over it, or leave axis_name out"
             )
             raise CallOrderError(msg) from error
-        self._names: Any = names
+        self._names = names
 
     @property
     def rank(self) -> jax.Array:
@@ -83,10 +74,7 @@ class AxisCollectives:
         return lax.axis_index(self._names)
 
     def start_max(self, x: jax.Array, /) -> Callable[[], jax.Array]:
-        """Make an element-wise MAX all-reduce of a 1-d int32 array; the call returns it.
-
-        The compiler decides when it is made and waited for.
-        """
+        """Make an element-wise MAX all-reduce of a 1-d int32 array, when the compiler likes; the call returns it."""
         if x.ndim != 1 or x.dtype != jnp.int32:
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
@@ -95,9 +83,9 @@ class AxisCollectives:
 
 
 def agree(
-    nonfinite: Any, state: ScaleState, policy: Policy, axis_name: Hashable | Sequence[Hashable] | None = None
+    nonfinite: jax.Array, state: ScaleState, policy: Policy, axis_name: Hashable | Sequence[Hashable] | None = None
 ) -> Verdict:
-    """Return one verdict for all ranks of named axes, and whether they hold one state; traceable.
+    """Return one verdict for all ranks of named axes, and whether they hold one state; traceable, no host read.
 
     Parameters
     ----------
@@ -106,20 +94,10 @@ def agree(
     state : ScaleState
         The state that this rank's loss was scaled with.
     policy : Policy
-        The same on every rank.
+        The same on every rank. The compiler cannot raise its errors: ``verdict.check(policy)`` does, on the host.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 22 int32. Default: none, the verdict of this rank alone; under plain jit
-        the gradients of a mesh are whole arrays, and there is nothing to agree on.
-
-    Returns
-    -------
-    Verdict
-        No host read. The compiler cannot raise: ``verdict.check`` does, on the host.
-
-    Raises
-    ------
-    CallOrderError
-        When ``axis_name`` is not bound.
+        Axes to agree over, in one ``pmax`` of 22 int32; CallOrderError if one is not bound. Default: none, the verdict
+        of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
 
     Examples
     --------

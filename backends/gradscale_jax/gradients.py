@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from gradscale import ScaleState
 from gradscale.core import validation
@@ -23,9 +25,13 @@ from gradscale_jax.verdict import Verdict
 
 __all__ = ["Scaled", "value_and_grad"]
 
+P = ParamSpec("P")
+V = TypeVar("V")
+G = TypeVar("G")
 
-class Scaled(NamedTuple):
-    """What a scaled differentiation returns; a pytree.
+
+class Scaled(NamedTuple, Generic[V]):
+    """The result of a function that :func:`value_and_grad` makes; a pytree.
 
     Attributes
     ----------
@@ -48,24 +54,24 @@ class Scaled(NamedTuple):
     2.0 [2. 2.] True
     """
 
-    value: Any
+    value: V
     grads: Any
     verdict: Verdict
     state: ScaleState
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, V],
     policy: Policy,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     allow_int: bool = False,
     axis_name: Hashable | Sequence[Hashable] | None = None,
-    reduce: Callable[[Any], Any] | None = None,
-    dtype: Any = None,
+    reduce: Callable[[G], G] | None = None,
+    dtype: DTypeLike | None = None,
     filter: Callable[[Any], bool] | None = None,  # noqa: A002
-) -> Callable[..., Scaled]:
+) -> Callable[Concatenate[ScaleState, P], Scaled[V]]:
     """Make a function that evaluates a loss and its unscaled gradients, judges them, and adapts the scale.
 
     Parameters
@@ -86,14 +92,14 @@ def value_and_grad(
         Applied to the gradients while they are still scaled, such as
         ``lambda grads: jax.lax.pmean(grads, "data")``: sums of small float16 numbers then do not vanish, and a sum that
         overflows is found. Default: none; ``jax.shard_map`` has summed those of replicated parameters itself, and to
-        average them again is wrong, unless it is told ``check_vma=False``.
+        average them again is wrong, unless ``check_vma=False``.
     dtype : dtype, optional
         Wanted dtype of the real gradients, such as float32 for float16 parameters. Default: their own.
     filter : callable, optional
-        Tells of a leaf of the arguments in ``argnums`` whether it is trained, such as ``eqx.is_inexact_array`` for an
-        equinox module: the gradients are the same tree with None in the place of all others, as ``eqx.filter_grad``
-        returns it. Default: every leaf is trained. For flax nnx give the parameters of
-        ``nnx.split(model, nnx.Param, ...)``, and ``nnx.merge`` them in ``fun``.
+        Tells whether a leaf of the arguments in ``argnums`` is trained, such as ``eqx.is_inexact_array`` for an equinox
+        module. The gradients are the same tree with None for other leaves, as ``eqx.filter_grad`` returns it. Default:
+        every leaf is trained. For flax nnx give the parameters of ``nnx.split(model, nnx.Param, ...)``, and
+        ``nnx.merge`` them in ``fun``.
 
     Returns
     -------
@@ -103,11 +109,9 @@ def value_and_grad(
 
     Raises
     ------
-    InvalidTypeError
-        When ``policy`` is no policy, or ``filter`` no function.
-    InvalidValueError, InvalidTypeError
-        From the function: when the loss is not a real floating scalar, or the state no ScaleState; for an argument that
-        cannot be differentiated by, such as a module that holds more than parameters.
+    InvalidTypeError, InvalidValueError
+        When ``policy`` is no policy, or ``filter`` no function. From the function: when the loss is not a real floating
+        scalar, the state no ScaleState, or an argument holds more than can be differentiated by.
     CallOrderError
         From the function: when ``axis_name`` is not bound.
 
@@ -127,16 +131,19 @@ def value_and_grad(
         msg = f"filter must be a function of a leaf, such as eqx.is_inexact_array, got {filter!r}"
         raise InvalidTypeError(msg)
 
-    def scaled_value_and_grad(state: ScaleState, /, *args: Any, **kwargs: Any) -> Scaled:
+    call: Callable[..., V] = fun
+
+    def scaled_value_and_grad(state: ScaleState, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V]:
         state = trees.as_state(state)
         positions = _positions(argnums, len(args))
-        trained, others = (args, {}) if filter is None else _part(args, positions, filter)
+        trained: list[object] = list(args)
         for index in positions:
+            if filter is not None:
+                trained[index] = jax.tree.map(lambda leaf: leaf if filter(leaf) else None, args[index])
             _require_trainable(index, args[index], trained[index], allow_int=allow_int)
 
-        def scaled_loss(*args: Any, **kwargs: Any) -> Any:
-            whole = [_joined(arg, others[index]) if index in others else arg for index, arg in enumerate(args)]
-            value = fun(*whole, **kwargs)
+        def scaled_loss(*traced: object, **kwargs: object) -> tuple[jax.Array, tuple[V, jax.Array]]:
+            value = call(*(traced if filter is None else map(_completed, traced, args)), **kwargs)
             loss = _require_loss(value, has_aux)
             return trees.scale(loss, _limit(state, loss)), (value, loss)
 
@@ -159,32 +166,13 @@ def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
     return [index for index in range(count) if index in given or index - count in given]
 
 
-def _part(
-    args: Sequence[Any], positions: Sequence[int], is_trained: Callable[[Any], bool]
-) -> tuple[list[Any], dict[int, Any]]:
-    """Return arguments with None for the leaves that are not trained, and by position what is left of each."""
-    trained, others = list(args), {}
-    for index in positions:
-        leaves, structure = jax.tree.flatten(args[index])
-        parted = [(leaf, None) if is_trained(leaf) else (None, leaf) for leaf in leaves]
-        trained[index] = jax.tree.unflatten(structure, [leaf for leaf, _ in parted])
-        others[index] = jax.tree.unflatten(structure, [leaf for _, leaf in parted])
-    return trained, others
+def _completed(trained: object, whole: object) -> object:
+    """Return an argument with the leaves that are not trained, which are None, from the one that was given."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, whole, is_leaf=lambda leaf: leaf is None)
 
 
-def _joined(trained: Any, others: Any) -> Any:
-    """Return the argument of which two parts are given."""
-    return jax.tree.map(lambda a, b: b if a is None else a, trained, others, is_leaf=lambda leaf: leaf is None)
-
-
-def _require_trainable(index: int, arg: Any, trained: Any, *, allow_int: bool) -> None:
-    """Refuse an argument that cannot be differentiated by, and modules of flax nnx that change while they are called.
-
-    Raises
-    ------
-    InvalidTypeError
-        Which says how to part what is trained from the rest.
-    """
+def _require_trainable(index: int, arg: object, trained: object, *, allow_int: bool) -> None:
+    """Refuse an argument that cannot be differentiated by, and modules of flax nnx that change in a call."""
     changing = _changing_variables(arg)
     if changing:
         msg = (
@@ -213,29 +201,24 @@ _OF_NNX = (
 )
 
 
-def _remedy(arg: Any) -> str:
-    """Return what to do about an argument that holds more than parameters."""
+def _remedy(arg: object) -> str:
+    """Return the way out for an argument that holds more than parameters."""
     if any(base.__module__.partition(".")[0] == "equinox" for base in type(arg).__mro__):
         return _OF_EQUINOX
     return f"for integers say allow_int=True; with equinox {_OF_EQUINOX}; with flax nnx {_OF_NNX}"
 
 
-def _changing_variables(tree: Any) -> list[str]:
-    """Return the names of what the modules of flax nnx in a tree hold beside parameters, such as BatchStat."""
+def _changing_variables(tree: object) -> list[str]:
+    """Return the kinds of variables but parameters, such as BatchStat, in the modules of flax nnx in a tree."""
     # Who has a module has imported it.
-    nnx: Any = sys.modules.get("flax.nnx")
+    nnx: ModuleType | None = sys.modules.get("flax.nnx")
     if nnx is None:
         return []
-    modules = [x for x in _nodes(tree, nnx.Module) if isinstance(x, nnx.Module)]
-    kinds = {type(x) for module in modules for x in _nodes(module, nnx.Variable) if isinstance(x, nnx.Variable)}
-    return sorted(kind.__name__ for kind in kinds if not issubclass(kind, nnx.Param))
+    variables = [x for module in trees.nodes(tree, nnx.Module) for x in trees.nodes(module, nnx.Variable)]
+    return sorted({type(x).__name__ for x in variables if not isinstance(x, nnx.Param)})
 
 
-def _nodes(tree: Any, kind: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-
-
-def _is_differentiable(leaf: Any, *, allow_int: bool) -> bool:
+def _is_differentiable(leaf: object, *, allow_int: bool) -> bool:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)
     if isinstance(leaf, (bool, int)):
@@ -243,12 +226,14 @@ def _is_differentiable(leaf: Any, *, allow_int: bool) -> bool:
     return isinstance(leaf, (float, complex)) or hasattr(leaf, "__jax_array__")
 
 
-def _require_loss(value: Any, has_aux: bool) -> jax.Array:
-    """Return the loss of what a user's function has returned, as an array."""
-    if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
-        msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
-        raise InvalidTypeError(msg)
-    loss = value[0] if has_aux else value
+def _require_loss(value: object, has_aux: bool) -> jax.Array:
+    """Return the loss in the value of a user's function, as an array."""
+    loss = value
+    if has_aux:
+        if not (isinstance(value, (tuple, list)) and len(value) == 2):
+            msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
+            raise InvalidTypeError(msg)
+        loss = value[0]
     if not isinstance(loss, (jax.Array, float, np.floating)):
         hint = ": say has_aux=True" if isinstance(loss, tuple) else ""
         msg = f"fun must return a scalar loss, got {shown(loss)}{hint}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from gradscale import ScaleState
 from gradscale.core import validation
@@ -21,6 +22,8 @@ from gradscale_jax.collectives import agree
 from gradscale_jax.verdict import Verdict
 
 __all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]
+
+T = TypeVar("T")
 
 
 class ScaledOptimizerState(NamedTuple):
@@ -47,7 +50,7 @@ class ScaledOptimizerState(NamedTuple):
     """
 
     scale_state: ScaleState
-    inner_state: Any
+    inner_state: optax.OptState
     verdict: Verdict
     skipped: jax.Array
 
@@ -57,7 +60,7 @@ def scaled(
     policy: Policy,
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make an optax transformation take gradients of a scaled loss, and skip the steps that overflow.
 
@@ -79,8 +82,8 @@ def scaled(
     -------
     optax.GradientTransformationExtraArgs
         Its state is a :class:`ScaledOptimizerState`. Its ``update`` takes gradients of
-        ``gradscale_jax.scale(loss, scale_state(opt_state))`` and returns updates for ``optax.apply_updates``: where the
-        verdict is not finite they are zeros (negative ones, so that not even the sign of a parameter's zero changes),
+        ``gradscale_jax.scale(loss, scale_state(opt_state))`` and returns updates for ``optax.apply_updates``. If the
+        verdict is not finite these are zeros (negative ones, so that not even the sign of a parameter's zero changes),
         and ``tx`` is as if it had not been called. Extra arguments reach ``tx`` as they are: give it the loss
         (``value=``) and the gradients (``grad=``) that are not scaled. Nothing is modified; no host read.
 
@@ -116,9 +119,9 @@ def scaled(
     inner = _require_transformation(tx)
     validation.policy(policy)
 
-    def init(params: Any) -> ScaledOptimizerState:
+    def init(params: optax.Params) -> ScaledOptimizerState:
         _refuse_masked(params)
-        scale_state = policy.init(_beside(params))
+        scale_state = policy.init(_most_spread(params))
         check_real_dtype(scale_state.scale, dtype)
         inner_state = jax.tree.map(trees.strong, inner.init(_cast(params, dtype)))
         if _states_in(inner_state):
@@ -130,8 +133,8 @@ def scaled(
         return ScaledOptimizerState(scale_state, inner_state, verdict, zero)
 
     def update(
-        updates: Any, state: ScaledOptimizerState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, ScaledOptimizerState]:
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
             msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
@@ -144,33 +147,26 @@ def scaled(
         _require_same_dtypes(state.inner_state, inner_state)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
         skip = jnp.logical_and(jnp.logical_not(verdict.finite), state.skipped < LARGEST_INT32)
-        return _select_updates(verdict.finite, inner_updates), ScaledOptimizerState(
+        return trees.select(
+            verdict.finite, inner_updates, jax.tree.map(_negative_zeros, inner_updates)
+        ), ScaledOptimizerState(
             trees.select(verdict.desynced, state.scale_state, updated),
             trees.select(verdict.finite, inner_state, state.inner_state),
             verdict,
             state.skipped + skip.astype(jnp.int32),
         )
 
-    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scale_state(opt_state: Any) -> ScaleState:
+def scale_state(opt_state: object) -> ScaleState:
     """Return the scale state in an optax state, for ``gradscale_jax.scale(loss, scale_state(opt_state))``.
 
     Parameters
     ----------
     opt_state : pytree
-        Holds one :class:`ScaledOptimizerState`, in any nesting; a whole train state is fine.
-
-    Returns
-    -------
-    ScaleState
-        No host read.
-
-    Raises
-    ------
-    InvalidValueError
-        When it holds none, or several: one loss has one scale.
+        Holds one :class:`ScaledOptimizerState`, in any nesting; a whole train state is fine. InvalidValueError if it
+        holds none, or several: one loss has one scale.
 
     Examples
     --------
@@ -183,23 +179,13 @@ def scale_state(opt_state: Any) -> ScaleState:
     return ScaleState(*_arrays(_only_state(opt_state).scale_state))
 
 
-def verdict_of(opt_state: Any) -> Verdict:
+def verdict_of(opt_state: object) -> Verdict:
     """Return the verdict on the last step: for ``gradscale_jax.select`` on other state, for logs, or ``check(policy)``.
 
     Parameters
     ----------
     opt_state : pytree
-        As ``update`` has returned it; holds one :class:`ScaledOptimizerState`, in any nesting.
-
-    Returns
-    -------
-    Verdict
-        No host read; a clean one before the first step.
-
-    Raises
-    ------
-    InvalidValueError
-        When it holds none, or several.
+        As for :func:`scale_state`; before the first step its verdict is a clean one.
 
     Examples
     --------
@@ -212,7 +198,7 @@ def verdict_of(opt_state: Any) -> Verdict:
     return Verdict(*_arrays(_only_state(opt_state).verdict))
 
 
-def _only_state(opt_state: Any) -> ScaledOptimizerState:
+def _only_state(opt_state: object) -> ScaledOptimizerState:
     found = _states_in(opt_state)
     if len(found) == 1:
         return found[0]
@@ -229,36 +215,31 @@ def _only_state(opt_state: Any) -> ScaledOptimizerState:
     raise InvalidValueError(msg)
 
 
-def _arrays(fields: Sequence[Any]) -> list[Any]:
-    """Return the JAX arrays in the fields of a state.
-
-    A checkpoint may have come back as NumPy arrays, and flax's NNX wraps each leaf in a variable.
-    """
+def _arrays(fields: Iterable[object]) -> list[Any]:
+    """Return the fields of a state as JAX arrays: of a checkpoint they may be NumPy's, in flax's NNX variables."""
     leaves = [jax.tree.leaves(field) for field in fields]
     return [trees.strong(only[0]) if len(only) == 1 else field for only, field in zip(leaves, fields, strict=True)]
 
 
-def _states_in(tree: Any) -> list[ScaledOptimizerState]:
+def _states_in(tree: object) -> list[ScaledOptimizerState]:
     """Return the states of scaled() in a tree, those within others too."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ScaledOptimizerState))
-    found = [leaf for leaf in leaves if isinstance(leaf, ScaledOptimizerState)]
+    found = trees.nodes(tree, ScaledOptimizerState)
     return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
 
 
-def _require_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
+def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):
         # Its own gradient_transformation() would drop them.
-        return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if not isinstance(tx, optax.GradientTransformation):
         msg = f"tx must be an optax.GradientTransformation, such as optax.adam(1e-3), got {shown(tx)}"
         raise InvalidTypeError(msg)
     return optax.with_extra_args_support(tx)
 
 
-def _refuse_masked(tree: Any) -> None:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    if any(isinstance(node, optax.MaskedNode) for node in nodes):
+def _refuse_masked(tree: object) -> None:
+    if trees.nodes(tree, optax.MaskedNode):
         msg = (
             "scaled() must not stand inside optax.masked, optax.partition or optax.freeze: the leaves that these keep "
             "from it, got here as optax.MaskedNode, would be applied while they are still scaled. Write "
@@ -267,25 +248,25 @@ def _refuse_masked(tree: Any) -> None:
         raise InvalidValueError(msg)
 
 
-def _beside(params: Any) -> jax.Array:
-    """Return an array on the devices where the scale belongs: those of the leaf on the most of them."""
+def _most_spread(params: object) -> jax.Array:
+    """Return the leaf on the most devices, where the scale belongs."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     committed = [leaf for leaf in leaves if not isinstance(leaf, jax.core.Tracer) and leaf.committed]
     return max(committed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
 
 
-def _cast(params: Any, dtype: Any) -> Any:
+def _cast(params: T, dtype: DTypeLike | None) -> T:
     """Return parameters with their real floating leaves in a dtype, as the gradients come."""
-    if dtype is None:
-        return params
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_real_floating(leaf) else leaf, params)
+
+    def cast(leaf: Any) -> Any:
+        is_real = hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if is_real else leaf
+
+    made: T = params if dtype is None else jax.tree.map(cast, params)
+    return made
 
 
-def _is_real_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _require_same_dtypes(old: Any, new: Any) -> None:
+def _require_same_dtypes(old: object, new: object) -> None:
     """Refuse a step that changes the dtypes of a state, which no loop could carry."""
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=False):
         dtypes = getattr(before, "dtype", None), getattr(after, "dtype", None)
@@ -297,15 +278,9 @@ def _require_same_dtypes(old: Any, new: Any) -> None:
             raise InvalidTypeError(msg)
 
 
-def _select_updates(finite: jax.Array, updates: Any) -> Any:
-    """Return the updates where a step is taken, else zeros."""
-    leaves, treedef = trees.flattened(updates)
-    # What is no JAX array is the gradient of an integer, float0, which has no value.
-    kept = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    chosen = iter(trees.select(finite, kept, [_zeros(leaf) for leaf in kept]))
-    return jax.tree.unflatten(treedef, [next(chosen) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
-
-
-def _zeros(leaf: jax.Array) -> jax.Array:
+def _negative_zeros(leaf: object) -> object:
+    """Return zeros that do not even change the sign of a parameter's zero; a float0 as it is."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
     zeros = jnp.zeros_like(leaf)
     return -zeros if jnp.issubdtype(leaf.dtype, jnp.inexact) else zeros

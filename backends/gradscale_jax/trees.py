@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 import gradscale
 from gradscale import ScaleState
 from gradscale.core.messages import reading, shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["as_jax", "as_state", "flattened", "scale", "select", "strong", "unscale"]
+__all__ = ["as_state", "nodes", "scale", "select", "strong", "unscale"]
+
+T = TypeVar("T")
 
 
-def scale(outputs: Any, state: ScaleState) -> Any:
-    """Multiply outputs (a loss, or a pytree of arrays) by the scale.
+def scale(outputs: T, state: ScaleState) -> T:
+    """Multiply outputs (a loss, or a pytree of arrays) by the scale; no host read, no collective.
 
     Parameters
     ----------
     outputs : pytree
-        Floating leaves are multiplied; integers and float0 pass through.
+        Floating leaves are multiplied; integers and float0 pass through. InvalidTypeError for a leaf that is no array.
     state : ScaleState
         Gives the scale; unchanged.
 
@@ -31,12 +36,7 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     pytree
         The same dtypes, except that a 0-d array of half precision comes back as float32, which holds a loss times
         65536. Its cotangent does not: differentiate a float32 loss, or bound the scale by 32768. Python floats and
-        NumPy arrays become JAX arrays. No host read, no collective.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a leaf that is no array.
+        NumPy arrays become JAX arrays.
 
     Examples
     --------
@@ -45,19 +45,20 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     >>> float(gradscale_jax.scale(jnp.float32(0.5), state))
     512.0
     """
-    leaves, treedef = flattened(outputs)
-    inexact = [strong(leaf) if isinstance(leaf, float) else as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
-    scaled = iter(gradscale.scale(inexact, as_state(state)))
-    return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(scaled) for leaf in leaves])
+    leaves, rebuilt, _ = _parted(outputs)
+    leaves = [strong(leaf) if isinstance(leaf, float) else leaf for leaf in leaves]
+    scaled: T = rebuilt(gradscale.scale(leaves, as_state(state)))
+    return scaled
 
 
-def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, jax.Array]:
-    """Divide gradients by the scale, and count the leaves that are not finite afterwards.
+def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> tuple[T, jax.Array]:
+    """Divide gradients by the scale, and count the leaves that are not finite afterwards; no host read, no collective.
 
     Parameters
     ----------
     grads : pytree
-        Floating and complex leaves are divided; integers and float0 pass through and are not counted.
+        Floating and complex leaves are divided; integers and float0 pass through and are not counted. InvalidTypeError
+        for a leaf that is no array.
     state : ScaleState
         The state that the loss was scaled with; unchanged.
     dtype : dtype, optional
@@ -68,13 +69,7 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, j
     grads : pytree
         New arrays.
     nonfinite : array
-        0-d int32: how many leaves hold an inf or NaN as they are returned. No host read, no collective; for leaves
-        that are spread over a mesh under jit, of the whole arrays.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a leaf that is no array.
+        0-d int32: how many leaves hold an inf or NaN; under jit, leaves that are spread over a mesh count as wholes.
 
     Examples
     --------
@@ -84,15 +79,13 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None) -> tuple[Any, j
     >>> print(grads["w"], nonfinite)
     [0.25 0.25] 1
     """
-    leaves, treedef = flattened(grads)
-    inexact = [as_jax(leaf) for leaf in leaves if not _is_float0(leaf)]
-    new, nonfinite = gradscale.unscale(inexact, as_state(state), dtype=dtype)
-    unscaled = iter(new)
-    return jax.tree.unflatten(treedef, [leaf if _is_float0(leaf) else next(unscaled) for leaf in leaves]), nonfinite
+    leaves, rebuilt, _ = _parted(grads)
+    unscaled, nonfinite = gradscale.unscale(leaves, as_state(state), dtype=dtype)
+    return rebuilt(unscaled), nonfinite
 
 
-def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
-    """Choose between two pytrees by a 0-d bool, leaf by leaf, without a host read.
+def select(pred: jax.Array, on_true: T, on_false: T) -> T:
+    """Choose between two pytrees by a 0-d bool, leaf by leaf, without a host read; the arrays are new.
 
     Parameters
     ----------
@@ -101,17 +94,10 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     on_true, on_false : pytree
         Of one structure, with equal dtypes and shapes leaf by leaf; others (functions) must be equal.
 
-    Returns
-    -------
-    pytree
-        Of new arrays.
-
     Raises
     ------
-    InvalidTypeError
-        When ``pred`` is no 0-d bool array, or two leaves differ in dtype.
-    InvalidValueError
-        When the trees differ in structure, or leaves in shape.
+    InvalidTypeError, InvalidValueError
+        When ``pred`` is no 0-d bool array, or leaves differ in dtype; when they differ in shape, or the trees do.
 
     Examples
     --------
@@ -120,48 +106,40 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     >>> print(gradscale_jax.select(jnp.asarray(False), stepped, params)["w"])
     [0. 0.]
     """
-    structure: Any
-    other_structure: Any
-    chosen, structure = flattened(on_true)
-    others, other_structure = flattened(on_false)
+    chosen, rebuilt, structure = _parted(on_true)
+    others, _, other_structure = _parted(on_false)
     if structure != other_structure:
         msg = f"trees must have one structure, got {structure} beside {other_structure}"
         raise InvalidValueError(msg)
-    # What an integer's gradient is has no values to choose between.
-    pairs = [(a, b) if _is_float0(a) else (as_jax(a), as_jax(b)) for a, b in zip(chosen, others, strict=True)]
-    inexact = [pair for pair in pairs if not _is_float0(pair[0])]
-    selected = iter(gradscale.select(pred, [a for a, _ in inexact], [b for _, b in inexact]))
-    return jax.tree.unflatten(structure, [a if _is_float0(a) else next(selected) for a, _ in pairs])
+    selected: T = rebuilt(gradscale.select(pred, chosen, others))
+    return selected
 
 
-def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a pytree and its structure.
-
-    Raises
-    ------
-    InvalidValueError
-        For one that holds itself, or is deeper than JAX walks.
-    InvalidTypeError
-        For one that raises when it is read.
-    """
+def _parted(tree: object) -> tuple[list[object], Callable[[Iterable[object]], Any], PyTreeDef]:
+    """Return the leaves of a pytree but for float0, a function that puts others in their place, and the structure."""
     try:
         with reading("a pytree"):
-            return jax.tree.flatten(tree)
+            leaves, structure = jax.tree.flatten(tree)
     except InvalidTypeError as error:
         if not isinstance(error.__cause__, RecursionError):
             raise
         msg = f"a pytree must not hold itself, nor be deeper than JAX can walk, got a {type(tree).__name__} that is"
         raise InvalidValueError(msg) from error.__cause__
+    # A float0 is the gradient of an integer: a NumPy array without values.
+    is_float0 = [isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0 for leaf in leaves]
+
+    def rebuilt(new: Iterable[object]) -> Any:
+        made = iter(new)
+        return jax.tree.unflatten(
+            structure, [x if skip else next(made) for x, skip in zip(leaves, is_float0, strict=True)]
+        )
+
+    kept = [leaf for leaf, skip in zip(leaves, is_float0, strict=True) if not skip]
+    return [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in kept], rebuilt, structure
 
 
-def as_state(state: Any) -> ScaleState:
-    """Return a state as JAX arrays of its dtypes; a checkpoint may have come back as NumPy's, or as numbers.
-
-    Raises
-    ------
-    InvalidTypeError
-        For anything but a ScaleState.
-    """
+def as_state(state: object) -> ScaleState:
+    """Return a state as JAX arrays of its dtypes; a checkpoint may have come back as NumPy's, or as numbers."""
     if not isinstance(state, ScaleState):
         msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
@@ -169,7 +147,7 @@ def as_state(state: Any) -> ScaleState:
     return ScaleState(*(strong(field, dtype) for field, dtype in zip(state, dtypes, strict=True)))
 
 
-def strong(leaf: Any, dtype: Any = None) -> Any:
+def strong(leaf: object, dtype: DTypeLike | None = None) -> object:
     """Return a number or an array as a JAX array that is not weakly typed, or no step would be compiled once."""
     if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
         leaf = jnp.asarray(leaf, dtype=dtype)
@@ -178,11 +156,7 @@ def strong(leaf: Any, dtype: Any = None) -> Any:
     return leaf
 
 
-def as_jax(leaf: Any) -> Any:
-    """Return NumPy's arrays and scalars as JAX arrays, and anything else as it is."""
-    return jnp.asarray(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
-
-
-def _is_float0(leaf: Any) -> bool:
-    """Tell whether a leaf is the gradient of an integer: a NumPy array without content."""
-    return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
+def nodes(tree: object, kind: type[T]) -> list[T]:
+    """Return the outermost nodes of a class in a pytree."""
+    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]

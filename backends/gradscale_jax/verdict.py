@@ -1,8 +1,8 @@
-"""Verdict: what a compiled step found, on the device, and how the host learns of what is an error."""
+"""Verdict: the outcome of a compiled step, on the device, and its errors, which the host raises."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ __all__ = ["Verdict"]
 
 
 class Verdict(NamedTuple):
-    """What a step found; a pytree of small arrays, the same on all ranks of the axis that it was agreed over.
+    """The outcome of a step; a pytree of small arrays, the same on all ranks of the axis that it was agreed over.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
         if any(isinstance(field, jax.core.Tracer) for field in self):
             msg = "check() reads from the device: call it outside of jit, on the verdict that the step returns"
             raise CallOrderError(msg)
-        found: Any = jax.device_get(self)
+        found: Verdict = jax.device_get(self)
         if np.any(found.desynced):
             # Of a scan, of vmap or of pmap there are several.
             count = found.lowest.shape[-1]
