@@ -110,7 +110,8 @@ def nccl_module() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from cupy.cuda import nccl
-    return nccl
+    module: ModuleType = nccl
+    return module
 
 
 def refuse_capture(what: str) -> None:

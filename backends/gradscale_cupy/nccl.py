@@ -207,7 +207,7 @@ class NCCLGroupBackend:
 backend = NCCLGroupBackend()
 
 
-def _communicator(group: object) -> nccl.NcclCommunicator:
+def _communicator(group: object) -> cupy.cuda.nccl.NcclCommunicator:
     """Return the communicator itself; CuPy keeps that of an NCCLBackend in a private attribute."""
     for found in (group, getattr(group, "_comm", None)):
         if isinstance(found, nccl.NcclCommunicator):
@@ -229,7 +229,7 @@ def _described(error: Exception) -> str:
     return str(error) or repr(error)
 
 
-def _abort(comm: nccl.NcclCommunicator, device: int, error: BaseException) -> None:
+def _abort(comm: cupy.cuda.nccl.NcclCommunicator, device: int, error: BaseException) -> None:
     """Abort a communicator, so that nothing on the device waits any more."""
     # In a thread, which may be left behind.
     aborted = _in_thread(comm.abort, device)
