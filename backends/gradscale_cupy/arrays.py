@@ -106,32 +106,11 @@ class CupyBackend(Backend):
         dtype: DTypeLike | None = None,
         out: Sequence[Array] | None = None,
     ) -> tuple[Sequence[Array], Array]:
-        """Divide arrays by the scale and tell whether any value is not finite afterwards.
+        """Divide arrays by the scale; the 0-d int32 is above 0 if any value is not finite afterwards. No host read.
 
-        Parameters
-        ----------
-        grads : sequence of arrays
-            float16, bfloat16, float32, float64, complex; any strides, on any devices of this process. Arrays with gaps
-            between their elements, and those that a CUDA graph captures, take launches of their own.
-        state : ScaleState
-            Gives the scale.
-        dtype : dtype, optional
-            Wanted dtype of the real ones, as new arrays.
-        out : sequence of arrays, optional
-            Arrays to write to instead, of equal shapes; the gradients themselves for unscaling in place.
-
-        Returns
-        -------
-        arrays : sequence of arrays
-            ``out``, or new ones.
-        nonfinite : array
-            0-d int32 on the state's device; above 0 if any array holds something not finite. No host read; on the
-            current streams of the devices.
-
-        Raises
-        ------
-        InvalidValueError
-            When arrays to be written share memory, or are on other devices than their gradients; nothing is modified.
+        Arrays with gaps between their elements, and those that a CUDA graph captures, take launches of their own.
+        InvalidValueError if arrays to be written share memory, or are on other devices than their gradients; nothing is
+        modified then.
         """
         with explained("gradients were unscaled"):
             targets, nonfinite, _ = self._unscale(grads, state, dtype, out, squares=False)
@@ -146,7 +125,7 @@ class CupyBackend(Backend):
         dtype: DTypeLike | None = None,
         out: Sequence[Array] | None = None,
     ) -> tuple[Sequence[Array], Array, Array]:
-        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements from the same pass.
+        """Like ``unscale``, and return the sum of the squares of all unscaled elements from the same pass.
 
         It is 0-d float64 on the state's device; in it the order of the elements depends on how the arrays are aligned,
         and on nothing else.

@@ -21,9 +21,9 @@ __all__ = [
 # Of CUDA's runtime; if the driver has the same condition, it has the same number.
 _NOT_READY = 600
 _NO_DEVICE = 100
-_OLD_DRIVER = (35, 36, 222)  # for the runtime; for a call; for what was compiled
+_OLD_DRIVER = (35, 36, 222)  # for the runtime; for a call; for a compiled kernel
 _INSTALL_DRIVER = "install NVIDIA's driver, or start the container with --gpus all"
-# From where errors of CUDA and its libraries come.
+# The packages that raise errors of CUDA and its libraries.
 _PACKAGES = ("cupy", "cupy_backends", "cuda")
 
 

@@ -37,7 +37,7 @@ class _Table(NamedTuple):
 class Prepared(NamedTuple):
     """The tables for arrays of one device, which arrays no kernel takes, and the sums of squares of all chunks.
 
-    They belong to the current stream: CuPy gives their memory to what comes behind them there, and to nothing else.
+    They belong to the current stream: CuPy gives their memory only to work behind them there.
     """
 
     tables: list[_Table]
@@ -97,7 +97,7 @@ def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
 
 
 def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, total: Array) -> None:
-    """Do what ``unscale`` does, and store the sum of the squares of the results in a 0-d float64."""
+    """Like ``unscale``, and store the sum of the squares of the results in a 0-d float64."""
     for table in prepared.tables:
         _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares)
     _kernel("add_squares")((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))

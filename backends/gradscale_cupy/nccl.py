@@ -59,8 +59,8 @@ class NCCLCollectives:
     Notes
     -----
     Constructing sends nothing. Starting a collective does not make the host wait, but for the first one of each length,
-    in which NCCL connects the ranks. Calling what ``start_max`` returns is one host wait, so that a step over k groups
-    has k, and the read that follows finds its answer there.
+    in which NCCL connects the ranks. To finish one is a host wait, so that a step over k groups has k, and the read
+    that follows finds its answer there.
 
     The timeout, an error of NCCL or CUDA, and Ctrl-C abort the communicator, so that the kernel that waits on the
     device ends; every rank needs another one then. Not to be started between ``nccl.groupStart`` and ``groupEnd``.
@@ -95,26 +95,9 @@ class NCCLCollectives:
     def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin an element-wise MAX all-reduce on the current stream; calling what is returned finishes it.
 
-        Parameters
-        ----------
-        x : array
-            1-d int32 of any library; left alone. A CuPy array must be on the communicator's device; others pass through
-            the host.
-
-        Returns
-        -------
-        callable
-            Returns a new array of the same library and device, the same one each time. The call raises
-            CollectiveTimeoutError when some rank does not come, and BackendError for NCCL's and CUDA's own errors.
-
-        Raises
-        ------
-        InvalidValueError
-            For another dtype or dimension, and for a CuPy array on another device than the communicator's.
-        CallOrderError
-            When the stream is capturing a CUDA graph.
-        BackendError, CollectiveTimeoutError
-            When the communicator was destroyed or given up, or NCCL refuses; when some rank does not connect.
+        The 1-d int32 array is left alone. A CuPy array must be on the communicator's device, else it is an
+        InvalidValueError; arrays of other libraries pass through the host. The call returns the same array each time.
+        CallOrderError while the stream is capturing a CUDA graph.
         """
         self.require_usable()
         xp = array_namespace(x)

@@ -103,7 +103,7 @@ struct alignas(sizeof(T) * N) Pack {
     T elements[N];
 };
 
-// What a thread has found in what it has stored.
+// What a thread has found in the elements that it has stored.
 struct Verdict {
     bool bad = false;
     template <typename Out> GRADSCALE_FUNCTION void count(Out stored) { bad |= is_bad(stored); }
@@ -290,7 +290,7 @@ GRADSCALE_TYPES(GRADSCALE_CLIP)
 #endif
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_add
 
-// One block adds up what the chunks have left.
+// One block adds up the sums of the chunks.
 GRADSCALE_KERNEL add_squares(const double* squares, gradscale::Index chunks, double* sum) {
     double mine = 0.0;
     for (gradscale::Index chunk = threadIdx.x; chunk < chunks; chunk += GRADSCALE_THREADS) mine += squares[chunk];

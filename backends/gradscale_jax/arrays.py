@@ -121,7 +121,7 @@ class JaxBackend(Backend):
         dtype: DTypeLike | None = None,
         out: Sequence[jax.Array] | None = None,
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
+        """Like ``unscale``, and return the sum of the squares of all unscaled elements.
 
         It is 0-d float64 with x64, else float32, on the state's device. Over the devices of a mesh the elements are
         summed in another order than on one.
