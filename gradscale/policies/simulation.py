@@ -1,4 +1,4 @@
-"""simulate: run a policy over recorded overflows, gradient magnitudes or a model of them, a million steps in a second.
+"""simulate: run a policy over recorded overflows, gradient magnitudes or a model of them, a million steps in seconds.
 
 What a run does to the scale depends on one number for each step: the largest magnitude among its gradients. The step
 is skipped when that times the scale is above fp16's largest number, 65504.
@@ -17,7 +17,7 @@ from gradscale.core import validation
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.plain import unroll
+from gradscale.policies.plain import LARGEST_FLOAT16, first_state, traced_rule
 
 __all__ = ["Gradients", "Simulation", "SyntheticGradients", "measured", "recorded", "simulate"]
 
@@ -366,23 +366,26 @@ def simulate(
         gradients = gradients.gradients()
     elif not isinstance(gradients, Gradients):
         gradients = recorded(gradients)
-    unrolled = unroll(policy)
-    state, raised = unrolled.first, False
+    rule, state, raised = traced_rule(policy), first_state(policy), False
     scales: list[float] = []
     skipped: list[bool] = []
-    for first in range(0, len(gradients.largest), _STEPS_AT_ONCE):
-        magnitudes = gradients.largest[first : first + _STEPS_AT_ONCE]
-        state, raised = unrolled.run(state, magnitudes, scales.append, skipped.append)
-        if progress is not None:
-            progress(len(scales))
+    for step, magnitude in enumerate(gradients.largest, 1):
+        # Not the opposite comparison: a NaN is an overflow.
+        overflow = not magnitude * state.scale <= LARGEST_FLOAT16
+        scales.append(state.scale)
+        skipped.append(overflow)
+        raised = overflow and rule.at_min_scale is not None and rule.at_min_scale(state)
+        if progress is not None and (raised or step % _STEPS_AT_ONCE == 0 or step == len(gradients.largest)):
+            progress(step)
         if raised:
             break
+        state = rule.update(state, overflow)
     return Simulation(
         name=repr(policy) if name is None else name,
         scale=tuple(scales),
         skipped=tuple(skipped),
         underflow=_underflow(gradients, scales),
-        final_scale=state[unrolled.scale_index],
+        final_scale=state.scale,
         raised_at=len(scales) if raised else None,
     )
 

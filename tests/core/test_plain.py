@@ -101,6 +101,41 @@ def test_what_is_used_again_and_again_is_written_once() -> None:
     assert rule.update(ScaleState(8.0, 0, 0, 0), 1).scale == 8.0  # type: ignore[arg-type]
 
 
+@dataclasses.dataclass(frozen=True)
+class Bitwise(StaticScale):
+    """Doubles the scale on every fourth step, told by the bits of a count."""
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+        xp = array_namespace(state.scale)
+        steps = state.growth_tracker + 1
+        fourth = (steps & 3 | 4) == 4
+        scale = xp.where(fourth & ~(steps == 0), state.scale * 2.0, state.scale)
+        return state._replace(scale=xp.asarray(scale), growth_tracker=xp.asarray(steps))
+
+
+def test_bits_of_whole_numbers_are_not_taken_for_truth() -> None:
+    assert_same_life(Bitwise(8.0), [0] * 9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backing(StaticScale):
+    """Has a setting that ranks need not have in common."""
+
+    factor: float = dataclasses.field(default=0.5, compare=False)
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
+        xp = array_namespace(state.scale)
+        return state._replace(scale=xp.where(nonfinite > 0, state.scale * self.factor, state.scale))
+
+
+def test_policies_that_differ_where_they_are_not_compared_keep_their_own_rules() -> None:
+    policies = Backing(1024.0, 0.5), Backing(1024.0, 0.25)
+    assert policies[0] == policies[1]
+    rules = [plain_rule(policy) for policy in policies]
+    scales = [rule and rule.update(ScaleState(1024.0, 0, 0, 0), 1).scale for rule in rules]  # type: ignore[arg-type]
+    assert scales == [512.0, 256.0]
+
+
 @dataclasses.dataclass
 class Mutable:
     """A policy whose settings may be changed from one update to the next."""

@@ -1,8 +1,7 @@
-"""Simulations: the unrolled loop equals the policy's own arithmetic, bit for bit; traces, models and their errors."""
+"""Simulations: the traced rule equals the policy's own arithmetic, bit for bit; traces, models and their errors."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
-from gradscale.policies.plain import unroll
+from gradscale.policies.plain import first_state, traced_rule
 from gradscale.policies.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
@@ -31,15 +30,14 @@ def stepped(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
     return states
 
 
-def unrolled(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
-    """Return the same of the unrolled loop."""
-    loop = unroll(policy)
-    state, states = loop.first, []
+def traced(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
+    """Return the same of the traced rule."""
+    rule, state, states = traced_rule(policy), first_state(policy), []
     for overflow in overflows:
-        state, raised = loop.run(state, [math.inf if overflow else 0.0], lambda _: None, lambda _: None)
-        if raised:
+        if overflow and rule.at_min_scale is not None and rule.at_min_scale(state):
             break
-        states.append(state)
+        state = rule.update(state, overflow)
+        states.append(tuple(state))
     return states
 
 
@@ -48,7 +46,7 @@ def unrolled(policy: Any, overflows: list[bool]) -> list[tuple[float, ...]]:
 def test_every_preset_is_simulated_bit_for_bit_over_a_long_random_run(name: str) -> None:
     rng, steps = np.random.default_rng(3), examples(10_000)
     overflows = (rng.random(steps) < rng.choice([0.001, 0.3], steps)).tolist()
-    assert unrolled(presets.named(name), overflows) == stepped(presets.named(name), overflows)
+    assert traced(presets.named(name), overflows) == stepped(presets.named(name), overflows)
 
 
 @settings(max_examples=examples(60))
@@ -81,12 +79,12 @@ def test_any_setting_is_simulated_bit_for_bit(
         **extra,
         **limits,
     )
-    assert unrolled(policy, overflows) == stepped(policy, overflows)
+    assert traced(policy, overflows) == stepped(policy, overflows)
 
 
 def test_another_policy_is_told_apart() -> None:
     overflows = [True, False, True]
-    assert unrolled(DynamicScale(), overflows) != stepped(DynamicScale(backoff_factor=0.25), overflows)
+    assert traced(DynamicScale(), overflows) != stepped(DynamicScale(backoff_factor=0.25), overflows)
 
 
 def test_letters_give_the_scale_that_each_step_used() -> None:
