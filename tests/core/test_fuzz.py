@@ -177,7 +177,6 @@ def test_traces(trace: Any, text: str) -> None:
     is_made(lambda: simulation.simulate(DynamicScale(growth_interval=2), hostile.made(trace)))
     is_made(simulation.simulate, DynamicScale(growth_interval=2), text)
     is_made(lambda: simulation.simulate(hostile.made(trace), "CO"))
-    is_made(lambda: simulation.SyntheticGradients(steps=3, median=hostile.made(trace)).gradients())
 
 
 @fuzz

@@ -1,4 +1,4 @@
-"""Simulations: the traced rule equals the policy's own arithmetic, bit for bit; traces, models and their errors."""
+"""Simulations: the traced rule equals the policy's own arithmetic, bit for bit; traces and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiers import examples
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, StaticScale, presets
 from gradscale.policies.plain import first_state, traced_rule
-from gradscale.policies.simulation import Gradients, SyntheticGradients, measured, recorded, simulate
+from gradscale.policies.simulation import Gradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
 
@@ -91,7 +91,7 @@ def test_letters_give_the_scale_that_each_step_used() -> None:
     result = simulate(DynamicScale(init_scale=8.0, growth_interval=2), "cc oC", name="x")
     assert result.scale == (8.0, 8.0, 16.0, 8.0)
     assert result.skipped == (False, False, True, False)
-    assert (result.final_scale, result.skipped_steps, result.underflow) == (8.0, 1, None)
+    assert (result.final_scale, result.skipped_steps) == (8.0, 1)
 
 
 @pytest.mark.parametrize("magnitude", [65504.0 / 8.0, 8189.0], ids=["at-the-largest", "above-it"])
@@ -112,35 +112,11 @@ def test_a_policy_that_raises_ends_its_run_in_that_step() -> None:
     assert (result.raised_at, result.scale) == (3, (4.0, 2.0, 1.0))
 
 
-def test_a_model_is_reproducible_and_its_underflow_is_that_of_drawn_elements() -> None:
-    model = SyntheticGradients(steps=50, seed=4, median=2.0**-40, nan_probability=0.2)
-    first = simulate(StaticScale(65536.0), model)
-    assert first == simulate(StaticScale(65536.0), model)
-    assert 0 < first.skipped_steps < 50
-    elements = 2.0 ** np.random.default_rng(0).normal(-40.0, 4.0, 200_000) * 65536.0
-    assert first.underflow is not None
-    assert first.underflow[0] == pytest.approx((elements.astype(np.float16) == 0).mean(), abs=0.005)
-
-
-@pytest.mark.parametrize("elements", [1, 1000])
-def test_the_largest_of_a_model_are_those_of_drawn_elements(elements: int) -> None:
-    model = SyntheticGradients(steps=4000, seed=4, median=2.0**-22, sigma=4.0, elements=elements)
-    drawn = np.random.default_rng(0).normal(-22.0, 4.0, (4000, elements)).max(axis=1)
-    for share in (0.1, 0.5, 0.9):
-        found = np.quantile(np.log2(model.gradients().largest), share)
-        assert found == pytest.approx(np.quantile(drawn, share), abs=0.4)
-
-
-def test_a_long_run_is_made_to_its_end_and_tells_how_far_it_is() -> None:
-    told: list[int] = []
-    result = simulate(DynamicScale(), "C" * 45_000, progress=told.append)
-    assert len(result.scale) == len(result.skipped) == told[-1] == 45_000
+def test_a_long_run_is_made_to_its_end() -> None:
+    result = simulate(DynamicScale(), "C" * 45_000)
+    assert len(result.scale) == len(result.skipped) == 45_000
     assert result.raised_at is None
-    assert 1 < len(told) == len(set(told)) < 45
-    assert told == sorted(told)
-    told.clear()
-    assert simulate(DynamicScale(min_scale=1.0, at_min="raise"), "O" * 45_000, progress=told.append).raised_at == 17
-    assert told == [17]
+    assert simulate(DynamicScale(min_scale=1.0, at_min="raise"), "O" * 45_000).raised_at == 17
 
 
 class _Branching:
@@ -177,12 +153,8 @@ def test_a_policy_whose_state_loses_a_field_is_refused() -> None:
         (lambda: recorded(" "), "at least one step"),
         (lambda: measured([1.0, -1.0]), "step 2 must be a number from 0 on, got -1.0"),
         (lambda: Gradients([]), "at least one step"),
-        (lambda: Gradients([1.0, 1.0], [0.0], 1.0), "a median for each step, got 1 for 2 steps"),
-        (lambda: Gradients([1.0], [0.0]), "sigma must be"),
-        (lambda: SyntheticGradients(steps=0), "steps must be an integer from 1"),
-        (lambda: SyntheticGradients(sigma=0.0), "sigma must be"),
     ],
-    ids=["letter", "empty", "negative", "no-steps", "medians", "no-sigma", "steps", "sigma"],
+    ids=["letter", "empty", "negative", "no-steps"],
 )
 def test_bad_gradients_are_refused_with_what_was_there(make: Any, said: str) -> None:
     with pytest.raises(InvalidValueError, match=said):
