@@ -46,13 +46,6 @@ def torch(
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0 after many overflows, and one that inf keeps.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.torch(growth_interval=2), recorded("CCOC")).scale
-    (65536.0, 65536.0, 131072.0, 65536.0)
     """
     return DynamicScale(**locals())
 
@@ -70,13 +63,6 @@ def apex(
     ``min_scale`` where there is one. fp16_utils and contrib have a minimum of 1 and no maximum.
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.apex(growth_interval=2, max_scale=2.0**16), recorded("CCOC")).scale
-    (65536.0, 65536.0, 65536.0, 32768.0)
     """
     return DynamicScale(**locals())
 
@@ -94,13 +80,6 @@ def apex_hysteresis(
     Torch's rule, but only the ``hysteresis``-th of consecutive overflows and each after it back off. NeMo's defaults.
 
     Not reproduced: the scale may reach 0; NeMo loses the count of overflows in a checkpoint by a misspelt key.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.apex_hysteresis(hysteresis=2), recorded("OCOOC")).scale
-    (65536.0, 65536.0, 65536.0, 65536.0, 32768.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("clean_step",))
 
@@ -120,13 +99,6 @@ def megatron(
     backs off, down to ``min_scale``. Overflows need not be consecutive, whatever Megatron's documentation says.
 
     Not reproduced: growth to inf, which nothing there stops.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.megatron(hysteresis=2), recorded("OCOOC")).scale
-    (4294967296.0, 4294967296.0, 4294967296.0, 2147483648.0, 1073741824.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("growth",))
 
@@ -147,13 +119,6 @@ def deepspeed(
     With ``raise_at_min`` the scaler raises ScaleUnderflowError where DeepSpeed raises a bare Exception.
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.deepspeed(growth_interval=2), recorded("CCCCCC")).scale
-    (65536.0, 65536.0, 65536.0, 131072.0, 131072.0, 262144.0)
     """
     consecutive = validation.boolean("consecutive_hysteresis", consecutive_hysteresis)
     return DynamicScale(
@@ -174,13 +139,6 @@ def deepspeed_stage0(*, init_scale: float = 2.0**16, growth_interval: int = 1000
     setting in its JSON the fused optimizer starts at 2**32.
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.deepspeed_stage0(growth_interval=2), recorded("CCCCO")).scale
-    (65536.0, 65536.0, 65536.0, 131072.0, 131072.0)
     """
     return DynamicScale(**locals(), growth_after="first_interval_plus_one")
 
@@ -202,13 +160,6 @@ def fairseq(
     the class; its command line starts at 128, with an interval that depends on the number of workers.
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.fairseq(tolerance=0.5), recorded("CCOC")).scale
-    (32768.0, 32768.0, 32768.0, 32768.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     smallest = validation.number("min_scale", min_scale, at_least=0.0)
@@ -242,13 +193,6 @@ def metaseq(
     ``min_scale`` leaves the scale and raises nothing. No setting of DynamicScale: the interval changes.
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.metaseq(growth_interval=2), recorded("CCCCCCC")).scale
-    (4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 16.0)
     """
     smallest = validation.scale("min_scale", min_scale)
     at_min: AtMin = "hold"
@@ -274,13 +218,6 @@ def colossalai(
     Megatron's, with a maximum; a ``hysteresis`` of 0 is one of 1. The defaults are those of the class.
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.colossalai(hysteresis=2, max_scale=2.0**16), recorded("OOC")).scale
-    (65536.0, 65536.0, 32768.0)
     """
     hysteresis = max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1)
     return DynamicScale(**locals(), hysteresis_refill=("growth",))
@@ -300,13 +237,6 @@ def paddle(
     begins anew after each backoff. It is ``decr_every_n_nan_or_inf`` there.
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.paddle(hysteresis=2), recorded("OOOOC")).scale
-    (65536.0, 65536.0, 32768.0, 32768.0, 16384.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"))
 
@@ -323,13 +253,6 @@ def paddle_static(
 
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
     ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.paddle_static(init_scale=2.0), recorded("OOC")).scale
-    (2.0, 1.0, 1.0)
     """
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
@@ -340,13 +263,6 @@ def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth
     Growth after 2000 clean steps in a row; each overflow backs off, down to 1.
 
     Not reproduced: RuntimeError after 1000 consecutive overflows, at which the scale has long been 1; growth to inf.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.mindspore(growth_interval=2), recorded("CCOC")).scale
-    (16777216.0, 16777216.0, 33554432.0, 16777216.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     return DynamicScale(**locals(), min_scale=1.0)
@@ -362,13 +278,6 @@ def mxnet(
     to remember.
 
     Not reproduced: a scale that reaches 0.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.mxnet(growth_interval=2), recorded("CCCC")).scale
-    (65536.0, 65536.0, 65536.0, 131072.0)
     """
     return DelayedScale(init_scale=init_scale, growth_interval=growth_interval, max_scale=max_scale)
 
@@ -382,13 +291,6 @@ def chainer(
     2**(1/1000) each; an overflow halves it. It is no setting of DynamicScale, because each step multiplies.
 
     Not reproduced: rounding errors that add up over the steps; a scale that no checkpoint holds.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.chainer(), recorded("CCOC")).scale
-    (1.0, 2.0, 4.0, 2.0)
     """
     return GradualScale(**locals(), fast_start=True)
 
@@ -400,13 +302,6 @@ def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000
     setting of DynamicScale, because each step multiplies.
 
     Not reproduced: rounding errors that add up in the logarithm; a scale that reaches 0; no checkpoint of it.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.guided_diffusion(growth_interval=1), recorded("CCOC")).scale
-    (1048576.0, 2097152.0, 4194304.0, 2097152.0)
     """
     return GradualScale(init_scale=init_scale, growth_interval=growth_interval)
 
@@ -420,13 +315,6 @@ def jmp(
     takes them, a ``min_scale`` of 0 is one of float32's smallest normal number, and the interval may be a float.
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.jmp(growth_interval=2), recorded("CCOC")).scale
-    (32768.0, 32768.0, 65536.0, 32768.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     if min_scale == 0:
@@ -449,13 +337,6 @@ def flax(
     ``min_scale``.
 
     Not reproduced: a scaled half-precision loss that is inf at the first scale of 65536; here it becomes float32.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.flax(growth_interval=2), recorded("CCCC")).scale
-    (65536.0, 65536.0, 65536.0, 131072.0)
     """
     growth_factor = _single("growth_factor", growth_factor)
     backoff_factor = _single("backoff_factor", backoff_factor)
@@ -475,13 +356,6 @@ def mpx(
     It has no default scale; 2**15 is its documentation's. The maximum is no power of two, and so is no scale after it.
 
     Not reproduced: loss and gradients divided by the scale after the update, halved on each growth step.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.mpx(growth_interval=1), recorded("CCCO")).scale
-    (32768.0, 65504.0, 65504.0, 65504.0)
     """
     growth_factor, backoff_factor = _both(growth_factor)
     return DynamicScale(**locals())
@@ -493,13 +367,6 @@ def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> Dynami
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
-
-    Examples
-    --------
-    >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
-    >>> simulate(presets.keras(growth_interval=2), recorded("CCOC")).scale
-    (32768.0, 32768.0, 65536.0, 32768.0)
     """
     return DynamicScale(**locals())
 
