@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/adapter_mlx.py", "mlx"):
     import mlx.core as mx

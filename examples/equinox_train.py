@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradscale import DynamicScale
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/equinox_train.py", "equinox,examples"):
     import equinox as eqx

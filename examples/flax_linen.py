@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from gradscale import DynamicScale, ScaleState
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/flax_linen.py", "flax,examples"):
     import jax

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradscale import DynamicScale, ScaleState
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/flax_nnx.py", "flax,examples"):
     import jax

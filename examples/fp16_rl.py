@@ -18,7 +18,7 @@ import argparse
 import math
 import sys
 
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/fp16_rl.py", "torch,examples", "matplotlib"):
     import torch

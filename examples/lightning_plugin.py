@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from gradscale import UpdateReport
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/lightning_plugin.py", "lightning,examples", "sklearn"):
     import torch

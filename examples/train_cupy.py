@@ -23,7 +23,7 @@ import sys
 from typing import Any
 
 from gradscale import GradScaler, ShardedGradScaler
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/train_cupy.py", "cupy,examples", "sklearn", "matplotlib"):
     import numpy as np

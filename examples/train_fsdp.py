@@ -19,7 +19,7 @@ import sys
 import warnings
 from typing import Any
 
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/train_fsdp.py", "torch,examples", "matplotlib"):
     import torch

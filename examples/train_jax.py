@@ -24,7 +24,7 @@ from typing import Any
 
 from gradscale import DynamicScale, ScaleState, StaticScale
 from gradscale.core.protocols import Policy
-from gradscale.extras import program_needs
+from shared.program import program_needs
 
 with program_needs("examples/train_jax.py", "jax,examples", "sklearn", "matplotlib"):
     import jax

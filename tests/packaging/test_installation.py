@@ -110,28 +110,3 @@ def test_the_folders_of_a_clone_come_after_those_of_a_program(installed: tuple[P
     completed = run(tmp_path, python, "-c", f"{program}print(*tests.__path__, train_digits.mine)")
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.split() == [str(tmp_path / "tests"), "True"]
-
-
-@pytest.mark.parametrize(
-    "version", [(3, 9, 18), (3, 10, 13), (3, 11, 0)], ids=lambda version: ".".join(map(str, version))
-)
-def test_an_old_python_is_refused_by_our_own_name_before_any_dependency(
-    tmp_path: Path, version: tuple[int, ...]
-) -> None:
-    require("hatchling")
-    # What pip asks of the clone first, in a Python that says of itself to be another one.
-    program = (
-        "import platform, sys\nimport hatchling.build, hatchling.metadata.core, hatchling.builders.wheel\n"
-        f"sys.version_info = ({', '.join(map(str, version))}, 'final', 0)\n"
-        f"platform.python_version = lambda: {'.'.join(map(str, version))!r}\n"
-        "print(hatchling.build.prepare_metadata_for_build_editable(sys.argv[1]))\n"
-    )
-    completed = run(ROOT, sys.executable, "-c", program, tmp_path)
-    if version >= (3, 11):
-        assert completed.returncode == 0, completed.stderr
-        assert "gradscale-" in completed.stdout
-        return
-    assert completed.returncode == 1
-    got = ".".join(map(str, version))
-    assert completed.stderr.startswith(f"gradscale requires Python 3.11 or newer, got {got} ("), completed.stderr
-    assert len(completed.stderr.splitlines()) == 1
