@@ -273,10 +273,10 @@ def test_traces_and_presets_are_taken_or_refused(name: str) -> None:
     for function in (simulation.recorded, simulation.measured, simulation.Gradients, presets.named):
         allowed(function, made())
     allowed(simulation.measured, [1.0, made()])
-    allowed(simulation.Gradients, [1.0], [made()], 1.0)
+    allowed(simulation.Gradients, [1.0, made()])
     allowed(simulation.simulate, made(), "CO")
     allowed(simulation.simulate, DynamicScale(), made())
-    allowed(simulation.simulate, DynamicScale(), "CO", name=made(), progress=None if callable(made()) else made())
+    allowed(simulation.simulate, DynamicScale(), "CO", name=made())
     allowed(presets.named, "torch", growth_factor=made())
     allowed(gradscale.callbacks.read_log, made())
 
