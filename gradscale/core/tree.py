@@ -8,44 +8,41 @@ be deeper than Python's limit of recursion; one that holds itself is an error.
 import copy
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from gradscale.core.messages import reading, shown
+from gradscale.core.protocols import Array
 from gradscale.errors import InvalidValueError
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 
-
-# What is nested deeper is taken for a container that makes others for ever.
+# A container that is nested deeper makes others for ever.
 _DEEPEST = 10_000
 
+_Result = TypeVar("_Result")
 
-def _is_leaf(node: Any) -> bool:
-    """Tell whether a node is a leaf: no container, and nothing that could be walked as one."""
+
+def _is_dataclass(node: object) -> bool:
+    return dataclasses.is_dataclass(node) and not isinstance(node, (type, list, tuple, Mapping))
+
+
+def _is_container(node: object) -> bool:
+    """Tell whether a node can be walked more than once, and rebuilt as its own type."""
+    return isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)
+
+
+def _is_leaf(node: object) -> bool:
     # Arrays first: they are the most frequent nodes, and iterable.
     if node is None or hasattr(node, "shape"):
         return True
-    if isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node):
-        return False
     # Text and sets are iterable, and no containers of gradients.
-    return isinstance(node, (str, bytes, bytearray, set, frozenset, type)) or not isinstance(node, Iterable)
-
-
-def _is_dataclass(node: Any) -> bool:
-    return dataclasses.is_dataclass(node) and not isinstance(node, type)
-
-
-def _is_container(node: Any) -> bool:
-    """Tell whether a node that is no leaf can be walked more than once, and rebuilt as its own type."""
-    return isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)
+    is_iterable = isinstance(node, Iterable) and not isinstance(node, (str, bytes, bytearray, set, frozenset, type))
+    return not is_iterable and not _is_container(node)
 
 
 def _values(node: Any) -> list[Any]:
     """Return the children of a container."""
-    if isinstance(node, (list, tuple)):
-        return list(node)
     if isinstance(node, Mapping):
         return list(node.values())
     if _is_dataclass(node):
@@ -53,22 +50,18 @@ def _values(node: Any) -> list[Any]:
     return list(node)
 
 
-def _keys(node: Any, count: int) -> list[Any]:
-    """Return what tells the children of a container apart; those of a sequence are numbered."""
-    if isinstance(node, Mapping):
-        return list(node)
-    if _is_dataclass(node):
-        return [(".", field.name) for field in dataclasses.fields(node)]
-    return list(range(count))
-
-
 def _suffixes(node: Any, count: int) -> list[str]:
-    """Return what is added to the path of a container to reach each of its children."""
-    if isinstance(node, Mapping):
-        return [f"[{shown(key)}]" for key in node]
+    """Return the ends of the paths of a container's children."""
     if _is_dataclass(node):
         return [f".{field.name}" for field in dataclasses.fields(node)]
-    return [f"[{index}]" for index in range(count)]
+    return [f"[{shown(key)}]" for key in _keys(node, count)]
+
+
+def _keys(node: Any, count: int) -> list[Hashable]:
+    """Return the keys of a container's children; those of a sequence are numbered."""
+    if _is_dataclass(node):
+        return [*_suffixes(node, count)]
+    return list(node if isinstance(node, Mapping) else range(count))
 
 
 def _rebuild(node: Any, children: list[Any]) -> Any:
@@ -81,106 +74,85 @@ def _rebuild(node: Any, children: list[Any]) -> Any:
         return rebuilt
     if isinstance(node, Mapping):
         return type(node)(dict(zip(node, children, strict=True)))  # type: ignore[call-arg]
+    if isinstance(node, (list, tuple)):
+        return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
     if _is_dataclass(node):
-        names = [field.name for field in dataclasses.fields(node)]
         rebuilt = copy.copy(node)
-        for name, child in zip(names, children, strict=True):
+        for field, child in zip(dataclasses.fields(node), children, strict=True):
             # As dataclasses.replace does for frozen classes, without running __post_init__ on traced values.
-            object.__setattr__(rebuilt, name, child)
+            object.__setattr__(rebuilt, field.name, child)
         return rebuilt
-    if isinstance(node, tuple):
-        if hasattr(node, "_fields"):
-            return type(node)(*children)
-        return type(node)(children)
-    if isinstance(node, list):
-        return type(node)(children)
     return children
 
 
-# A tree that has been walked, from the leaves up: how many leaves come next, or a container and how many of the nodes
-# before it are its children.
-_Plan = list[int | tuple[Any, int]]
+class _Container(NamedTuple):
+    """A container, and the number of its children, which have been walked."""
+
+    node: object
+    size: int
 
 
-def _unfold(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], _Plan]:
-    """Return the leaves of a tree, and how they stand in it. Depth costs no recursion.
+# A tree from the leaves up: None for the next leaf, or a container of so many of the nodes before it.
+_Plan = list[_Container | None]
 
-    Raises
-    ------
-    InvalidValueError
-        For a tree that holds itself, or has no end.
-    InvalidTypeError
-        For a container that raises when it is read.
-    """
-    if is_leaf(tree):
-        return [tree], [1]
-    leaves: list[Any] = []
+
+def _unfold(tree: object, is_leaf: Callable[[Any], bool]) -> tuple[list[Array], _Plan]:
+    """Return the leaves of a tree, and its plan; InvalidValueError for one that has no end."""
+    leaves: list[Array] = []
     plan: _Plan = []
-    children = _values(tree)
-    # The containers on the way from the root to the present place, each with the children that are left.
-    above = [(tree, len(children), iter(children))]
-    on_the_way = {id(tree)}
-    planned = 0
-    while above:
-        node, count, remaining = above[-1]
-        for child in remaining:
-            if is_leaf(child):
-                leaves.append(child)
-                continue
-            if id(child) in on_the_way:
-                raise _endless(child, "holds itself: build it without the way back")
-            if len(above) >= _DEEPEST:
-                raise _endless(child, f"is below {_DEEPEST} others: make it anew from its own leaves")
-            children = _values(child)
-            above.append((child, len(children), iter(children)))
-            on_the_way.add(id(child))
-            break
+    waiting: list[object] = [tree]
+    # The containers from the root to the present place.
+    above: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if type(node) is _Container:
+            above.discard(id(node.node))
+            plan.append(node)
+        elif is_leaf(node):
+            leaves.append(node)
+            plan.append(None)
+        elif id(node) in above:
+            raise _endless(node, "holds itself: build it without the way back")
+        elif len(above) >= _DEEPEST:
+            raise _endless(node, f"is below {_DEEPEST} others: make it anew from its own leaves")
         else:
-            above.pop()
-            on_the_way.discard(id(node))
-            if len(leaves) > planned:
-                plan.append(len(leaves) - planned)
-            # What can be walked only once is not kept.
-            plan.append((node if _is_container(node) else None, count))
-            planned = len(leaves)
-            continue
-        if len(leaves) > planned:
-            plan.append(len(leaves) - planned)
-            planned = len(leaves)
+            children = _values(node)
+            above.add(id(node))
+            waiting.append(_Container(node, len(children)))
+            waiting.extend(reversed(children))
     return leaves, plan
 
 
-def _endless(node: Any, what: str) -> InvalidValueError:
+def _endless(node: object, what: str) -> InvalidValueError:
     return InvalidValueError(f"nested containers of arrays must have an end, got a {type(node).__name__} that {what}")
 
 
-def _walked(tree: Any, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Any], _Plan]:
-    """Return what ``_unfold`` does; whatever else a container raises is an InvalidTypeError."""
+def _walked(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Array], _Plan]:
+    """Call ``_unfold``; InvalidTypeError for whatever else a container raises."""
     with reading("a container of arrays"):
         return _unfold(tree, is_leaf)
 
 
-def _folded(plan: _Plan, leaves: Iterable[Any], combine: Callable[[Any, list[Any]], Any]) -> Any:
-    """Return what becomes of the root when each container is combined with what became of its children."""
+def _folded(plan: _Plan, leaves: Iterable[_Result], combine: Callable[[object, list[_Result]], _Result]) -> _Result:
+    """Return the root's result: ``combine`` of each container and its children's results."""
     remaining = iter(leaves)
-    made: list[Any] = []
+    made: list[_Result] = []
     for step in plan:
-        if isinstance(step, int):
-            made.extend(itertools.islice(remaining, step))
+        if step is None:
+            made.append(next(remaining))
         else:
-            node, count = step
-            first = len(made) - count
-            made[first:] = [combine(node, made[first:])]
+            first = len(made) - step.size
+            made[first:] = [combine(step.node, made[first:])]
     return made[0]
 
 
-def _built(plan: _Plan, leaves: Iterable[Any]) -> Any:
+def _built(plan: _Plan, leaves: Iterable[object]) -> Any:
     """Return a tree as it was planned, with other leaves."""
     with reading("a container of arrays, made anew with other leaves,"):
         return _folded(plan, leaves, _rebuild)
 
 
-def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> Any:
     """Return a tree like ``tree`` whose leaves are ``function`` of its leaves, and of those of ``rest``.
 
     Parameters
@@ -206,29 +178,30 @@ def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     leaves, plan = _walked(tree)
     columns = []
     if rest:
-        # Walked again beside each of the others, where the tree itself, an iterator, cannot be.
+        # Not the tree itself, which may be an iterator.
         skeleton = _built(plan, leaves)
         with reading("a container of arrays"):
             columns = [_aligned(skeleton, other) for other in rest]
     return _built(plan, list(map(function, leaves, *columns)))
 
 
-def _aligned(tree: Any, other: Any) -> list[Any]:
-    """Return what stands in another tree where this one, which has an end, has its leaves."""
+def _aligned(tree: object, other: object) -> list[Array]:
+    """Return the nodes of another tree in the places of this one's leaves."""
     found = []
     waiting = [(tree, other)]
     while waiting:
-        node, beside = waiting.pop()
+        node, counterpart = waiting.pop()
         if _is_leaf(node):
-            found.append(beside)
+            found.append(counterpart)
         else:
             children = _values(node)
-            pairs = zip(children, _matching_children(node, len(children), beside), strict=True)
-            waiting.extend(reversed(list(pairs)))
+            waiting.extend(
+                reversed([*zip(children, _matching_children(node, len(children), counterpart), strict=True)])
+            )
     return found
 
 
-def _matching_children(node: Any, count: int, other: Any) -> list[Any]:
+def _matching_children(node: object, count: int, other: object) -> list[Array]:
     """Return the children of ``other``, which must be a container with the keys of ``node``."""
     keys = _keys(node, count)
     if not _is_leaf(other):
@@ -240,14 +213,14 @@ def _matching_children(node: Any, count: int, other: Any) -> list[Any]:
     raise InvalidValueError(msg)
 
 
-def _describe(node: Any) -> str:
+def _describe(node: object) -> str:
     if _is_leaf(node):
         return f"a leaf of type {type(node).__name__}"
-    suffixes = _suffixes(node, 0 if _is_dataclass(node) else len(node)) if _is_container(node) else []
+    suffixes = _suffixes(node, len(_values(node))) if _is_container(node) else []
     return f"a {type(node).__name__} with {shown(suffixes)}"
 
 
-def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+def leaves_with_paths(tree: object) -> list[tuple[str, Array]]:
     """Return (path, leaf) of every leaf in order; a path reads as the expression that reaches it, ``['w'][0]``.
 
     Examples
@@ -258,24 +231,25 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """
     leaves, plan = _walked(tree)
 
-    def below(node: Any, children: list[list[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+    def below(node: object, children: list[list[tuple[str, Array]]]) -> list[tuple[str, Array]]:
         suffixes = _suffixes(node, len(children))
         return [(suffix + path, leaf) for suffix, found in zip(suffixes, children, strict=True) for path, leaf in found]
 
     with reading("a container of arrays"):
-        found: list[tuple[str, Any]] = _folded(plan, ([("", leaf)] for leaf in leaves), below)
-    return found
+        return _folded(plan, ([("", leaf)] for leaf in leaves), below)
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Return the leaves in order, ``None`` among them, and a function that builds the tree anew from others.
+def flatten(
+    tree: object, is_leaf: Callable[[Any], bool] = _is_leaf
+) -> tuple[list[Array], Callable[[Iterable[object]], Any]]:
+    """Return the leaves in order, ``None`` among them, and a function that builds the tree from others.
 
     Parameters
     ----------
     tree : leaf or nested containers
         It is not modified.
     is_leaf : callable, optional
-        Tells whether a node is a leaf, which everything has to be that is not iterable. Default: what is no container.
+        Tells whether a node is a leaf; everything that is not iterable must be one. Default: all but containers.
 
     Returns
     -------
