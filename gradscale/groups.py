@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError
 
 __all__ = ["GroupWait", "on_fork", "poll", "refuse_forked"]
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 # Seconds. At first other ranks on this core get their turn; then the core is left to them for longer and longer.
 _YIELDING = 2e-3
@@ -23,25 +26,20 @@ _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0)
 
 
 def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = _LONGEST_PAUSE) -> bool:
-    """Ask until something is done; Ctrl-C is seen between two questions.
+    """Ask until something is done: True; False when the time is over. Ctrl-C is seen between two questions.
 
-    Time in which this process does not run (SIGSTOP, a paused container, ``scontrol suspend``) does not count but for
-    half a second at most, since the ranks that are waited for may have been suspended as well.
+    Time in which this process does not run (SIGSTOP, a paused container, ``scontrol suspend``) counts at most half a
+    second, since the other ranks may have been suspended as well.
 
     Parameters
     ----------
     is_done : callable
-        What is asked: once at least, and once more when the time is over. What it raises ends the wait. It may itself
-        wait, for less than half a second.
+        Is asked at least once, and once more when the time is over. What it raises ends the wait. It may itself wait,
+        for less than half a second.
     timeout : float
         Seconds; ``math.inf`` for ever.
     longest_pause : float, default 0.001
-        Seconds that pass between two questions at most.
-
-    Returns
-    -------
-    bool
-        True when it is done, False when the time is over.
+        The most seconds between two questions.
     """
     waited = 0.0
     last = time.monotonic()
@@ -62,18 +60,18 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
 
 
 class _Process:
-    """Which process this is; a child after fork is another one."""
+    """The number of this process; a child after fork has another one."""
 
     number = os.getpid()
 
     @classmethod
     def note(cls, _: int) -> None:
-        """Take note that this is a child."""
+        """Note the number of a child."""
         cls.number = os.getpid()
 
 
 def on_fork(note: Callable[[int], object]) -> None:
-    """Have something called in every child after fork, with the process id of its parent."""
+    """Call something in every child after fork, with the process id of its parent."""
     # Asking the system for the id in each collective would take longer than packing what is sent.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: note(os.getppid()))
@@ -83,15 +81,7 @@ on_fork(_Process.note)
 
 
 def refuse_forked(library: str, owner: str) -> NoReturn:
-    """Raise BackendError in a child after fork that uses its parent's group.
-
-    Parameters
-    ----------
-    library : str
-        The group's, such as "MPI".
-    owner : str
-        Whose group it is, as a sentence.
-    """
+    """Raise BackendError in a child after fork that uses its parent's group; ``owner`` is a sentence."""
     msg = (
         f"a process group belongs to the process that made it: {owner}, got process {_Process.number}, a child after "
         f"fork, which cannot use {library} in its parent's place. Call the scaler in the parent alone, or start the "
@@ -100,28 +90,27 @@ def refuse_forked(library: str, owner: str) -> NoReturn:
     raise BackendError(msg)
 
 
-# Why a group can no longer be used, by the group's own object, which is kept: freeing some waits for lost ranks.
-_given_up: dict[Any, str] = {}
+# Why a group can no longer be used. The groups are kept: freeing some waits for lost ranks.
+_given_up: dict[Hashable, str] = {}
 
 
 class GroupWait:
-    """How one rank waits for the others of a group; after a wait that was given up, no more.
+    """How one rank waits for the others of a group.
 
-    Messages that were given up would meet whatever is sent after them, so nothing can be sent over that group any more,
-    through whichever object.
+    A group whose wait was given up is unusable, through any object: the messages under way would meet those sent later.
 
     Parameters
     ----------
     group : object
         The library's own group, which has a hash.
     library : str
-        What has failed where the library fails, such as "MPI".
+        The name in errors, such as "MPI".
     timeout : float
         Seconds; ``math.inf`` for ever.
     refusal : str
-        What is said to whoever uses a group that was given up: what is to be passed in its place. The reason is added.
+        The error for a use after the group was given up: what to pass instead. The reason is added.
     rank, size : int
-        Position of this process in the group, and number of ranks, for the messages.
+        Position of this process in the group, and number of ranks, for errors.
     describe : callable, optional
         Returns the text of an exception of the library; ``str`` by default.
     on_give_up : callable, optional
@@ -170,24 +159,26 @@ class GroupWait:
                 self.on_give_up(error)
 
     def failure(self, error: Exception) -> BackendError:
-        """Give the group up for an exception of the library, and return what is raised from it."""
+        """Give the group up for an exception of the library, and return the error to raise from it."""
         where = f"rank {self.rank} of {self.size}"
         text = f"{self._library} failed on {where} while the ranks agreed on a step: {self._describe(error)}"
         failure = BackendError(text)
         self.give_up(failure)
         return failure
 
-    def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call something of the library that starts, waits or asks; what it raises, Ctrl-C as well, gives the group up.
+    def run(
+        self, call: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+    ) -> _Result:
+        """Call something of the library; an exception, Ctrl-C as well, gives the group up.
 
         Raises
         ------
         BackendError
-            For an exception of the library; those of gradscale itself are raised as they are. In a child after fork.
+            From an exception of the library; those of gradscale itself are raised as they are. In a child after fork.
         """
         self.require_own()
         try:
-            return call(*arguments)
+            return call(*args, **kwargs)
         except Exception as error:
             if isinstance(error, GradscaleError):
                 self.give_up(error)
@@ -198,7 +189,7 @@ class GroupWait:
             raise
 
     def timed_out(self, operation: str = "the agreement on a step") -> CollectiveTimeoutError:
-        """Return what is raised when the time is over."""
+        """Return the error for the end of the time."""
         return CollectiveTimeoutError(self.rank, self.size, self._timeout, operation=operation)
 
     def until(
@@ -208,12 +199,6 @@ class GroupWait:
         *,
         longest_pause: float = _LONGEST_PAUSE,
     ) -> None:
-        """Poll until something is done.
-
-        Raises
-        ------
-        CollectiveTimeoutError
-            When the time is over.
-        """
+        """Poll until something is done; CollectiveTimeoutError when the time is over."""
         if not poll(is_done, self._timeout, longest_pause=longest_pause):
             raise self.timed_out(operation)
