@@ -1,7 +1,6 @@
-"""Checks of users' numbers on the host: each returns the value as a plain Python one, or raises naming it."""
+"""Checks of users' values: each returns the value as a plain Python one, or raises an error that names it."""
 
 import contextlib
-import functools
 import math
 import operator
 import struct
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from gradscale.core.messages import reading, shown
+from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = [
@@ -41,11 +41,16 @@ LARGEST_INT32 = 2**31 - 1
 _LONGEST_WAY = 2_000_000
 
 _Choice = TypeVar("_Choice")
+_Value = TypeVar("_Value")
+
+
+def _wrong_type(name: str, expected: str, value: object) -> InvalidTypeError:
+    return InvalidTypeError(f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}")
 
 
 def number(
     name: str,
-    value: Any,
+    value: object,
     *,
     above: float | None = None,
     below: float | None = None,
@@ -79,28 +84,27 @@ def _as_float(name: str, value: Any, expected: str) -> float:
         # Tensors of several elements, or without a value, raise errors of their own; a user's object any.
         with contextlib.suppress(Exception):
             return _nearest_float(value)
-    msg = f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}"
-    raise InvalidTypeError(msg)
+    raise _wrong_type(name, expected, value)
 
 
 def _nearest_float(value: Any) -> float:
-    """Return a number as a float: an inf of its sign beyond every float."""
+    """Return a number as a float; inf of its sign beyond every float."""
     try:
         return float(value)
     except OverflowError:
         return -math.inf if value < 0 else math.inf
 
 
-def _dtype_name(value: Any, default: str) -> str:
-    """Return the name of an array's dtype; a default for what has none, or raises when it is asked."""
+def _dtype_name(value: object, default: str) -> str:
+    """Return the name of an array's dtype; a default if it has none, or raises."""
     try:
         return str(getattr(value, "dtype", default))
     except Exception:
         return default
 
 
-def magnitude(name: str, value: Any) -> float:
-    """Return a number from 0 on as a float; inf and NaN are fine, and what is beyond every float is inf."""
+def magnitude(name: str, value: object) -> float:
+    """Return a number from 0 on as a float; inf and NaN are fine, and a number beyond every float is inf."""
     expected = "a number from 0 on"
     converted = _as_float(name, value, expected)
     if converted < 0:
@@ -109,7 +113,7 @@ def magnitude(name: str, value: Any) -> float:
     return converted
 
 
-def scale(name: str, value: Any) -> float:
+def scale(name: str, value: object) -> float:
     """Return a scale, rounded to float32: above zero, finite and no subnormal there."""
     converted = number(name, value)
     rounded = round_to_float32(converted)
@@ -125,36 +129,33 @@ def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     expected = f"an integer from {at_least} to {at_most}"
     # NumPy's booleans can be an index, too.
     if isinstance(value, (bool, str, bytes)) or "bool" in _dtype_name(value, ""):
-        msg = f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}"
-        raise InvalidTypeError(msg)
+        raise _wrong_type(name, expected, value)
     try:
         converted = operator.index(value)
     except Exception:
-        msg = f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}"
-        raise InvalidTypeError(msg) from None
+        raise _wrong_type(name, expected, value) from None
     if not at_least <= converted <= at_most:
         msg = f"{name} must be {expected}, got {shown(value)}"
         raise InvalidValueError(msg)
     return converted
 
 
-def whole(value: Any) -> Any:
+def whole(value: _Value) -> _Value | int:
     """Return a float that is a whole number as an int, and anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: object) -> bool:
     """Return a bool; NumPy's is fine, numbers are not."""
     if isinstance(value, bool):
         return value
     if type(value).__name__ in ("bool_", "bool"):
         with contextlib.suppress(Exception):
             return bool(value)
-    msg = f"{name} must be True or False, got {shown(value)} of type {type(value).__name__}"
-    raise InvalidTypeError(msg)
+    raise _wrong_type(name, "True or False", value)
 
 
-def truth(name: str, value: Any) -> bool:
+def truth(name: str, value: object) -> bool:
     """Return whether a value is true; anything that Python's ``if`` takes."""
     try:
         return bool(value)
@@ -163,7 +164,7 @@ def truth(name: str, value: Any) -> bool:
         raise InvalidTypeError(msg) from error
 
 
-def choice(name: str, value: Any, options: tuple[_Choice, ...]) -> _Choice:
+def choice(name: str, value: object, options: tuple[_Choice, ...]) -> _Choice:
     """Return the option that equals a value."""
     if isinstance(value, str):
         for option in options:
@@ -174,7 +175,7 @@ def choice(name: str, value: Any, options: tuple[_Choice, ...]) -> _Choice:
     raise InvalidValueError(msg)
 
 
-def choices(name: str, value: Any, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
+def choices(name: str, value: object, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
     """Return the options among several values, in the order of ``options``; one may be given bare."""
     with reading(name):
         values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
@@ -185,37 +186,23 @@ def choices(name: str, value: Any, options: tuple[_Choice, ...]) -> tuple[_Choic
     return tuple(option for option in options if option in chosen)
 
 
-def mapping(name: str, value: Any, wanted: str = "a mapping") -> dict[Any, Any]:
-    """Return a mapping as a dict of its own, which says the same however often it is asked."""
+def mapping(name: str, value: object, wanted: str = "a mapping") -> dict[Any, Any]:
+    """Return a mapping as a new dict: a user's own may answer differently each time."""
     with reading(name):
         if isinstance(value, Mapping):
             return dict(value)
-    msg = f"{name} must be {wanted}, got {shown(value)} of type {type(value).__name__}"
-    raise InvalidTypeError(msg)
+    raise _wrong_type(name, wanted, value)
 
 
-def timeout(value: Any) -> float:
-    """Return seconds to wait, above 0; infinity, which is no number of seconds, is what a user means by for ever."""
+def timeout(value: object) -> float:
+    """Return seconds to wait, above 0; infinity for ever."""
     if isinstance(value, float) and value == math.inf:
         return math.inf
     return number("timeout", value, above=0.0)
 
 
-def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale")) -> Any:
-    """Return a policy, having checked that it is an instance of one.
-
-    Parameters
-    ----------
-    value : object
-        What a user has passed.
-    members : iterable of str
-        What it must have; all but ``init_scale`` are called. Default: what a loop of pure functions calls.
-
-    Raises
-    ------
-    InvalidTypeError
-        When it is not, such as for the class itself.
-    """
+def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale")) -> Policy:
+    """Return a policy; InvalidTypeError if it lacks a member, or is a class. All but ``init_scale`` are methods."""
     with reading("policy"):
         is_complete = all(
             callable(getattr(value, name, None)) or (name == "init_scale" and hasattr(value, name)) for name in members
@@ -223,7 +210,8 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
     if isinstance(value, type) or not is_complete:
         msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {shown(value)}"
         raise InvalidTypeError(msg)
-    return value
+    found: Policy = value
+    return found
 
 
 def is_power_of_two(value: float) -> bool:
@@ -246,14 +234,12 @@ def bits_of_float32(value: float) -> int:
     return bits
 
 
-@functools.lru_cache(maxsize=256)
 def float32_from_bits(bits: int) -> float:
     """Return the float32 that an int32 holds the bits of."""
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
     return value
 
 
-@functools.lru_cache(maxsize=64)
 def largest_with_finite_product(factor: float) -> float:
     """Return the largest float32 whose product with a factor above 1 rounds to a finite float32."""
     # A product rounds to inf from half a unit above the largest float32 on.
@@ -267,7 +253,7 @@ def largest_with_finite_product(factor: float) -> float:
 
 
 def last_above(limit: float, scale: float, factor: float) -> float:
-    """Return the last float32 above a limit on the way down from a scale by a factor below 1; normal, or the scale."""
+    """Return the last normal float32 above a limit on the way down from a scale by a factor; or the scale."""
     lowered = round_to_float32(scale * factor)
     steps = 0
     # A factor that rounds to 1 leads nowhere.

@@ -223,7 +223,6 @@ def test_the_largest_with_finite_product_is_found_in_few_steps(factor: float, mo
         return value_of(bits)
 
     monkeypatch.setattr(validation, "float32_from_bits", counted)
-    validation.largest_with_finite_product.cache_clear()
     assert validation.largest_with_finite_product(factor) > 0.0
     assert tried
 
