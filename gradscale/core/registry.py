@@ -1,9 +1,7 @@
 """Which adapter serves an object: entry-point group ``gradscale.backends``, by name, loaded lazily.
 
-- An entry point's name is the top-level module of the types it serves: ``numpy`` for arrays, ``mpi4py`` for
-  communicators. It is looked up along the type's MRO, so nothing is imported to decide.
-- Only the adapter that is asked for is loaded: an unrelated broken one does no harm.
-- Two entry points of one name are an error, since two ranks could otherwise run two adapters.
+An entry point's name is the top-level module of the types it serves: ``numpy`` for arrays, ``mpi4py`` for
+communicators. It is looked up along the type's MRO, so nothing is imported to decide, and only that adapter is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import standard
 from gradscale.core.backend import Backend
 from gradscale.core.messages import reading, shown
-from gradscale.core.protocols import Collectives, GroupBackend
+from gradscale.core.protocols import Array, Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 from gradscale.extras import remedy
 
@@ -47,7 +45,7 @@ _backends: dict[type, Backend] = {}
 @cache
 def _entry_points() -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points by name, in a total order."""
-    # Imported here because it is most of the time that `import gradscale` would take.
+    # Imported here: it would be most of the time of `import gradscale`.
     from importlib.metadata import entry_points
 
     found: dict[str, dict[str, EntryPoint]] = {}
@@ -70,12 +68,12 @@ def names() -> list[str]:
 
 
 def refresh() -> None:
-    """Forget what was found and loaded, after an adapter was installed in a running process.
+    """Look for adapters again, after one was installed while this process runs.
 
     Examples
     --------
     >>> import gradscale
-    >>> gradscale.registry.refresh()  # after pip has installed an adapter beside this process
+    >>> gradscale.registry.refresh()
     >>> "numpy" in gradscale.registry.names()
     True
     """
@@ -93,9 +91,9 @@ def get(name: str) -> Any:
     Raises
     ------
     BackendNotAvailableError
-        When none is registered, or it cannot be imported; with the pip command, and the import's failure as the cause.
+        If none is registered, or it cannot be imported; with the pip command, and the import's failure as the cause.
     BackendError
-        When two are registered under the name (both are named), or the adapter fails otherwise.
+        If two are registered under the name, since two ranks could run two adapters; or if the adapter fails otherwise.
 
     Examples
     --------
@@ -142,13 +140,13 @@ def _registered_name(kind: type) -> str | None:
     return None
 
 
-def backend_for(x: Any) -> Backend:
-    """Return the adapter for an array; the pure core itself where its library has none.
+def backend_for(x: Array) -> Backend:
+    """Return the adapter for an array; the pure core itself if its library has none.
 
     Raises
     ------
     BackendNotAvailableError
-        Where the library lacks what the pure core needs, which it names.
+        If the library lacks names that the pure core needs; it lists them.
 
     Examples
     --------
@@ -158,25 +156,19 @@ def backend_for(x: Any) -> Backend:
     >>> gradscale.registry.backend_for(3.0).name  # no library's
     'generic'
     """
-    kind: Any = type(x)
+    kind: type = type(x)
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
-        # gradscale's own symbols, by which policies are traced, have what policies need alone.
+        # The symbols that trace a policy have only what policies need.
         if name is None and kind.__module__.partition(".")[0] != "gradscale":
             _require_standard(x)
         _backends[kind] = _PURE if name is None else array_backend(name)
     return _backends[kind]
 
 
-def _require_standard(x: Any) -> None:
-    """Refuse an array whose library has neither an adapter nor the names that the pure core needs.
-
-    Raises
-    ------
-    BackendNotAvailableError
-        Which names what the library lacks.
-    """
+def _require_standard(x: Array) -> None:
+    """Refuse an array whose library has neither an adapter nor the names that the pure core needs."""
     missing = standard.lacks(x) if is_array_api_obj(x) else {}
     if missing:
         library = standard.library_name(array_namespace(x))
@@ -195,7 +187,7 @@ def array_backend(name: str) -> Backend:
     Raises
     ------
     BackendError
-        When it does not derive from :class:`gradscale.Backend`.
+        If it does not derive from :class:`gradscale.Backend`.
 
     Examples
     --------
@@ -214,13 +206,13 @@ def array_backend(name: str) -> Backend:
     raise BackendError(msg)
 
 
-def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
-    """Return the collectives of a group, or of each one of a list of groups, as ``collectives_for`` does.
+def all_collectives_for(group: object, timeout: float) -> list[Collectives]:
+    """Return the collectives of a group, or of each group of a list, as ``collectives_for`` does.
 
     Raises
     ------
     InvalidTypeError
-        For an empty list, and when no adapter serves an object.
+        For an empty list, or if no adapter serves an object.
 
     Examples
     --------
@@ -239,19 +231,19 @@ def all_collectives_for(group: Any, timeout: float) -> list[Collectives]:
 
 
 def collectives_for(group: Any, timeout: float) -> Collectives:
-    """Return the collectives of a group: the object itself if it has them, else as the library's adapter wraps it.
+    """Return the collectives of a group: the object itself if it has them, else its library's adapter's.
 
     Parameters
     ----------
     group : object
         A communicator of a library with an adapter, or an object with ``rank``, ``size`` and ``start_max``.
     timeout : float
-        Seconds until a collective that some rank does not come to is given up.
+        Seconds until a collective is given up for a rank that never came.
 
     Raises
     ------
     InvalidTypeError
-        When no adapter serves the object.
+        If no adapter serves the object.
 
     Examples
     --------
@@ -266,7 +258,7 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
         if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
             collectives: Collectives = group
             return collectives
-    kind: Any = type(group)
+    kind: type = type(group)
     name = _registered_name(kind)
     backend = get(name) if name is not None else None
     if isinstance(backend, GroupBackend):
