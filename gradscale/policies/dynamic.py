@@ -1,8 +1,6 @@
 """The rule that adapts the scale, as pure functions of a state: DynamicScale and StaticScale.
 
-One :class:`DynamicScale` covers the known systems by orthogonal fields: when growth happens, what an overflow must
-reach before the scale backs off, what happens at the minimum and at the maximum. All arithmetic is on 0-d arrays of
-the array API standard, without a host read, and runs under a tracing compiler.
+All arithmetic is on 0-d arrays of the array API standard, without a host read, and runs under a tracing compiler.
 """
 
 from __future__ import annotations
@@ -10,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, ParamSpec
+from types import ModuleType
+from typing import ClassVar, Literal, ParamSpec
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
@@ -45,20 +44,7 @@ _Parameters = ParamSpec("_Parameters")
 
 
 def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Parameters, ScaleState]:
-    """Let a policy's ``update`` refuse a verdict without its name, and say why.
-
-    A flag of the opposite sense would train on silently: it grows the scale at each overflow.
-
-    Parameters
-    ----------
-    update : callable
-        ``update(self, state, *, nonfinite)``.
-
-    Returns
-    -------
-    callable
-        The same; raises InvalidTypeError unless it is called as ``update(state, nonfinite=...)``.
-    """
+    """Let a policy's ``update`` refuse a verdict without its name: the opposite flag would train on silently."""
 
     @functools.wraps(update)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:
@@ -76,21 +62,7 @@ def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Para
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoundedScale:
-    """What every rule with factors and bounds shares: its first state, its bounds, and one change of the scale.
-
-    The scale is never inf, NaN or 0: growth that float32 cannot hold is not made, and backoff stops at ``min_scale``.
-    No policy by itself: :class:`DynamicScale` and the classes of :mod:`gradscale.policies.rules` add ``update``.
-
-    Parameters
-    ----------
-    init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, at_min
-        As in :class:`DynamicScale`.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        For an argument out of range or of a wrong type, with its name and value.
-    """
+    """The base of all rules with factors and bounds, whose fields are those of :class:`DynamicScale`."""
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -108,7 +80,7 @@ class BoundedScale:
         # The bound of the interval depends on the settings of the rule.
         for name, value in self.checked_settings().items():
             object.__setattr__(self, name, value)
-        checked: dict[str, Any] = {
+        checked: dict[str, object] = {
             "init_scale": validation.scale("init_scale", self.init_scale),
             "growth_factor": validation.number(
                 "growth_factor", self.growth_factor, above=1.0, at_most=self.LARGEST_GROWTH
@@ -129,7 +101,7 @@ class BoundedScale:
             )
             raise InvalidValueError(msg)
 
-    def checked_settings(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, object]:
         """Return the checked values of the fields that a rule adds."""
         return {}
 
@@ -157,7 +129,7 @@ class BoundedScale:
         return min(max(scale, self.min_scale), self.largest_scale)
 
     def backoff(self, state: ScaleState) -> ScaleState:
-        """Return the state with the scale backed off once, whatever is tolerated, and trackers of 0."""
+        """Return the state with the scale backed off once, even if the overflow is tolerated, and trackers of 0."""
         xp = array_namespace(state.scale)
         zeros = [xp.zeros_like(tracker) for tracker in state[1:]]
         return new_state(xp, self.lowered_scale(xp, state.scale), *zeros)
@@ -166,7 +138,7 @@ class BoundedScale:
         """Return None: it never raises."""
         return None
 
-    def lowered_scale(self, xp: Any, scale: Array) -> Array:
+    def lowered_scale(self, xp: ModuleType, scale: Array) -> Array:
         """Return a scale backed off once, as ``at_min`` says. No host read."""
         lowered = times(xp, scale, self.backoff_factor)
         floor = xp.full_like(scale, self.min_scale)
@@ -174,8 +146,8 @@ class BoundedScale:
             return xp.where(lowered < floor, scale, lowered)
         return xp.maximum(lowered, floor)
 
-    def raised_scale(self, xp: Any, scale: Array) -> Array:
-        """Return a scale that has grown once; where float32 or ``max_scale`` has no room, as far as they allow."""
+    def raised_scale(self, xp: ModuleType, scale: Array) -> Array:
+        """Return a scale that has grown once, or as far as float32 and ``max_scale`` allow."""
         # Chosen before the product, so that no library has an overflow to warn of.
         fits = scale <= xp.full_like(scale, validation.largest_with_finite_product(self.growth_factor))
         product = times(xp, xp.where(fits, scale, xp.full_like(scale, 1.0)), self.growth_factor)
@@ -209,8 +181,8 @@ class DynamicScale(BoundedScale):
         Which overflow since the last refill is the first to back off; the ones before it are tolerated, but still
         skip their step and restart the run.
     hysteresis_refill : tuple of {"clean_step", "growth", "backoff"}, default ("clean_step",)
-        What makes the tolerated overflows available again: a clean step, so that only consecutive overflows count
-        (apex, NeMo); a growth (Megatron, ColossalAI, DeepSpeed); a backoff (Paddle: a clean step or a backoff).
+        The events that make the tolerated overflows available again: a clean step, so that only consecutive overflows
+        count (apex, NeMo); a growth (Megatron, ColossalAI, DeepSpeed); a backoff (Paddle: a clean step or a backoff).
     tolerance : float, optional
         Instead of hysteresis: back off only when the overflows since the last change of the scale are at least this
         fraction of the steps since then (fairseq). Between 0 and 1.
@@ -219,9 +191,9 @@ class DynamicScale(BoundedScale):
     max_scale : float, optional
         The scale is never above. Default: none but float32's range, where growth stops at the last finite value.
     at_min : {"clamp", "hold", "raise"}, default "clamp"
-        What a backoff that would pass below ``min_scale`` does: go to ``min_scale``; leave the scale (metaseq); go to
-        ``min_scale``, and when an overflow has to back off from there, have the scaler raise ScaleUnderflowError
-        (DeepSpeed, fairseq). A pure function cannot raise on a value: functional loops read :meth:`at_min_scale`.
+        A backoff that would pass below ``min_scale`` goes to ``min_scale``; leaves the scale (metaseq); or goes to
+        ``min_scale``, and the scaler raises ScaleUnderflowError for the next overflow that must back off (DeepSpeed,
+        fairseq). A pure function cannot raise on a value: functional loops read :meth:`at_min_scale`.
 
     Raises
     ------
@@ -262,9 +234,9 @@ class DynamicScale(BoundedScale):
             return self.growth_interval, validation.LARGEST_INT32, validation.LARGEST_INT32
         return self.growth_interval, 0 if self.hysteresis == 1 else self.hysteresis, 0
 
-    def checked_settings(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, object]:
         """Return the checked values of the fields that this rule adds."""
-        checked: dict[str, Any] = {
+        checked: dict[str, object] = {
             "growth_after": validation.choice("growth_after", self.growth_after, _GROWTH_AFTER),
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
             "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
@@ -315,7 +287,7 @@ class DynamicScale(BoundedScale):
     def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
 
-        None where the policy never raises. No host read.
+        None if the policy never raises. No host read.
         """
         if self.at_min != "raise":
             return None
@@ -323,7 +295,7 @@ class DynamicScale(BoundedScale):
         at_min = state.scale <= xp.full_like(state.scale, self.min_scale)
         return as_0d_array(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
 
-    def _backoff_due(self, xp: Any, state: ScaleState) -> Array:
+    def _backoff_due(self, xp: ModuleType, state: ScaleState) -> Array:
         """Return a 0-d bool: would an overflow now be one too many."""
         if self.tolerance is not None:
             return is_reached(xp, self.tolerance, state.overflow_tracker, state.rescale_tracker)
@@ -331,7 +303,7 @@ class DynamicScale(BoundedScale):
         return overflows >= xp.full_like(overflows, self.hysteresis)
 
     def _next_trackers(
-        self, xp: Any, state: ScaleState, overflow: Array, grow: Array, backoff: Array
+        self, xp: ModuleType, state: ScaleState, overflow: Array, grow: Array, backoff: Array
     ) -> tuple[Array, Array]:
         """Return the overflow and rescale trackers after a step."""
         if self.tolerance is not None:
@@ -406,7 +378,7 @@ def _first_state(scale: float, like: Array) -> ScaleState:
     return ScaleState(xp.asarray(scale, dtype=xp.float32, device=where), *trackers)
 
 
-def new_state(xp: Any, *fields: Array) -> ScaleState:
+def new_state(xp: ModuleType, *fields: Array) -> ScaleState:
     """Return a state of fields that may be scalars."""
     # NumPy's operators return scalars for 0-d arrays.
     return ScaleState(*(as_0d_array(xp, field) for field in fields))
@@ -424,19 +396,19 @@ def overflow_flag(nonfinite: Array, like: Array) -> Array:
     return flag if where is None or placement(flag) == where else to_device(flag, where)
 
 
-def next_count(xp: Any, tracker: Array, limit: int) -> Array:
+def next_count(xp: ModuleType, tracker: Array, limit: int) -> Array:
     """Return a tracker plus one, which stays at ``limit`` so that no counter wraps."""
     return xp.minimum(tracker, xp.full_like(tracker, limit - 1)) + xp.full_like(tracker, 1)
 
 
-def is_reached(xp: Any, tolerance: float, overflow_tracker: Array, rescale_tracker: Array) -> Array:
-    """Return a 0-d bool: would one more overflow make them this fraction of the steps since the last change."""
+def is_reached(xp: ModuleType, tolerance: float, overflow_tracker: Array, rescale_tracker: Array) -> Array:
+    """Return a 0-d bool: would one more overflow reach this fraction of the steps since the last change."""
     overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
     steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
     return as_0d_array(xp, overflows / steps >= xp.full_like(steps, tolerance))
 
 
-def times(xp: Any, scale: Array, factor: float) -> Array:
+def times(xp: ModuleType, scale: Array, factor: float) -> Array:
     """Return ``scale * factor`` rounded once to float32, as float32(float64(scale) * factor)."""
     if validation.is_power_of_two(factor) or not has_float64(xp, device(scale)):
         return scale * xp.full_like(scale, factor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _both(growth_factor: float) -> tuple[float, float]:
-    """Return growth and backoff factor of a system that has one for both, in the float32 that it computes in."""
+    """Return the growth and backoff factors of a system that has one number for both, a float32."""
     factor = _single("growth_factor", growth_factor, above=1.0)
     return factor, 1.0 / factor
 
@@ -401,7 +401,7 @@ def names() -> list[str]:
     return sorted(_PRESETS)
 
 
-def named(name: str, /, **settings: Any) -> Policy:
+def named(name: str, /, **settings: object) -> Policy:
     """Return the preset of a name, with settings in place of its defaults.
 
     Raises

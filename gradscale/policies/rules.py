@@ -6,7 +6,8 @@ Users make them by :mod:`gradscale.presets`. Like DynamicScale they are pure fun
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar
 
 from array_api_compat import array_namespace, device
 
@@ -49,10 +50,7 @@ class DelayedScale(BoundedScale):
 
     @verdict_by_name
     def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step: the last step's change made, and this one's noted.
-
-        Parameters and result are those of :meth:`gradscale.DynamicScale.update`.
-        """
+        """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
         xp = array_namespace(state.scale)
         overflow = overflow_flag(nonfinite, state.scale)
         zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
@@ -67,25 +65,16 @@ class DelayedScale(BoundedScale):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideningScale(BoundedScale):
-    """Let each growth double the growth interval, and each backoff halve it (metaseq).
+    """Let each growth double the growth interval, and each backoff halve it, down to 1 (metaseq).
 
-    A class of its own, because the interval changes: it is kept, as the halvings of ``growth_interval`` and the
-    doublings since, beside the tolerated overflows in the overflow tracker (1024 overflows + 32 halvings + doublings).
-    The growth tracker counts the clean steps since the last overflow, and growth comes when they reach the interval.
-
-    Parameters
-    ----------
-    growth_interval : int, default 2000
-        The first interval; it is never below 1.
-    tolerance : float, default 0.0
-        As in :class:`gradscale.DynamicScale`.
-    at_min : {"clamp", "hold"}, default "clamp"
-        What a backoff that would pass below ``min_scale`` does to the scale; the interval is halved all the same.
+    A class of its own, because the interval changes. The overflow tracker holds it: 1024 overflows + 32 halvings of
+    ``growth_interval`` + the doublings since. The growth tracker counts the clean steps since the last overflow, and
+    growth comes when they reach the interval.
     """
 
     tolerance: float = 0.0
 
-    def checked_settings(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, object]:
         """Return the checked values of the fields that this rule adds."""
         return {"tolerance": validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)}
 
@@ -101,11 +90,11 @@ class WideningScale(BoundedScale):
         return self._step(xp, state, overflow_flag(nonfinite, state.scale), self.tolerance)
 
     def backoff(self, state: ScaleState) -> ScaleState:
-        """Return the state with the scale and the interval lowered once, whatever is tolerated."""
+        """Return the state with the scale and the interval lowered once, even if the overflow is tolerated."""
         xp = array_namespace(state.scale)
         return self._step(xp, state, overflow_flag(xp.full_like(state.growth_tracker, 1), state.scale), 0.0)
 
-    def _step(self, xp: Any, state: ScaleState, overflow: Array, tolerance: float) -> ScaleState:
+    def _step(self, xp: ModuleType, state: ScaleState, overflow: Array, tolerance: float) -> ScaleState:
         overflows, levels = _split(xp, state.overflow_tracker, _LEVELS * _LEVELS)
         halvings, doublings = _split(xp, levels, _LEVELS)
         interval = self._interval(xp, halvings, doublings)
@@ -139,7 +128,7 @@ class WideningScale(BoundedScale):
             xp.where(xp.logical_or(lower, grow), zero, steps),
         )
 
-    def _interval(self, xp: Any, halvings: Array, doublings: Array) -> Array:
+    def _interval(self, xp: ModuleType, halvings: Array, doublings: Array) -> Array:
         """Return the interval after so many halvings and then doublings; at most 2**30."""
         interval = xp.full_like(halvings, 1)
         for level in range(self.growth_interval.bit_length()):
@@ -155,26 +144,14 @@ class WideningScale(BoundedScale):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradualScale(BoundedScale):
-    """Grow a little on every clean step: Chainer's rule, and guided-diffusion's.
-
-    In ``growth_interval`` clean steps, N, the scale grows by ``growth_factor``; an overflow backs off.
+    """Grow a little on every clean step, by ``growth_factor`` in ``growth_interval`` steps (Chainer, guided-diffusion).
 
     A class of its own, because its scale is no product of the factors: m clean steps above a base it is
-    ``base * growth_factor**(m/N)``, computed anew from the base on each step, so that no error adds up and each scale
-    is the nearest float32. The growth tracker is m. The base is a float32, too, and is remembered by its ratio to the
-    scale in the rescale tracker, where 0 stands for a base that is the scale. The overflow tracker is 1 from the first
-    overflow on.
-
-    Where the device has no float64, as JAX has none by default, each step may add an error of some 2**-23.
-
-    Parameters
-    ----------
-    growth_factor : float, default 2.0
-        Above 1, and at most 2.
-    growth_interval : int, default 2000
-        N; at most 2**20, beyond which float32 cannot tell one step from the next.
-    fast_start : bool, default False
-        Whether until the first overflow every clean step multiplies by the whole ``growth_factor`` (Chainer).
+    ``base * growth_factor**(m/N)``, computed from the base on each step, so that no error adds up and each scale is the
+    nearest float32. The growth tracker is m. The rescale tracker holds the base's ratio to the scale, or 0 if the base
+    is the scale. The overflow tracker is 1 from the first overflow on. On a device without float64, as JAX's by
+    default, each step may add an error of some 2**-23. With ``fast_start`` every clean step until the first overflow
+    multiplies by the whole ``growth_factor`` (Chainer).
     """
 
     fast_start: bool = False
@@ -182,7 +159,7 @@ class GradualScale(BoundedScale):
     AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp",)
     LARGEST_GROWTH: ClassVar[float] = 2.0
 
-    def checked_settings(self) -> dict[str, Any]:
+    def checked_settings(self) -> dict[str, object]:
         """Return the checked values of the fields that this rule adds."""
         return {"fast_start": validation.boolean("fast_start", self.fast_start)}
 
@@ -208,7 +185,7 @@ class GradualScale(BoundedScale):
         xp = array_namespace(state.scale)
         return self._step(xp, state, overflow_flag(xp.full_like(state.growth_tracker, 1), state.scale))
 
-    def _step(self, xp: Any, state: ScaleState, overflow: Array) -> ScaleState:
+    def _step(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
         zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
         real = xp.float64 if has_float64(xp, device(state.scale)) else xp.float32
         base, phase = self._recall(xp, state, real)
@@ -241,7 +218,7 @@ class GradualScale(BoundedScale):
         seen = xp.where(overflow, one, state.overflow_tracker)
         return new_state(xp, scale, phase, seen, xp.where(phase == zero, zero, ratio))
 
-    def _recall(self, xp: Any, state: ScaleState, real: Any) -> tuple[Array, Array]:
+    def _recall(self, xp: ModuleType, state: ScaleState, real: object) -> tuple[Array, Array]:
         """Return the base, as float32, and the phase."""
         wide = xp.astype(state.scale, real)
         ratio = xp.astype(state.rescale_tracker, real) * xp.full_like(wide, _RATIO_UNIT)
@@ -255,7 +232,7 @@ class GradualScale(BoundedScale):
             known, state.growth_tracker, xp.zeros_like(state.growth_tracker)
         )
 
-    def _power(self, xp: Any, phase: Array, real: Any) -> Array:
+    def _power(self, xp: ModuleType, phase: Array, real: object) -> Array:
         """Return ``growth_factor**(phase/growth_interval)``, from the powers of the phase's binary digits."""
         power = xp.astype(xp.full_like(phase, 1), real)
         for digit in reversed(range((self.growth_interval - 1).bit_length())):
@@ -266,7 +243,7 @@ class GradualScale(BoundedScale):
         return power
 
 
-def _split(xp: Any, x: Array, divisor: int) -> tuple[Array, Array]:
+def _split(xp: ModuleType, x: Array, divisor: int) -> tuple[Array, Array]:
     """Return quotient and remainder of an int32 that is not negative by a power of two."""
     # float32 may round up to the next multiple, never down beyond one.
     real = xp.astype(x, xp.float32)
