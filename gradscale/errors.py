@@ -1,4 +1,4 @@
-"""The exceptions of gradscale: one root, and the built-in that fits beside it.
+"""The exceptions of gradscale: one root, and each also derives from the built-in that fits.
 
 ::
 

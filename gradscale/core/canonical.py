@@ -26,17 +26,8 @@ _SPAWNED_MAIN = "__mp_main__"
 def canonical(policy: Any, what: str) -> bytes:
     """Return the canonical bytes of a dataclass: of its name and of the fields that are compared.
 
-    Parameters
-    ----------
-    policy : dataclass
-        Its fields are numbers, text, bytes, enumerations, None, classes, tuples and frozen dataclasses of these.
-    what : str
-        Its name in the error.
-
-    Raises
-    ------
-    InvalidTypeError
-        For any other field, by its name.
+    The fields are numbers, text, bytes, enumerations, None, classes, tuples and frozen dataclasses of these;
+    InvalidTypeError names any other one, after ``what``.
     """
     try:
         # Not repr: which characters it escapes depends on the version of Python.

@@ -1,4 +1,4 @@
-"""What a user has passed, in the text of an error: short, and safe whatever the object does when it is looked at."""
+"""Users' objects in the text of errors: short, and safe whatever the object raises."""
 
 import contextlib
 from collections.abc import Iterable
@@ -13,10 +13,7 @@ _SHOWN = 12
 
 
 def shown(value: object) -> str:
-    """Return the ``repr`` of an object, cut to 1000 characters; what it is in words where that raises.
-
-    Python itself refuses to print an integer of more than 4300 digits.
-    """
+    """Return the ``repr`` of an object, cut to 1000 characters; a few words if it raises, as for a long integer."""
     try:
         text = repr(value)
     except Exception as error:
@@ -33,13 +30,7 @@ def key_names(keys: Iterable[object]) -> str:
 
 
 class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function, in a with statement or above a function
-    """Turn what a user's object raises when it is read into an InvalidTypeError that says of what it is.
-
-    Parameters
-    ----------
-    what : str
-        The name of the object in the message, such as "the state dict".
-    """
+    """Turn an exception of a user's object into an InvalidTypeError that names it, such as "the state dict"."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -53,7 +44,7 @@ class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function
 
 
 def unreadable(what: str, error: Exception) -> InvalidTypeError:
-    """Return the error for an object that raises when it is read; the original is to be its cause."""
+    """Return the error for an object that raises when it is read; raise it from the original."""
     msg = (
         f"{what} cannot be read, got {type(error).__name__} from it: {_text_of(error)}; pass plain Python values, "
         f"arrays and containers"

@@ -89,24 +89,18 @@ def _pair(x: Operand, y: Operand, dtypes: Sequence[str] = _DTYPES) -> tuple[Symb
     return _astype(x, dtype), _astype(y, dtype), dtype
 
 
-def _arithmetic(template: str, dtypes: Sequence[str] = _NUMERIC) -> Callable[[Operand, Operand], Symbol]:
+def _arithmetic(
+    template: str, dtypes: Sequence[str] = _NUMERIC, *, is_exact: bool = False
+) -> Callable[[Operand, Operand], Symbol]:
     def apply(x: Operand, y: Operand) -> Symbol:
         first, second, dtype = _pair(x, y, dtypes)
-        return _record(_ROUNDED[dtype].format(template), (first, second), dtype)
+        return _record(template if is_exact else _ROUNDED[dtype].format(template), (first, second), dtype)
 
     return apply
 
 
 def _comparison(template: str) -> Any:
     return lambda x, y: _record(template, _pair(x, y)[:2], "bool")
-
-
-def _extremum(template: str) -> Callable[[Operand, Operand], Symbol]:
-    def apply(x: Operand, y: Operand) -> Symbol:
-        first, second, dtype = _pair(x, y, _NUMERIC)
-        return _record(template, (first, second), dtype)
-
-    return apply
 
 
 def _bitwise(template: str, decisive: bool, dtypes: Sequence[str]) -> Callable[[Operand, Operand], Symbol]:
@@ -123,16 +117,7 @@ def _bitwise(template: str, decisive: bool, dtypes: Sequence[str]) -> Callable[[
 class Symbol:
     """A 0-d array without a value: an input, a constant, or an operation on others.
 
-    Attributes
-    ----------
-    template : str
-        The Python expression, with a placeholder for each operand.
-    operands : tuple of Symbol
-        None for an input or a constant.
-    dtype : {"bool", "int32", "float32", "float64"}
-        As the standard has it.
-    value : bool, int, float or None
-        The value of a constant.
+    ``template`` is the Python expression, with a placeholder for each operand; ``value`` is a constant's.
     """
 
     shape = ()
@@ -284,8 +269,8 @@ _NAMESPACE = _Namespace(
     logical_not=_logical_not,
     logical_or=_bitwise("{} | {}", decisive=True, dtypes=("bool",)),
     # A NaN in either is the result.
-    maximum=_extremum("{1} if {1} > {0} or {1} != {1} else {0}"),
-    minimum=_extremum("{1} if {1} < {0} or {1} != {1} else {0}"),
+    maximum=_arithmetic("{1} if {1} > {0} or {1} != {1} else {0}", is_exact=True),
+    minimum=_arithmetic("{1} if {1} < {0} or {1} != {1} else {0}", is_exact=True),
     real=_same,
     reshape=_same,
     where=_where,
@@ -295,17 +280,7 @@ _NAMESPACE = _Namespace(
 
 
 class PlainRule(NamedTuple):
-    """A policy's rule over states of Python numbers.
-
-    Attributes
-    ----------
-    update : callable
-        ``update(state, nonfinite) -> state``, for a count as an int.
-    backoff : callable
-        ``backoff(state) -> state``; the very same one if the policy returns the same.
-    at_min_scale : callable or None
-        ``at_min_scale(state) -> bool``; None if the policy never raises.
-    """
+    """A policy's rule over states of Python numbers; ``at_min_scale`` is None if the policy never raises."""
 
     update: Callable[[ScaleState, int], ScaleState]
     backoff: Callable[[ScaleState], ScaleState]
@@ -346,14 +321,7 @@ def first_state(policy: Policy) -> ScaleState:
 
 
 def traced_rule(policy: Policy) -> PlainRule:
-    """Return a policy's rule over plain numbers.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a policy that asks for an array's value, or uses a function that the array API standard does not have for
-        0-d arrays: it would not run under a tracing compiler either.
-    """
+    """Return a policy's rule over plain numbers; InvalidTypeError for a policy that needs arrays."""
     with _tracing(policy):
         namespace: dict[str, Any] = dict(_HELPERS)
         exec(compile("\n".join(_source(policy)), f"<{type(policy).__name__}, plain>", "exec"), namespace)

@@ -211,7 +211,7 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     Raises
     ------
     InvalidTypeError
-        For a policy that cannot be traced: it asks for an array's value.
+        For a policy that asks for an array's value, or uses a function that the standard does not have for 0-d arrays.
     InvalidValueError
         For gradients of no steps.
 
