@@ -43,12 +43,12 @@ _CONVERSIONS: dict[str, Callable[[Any], float]] = {
     "float32": round_to_float32,
     "float64": float,
 }
-# The Python numbers that an array of a dtype is combined with.
-_SCALARS: dict[str, type | tuple[type, ...]] = {
-    "bool": bool,
-    "int32": int,
-    "float32": (int, float),
-    "float64": (int, float),
+# The Python numbers that an array of a dtype is combined with; a library's own, such as np.float64, widen it.
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int32": (bool, int),
+    "float32": (bool, int, float),
+    "float64": (bool, int, float),
 }
 # A C float is the quickest way to round to nearest, ties to even.
 _ROUNDED = {"int32": "({} + 2147483648) % 4294967296 - 2147483648", "float32": "c_float({}).value", "float64": "{}"}
@@ -82,7 +82,7 @@ def _pair(x: Operand, y: Operand, dtypes: Sequence[str] = _DTYPES) -> tuple[Symb
     arrays = {operand.dtype for operand in (x, y) if isinstance(operand, Symbol)}
     dtype = max(arrays, key=_DTYPES.index)
     is_mixed = len(arrays) == 2 and arrays != {"float32", "float64"}
-    if is_mixed or dtype not in dtypes or not all(isinstance(z, (Symbol, _SCALARS[dtype])) for z in (x, y)):
+    if is_mixed or dtype not in dtypes or not all(type(z) in (Symbol, *_SCALARS[dtype]) for z in (x, y)):
         first, second = (z.dtype if isinstance(z, Symbol) else repr(z) for z in (x, y))
         msg = f"the standard does not combine {first} and {second} in this way: it must cast by astype()"
         raise InvalidTypeError(msg)
@@ -123,6 +123,8 @@ class Symbol:
     shape = ()
     ndim = 0
     device = "symbols"
+    # NumPy's numbers leave operations with it to it.
+    __array_ufunc__ = None
 
     def __init__(
         self, template: str, operands: tuple[Symbol, ...], dtype: str, value: bool | float | None = None

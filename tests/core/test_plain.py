@@ -163,6 +163,22 @@ def test_a_policy_that_may_change_or_needs_arrays_has_none(policy: Any) -> None:
     assert plain_rule(policy) is None
 
 
+@dataclasses.dataclass(frozen=True)
+class WidensByANumber(StaticScale):
+    """Multiplies by a number of NumPy's, which makes another dtype of float32 than a Python number does."""
+
+    is_first: bool = False
+
+    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+        factor = np.float64(0.3)
+        return state._replace(scale=factor * state.scale if self.is_first else state.scale * factor)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_numbers_of_a_library_are_not_taken_for_pythons(is_first: bool) -> None:
+    assert plain_rule(WidensByANumber(8.0, is_first)) is None
+
+
 class Optimizer:
     def __init__(self, grads: Any) -> None:
         self.grads = grads
