@@ -1,4 +1,4 @@
-"""Waiting for the other ranks of a group, and what was given up: for every adapter that brings groups."""
+"""Waiting for the other ranks of a group, and giving a group up: for every adapter that brings groups."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Process:
 
 def on_fork(note: Callable[[int], object]) -> None:
     """Call something in every child after fork, with the process id of its parent."""
-    # Asking the system for the id in each collective would take longer than packing what is sent.
+    # Asking the system for the id in each collective would take longer than packing the message.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: note(os.getppid()))
 

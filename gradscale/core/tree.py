@@ -67,7 +67,7 @@ def _keys(node: Any, count: int) -> list[Hashable]:
 def _rebuild(node: Any, children: list[Any]) -> Any:
     """Return a container like ``node`` that holds ``children``."""
     if isinstance(node, dict):
-        # A shallow copy keeps what a subclass carries beside its items (a default factory, attributes).
+        # A shallow copy keeps a subclass's default factory and attributes.
         rebuilt = copy.copy(node)
         for key, child in zip(node, children, strict=True):
             rebuilt[key] = child

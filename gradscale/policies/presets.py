@@ -60,7 +60,7 @@ def apex(
     """Return the rule of apex.amp (``apex/amp/scaler.py``), fp16_utils and contrib's FP16_Optimizer.
 
     The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on each overflow, down to
-    ``min_scale`` where there is one. fp16_utils and contrib have a minimum of 1 and no maximum.
+    ``min_scale`` if there is one. fp16_utils and contrib have a minimum of 1 and no maximum.
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
     """
@@ -234,7 +234,7 @@ def paddle(
     """Return the rule of paddle.amp.GradScaler (Paddle 3.3, ``python/paddle/amp/grad_scaler.py``).
 
     Growth after 2000 clean steps in a row; the ``hysteresis``-th of consecutive overflows backs off, and the count
-    begins anew after each backoff. It is ``decr_every_n_nan_or_inf`` there.
+    begins again after each backoff. It is ``decr_every_n_nan_or_inf`` there.
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
     """
