@@ -52,7 +52,7 @@ for command, examples in (
         "mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale check "
         "--group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1",
     ),
-    (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate --synthetic --steps 1e6"),
+    (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"),
 ):
     # A line for each paragraph of the docstring, which the terminal breaks.
     text = "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(command.__doc__ or "").split("\n\n"))
