@@ -30,8 +30,8 @@ def simulate(
         str,
         typer.Argument(
             metavar="TRACE",
-            help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row, or steps such as CCOC "
-            "(C clean, O overflow).",
+            help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row (- for stdin), or steps "
+            "such as CCOC (C clean, O overflow).",
         ),
     ],
     preset: Annotated[
@@ -107,10 +107,13 @@ def _value(text: str) -> object:
 def _read(trace: str) -> Gradients:
     """Return the gradients of a log, or of steps given as letters."""
     # Path's is_file() raises for steps that are too many for a file's name.
-    is_log = trace.lower().endswith((".jsonl", ".json")) or "/" in trace or os.path.isfile(trace)  # noqa: PTH113
+    is_log = trace == "-" or trace.lower().endswith((".jsonl", ".json")) or "/" in trace or os.path.isfile(trace)  # noqa: PTH113
     if not is_log:
         return recorded(trace)
-    rows = read_log(trace)
+    if Path(trace).is_char_device():
+        msg = f"the log must be a file or a pipe, got {trace!r}, a device"
+        raise InvalidValueError(msg)
+    rows = read_log("/dev/stdin" if trace == "-" else trace)
     if all(row.get("magnitude") is not None for row in rows):
         magnitudes = [_magnitude(trace, row) for row in rows]
         if not any(map(_is_unexplained, rows)):

@@ -8,11 +8,13 @@ import json
 import os
 import pty
 import re
+import resource
 import struct
 import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 from axes import require
@@ -163,3 +165,27 @@ def test_a_power_is_a_number_of_its_kind_and_has_an_end() -> None:
         code, output = run("--preset", f"torch:init_scale={endless}", "C")
         assert code != 0
         assert "init_scale" in output
+
+
+def program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    require("cli")
+    command = [sys.executable, "-m", "gradscale", "simulate", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
+
+
+def test_a_device_that_never_ends_is_no_log() -> None:
+    ended = program("/dev/zero", stdout=subprocess.PIPE, preexec_fn=limit_memory)
+    assert ended.returncode == 2
+    assert "the log must be a file or a pipe, got '/dev/zero', a device" in ended.stderr
+
+
+def limit_memory() -> None:
+    """Keep a program that reads for ever from taking the machine's memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+
+
+def test_a_dash_is_the_log_on_stdin() -> None:
+    rows = "".join(f'{{"skipped": {value}}}\n' for value in ("true", "false", "true"))
+    ended = program("-", "--json", input=rows, stdout=subprocess.PIPE)
+    assert ended.returncode == 0, ended.stderr
+    assert [row["skipped"] for row in json.loads(ended.stdout)] == [2]
