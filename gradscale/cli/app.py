@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from typing import Annotated
 
@@ -32,7 +33,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"gradscale {gradscale.__version__}")
+        print(f"gradscale {gradscale.__version__}", flush=True)
         raise typer.Exit
 
 
@@ -65,6 +66,11 @@ def run(arguments: list[str] | None = None) -> None:
         app(args=arguments, prog_name="gradscale")
     except GradscaleError as error:
         error_line(" ".join(str(error).split()))
+        sys.exit(1)
+    except OSError as error:
+        error_line(str(error))
+        # Python would write the rest at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         error_line("interrupted")

@@ -170,3 +170,12 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "gradscale: interrupted"
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("simulate", "C"), ("simulate", "C", "--json")], ids=str)
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
+    require("cli")
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "gradscale", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "gradscale: [Errno 28] No space left on device\n")
