@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from typing import Annotated
@@ -26,6 +25,7 @@ app = typer.Typer(
     epilog="Examples: gradscale doctor · mpiexec -n 4 python -m gradscale check --group mpi · gradscale simulate CCOC",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -46,18 +46,14 @@ def _main(
     """Take the options that come before a command."""
 
 
-for command, examples in (
-    (doctor, "gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi"),
-    (
-        check,
-        "mpiexec -n 4 python -m gradscale check --group mpi · torchrun --nproc-per-node 2 -m gradscale check "
-        "--group torch · mpiexec -n 2 python -m gradscale check --timeout 5 --fault hang:1",
-    ),
-    (simulate, "gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"),
-):
-    # A line for each paragraph of the docstring, which the terminal breaks.
-    text = "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(command.__doc__ or "").split("\n\n"))
-    app.command(help=text, epilog=f"Examples: {examples}")(command)
+app.command(epilog="Examples: gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi")(doctor)
+app.command(
+    epilog="Examples: mpiexec -n 4 python -m gradscale check --group mpi · "
+    "torchrun --nproc-per-node 2 -m gradscale check --group torch"
+)(check)
+app.command(
+    epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"
+)(simulate)
 
 
 def run(arguments: list[str] | None = None) -> None:
