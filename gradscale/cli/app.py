@@ -46,7 +46,9 @@ def _main(
     """Take the options that come before a command."""
 
 
-app.command(epilog="Examples: gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi")(doctor)
+app.command(epilog="Examples: gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi")(
+    doctor
+)
 app.command(
     epilog="Examples: mpiexec -n 4 python -m gradscale check --group mpi · "
     "torchrun --nproc-per-node 2 -m gradscale check --group torch"
