@@ -173,7 +173,13 @@ def _supervise(settings: dict[str, Any], show: Callable[[dict[str, Any]], None])
     """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
     ours, theirs = multiprocessing.Pipe()
     os.set_inheritable(theirs.fileno(), True)
-    command = [sys.executable, "-m", "gradscale.cli.check_rank", json.dumps(settings | {"descriptor": theirs.fileno()})]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "gradscale.cli.check_rank",
+        json.dumps(settings | {"descriptor": theirs.fileno()}),
+    ]
     # The rank inherits the launcher's connections, too.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
     theirs.close()

@@ -60,7 +60,7 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
         for component, modules in zip(chosen, missing, strict=True):
             if not modules:
                 started[component.name] = subprocess.Popen(
-                    [sys.executable, "-m", "gradscale.cli.probe", component.name],
+                    [sys.executable, "-P", "-m", "gradscale.cli.probe", component.name],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

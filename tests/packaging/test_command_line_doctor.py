@@ -187,3 +187,22 @@ def test_an_unknown_name_is_a_usage_error_that_names_the_nearest(arguments: tupl
     completed = doctor(*arguments)
     assert completed.returncode == 2
     assert said in " ".join(completed.stderr.replace("│", " ").split())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("command", [("doctor", "numpy", "--json"), ("check", "--group", "mpi", "--json")], ids=str)
+def test_modules_of_the_working_directory_are_not_run(command: tuple[str, ...], tmp_path: Path) -> None:
+    require("cli")
+    require("mpi")
+    (tmp_path / "numpy.py").write_text("import pathlib\npathlib.Path('was_run').touch()\n")
+    completed = subprocess.run(
+        [sys.executable, "-m", "gradscale", *command],
+        cwd=tmp_path,
+        env=os.environ | {"GRADSCALE_NUMPY_FAST": "0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert not (tmp_path / "was_run").exists()
+    assert completed.returncode == 0, completed.stderr
