@@ -29,7 +29,7 @@ _LEAST = 1.0  # seconds
 _SAYS_WHAT_TO_DO = tuple(
     f"{kind.__module__}.{kind.__name__}: " for kind in (BackendNotAvailableError, MissingExtraError)
 )
-_STYLES = {"ok": "green", "broken": "bold red", "missing": "dim"}
+_STYLES = {"ok": "green", "broken": "bold red", "timed out": "yellow", "missing": "dim"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Finding:
     """What was found out about one component."""
 
     name: str
-    # It was used and gave the right answers; is not installed; or failed.
-    status: Literal["ok", "missing", "broken"]
-    reason: str = ""  # why it is missing or broken
+    # It was used and gave the right answers; is not installed; failed; or was not done in time.
+    status: Literal["ok", "missing", "broken", "timed out"]
+    reason: str = ""  # why it is not ok
     command: str = ""  # the pip command that may help; empty if there is none, or if the reason says what to do
     details: Details = dataclasses.field(default_factory=dict)  # what was done with it, versions, devices
 
@@ -94,7 +94,7 @@ def _outcome(component: Component, process: subprocess.Popen[str], timeout: floa
         printed, errors = process.communicate(timeout=max(end - time.monotonic(), _LEAST))
     except subprocess.TimeoutExpired:
         reason = f"importing and using it was not done after {timeout:g} s; a longer --timeout gives it more"
-        return Finding(component.name, "broken", reason)
+        return Finding(component.name, "timed out", reason)
     status = process.returncode
     if status == 0:
         try:
@@ -115,14 +115,14 @@ def doctor(
     require: Annotated[
         str, typer.Option(metavar="NAMES", help="Exit with 0 only if these work, such as numpy,mpi.")
     ] = "",
-    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds until something counts as hanging.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds that all may take together.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Say which adapters are installed, usable, or broken and why.
 
     Each one is really used, in a process of its own: its arrays are scaled, unscaled and judged, its group makes a
-    reduction. The exit code is 0 if everything that is required works, or, where nothing is required, if nothing that
-    is installed is broken.
+    reduction. The exit code is 0 if everything that is required works, or, if nothing is required, if everything that
+    is installed works.
     """
     required, wanted = _separated("--require", require), _separated("NAMES", ",".join(names or ()))
     try:
@@ -132,10 +132,8 @@ def doctor(
         raise typer.BadParameter(error.args[0]) from None
     with console(stderr=True).status(f"using {len(chosen)} libraries, each in a process of its own"):
         findings = examine(chosen, timeout)
-    if needed:
-        bad = [finding for finding in findings if finding.name in needed and finding.status != "ok"]
-    else:
-        bad = [finding for finding in findings if finding.status == "broken"]
+    judged = [finding for finding in findings if (finding.name in needed if needed else finding.status != "missing")]
+    bad = [finding for finding in judged if finding.status != "ok"]
     system = {
         "gradscale": gradscale.__version__,
         "python": platform.python_version(),
@@ -148,7 +146,8 @@ def doctor(
         out.print(f"gradscale {system['gradscale']}, Python {system['python']}, {system['system']}", style="bold")
         out.print(_rows(findings))
     for finding in bad:
-        error_line(f"doctor: {finding.name} is {finding.status}: {finding.remedy}")
+        verb = "has" if finding.status == "timed out" else "is"
+        error_line(f"doctor: {finding.name} {verb} {finding.status}: {finding.remedy}")
     raise typer.Exit(int(bool(bad)))
 
 
