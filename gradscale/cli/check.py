@@ -7,8 +7,8 @@ rank 0 has had the time to report.
 
 from __future__ import annotations
 
-import difflib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -17,21 +17,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from itertools import groupby
-from multiprocessing.connection import Connection
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from gradscale.cli.check_rank import FAULTS, MARGIN
-from gradscale.cli.launchers import launched_rank, launched_size
+from gradscale.cli.check_rank import MARGIN, Message, Page, Problem, Settings
 from gradscale.cli.output import console, error_line, print_json, table
 from gradscale.extras import needs
 
-__all__ = ["check"]
+__all__ = ["RANK_PROGRAM", "check"]
+
+RANK_PROGRAM = ("-P", "-m", "gradscale.cli.check_rank")
+"""Python's arguments for one rank; its settings follow."""
 
 _COMMANDS = (
     "mpiexec -n 4 python -m gradscale check --group mpi, or "
@@ -39,8 +39,12 @@ _COMMANDS = (
 )
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Those of torchrun and of MPI come first: inside of a step of Slurm they speak of the inner launch.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _MOST_RANKS = 16
-# What people call a group, and the module that it needs; the extra that brings that one has the group's name.
+_LONGEST = 1e6  # seconds
+# The name of a group for people, and the module that it needs; its extra has the group's name.
 _GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
 
 
@@ -65,16 +69,9 @@ def check(
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds to wait for a rank.")] = 60.0,
     backend: Annotated[
         Transport | None,
-        typer.Option(help="Of torch.distributed. Default: nccl where each rank has a CUDA device, else gloo."),
+        typer.Option(help="Of torch.distributed. Default: nccl if each rank has a CUDA device, else gloo."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
-    fault: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND:RANK",
-            help=f"Fail on purpose on one rank, to see what that looks like: {', '.join(FAULTS)}.",
-        ),
-    ] = "",
 ) -> None:
     """Test agreement over the real group: every rank runs this command.
 
@@ -87,18 +84,19 @@ def check(
     if backend is not None and chosen is not Group.torch:
         msg = f"--backend is for --group torch, got --backend {backend} with --group {chosen}"
         raise typer.BadParameter(msg)
-    settings = {"group": chosen, "timeout": timeout, "backend": backend, "fault": _parse_fault(fault)}
     with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
         pass
 
-    def show(page: dict[str, Any]) -> None:
+    def show(page: Page) -> None:
         if as_json:
             print_json(page | {"notes": _notes(page)})
         else:
-            _print_page(console(), page)
+            _print_page(page)
         for problem in page["problems"]:
             error_line(f"check: {_describe(problem)}")
 
+    launched = max((int(size) for size in map(os.environ.get, _SIZES) if size and size.isdecimal()), default=1)
+    settings = Settings(group=chosen, timeout=timeout, backend=backend, launched=launched, descriptor=-1)
     raise typer.Exit(_supervise(settings, show))
 
 
@@ -113,112 +111,82 @@ def _detect() -> Group:
     return Group.torch if by_torchrun else Group.mpi
 
 
-def _parse_fault(text: str) -> tuple[str, int]:
-    """Return the kind and the rank; an empty kind for no fault."""
-    if not text:
-        return "", -1
-    kind, _, rank = text.partition(":")
-    if kind not in FAULTS:
-        near = difflib.get_close_matches(kind, FAULTS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(FAULTS)}"
-        msg = f"there is no fault {kind!r}: {hint}"
-        raise typer.BadParameter(msg, param_hint="--fault")
-    if not rank.isdecimal():
-        msg = f"must be a kind and a rank, such as {kind}:1, got {text!r}"
-        raise typer.BadParameter(msg, param_hint="--fault")
-    return kind, int(rank)
-
-
 class _Rank:
-    """What is known of the rank."""
+    """One rank in a process of its own, and what it has said."""
 
-    def __init__(
-        self, child: subprocess.Popen[bytes], connection: Connection, show: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self.child = child
-        self.connection = connection
-        self._show = show
-        self.rank = launched_rank()
-        self.size = launched_size()
-        self.stage = "its start"
-        self.limit = 0.0
-        self._deadline: float | None = None
-        self.has_joined = False
-        self.code: int | None = None
+    def __init__(self, settings: Settings, show: Callable[[Page], None]) -> None:
+        self._show, self._timeout = show, settings["timeout"]
+        # By the launcher's word, until it has joined.
+        self._rank, self._size = _launched(_RANKS, "0"), _launched(_SIZES, "1")
+        self._has_joined = False
+        self._stage, self._limit, self._deadline = "its start", 0.0, math.inf
+        self._code: int | None = None
+        self._connection, theirs = multiprocessing.Pipe()
+        os.set_inheritable(theirs.fileno(), True)
+        command = [sys.executable, *RANK_PROGRAM, json.dumps(settings | {"descriptor": theirs.fileno()})]
+        # The rank inherits the launcher's connections, too.
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
+        theirs.close()
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {self.child.pid})"
+        return f"rank {self._rank} of {self._size} ({socket.gethostname()}, process {self.process.pid})"
 
-    def seconds_left(self) -> float | None:
-        """Return the time that it has left in its stage, or None before the first one."""
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+    def watch(self) -> int:
+        """Heed the rank's messages until it ends or its time in a stage is over; return the exit code."""
+        while self._connection.poll(max(min(self._deadline - time.monotonic(), _LONGEST), 0.0)):
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                return self._ended()
+            self._heed(message)
+        hint = "it hangs" if self._has_joined else "some rank has not come to it"
+        error_line(f"check: {self} has not come out of {self._stage} in {self._limit:g} s: {hint}")
+        return 1
 
-    def heed(self, message: dict[str, Any]) -> None:
-        """Act on one message of the rank's."""
+    def _heed(self, message: Message) -> None:
         if "stage" in message:
-            self.stage, self.limit = message["stage"], message["limit"]
-            self._deadline = time.monotonic() + self.limit
+            self._stage, self._limit = message["stage"], message["limit"]
+            self._deadline = time.monotonic() + self._limit
         if "rank" in message:
-            self.rank, self.size, self.has_joined = message["rank"], message["size"], True
+            self._rank, self._size, self._has_joined = str(message["rank"]), str(message["size"]), True
         if "page" in message:
             self._show(message["page"])
-            self.connection.send("shown")
+            self._connection.send("shown")
         if "line" in message:
-            seen = f"{message['line']} (seen by {self})" if self.has_joined else f"{self} {message['line']}"
+            seen = f"{message['line']} (seen by {self})" if self._has_joined else f"{self} {message['line']}"
             error_line(f"check: {seen}")
-        self.code = message.get("end", self.code)
+        self._code = message.get("end", self._code)
+
+    def _ended(self) -> int:
+        """Return the exit code that the rank has told, or 1 after a line about its death."""
+        status = self.process.wait()
+        if self._code is not None:
+            return self._code
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        error_line(f"check: {self} {ending}, in: {self._stage}")
+        if self._has_joined and self._size != "1":
+            # The launcher would end the others before one of them has printed the page.
+            time.sleep(self._timeout + 4 * MARGIN)
+        return 1
 
 
-def _supervise(settings: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> int:
+def _launched(names: Sequence[str], default: str) -> str:
+    return next((os.environ[name] for name in names if name in os.environ), default)
+
+
+def _supervise(settings: Settings, show: Callable[[Page], None]) -> int:
     """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
-    ours, theirs = multiprocessing.Pipe()
-    os.set_inheritable(theirs.fileno(), True)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "gradscale.cli.check_rank",
-        json.dumps(settings | {"descriptor": theirs.fileno()}),
-    ]
-    # The rank inherits the launcher's connections, too.
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
-    theirs.close()
+    rank = _Rank(settings, show)
     try:
-        return _watch(_Rank(child, ours, show), settings["timeout"])
+        return rank.watch()
     finally:
-        child.kill()
-        child.wait()
-        ours.close()
+        rank.process.kill()
+        rank.process.wait()
 
 
-def _watch(rank: _Rank, timeout: float) -> int:
-    """Heed the rank's messages until it ends or its time is over."""
-    while rank.connection.poll(rank.seconds_left()):
-        try:
-            message = rank.connection.recv()
-        except (EOFError, OSError):
-            return _code(rank, timeout)
-        rank.heed(message)
-    hint = "it hangs" if rank.has_joined else "some rank has not come to it"
-    error_line(f"check: {rank} has not come out of {rank.stage} in {rank.limit:g} s: {hint}")
-    return 1
-
-
-def _code(rank: _Rank, timeout: float) -> int:
-    """Return the exit code of a rank that has ended: what it has said, or 1 after a line about its death."""
-    status = rank.child.wait()
-    if rank.code is not None:
-        return rank.code
-    ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-    error_line(f"check: {rank} {ending}, in: {rank.stage}")
-    if rank.has_joined and str(rank.size) != "1":
-        # The launcher would end the others before one of them has printed the page.
-        time.sleep(timeout + 4 * MARGIN)
-    return 1
-
-
-def _print_page(out: Console, page: dict[str, Any]) -> None:
-    """Print the page for people, as ``check --json`` has it for programs."""
+def _print_page(page: Page) -> None:
+    """Print the page for people."""
+    out = console()
     size = "1 rank" if page["size"] == 1 else f"{page['size']} ranks"
     out.print(f"gradscale check, {size} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
     out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
@@ -249,14 +217,14 @@ def _print_page(out: Console, page: dict[str, Any]) -> None:
         out.print(_describe(problem), style="red", soft_wrap=True)
 
 
-def _describe(problem: dict[str, Any]) -> str:
+def _describe(problem: Problem) -> str:
     """Return one line about a problem, with the rank's name first if one is to blame."""
     whose = "" if problem["rank"] is None else f"rank {problem['rank']}: "
     return f"{whose}{problem['problem']}"
 
 
-def _notes(page: dict[str, Any]) -> list[str]:
-    """Return what a reader should know beside the result."""
+def _notes(page: Page) -> list[str]:
+    """Return what a reader should know besides the result."""
     found = []
     ranks = page["ranks"]
     if page["size"] == 1:

@@ -1,0 +1,83 @@
+"""``gradscale check`` with a fault on one rank: ``python faulty_check.py KIND:RANK OPTIONS OF CHECK``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gradscale.cli import app, check, check_rank
+
+FOR_EVER = 1e6
+IS_RANK = "--rank"
+
+
+class Deaf:
+    """Collectives that answer that no gradient was bad, whatever the ranks have found."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        finish = self._inner.start_max(x)
+
+        def answer() -> Any:
+            values = finish()
+            values[0] = 0
+            return values
+
+        return answer
+
+
+def put_in(kind: str, faulty: int) -> None:
+    """Make the rank of this process fail if it is the one."""
+
+    class Stages(check_rank.Stages):
+        def has(self, other: str) -> bool:
+            return (other, self.world.rank) == (kind, faulty)
+
+        def report_in(self) -> Any:
+            if self.has("late"):
+                time.sleep(FOR_EVER)
+            report = super().report_in()
+            return report | {"gradscale": "0.0.0 (on purpose)"} if self.has("version") else report
+
+        def join(self) -> Any:
+            report = super().join()
+            if self.has("verdict"):
+                self.group = Deaf(self.group)
+            return report
+
+        def overflow(self, bad: int, value: float, *, delay: float = 0.0) -> Any:
+            if bad == 0 and self.has("hang"):
+                time.sleep(FOR_EVER)
+            if bad == 0 and self.has("die"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().overflow(bad, value, delay=delay)
+
+        def clean_step(self, scale: float = check_rank.SCALE) -> Any:
+            return super().clean_step(2 * scale if self.has("desync") else scale)
+
+    class Conversation(check_rank.Conversation):
+        def say(self, goes_on: bool) -> None:
+            # Only rank 0 says anything, at first that it is there.
+            if (kind, faulty) == ("late", 0):
+                time.sleep(FOR_EVER)
+            super().say(goes_on)
+
+    vars(check_rank).update(Stages=Stages, Conversation=Conversation)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == IS_RANK:
+        kind, _, rank = sys.argv[2].partition(":")
+        put_in(kind, int(rank))
+        check_rank.main(json.loads(sys.argv[3]))
+    else:
+        check.RANK_PROGRAM = (__file__, IS_RANK, sys.argv[1])
+        app.run(["check", *sys.argv[2:]])
