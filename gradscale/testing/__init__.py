@@ -11,8 +11,7 @@
     assert states[0] == states[1] == states[2]
 """
 
-from gradscale.testing.conformance import check_backend, check_collectives
-from gradscale.testing.library import check_library
+from gradscale.testing.conformance import check_backend, check_collectives, check_library
 from gradscale.testing.ranks import RankFailedError, ThreadCollectives, run_ranks
 
 __all__ = ["RankFailedError", "ThreadCollectives", "check_backend", "check_collectives", "check_library", "run_ranks"]

@@ -1,36 +1,48 @@
-"""The conformance suite: whether an adapter gives the answers of the pure core; offered in ``gradscale.testing``."""
+"""The conformance suite for adapters, libraries and groups; offered in ``gradscale.testing``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+from typing import NoReturn
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj, to_device
 from array_api_compat import device as device_of
 
-from gradscale.core import arithmetic, summaries, validation
+from gradscale.core import arithmetic, clipping, ops, registry, standard, summaries, validation
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
-from gradscale.errors import InvalidTypeError
+from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError
 from gradscale.policies.dynamic import DynamicScale
 
-__all__ = ["check_backend", "check_collectives"]
+__all__ = ["check_backend", "check_collectives", "check_library"]
 
+_CORE = Backend()
 _SCALES = (1.0, 65536.0, 2.0**-10, 3.0, 2.0**127, validation.SMALLEST_NORMAL)
 # Those with bad values at each place in turn: an adapter may treat powers of two, and the others, apart.
 _SWEPT = (65536.0, 3.0)
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1031,))
 _BAD = (math.inf, -math.inf, math.nan)
 _FACTORS = (1.0, 0.5, 0.3, 0.0)
+# For libraries: round_to_float32 is the oracle.
+_VALUES = (1.0, -2.5, 0.0, 3.0, 65504.0, 2.0**-100)
+_LIBRARY_SCALES = (65536.0, 3.0, 2.0**-10)
 
 
 def _fail(what: str) -> NoReturn:
     raise AssertionError(what)
 
 
-def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None = None) -> None:
+def _expect(what: str, got: object, expected: object) -> None:
+    if got != expected:
+        _fail(f"{what} must be {expected!r}, got {got!r}")
+
+
+def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | None = None) -> None:
     """Check an array adapter against the pure core, bit for bit.
 
     Parameters
@@ -40,7 +52,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     like : array
         Any array of its library, on the device to test.
     dtypes : sequence of dtypes, optional
-        Floating dtypes that it serves. Default: float32, and float64 where the device has it.
+        Floating dtypes that it serves. Default: float32, and float64 if the device has it.
 
     Raises
     ------
@@ -59,28 +71,25 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
     if not isinstance(backend, Backend):
         msg = f"backend must be an instance of a class that derives from gradscale.Backend, got {shown(backend)}"
         raise InvalidTypeError(msg)
-    xp = array_namespace(like)
-    device = device_of(like)
+    xp, device = array_namespace(like), device_of(like)
     if dtypes is None:
         dtypes = [xp.float32] + ([xp.float64] if arithmetic.has_float64(xp, device) else [])
     _check_reading(backend, xp, device)
-    # What is not overridden is the pure function, with which it would be compared.
-    checks = [
-        check
-        for member, check in (
-            ("scale", _check_scale),
-            ("unscale_with_squares", _check_squares),
-            ("multiply_in_place", _check_multiplication),
-        )
-        if _overrides(backend, member)
-    ]
+    # A member that is not overridden is the pure function, with which it would be compared.
+    overridden = {name for name in vars(Backend) if getattr(type(backend), name) is not getattr(Backend, name)}
+    by_member = (
+        ("scale", _check_scale),
+        ("unscale_with_squares", _check_squares),
+        ("multiply_in_place", _check_multiplication),
+    )
+    checks = [check for member, check in by_member if member in overridden]
     if backend.computes_on_host:
         checks.append(_check_plain)
-    for dtype in dtypes if _overrides(backend, "summarize") or _overrides(backend, "bits") else ():
-        _check_summaries(backend, xp, device, dtype)
-    swept = _SWEPT if _overrides(backend, "unscale") else ()
+    swept = _SWEPT if "unscale" in overridden else ()
     for dtype in dtypes:
         few, many = (list(_value_sets(xp, device, dtype, everywhere=everywhere)) for everywhere in (False, True))
+        if overridden & {"summarize", "bits"}:
+            _check_summaries(backend, many)
         for scale in _SCALES:
             state = DynamicScale(init_scale=scale).init(like)
             _check_fingerprint(backend, state)
@@ -91,11 +100,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[Any] | None
                     check(backend, state, values)
 
 
-def _overrides(backend: Backend, member: str) -> bool:
-    return getattr(type(backend), member) is not getattr(Backend, member)
-
-
-def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
+def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
     expected = [0, -1, validation.LARGEST_INT32, -validation.LARGEST_INT32, 7]
     got = backend.read(xp.asarray(expected, dtype=xp.int32, device=device))
     if got != expected or not all(type(value) is int for value in got):
@@ -103,9 +108,9 @@ def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
     made = backend.integers(expected, xp.zeros((), dtype=xp.float32, device=device))
     if made.shape != (5,) or made.dtype != xp.int32 or backend.read(made) != expected:
         _fail(f"integers must give a 1-d int32 array of {expected}, got {made!r}")
-    beside = xp.zeros((), dtype=xp.float32, device=backend.placement(xp.zeros((2,), device=device)))
-    if (beside + xp.ones((2,), dtype=xp.float32, device=device)).shape != (2,):
-        _fail(f"placement must let a 0-d array be combined with others, got {beside!r}")
+    placed = xp.zeros((), dtype=xp.float32, device=backend.placement(xp.zeros((2,), device=device)))
+    if (placed + xp.ones((2,), dtype=xp.float32, device=device)).shape != (2,):
+        _fail(f"placement must let a 0-d array be combined with others, got {placed!r}")
     example = backend.example()
     if example.shape != () or example.dtype != array_namespace(example).float32:
         _fail(f"example must give a 0-d float32, got {example!r}")
@@ -114,36 +119,28 @@ def _check_reading(backend: Backend, xp: Any, device: Any) -> None:
 def _check_fingerprint(backend: Backend, state: ScaleState) -> None:
     counters = [array_namespace(state.scale).full_like(state.growth_tracker, value) for value in (3, 2**31 - 1, 0)]
     state = ScaleState(state.scale, *counters)
-    expected, got = (backend.read(taken) for taken in (arithmetic.fingerprint(state), backend.fingerprint(state)))
-    if got != expected:
-        _fail(f"fingerprint of {state} must be {expected}, got {got}")
+    pure = backend.read(arithmetic.fingerprint(state))
+    _expect(f"fingerprint of {state}", backend.read(backend.fingerprint(state)), pure)
 
 
-def _check_summaries(backend: Backend, xp: Any, device: Any, dtype: Any) -> None:
-    """Check ``summarize`` against the pure form, and on subnormals, which some compilers take for 0."""
-    # The sets share all arrays but one, and the pure form takes its time for each.
-    known: dict[int, tuple[Array, summaries.Summary]] = {}
-    for values in _value_sets(xp, device, dtype):
-        if not values:
-            continue
-        for x in values:
-            if id(x) not in known:
-                row = backend.read(summaries.summarize_arrays([x]))
-                known[id(x)] = x, summaries.summary_of(math.prod(x.shape), row)
-        wanted = [known[id(x)][1] for x in values]
-        got, _ = backend.read_summaries(values)
-        if got != wanted:
-            _fail(f"summarize of {values!r}, dtype {dtype}, must say {wanted}, got {got}")
+def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
+    """Check ``summarize`` on the arrays of all sets, and on subnormals, which some compilers take for 0."""
+    values = list({id(x): x for arrays in sets for x in arrays}.values())
+    xp, dtype = array_namespace(values[0]), values[0].dtype
+    wanted = summaries.summaries_of(values, backend.read(summaries.summarize_arrays(values)))
+    for x, want, got in zip(values, wanted, backend.read_summaries(values)[0], strict=True):
+        if got != want:
+            _fail(f"summarize of {x!r}, dtype {dtype}, must say {want}, got {got}")
     if dtype in (xp.float32, getattr(xp, "float64", None)):
         tiny = 2.0**-126 if dtype == xp.float32 else 2.0**-1022
         special = [tiny / 2, -tiny / 2, tiny, 0.0, -0.0]
         # Made from Python's numbers, and not computed.
-        got, _ = backend.read_summaries([xp.asarray(special, dtype=dtype, device=device)])
-        if got != [summaries.Summary(5, 0, 0, 2, 2, tiny)]:
+        (got,), _ = backend.read_summaries([xp.asarray(special, dtype=dtype, device=device_of(values[0]))])
+        if got != summaries.Summary(5, 0, 0, 2, 2, tiny):
             _fail(f"summarize of {special}, dtype {dtype}, must say 2 zeros, 2 subnormals, largest {tiny}, got {got}")
 
 
-def _value_sets(xp: Any, device: Any, dtype: Any, *, everywhere: bool = True) -> Iterator[list[Array]]:
+def _value_sets(xp: ModuleType, device: object, dtype: object, *, everywhere: bool = True) -> Iterator[list[Array]]:
     """Yield lists of arrays: clean ones, and each kind of bad value in the middle of all, or at each place in turn."""
     arrays = [_ramp(xp, device, dtype, shape) for shape in _SHAPES]
     yield []
@@ -158,7 +155,7 @@ def _value_sets(xp: Any, device: Any, dtype: Any, *, everywhere: bool = True) ->
                 yield [*arrays[:index], _spoilt(xp, array, bad, place), *arrays[index + 1 :]]
 
 
-def _spoilt(xp: Any, array: Array, bad: float, place: int) -> Array:
+def _spoilt(xp: ModuleType, array: Array, bad: float, place: int) -> Array:
     flat = xp.reshape(array, (-1,))
     positions = xp.arange(flat.shape[0], device=device_of(array))
     spoilt = xp.where(positions == place, xp.full_like(flat, bad), flat)
@@ -166,54 +163,42 @@ def _spoilt(xp: Any, array: Array, bad: float, place: int) -> Array:
     return xp.reshape(spoilt if spoilt.dtype == array.dtype else xp.astype(spoilt, array.dtype), array.shape)
 
 
-def _ramp(xp: Any, device: Any, dtype: Any, shape: tuple[int, ...]) -> Array:
+def _ramp(xp: ModuleType, device: object, dtype: object, shape: tuple[int, ...]) -> Array:
     size = math.prod(shape)
-    steps = xp.arange(size, dtype=xp.float32, device=device) - xp.full(
-        (size,), size // 2, dtype=xp.float32, device=device
-    )
-    return xp.astype(xp.reshape(steps, shape), dtype)
+    middle = xp.full((size,), size // 2, dtype=xp.float32, device=device)
+    return xp.astype(xp.reshape(xp.arange(size, dtype=xp.float32, device=device) - middle, shape), dtype)
 
 
 def _check_unscale(backend: Backend, state: ScaleState, values: list[Array], scale: float) -> None:
-    """Check ``unscale`` against the pure form, which is asked once for each dtype: into new and given arrays."""
+    """Check ``unscale`` against the pure form: into new and given arrays."""
     xp = array_namespace(state.scale)
-    untouched = _joined(values)
     for dtype, into in ((None, "in place"), (xp.float32, "into float32")):
         expected, expected_count = arithmetic.unscale_arrays(values, state, dtype=dtype)
-        highest, wanted = _host(backend, expected_count), _joined(expected)
+        highest = _host(backend, expected_count)
         for how in ("new arrays", into):
-            given = [xp.asarray(value, copy=True) for value in values]
-            into_float32 = how == "into float32"
-            out = [_single_like(x) for x in given] if into_float32 else given if how == "in place" else None
-            got, count = backend.unscale(given, state, dtype=dtype if out is None else None, out=out)
-            case = f"scale {scale}, dtype {dtype if out is None else None}, {how}"
-            if len(got) != len(expected):
-                _fail(f"{case}: {len(expected)} arrays must come back, got {len(got)}")
+            given = _copies(xp, values)
+            out = _outputs(xp, given, how)
+            asked = dtype if out is None else None
+            got, count = backend.unscale(given, state, dtype=asked, out=out)
+            case = f"scale {scale}, dtype {asked}, {how}"
             if (
                 isinstance(count, int)
-                or count.shape != ()
-                or count.dtype != xp.int32
+                or (count.shape, count.dtype) != ((), xp.int32)
                 or not min(highest, 1) <= _host(backend, count) <= highest
             ):
-                _fail(
-                    f"{case}: the count must be {expected_count!r}, or at least 1 where that is above 0, got {count!r}"
-                )
-            for after, want in zip(got, expected, strict=True):
-                if after.dtype != want.dtype or after.shape != want.shape:
-                    _fail(f"{case}: must give {want.dtype} {want.shape}, got {after.dtype} {after.shape}")
-            if not _holds_same(backend, _joined(got), wanted):
+                _fail(f"{case}: the count must be {expected_count!r}, or at least 1 if that is above 0, got {count!r}")
+            _expect(f"{case}: the dtypes and shapes", _forms(got), _forms(expected))
+            if not _same(backend, got, expected):
                 index = _first_other(backend, got, expected)
                 _fail(f"{case}: {values[index]!r} must become {expected[index]!r}, got {got[index]!r}")
-            if how != "in place" and not _holds_same(backend, _joined(given), untouched):
+            if how != "in place" and not _same(backend, given, values):
                 index = _first_other(backend, given, values)
                 _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
 
 
 def _check_scale(backend: Backend, state: ScaleState, values: list[Array]) -> None:
-    """Check ``scale`` against the pure form."""
     expected, got = Backend.scale(backend, values, state), backend.scale(values, state)
-    shapes = [x.shape for x in got] == [x.shape for x in values]
-    if not shapes or not _same_all(backend, got, expected):
+    if not _same_all(backend, got, expected):
         _fail(f"scale of {values!r} by {state.scale!r} must give {expected!r}, got {got!r}")
 
 
@@ -221,46 +206,31 @@ def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> No
     """Check that a state of Python numbers does what the same state of arrays does."""
     xp = array_namespace(state.scale)
     scale = validation.float32_from_bits(backend.read(backend.fingerprint(state))[0])
-    plain: Any = ScaleState(scale, 0, 0, 0)
+    plain = ScaleState(scale, 0, 0, 0)
     if not _same_all(backend, backend.scale(values, plain), backend.scale(values, state)):
         _fail(f"scale of {values!r} by the number {scale!r} must be what it is by the array")
     for member in ("unscale", "unscale_with_squares"):
-        given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
+        given, other = _copies(xp, values), _copies(xp, values)
         expected, expected_count, *squares = getattr(backend, member)(given, state, out=given)
         got, count, *others = getattr(backend, member)(other, plain, out=other)
         if type(count) is not int or count != _host(backend, expected_count):
             _fail(f"{member} by the number {scale!r} must count {expected_count!r} as an int, got {count!r}")
         if not _same_all(backend, got, expected) or not _same_all(backend, others, squares):
             _fail(f"{member} of {values!r} by the number {scale!r} must be what it is by the array, got {got!r}")
-    given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
-    _, expected_count = backend.unscale(given, plain, out=given)
-    count = backend.unscale_at_once(other, plain)
-    if count not in (None, expected_count):
-        _fail(f"unscale_at_once of {values!r} must count {expected_count!r} as unscale does, got {count!r}")
-    if not _same_all(backend, other, values if count is None else given):
-        _fail(f"unscale_at_once of {values!r} must do in place what unscale does, or return None and do nothing")
-
-
-def _same_all(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
-    return [x.dtype for x in ones] == [x.dtype for x in others] and _same(backend, ones, others)
 
 
 def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> None:
     """Check ``unscale_with_squares`` against ``unscale``, and its sum against the pure one."""
     xp = array_namespace(state.scale)
     for how in ("new arrays", "in place", "into float32"):
-        given, other = ([xp.asarray(value, copy=True) for value in values] for _ in range(2))
-        outs = {"new arrays": (None, None), "in place": (given, other)}.get(how) or tuple(
-            [_single_like(x) for x in given] for _ in range(2)
-        )
-        expected, expected_count = backend.unscale(given, state, out=outs[0])
-        got, count, squares = backend.unscale_with_squares(other, state, out=outs[1])
+        given, other = _copies(xp, values), _copies(xp, values)
+        expected, expected_count = backend.unscale(given, state, out=_outputs(xp, given, how))
+        got, count, squares = backend.unscale_with_squares(other, state, out=_outputs(xp, other, how))
         case = f"unscale_with_squares of {values!r}, scale {state.scale!r}, {how}"
         if _host(backend, count) != _host(backend, expected_count) or not _same(backend, got, expected):
             _fail(f"{case}: must do what unscale does, {expected!r} and {expected_count!r}, got {got!r} and {count!r}")
         wanted = arithmetic.sum_of_squares(expected, state.scale)
-        if squares.shape != () or squares.dtype != wanted.dtype:
-            _fail(f"{case}: the sum must be 0-d {wanted.dtype}, got {squares!r}")
+        _expect(f"{case}: the dtype and shape of the sum", _forms([squares]), _forms([wanted]))
         both_bad = xp.logical_not(xp.logical_or(xp.isfinite(squares), xp.isfinite(wanted)))
         # The elements are summed in another order.
         rounding = wanted * xp.full_like(wanted, 1e-12 if wanted.dtype != xp.float32 else 1e-4)
@@ -270,68 +240,250 @@ def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> 
 
 
 def _check_multiplication(backend: Backend, state: ScaleState, values: list[Array]) -> None:
-    """Check ``multiply_in_place`` against the pure form."""
     xp = array_namespace(state.scale)
     for factor in _FACTORS:
-        arrays = [xp.asarray(value, copy=True) for value in values]
         by = xp.asarray(xp.full_like(state.scale, factor))
         expected = arithmetic.multiply_arrays(values, by)
-        got = backend.multiply_in_place(arrays, by)
+        got = backend.multiply_in_place(_copies(xp, values), by)
         if not _same(backend, got, expected):
             index = _first_other(backend, got, expected)
             case = f"multiply_in_place by {factor} of {values[index]!r}"
             _fail(f"{case}: must give {expected[index]!r}, got {got[index]!r}")
 
 
-def _single_like(x: Array) -> Array:
-    """Return a float32 array to write to, of the shape and on the device of ``x``; complex where ``x`` is."""
-    xp = array_namespace(x)
-    dtype = x.dtype if arithmetic.kind_of(x) is arithmetic.Kind.COMPLEX else xp.float32
-    return xp.zeros(x.shape, dtype=dtype, device=device_of(x))
+def _copies(xp: ModuleType, arrays: Sequence[Array]) -> list[Array]:
+    return [xp.asarray(x, copy=True) for x in arrays]
+
+
+def _outputs(xp: ModuleType, given: list[Array], how: str) -> list[Array] | None:
+    """Return ``out=`` for a way to unscale: None, the given arrays, or new ones of float32, complex if those are."""
+    if how != "into float32":
+        return given if how == "in place" else None
+    return [xp.zeros(x.shape, dtype=x.dtype if _is_complex(x) else xp.float32, device=device_of(x)) for x in given]
+
+
+def _is_complex(x: Array) -> bool:
+    return arithmetic.kind_of(x) is arithmetic.Kind.COMPLEX
 
 
 def _host(backend: Backend, x: Array) -> int:
     return backend.read(array_namespace(x).reshape(x, (1,)))[0]
 
 
-def _flat(xp: Any, x: Array) -> Array:
-    if arithmetic.kind_of(x) is arithmetic.Kind.HALF:
-        # Exact, and there is more that can be asked of float32.
-        x = xp.astype(x, xp.float32)
-    return xp.reshape(x, (-1,))
+def _forms(arrays: Sequence[Array]) -> list[tuple[object, tuple[int, ...]]]:
+    return [(x.dtype, tuple(x.shape)) for x in arrays]
 
 
-def _joined(arrays: Sequence[Array]) -> Array | None:
-    """Return the elements of arrays of one dtype as one array, those of half precision as float32; None without any."""
-    if not arrays:
-        return None
-    xp = array_namespace(arrays[0])
-    return xp.concat([_flat(xp, x) for x in arrays])
+def _same_all(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
+    return _forms(ones) == _forms(others) and _same(backend, ones, others)
 
 
 def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
     """Tell whether arrays of one dtype hold the same values, with NaN equal to NaN and -0 apart from 0."""
-    return _holds_same(backend, _joined(ones), _joined(others))
-
-
-def _holds_same(backend: Backend, a: Array | None, b: Array | None) -> bool:
-    """Tell the same of joined arrays."""
-    if a is None or b is None:
-        return a is b
-    xp = array_namespace(a)
-    if arithmetic.kind_of(a) is arithmetic.Kind.COMPLEX:
-        # Libraries differ in the products of complex infinities, so of these only that they are not finite is compared.
-        both_bad = xp.logical_not(xp.logical_or(xp.isfinite(a), xp.isfinite(b)))
-        same = xp.logical_or(both_bad, a == b)
+    if not ones or not others:
+        return len(ones) == len(others)
+    xp = array_namespace(ones[0])
+    a, b = (xp.concat([_flat(xp, x) for x in arrays]) for arrays in (ones, others))
+    if _is_complex(a):
+        # Libraries differ in the products of complex infinities, of which only that they are not finite is compared.
+        same = xp.logical_or(xp.logical_not(xp.logical_or(xp.isfinite(a), xp.isfinite(b))), a == b)
     else:
         both_nan = xp.logical_and(xp.isnan(a), xp.isnan(b))
-        same = xp.logical_or(both_nan, a == b)
-        same = xp.logical_and(same, xp.logical_or(both_nan, xp.signbit(a) == xp.signbit(b)))
-    return bool(_host(backend, xp.astype(xp.all(same), xp.int32)))
+        same = xp.logical_or(both_nan, xp.logical_and(a == b, xp.signbit(a) == xp.signbit(b)))
+    return _host(backend, xp.astype(xp.all(same), xp.int32)) == 1
+
+
+def _flat(xp: ModuleType, x: Array) -> Array:
+    if arithmetic.kind_of(x) is arithmetic.Kind.HALF:
+        # Exact, and libraries can do more with float32.
+        x = xp.astype(x, xp.float32)
+    return xp.reshape(x, (-1,))
 
 
 def _first_other(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> int:
     return next(i for i, (a, b) in enumerate(zip(ones, others, strict=True)) if not _same(backend, [a], [b]))
+
+
+def check_library(like: Array) -> None:
+    """Check that gradscale runs on a library without an adapter of its own, by the array API standard alone.
+
+    The library must have each function, dtype and member of arrays that the core, clipping and diagnoses need, and
+    each must take what it is given. Scaling, unscaling, the count of bad values, the policy, selection, the state's
+    fingerprint, clipping and diagnoses must give the bits of Python's own numbers.
+
+    Parameters
+    ----------
+    like : array
+        Any array of the library, on the device to test. The host reads what is computed.
+
+    Raises
+    ------
+    InvalidTypeError
+        For what is no array.
+    BackendNotAvailableError
+        If the library lacks something: it names the functions and members, and says what each answered.
+    AssertionError
+        With the case and both answers, if something is computed wrongly.
+
+    See Also
+    --------
+    check_backend : holds an adapter to the pure core.
+
+    Examples
+    --------
+    >>> import gradscale
+    >>> import numpy as np
+    >>> gradscale.testing.check_library(np.zeros(3))
+    """
+    if not is_array_api_obj(like):
+        msg = f"like must be an array of a library that follows the array API standard, got {like!r}"
+        raise InvalidTypeError(msg)
+    xp = array_namespace(like)
+    _require(xp, like)
+    for check in (_check_bits, _check_policy, _check_selection, _check_clipping, _check_counts):
+        try:
+            check(xp, device_of(like))
+        except (AssertionError, GradscaleError):
+            raise
+        except Exception as error:
+            what = check.__name__.removeprefix("_check_")
+            msg = f"{standard.library_name(xp)} fails in gradscale's {what}, got {error!r}: write an adapter for it"
+            raise BackendNotAvailableError(msg) from error
+
+
+def _require(xp: ModuleType, like: Array) -> None:
+    """Raise for the names that are missing, and for functions that do not take what the core gives them."""
+    missing = standard.lacks(like)
+    others = {*clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS} - set(missing.get("functions", ()))
+    if absent := sorted(name for name in others if not hasattr(xp, name)):
+        missing["functions for clipping and diagnoses"] = absent
+    lines = [f"{kind} {', '.join(names)} missing" for kind, names in missing.items()]
+    known = {name for names in missing.values() for name in names}
+    device = None if "device" in known else device_of(like)
+    lines += [f"{name} raised {answer}" for name, answer in _failing(xp, device).items() if name not in known]
+    if lines:
+        msg = (
+            f"{standard.library_name(xp)} lacks what gradscale needs of the array API standard, got "
+            f"{'; '.join(lines)}: write an adapter for it, derived from gradscale.Backend"
+        )
+        raise BackendNotAvailableError(msg)
+
+
+def _failing(xp: ModuleType, device: object) -> dict[str, str]:
+    """Return the functions and members that do not take what they are given, and what each answered."""
+    try:
+        # All others need an array to be tried with.
+        x = xp.asarray([1.0, -2.0], dtype=xp.float32, device=device)
+        number = xp.asarray(2.0, dtype=xp.float32, device=device)
+        counts = xp.asarray([1, 2], dtype=xp.int32, device=device)
+    except Exception as error:
+        return {"asarray with dtype= and device=": repr(error)}
+    yes = number == number
+    arguments: dict[str, tuple[object, ...]] = {
+        **dict.fromkeys(("abs", "isfinite", "max", "zeros_like"), (x,)),
+        **dict.fromkeys(("all", "logical_not"), (yes,)),
+        **dict.fromkeys(("logical_and", "logical_or"), (yes, yes)),
+        **dict.fromkeys(("maximum", "minimum"), (counts, counts)),
+        "astype": (x, xp.int32),
+        "concat": ([counts, counts],),
+        "finfo": (xp.float32,),
+        "full_like": (x, 3.0),
+        "isdtype": (xp.int32, ("integral", "bool")),
+        "reshape": (number, (1,)),
+        "sqrt": (number,),
+        "stack": ([number, number],),
+        "where": (yes, number, number),
+    }
+    tried: dict[str, Callable[[], object]] = {
+        **{name: partial(operator.methodcaller(name, *given), xp) for name, given in arguments.items()},
+        "sum": lambda: (xp.sum(x), xp.sum(counts, dtype=xp.int32)),
+        "zeros": lambda: xp.zeros((), dtype=xp.int32, device=device),
+        "__array_namespace_info__": lambda: xp.__array_namespace_info__().dtypes(device=device, kind="real floating"),
+        "__getitem__": lambda: counts[0],
+        "dtype": lambda: {x.dtype: x.dtype == xp.float32},
+        "shape": lambda: math.prod(x.shape),
+        "to_device": lambda: to_device(number, device),
+        "the operators": lambda: (-x, x + x, x - x, x * number, x / number, x < x, x <= x, x == x, x >= x, x != x),
+        "the read of values": lambda: _CORE.read(counts),
+    }
+    found = {}
+    for name, call in tried.items():
+        try:
+            call()
+        except Exception as error:
+            found[name] = repr(error)
+    return found
+
+
+def _expect_values(xp: ModuleType, what: str, got: Array, expected: Sequence[float]) -> None:
+    """Check a 1-d float32 array, whose values are compared by the library and read as one flag."""
+    wanted = xp.asarray(list(expected), dtype=xp.float32, device=device_of(got))
+    _expect(f"the dtype and shape of {what}", _forms([got]), _forms([wanted]))
+    if _host(_CORE, xp.astype(xp.all(got == wanted), xp.int32)) != 1:
+        _fail(f"{what} must be {wanted!r}, got {got!r}")
+
+
+def _expect_count(xp: ModuleType, what: str, count: Array, expected: int) -> None:
+    _expect(f"the dtype and shape of {what}", _forms([count]), [(xp.int32, ())])
+    _expect(what, _host(_CORE, count), expected)
+
+
+def _check_bits(xp: ModuleType, device: object) -> None:
+    """Check scaling and unscaling, the count of bad values and the fingerprint against Python's numbers."""
+    round32 = validation.round_to_float32
+    values = [round32(value) for value in _VALUES]
+    x = xp.asarray(values, dtype=xp.float32, device=device)
+    for scale in _LIBRARY_SCALES:
+        state, inverse = DynamicScale(init_scale=scale).init(x), round32(1.0 / scale)
+        bits = [validation.bits_of_float32(scale), 0, 0, 0]
+        _expect("the fingerprint", _CORE.read(_CORE.fingerprint(state)), bits)
+        (scaled,) = _CORE.scale([x], state)
+        _expect_values(xp, f"scale of {values} by {scale}", scaled, [round32(v * scale) for v in values])
+        (unscaled,), count = arithmetic.unscale_arrays([x], state)
+        _expect_values(xp, f"unscale of {values} by {scale}", unscaled, [round32(v * inverse) for v in values])
+        _expect_count(xp, "the count of clean values", count, 0)
+        for place in range(len(values)):
+            for bad in _BAD:
+                spoilt = xp.asarray([*values[:place], bad, *values[place + 1 :]], dtype=xp.float32, device=device)
+                _, count = arithmetic.unscale_arrays([x, spoilt, x, spoilt], state)
+                _expect_count(xp, f"the count with {bad} at place {place} of 2 arrays", count, 2)
+
+
+def _check_policy(xp: ModuleType, device: object) -> None:
+    policy = DynamicScale(init_scale=8.0, growth_interval=2)
+    state = policy.init(xp.zeros((), dtype=xp.float32, device=device))
+    for count, scale in ((0, 8.0), (0, 16.0), (3, 8.0), (0, 8.0), (1, 4.0)):
+        state = policy.update(state, nonfinite=xp.asarray(count, dtype=xp.int32, device=device))
+        bits = _CORE.read(arithmetic.fingerprint(state))[0]
+        _expect(f"the scale after a count of {count}", validation.float32_from_bits(bits), scale)
+
+
+def _check_selection(xp: ModuleType, device: object) -> None:
+    ones, twos = ([xp.asarray([value] * 2, dtype=xp.float32, device=device)] for value in (1.0, 2.0))
+    for flag, value in ((0, 1.0), (1, 2.0)):
+        count = xp.asarray(flag, dtype=xp.int32, device=device)
+        (chosen,) = ops.select(count == xp.zeros_like(count), ones, twos)
+        _expect_values(xp, f"select for a count of {flag}", chosen, [value] * 2)
+
+
+def _check_clipping(xp: ModuleType, device: object) -> None:
+    arrays = [xp.asarray(values, dtype=xp.float32, device=device) for values in ([3.0, 0.0], [-4.0])]
+    state = DynamicScale(init_scale=1.0).init(arrays[0])
+    unscaled, _, squares = _CORE.unscale_with_squares(arrays, state)
+    norm, factor, overflows = clipping.clip_factor(squares, 2.5)
+    clipped = _CORE.multiply_in_place(unscaled, factor)
+    _expect_values(xp, "the norm of [3, 0] and [-4]", xp.reshape(norm, (1,)), [5.0])
+    _expect_count(xp, "the overflow of a norm", overflows, 0)
+    by = validation.float32_from_bits(_CORE.read(xp.reshape(arithmetic.float32_bits(factor), (-1,)))[0])
+    if not 0.4999995 < by <= 0.5:
+        _fail(f"the factor of a norm of 5 and at most 2.5 must be 0.5 or just below, got {by!r}")
+    _expect_values(xp, "the clipped [3, 0]", clipped[0], [validation.round_to_float32(3.0 * by), 0.0])
+
+
+def _check_counts(xp: ModuleType, device: object) -> None:
+    x = xp.asarray([1.0, math.nan, math.inf, 0.0, -3.0], dtype=xp.float32, device=device)
+    found, _ = _CORE.read_summaries([x])
+    _expect("the summary of 5 values", found, [summaries.Summary(5, 1, 1, 1, 0, 3.0)])
 
 
 def check_collectives(collectives: Collectives, like: Array, *, repetitions: int = 100) -> None:
@@ -359,8 +511,6 @@ def check_collectives(collectives: Collectives, like: Array, *, repetitions: int
     >>> gradscale.testing.run_ranks(2, check)
     [None, None]
     """
-    from gradscale.core import registry
-
     xp = array_namespace(like)
     device = device_of(like)
     backend = registry.backend_for(like)
@@ -368,7 +518,7 @@ def check_collectives(collectives: Collectives, like: Array, *, repetitions: int
     if not 0 <= rank < size:
         _fail(f"rank must lie within 0 and size, got {rank} of {size}")
 
-    def check(values: list[int], expected: list[int], pending: Any, sent: Array) -> None:
+    def check(values: list[int], expected: list[int], pending: Callable[[], Array], sent: Array) -> None:
         result = pending()
         if type(result) is not type(sent) or result.dtype != sent.dtype or result.shape != sent.shape:
             _fail(f"rank {rank}: the result must be like {sent!r}, got {result!r}")
