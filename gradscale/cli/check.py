@@ -95,6 +95,11 @@ def check(
         for problem in page["problems"]:
             error_line(f"check: {_describe(problem)}")
 
+    if _launched(_RANKS, "0") == "0":
+        # All that a rank imports takes its time.
+        size = "1 rank" if _launched(_SIZES, "1") == "1" else f"{_launched(_SIZES, '1')} ranks"
+        starting = f"starting {size} over {_GROUPS[chosen][0]}, with up to {timeout:g} s for each stage"
+        print(f"gradscale check: {starting}", file=sys.stderr, flush=True)
     launched = max((int(size) for size in map(os.environ.get, _SIZES) if size and size.isdecimal()), default=1)
     settings = Settings(group=chosen, timeout=timeout, backend=backend, launched=launched, descriptor=-1)
     raise typer.Exit(_supervise(settings, show))

@@ -140,10 +140,25 @@ def test_ranks_under_mpiexec_pass(size: int) -> None:
 def test_the_page_is_printed_once_and_nothing_else_is() -> None:
     completed = under_mpiexec(2, "--group", "mpi", "--timeout", "30")
     assert completed.returncode == 0, completed.stderr
+    assert completed.stderr.count("gradscale check: starting 2 ranks over MPI") == 1
     assert completed.stdout.count("gradscale check, 2 ranks over MPI: passed") == 1
     assert completed.stdout.count("latency of one agreement") == 1
     assert "one agreement takes" in completed.stdout
     assert "gradscale:" not in completed.stderr
+
+
+@mpi
+def test_rank_0_says_at_once_that_it_starts(tmp_path: Path) -> None:
+    require("mpi")
+    # Before a rank imports anything.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.write(2, b'begun'); os._exit(1)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, *program(""), "--group", "mpi", "--timeout", "7"]
+    said = run(command, PYTHONPATH=path).stderr
+    assert said.startswith("gradscale check: starting 1 rank over MPI, with up to 7 s for each stage\nbegun")
+    assert "starting" not in run(command, PYTHONPATH=path, PMI_RANK="1").stderr
 
 
 @mpi
