@@ -1,10 +1,9 @@
-"""What the commands print with: tables on stdout, one line for each error on stderr."""
+"""Consoles, tables, JSON and error lines of the commands."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,17 +11,17 @@ from rich.table import Table
 
 __all__ = ["console", "error_line", "print_json", "table"]
 
-_WIDTH = 120  # columns, where there is no terminal to ask
+_WIDTH = 120  # columns, without a terminal to ask
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console, on stderr for what must not be mixed with results: colours on a terminal, else plain text."""
-    made = Console(stderr=stderr, highlight=False, markup=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=_WIDTH)
+    """Return a console: colours on a terminal, else plain text."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, markup=False, width=None if is_terminal else _WIDTH)
 
 
 def table(*columns: str) -> Table:
-    """Return an empty table with these headings; text that is too long for its column goes on in the next line."""
+    """Return an empty table with these headings, whose columns fold long text."""
     made = Table(box=box.SIMPLE, pad_edge=False)
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -30,10 +29,10 @@ def table(*columns: str) -> Table:
 
 
 def error_line(text: str) -> None:
-    """Print one line on stderr, with the program's name before it."""
+    """Print one line on stderr, after the program's name."""
     print(f"gradscale: {text}", file=sys.stderr, flush=True)
 
 
-def print_json(value: Any) -> None:
-    """Print JSON, and nothing else, on stdout."""
+def print_json(value: object) -> None:
+    """Print a value as JSON on stdout."""
     print(json.dumps(value, indent=2), flush=True)

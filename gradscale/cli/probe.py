@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -72,17 +71,9 @@ def find(names: Iterable[str]) -> list[Component]:
 def probe(name: str) -> Details:
     """Import and use one component, and return what it found, with the versions of its modules."""
     (component,) = find([name])
-    for module in component.modules:
-        importlib.import_module(module)
+    modules = [importlib.import_module(module) for module in component.modules]
     details = component.use() if component.use else _adapter(name)
-    return details | {"versions": {module: _version(module) for module in component.modules}}
-
-
-def _version(module: str) -> str:
-    try:
-        return importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules[module], "__version__", "unknown"))
+    return details | {"versions": {module.__name__: getattr(module, "__version__", "unknown") for module in modules}}
 
 
 def _adapter(name: str) -> Details:

@@ -180,26 +180,21 @@ def _check_unscale(backend: Backend, state: ScaleState, values: list[Array], sca
             out = _outputs(xp, given, how)
             asked = dtype if out is None else None
             got, count = backend.unscale(given, state, dtype=asked, out=out)
-            case = f"scale {scale}, dtype {asked}, {how}"
+            case = f"unscale, scale {scale}, dtype {asked}, {how}"
             if (
                 isinstance(count, int)
                 or (count.shape, count.dtype) != ((), xp.int32)
                 or not min(highest, 1) <= _host(backend, count) <= highest
             ):
                 _fail(f"{case}: the count must be {expected_count!r}, or at least 1 if that is above 0, got {count!r}")
-            _expect(f"{case}: the dtypes and shapes", _forms(got), _forms(expected))
-            if not _same(backend, got, expected):
-                index = _first_other(backend, got, expected)
-                _fail(f"{case}: {values[index]!r} must become {expected[index]!r}, got {got[index]!r}")
+            _expect_arrays(backend, case, got, expected, values)
             if how != "in place" and not _same(backend, given, values):
-                index = _first_other(backend, given, values)
-                _fail(f"{case}: the given array {values[index]!r} was modified to {given[index]!r}")
+                _fail(f"{case}: the given {values!r} was modified to {given!r}")
 
 
 def _check_scale(backend: Backend, state: ScaleState, values: list[Array]) -> None:
-    expected, got = Backend.scale(backend, values, state), backend.scale(values, state)
-    if not _same_all(backend, got, expected):
-        _fail(f"scale of {values!r} by {state.scale!r} must give {expected!r}, got {got!r}")
+    expected = Backend.scale(backend, values, state)
+    _expect_arrays(backend, f"scale by {state.scale!r}", backend.scale(values, state), expected, values)
 
 
 def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> None:
@@ -207,16 +202,17 @@ def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> No
     xp = array_namespace(state.scale)
     scale = validation.float32_from_bits(backend.read(backend.fingerprint(state))[0])
     plain = ScaleState(scale, 0, 0, 0)
-    if not _same_all(backend, backend.scale(values, plain), backend.scale(values, state)):
-        _fail(f"scale of {values!r} by the number {scale!r} must be what it is by the array")
+    case = f"scale by the number {scale!r}"
+    _expect_arrays(backend, case, backend.scale(values, plain), backend.scale(values, state), values)
     for member in ("unscale", "unscale_with_squares"):
         given, other = _copies(xp, values), _copies(xp, values)
         expected, expected_count, *squares = getattr(backend, member)(given, state, out=given)
         got, count, *others = getattr(backend, member)(other, plain, out=other)
+        case = f"{member} by the number {scale!r}"
         if type(count) is not int or count != _host(backend, expected_count):
-            _fail(f"{member} by the number {scale!r} must count {expected_count!r} as an int, got {count!r}")
-        if not _same_all(backend, got, expected) or not _same_all(backend, others, squares):
-            _fail(f"{member} of {values!r} by the number {scale!r} must be what it is by the array, got {got!r}")
+            _fail(f"{case} must count {expected_count!r} as an int, got {count!r}")
+        _expect_arrays(backend, case, got, expected, values)
+        _expect_arrays(backend, f"{case}, sum", others, squares, [values])
 
 
 def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> None:
@@ -227,8 +223,8 @@ def _check_squares(backend: Backend, state: ScaleState, values: list[Array]) -> 
         expected, expected_count = backend.unscale(given, state, out=_outputs(xp, given, how))
         got, count, squares = backend.unscale_with_squares(other, state, out=_outputs(xp, other, how))
         case = f"unscale_with_squares of {values!r}, scale {state.scale!r}, {how}"
-        if _host(backend, count) != _host(backend, expected_count) or not _same(backend, got, expected):
-            _fail(f"{case}: must do what unscale does, {expected!r} and {expected_count!r}, got {got!r} and {count!r}")
+        _expect(f"{case}: the count", _host(backend, count), _host(backend, expected_count))
+        _expect_arrays(backend, case, got, expected, values)
         wanted = arithmetic.sum_of_squares(expected, state.scale)
         _expect(f"{case}: the dtype and shape of the sum", _forms([squares]), _forms([wanted]))
         both_bad = xp.logical_not(xp.logical_or(xp.isfinite(squares), xp.isfinite(wanted)))
@@ -243,12 +239,9 @@ def _check_multiplication(backend: Backend, state: ScaleState, values: list[Arra
     xp = array_namespace(state.scale)
     for factor in _FACTORS:
         by = xp.asarray(xp.full_like(state.scale, factor))
-        expected = arithmetic.multiply_arrays(values, by)
         got = backend.multiply_in_place(_copies(xp, values), by)
-        if not _same(backend, got, expected):
-            index = _first_other(backend, got, expected)
-            case = f"multiply_in_place by {factor} of {values[index]!r}"
-            _fail(f"{case}: must give {expected[index]!r}, got {got[index]!r}")
+        expected = arithmetic.multiply_arrays(values, by)
+        _expect_arrays(backend, f"multiply_in_place by {factor}", got, expected, values)
 
 
 def _copies(xp: ModuleType, arrays: Sequence[Array]) -> list[Array]:
@@ -274,8 +267,15 @@ def _forms(arrays: Sequence[Array]) -> list[tuple[object, tuple[int, ...]]]:
     return [(x.dtype, tuple(x.shape)) for x in arrays]
 
 
-def _same_all(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
-    return _forms(ones) == _forms(others) and _same(backend, ones, others)
+def _expect_arrays(
+    backend: Backend, case: str, got: Sequence[Array], expected: Sequence[Array], values: Sequence[object]
+) -> None:
+    """Check dtypes, shapes and values of arrays that were made of others."""
+    _expect(f"{case}: the dtypes and shapes", _forms(got), _forms(expected))
+    if not _same(backend, got, expected):
+        for value, one, other in zip(values, got, expected, strict=True):
+            if not _same(backend, [one], [other]):
+                _fail(f"{case}: {value!r} must become {other!r}, got {one!r}")
 
 
 def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
@@ -298,10 +298,6 @@ def _flat(xp: ModuleType, x: Array) -> Array:
         # Exact, and libraries can do more with float32.
         x = xp.astype(x, xp.float32)
     return xp.reshape(x, (-1,))
-
-
-def _first_other(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> int:
-    return next(i for i, (a, b) in enumerate(zip(ones, others, strict=True)) if not _same(backend, [a], [b]))
 
 
 def check_library(like: Array) -> None:

@@ -20,30 +20,24 @@ _Result = TypeVar("_Result")
 
 
 class RankFailedError(GradscaleError, RuntimeError):
-    """Another rank of ``run_ranks`` raised; its exception is what ``run_ranks`` raises.
+    """Another rank of ``run_ranks`` raised; its exception is what ``run_ranks`` raises."""
 
-    Examples
-    --------
-    >>> import gradscale, numpy as np
-    >>> def work(group):
-    ...     try: group.start_max(np.zeros(1, np.int32))() if group.rank == 0 else 1 // 0
-    ...     except gradscale.testing.RankFailedError as error: print(error)
-    >>> try: gradscale.testing.run_ranks(2, work)
-    ... except ZeroDivisionError as error: print(error)
-    rank 0 of 2 waits for rank 1, which raised
-    integer division or modulo by zero
-    """
+
+class _Collective:
+    """One collective: the arrays that ranks have sent, and its result once all have."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, Array] = {}
+        self.result: Array | GradscaleError | None = None
 
 
 class _World:
-    """What the ranks share: the contributions to each collective, by its position in the sequence."""
+    """What the ranks share: the collectives that have begun, by their position in the sequence."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.contributions: dict[int, dict[int, Array]] = {}
-        self.results: dict[int, Array | GradscaleError] = {}
-        self.collected: dict[int, int] = {}
+        self.begun: dict[int, _Collective] = {}
         self.failed_rank: int | None = None
 
 
@@ -90,32 +84,21 @@ class ThreadCollectives:
         world, position = self._world, self.calls
         self.calls += 1
         with world.changed:
-            contributions = world.contributions.setdefault(position, {})
+            this = world.begun.setdefault(position, _Collective())
             # A copy, as a message is: what the rank does to its array later must not be seen.
-            contributions[self.rank] = array_namespace(x).asarray(x, copy=True)
-            if len(contributions) == self.size:
-                world.results[position] = _maximum(world.contributions.pop(position))
+            this.sent[self.rank] = array_namespace(x).asarray(x, copy=True)
+            if len(this.sent) == self.size:
+                this.result = _maximum(world.begun.pop(position).sent)
                 world.changed.notify_all()
 
-        taken: list[Array] = []
-
         def finish() -> Array:
-            if taken:
-                return taken[0]
             with world.changed:
-                done = world.changed.wait_for(
-                    lambda: position in world.results or world.failed_rank is not None, self._timeout
-                )
-                if position in world.results:
-                    result = world.results[position]
-                    if isinstance(result, GradscaleError):
-                        raise type(result)(*result.args) from result.__cause__
-                    taken.append(array_namespace(x).asarray(result, copy=True))
-                    world.collected[position] = world.collected.get(position, 0) + 1
-                    if world.collected[position] == self.size:
-                        del world.results[position], world.collected[position]
-                    return taken[0]
-            if done:
+                world.changed.wait_for(lambda: this.result is not None or world.failed_rank is not None, self._timeout)
+            if isinstance(this.result, GradscaleError):
+                raise type(this.result)(*this.result.args) from this.result.__cause__
+            if this.result is not None:
+                return array_namespace(x).asarray(this.result, copy=True)
+            if world.failed_rank is not None:
                 msg = f"rank {self.rank} of {self.size} waits for rank {world.failed_rank}, which raised"
                 raise RankFailedError(msg)
             raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
@@ -123,17 +106,17 @@ class ThreadCollectives:
         return finish
 
 
-def _maximum(contributions: dict[int, Array]) -> Array | GradscaleError:
+def _maximum(arrays: dict[int, Array]) -> Array | GradscaleError:
     """Return the element-wise MAX of what the ranks have sent, or the error for arrays that do not go together."""
-    sent = [(array_namespace(x).__name__, tuple(x.shape), f"{x.dtype}") for x in contributions.values()]
-    for rank, one in zip(contributions, sent, strict=True):
+    sent = [(array_namespace(x).__name__, tuple(x.shape), f"{x.dtype}") for x in arrays.values()]
+    for rank, one in zip(arrays, sent, strict=True):
         if one != sent[0]:
-            first = next(iter(contributions))
+            first = next(iter(arrays))
             return InvalidValueError(
                 f"every rank must send an array of one library, shape and dtype, got {sent[0]} on rank {first} and "
                 f"{one} on rank {rank}"
             )
-    xs = list(contributions.values())
+    xs = list(arrays.values())
     try:
         return functools.reduce(array_namespace(xs[0]).maximum, xs)
     except Exception as error:
