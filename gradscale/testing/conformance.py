@@ -57,7 +57,7 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     Raises
     ------
     AssertionError
-        With the case and both answers, when it differs from the pure core.
+        With the case and both answers, if it differs from the pure core.
     InvalidTypeError
         For a backend that does not derive from :class:`gradscale.Backend`.
 
@@ -198,7 +198,7 @@ def _check_scale(backend: Backend, state: ScaleState, values: list[Array]) -> No
 
 
 def _check_plain(backend: Backend, state: ScaleState, values: list[Array]) -> None:
-    """Check that a state of Python numbers does what the same state of arrays does."""
+    """Check that a state of Python numbers does the same as one of arrays."""
     xp = array_namespace(state.scale)
     scale = validation.float32_from_bits(backend.read(backend.fingerprint(state))[0])
     plain = ScaleState(scale, 0, 0, 0)
@@ -301,11 +301,10 @@ def _flat(xp: ModuleType, x: Array) -> Array:
 
 
 def check_library(like: Array) -> None:
-    """Check that gradscale runs on a library without an adapter of its own, by the array API standard alone.
+    """Check that gradscale runs on a library without an adapter, by the array API standard alone.
 
-    The library must have each function, dtype and member of arrays that the core, clipping and diagnoses need, and
-    each must take what it is given. Scaling, unscaling, the count of bad values, the policy, selection, the state's
-    fingerprint, clipping and diagnoses must give the bits of Python's own numbers.
+    The library must have each function, dtype and member of arrays that gradscale needs, and each must take its
+    arguments. Scaling, policy, selection, clipping and diagnoses must give the bits of Python's own numbers.
 
     Parameters
     ----------
@@ -319,16 +318,11 @@ def check_library(like: Array) -> None:
     BackendNotAvailableError
         If the library lacks something: it names the functions and members, and says what each answered.
     AssertionError
-        With the case and both answers, if something is computed wrongly.
-
-    See Also
-    --------
-    check_backend : holds an adapter to the pure core.
+        With the case and both answers, if a result is wrong.
 
     Examples
     --------
-    >>> import gradscale
-    >>> import numpy as np
+    >>> import gradscale, numpy as np
     >>> gradscale.testing.check_library(np.zeros(3))
     """
     if not is_array_api_obj(like):
@@ -483,21 +477,21 @@ def _check_counts(xp: ModuleType, device: object) -> None:
 
 
 def check_collectives(collectives: Collectives, like: Array, *, repetitions: int = 100) -> None:
-    """Check a group's collectives; to be called on every rank of a real world, or on the ranks of ``run_ranks``.
+    """Check a group's collectives; called on every rank of a real world, or on the ranks of ``run_ranks``.
 
     Parameters
     ----------
     collectives : Collectives
         This rank's.
     like : array
-        Any array of a library whose arrays the group is to carry.
+        Any array of a library whose arrays the group should carry.
     repetitions : int, default 100
         How many all-reduces are made in a row.
 
     Raises
     ------
     AssertionError
-        With both answers, when a result is wrong.
+        With both answers, if a result is wrong.
 
     Examples
     --------

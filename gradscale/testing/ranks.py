@@ -1,4 +1,4 @@
-"""Ranks in one process: each a thread, to test a training loop with."""
+"""Ranks that are threads of one process, to test a training loop with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _World:
 
 
 class ThreadCollectives:
-    """One rank of a group of threads; what ``run_ranks`` passes to the function.
+    """One rank of a group of threads; ``run_ranks`` passes it to the function.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class ThreadCollectives:
         InvalidTypeError
             For what is no array.
         InvalidValueError
-            By the returned call, on every rank, when the ranks' arrays differ in library, shape or dtype.
+            By the returned call, on every rank, if the ranks' arrays differ in library, shape or dtype.
         """
         if not is_array_api_obj(x):
             msg = f"what is reduced must be an array, got {shown(x)} of type {type(x).__name__}"
@@ -107,7 +107,7 @@ class ThreadCollectives:
 
 
 def _maximum(arrays: dict[int, Array]) -> Array | GradscaleError:
-    """Return the element-wise MAX of what the ranks have sent, or the error for arrays that do not go together."""
+    """Return the element-wise MAX of the ranks' arrays, or the error for arrays that do not go together."""
     sent = [(array_namespace(x).__name__, tuple(x.shape), f"{x.dtype}") for x in arrays.values()]
     for rank, one in zip(arrays, sent, strict=True):
         if one != sent[0]:
@@ -132,7 +132,7 @@ def run_ranks(
     timeout: float = 30.0,
     return_exceptions: bool = False,
 ) -> list[_Result]:
-    """Call a function on several ranks, each a thread of this process, and return their results in order.
+    """Call a function on several ranks, each a thread of this process.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def run_ranks(
         Seconds that a rank waits for the others in a collective; ``math.inf`` for ever.
     return_exceptions : bool, default False
         False: the first exception of a rank wakes the ranks that wait for it, and is raised. True: a failing rank
-        leaves silently, as a process that died, and exceptions stand in the list in place of results.
+        leaves silently, as a process that died, and its exception is its result.
 
     Returns
     -------
