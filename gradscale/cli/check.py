@@ -1,8 +1,7 @@
 """``gradscale check``: a self-test of agreement over the real group, under mpiexec or torchrun.
 
-The process that mpiexec or torchrun has started supervises one rank, its only child, and leaves MPI and torch to that
-one. So it can still speak when the rank dies, hangs or never gets in, and the launcher learns of a death only after
-rank 0 has had the time to report.
+The process that mpiexec or torchrun has started supervises one rank, its only child, which alone uses MPI or torch. So
+it can still speak when the rank dies or hangs, and the launcher learns of a death only after rank 0 has reported.
 """
 
 from __future__ import annotations
@@ -95,13 +94,12 @@ def check(
         for problem in page["problems"]:
             error_line(f"check: {_describe(problem)}")
 
-    if _launched(_RANKS, "0") == "0":
+    rank, size = _launched(_RANKS, 0), _launched(_SIZES, 1)
+    if rank == 0:
         # All that a rank imports takes its time.
-        size = "1 rank" if _launched(_SIZES, "1") == "1" else f"{_launched(_SIZES, '1')} ranks"
-        starting = f"starting {size} over {_GROUPS[chosen][0]}, with up to {timeout:g} s for each stage"
+        starting = f"starting {_ranks(size)} over {_GROUPS[chosen][0]}, with up to {timeout:g} s for each stage"
         print(f"gradscale check: {starting}", file=sys.stderr, flush=True)
-    launched = max((int(size) for size in map(os.environ.get, _SIZES) if size and size.isdecimal()), default=1)
-    settings = Settings(group=chosen, timeout=timeout, backend=backend, launched=launched, descriptor=-1)
+    settings = Settings(group=chosen, timeout=timeout, backend=backend, rank=rank, size=size, descriptor=-1)
     raise typer.Exit(_supervise(settings, show))
 
 
@@ -122,7 +120,7 @@ class _Rank:
     def __init__(self, settings: Settings, show: Callable[[Page], None]) -> None:
         self._show, self._timeout = show, settings["timeout"]
         # By the launcher's word, until it has joined.
-        self._rank, self._size = _launched(_RANKS, "0"), _launched(_SIZES, "1")
+        self._rank, self._size = settings["rank"], settings["size"]
         self._has_joined = False
         self._stage, self._limit, self._deadline = "its start", 0.0, math.inf
         self._code: int | None = None
@@ -137,7 +135,7 @@ class _Rank:
         return f"rank {self._rank} of {self._size} ({socket.gethostname()}, process {self.process.pid})"
 
     def watch(self) -> int:
-        """Heed the rank's messages until it ends or its time in a stage is over; return the exit code."""
+        """Heed messages until the rank ends or its time in a stage is over; return the exit code."""
         while self._connection.poll(max(min(self._deadline - time.monotonic(), _LONGEST), 0.0)):
             try:
                 message = self._connection.recv()
@@ -153,7 +151,7 @@ class _Rank:
             self._stage, self._limit = message["stage"], message["limit"]
             self._deadline = time.monotonic() + self._limit
         if "rank" in message:
-            self._rank, self._size, self._has_joined = str(message["rank"]), str(message["size"]), True
+            self._rank, self._size, self._has_joined = message["rank"], message["size"], True
         if "page" in message:
             self._show(message["page"])
             self._connection.send("shown")
@@ -169,14 +167,18 @@ class _Rank:
             return self._code
         ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         error_line(f"check: {self} {ending}, in: {self._stage}")
-        if self._has_joined and self._size != "1":
+        if self._has_joined and self._size > 1:
             # The launcher would end the others before one of them has printed the page.
             time.sleep(self._timeout + 4 * MARGIN)
         return 1
 
 
-def _launched(names: Sequence[str], default: str) -> str:
-    return next((os.environ[name] for name in names if name in os.environ), default)
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"
+
+
+def _launched(names: Sequence[str], default: int) -> int:
+    return next((int(os.environ[name]) for name in names if name in os.environ), default)
 
 
 def _supervise(settings: Settings, show: Callable[[Page], None]) -> int:
@@ -192,8 +194,7 @@ def _supervise(settings: Settings, show: Callable[[Page], None]) -> int:
 def _print_page(page: Page) -> None:
     """Print the page for people."""
     out = console()
-    size = "1 rank" if page["size"] == 1 else f"{page['size']} ranks"
-    out.print(f"gradscale check, {size} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
+    out.print(f"gradscale check, {_ranks(page['size'])} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
     out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
     if ranks := page["ranks"]:
         rows = table("rank", "host", "process", "device", "gradscale")
@@ -223,9 +224,7 @@ def _print_page(page: Page) -> None:
 
 
 def _describe(problem: Problem) -> str:
-    """Return one line about a problem, with the rank's name first if one is to blame."""
-    whose = "" if problem["rank"] is None else f"rank {problem['rank']}: "
-    return f"{whose}{problem['problem']}"
+    return f"rank {problem['rank']}: {problem['problem']}"
 
 
 def _notes(page: Page) -> list[str]:

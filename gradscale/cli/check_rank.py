@@ -1,8 +1,5 @@
 """One rank of a check: its stages, and what rank 0 makes of all ranks' reports.
 
-``check`` starts it as a process of its own (``python -m gradscale.cli.check_rank SETTINGS``, in JSON), which can be
-killed, hang in a library or wait in MPI_Init, and is then named by its supervisor.
-
 A collective that some rank does not come to tells nobody which one it is. So every rank also reports to rank 0 outside
 of the group that is checked: by messages of its own over MPI, or by the store of torch.distributed.
 """
@@ -55,12 +52,13 @@ _CALLS = 200
 
 
 class Settings(TypedDict):
-    """What a supervisor starts a rank with."""
+    """What a supervisor starts a rank with; rank and size by the launcher's word."""
 
     group: str
     timeout: float
     backend: str | None
-    launched: int
+    rank: int
+    size: int
     descriptor: int
 
 
@@ -82,9 +80,9 @@ class Report(TypedDict, total=False):
 
 
 class Problem(TypedDict):
-    """What is wrong with a rank; None for what no single rank can be blamed for."""
+    """What is wrong with a rank."""
 
-    rank: int | None
+    rank: int
     problem: str
 
 
@@ -198,10 +196,7 @@ class _MPIWorld:
 
 
 class _TorchWorld:
-    """The ranks of torch's default process group, as torchrun starts them; the methods are those of _MPIWorld.
-
-    Without a backend it takes NCCL if each rank of this machine has a CUDA device of its own, else gloo.
-    """
+    """The ranks of torch's default process group, as torchrun starts them; the methods are those of _MPIWorld."""
 
     entrance = "the connection to the store"
 
@@ -292,9 +287,9 @@ class Stages:
 
     group: Collectives
 
-    def __init__(self, world: _World, timeout: float) -> None:
+    def __init__(self, world: _World, settings: Settings) -> None:
         self.world = world
-        self._timeout = timeout
+        self._timeout, self._launched = settings["timeout"], settings["size"]
 
     def listed(self) -> list[Stage]:
         """Return the stages in order."""
@@ -323,7 +318,7 @@ class Stages:
 
     def report_in(self) -> Report:
         """Say who this rank is."""
-        return {
+        report: Report = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": self.world.device,
@@ -331,6 +326,13 @@ class Stages:
             "gradscale": gradscale.__version__,
             "versions": {"python": platform.python_version()} | self.world.versions(),
         }
+        if self.world.size == 1 and self._launched > 1:
+            # It would pass for a check of all of them.
+            report["error"] = (
+                f"{self._launched} processes were started, and each is alone in its group: for MPI take the mpiexec "
+                f"of the library that mpi4py uses (gradscale doctor mpi names it), for torch.distributed torchrun"
+            )
+        return report
 
     def join(self) -> Report:
         """Make the group that is checked."""
@@ -394,7 +396,7 @@ class Stages:
         return {"median": statistics.median(taken), "p95": taken[math.ceil(0.95 * len(taken)) - 1]}
 
 
-def _problem(rank: int | None, text: str) -> Problem:
+def _problem(rank: int, text: str) -> Problem:
     return {"rank": rank, "problem": text}
 
 
@@ -420,7 +422,7 @@ class Conversation:
 
     def __init__(self, world: _World, supervisor: _Supervisor, settings: Settings) -> None:
         self._world, self._supervisor = world, supervisor
-        self._timeout, self._launched = settings["timeout"], settings["launched"]
+        self._timeout = settings["timeout"]
         self._words = 0
         self.is_deputy = False
         self.page = Page(
@@ -445,7 +447,6 @@ class Conversation:
         return all(self._passes(number, stage) for number, stage in enumerate(stages))
 
     def _passes(self, number: int, stage: Stage) -> bool:
-        """Go through one stage; return whether to go on."""
         begin = self._begin(stage)
         try:
             report = stage.work()
@@ -458,7 +459,7 @@ class Conversation:
         # At first ranks need not come at the same time; then each one's collectives end by the timeout.
         end = time.monotonic() + self._timeout if number == 0 else begin + self._timeout + MARGIN
         reports = self._gather(number, report, end)
-        problems = self._judge(reports) or (self._judge_versions(reports) if number == 0 else [])
+        problems = self._judge(reports)
         seconds = round(time.monotonic() - begin, 3)
         page = self.page
         page["stages"].append({"name": stage.name, "kind": stage.kind, "ok": not problems, "seconds": seconds})
@@ -481,7 +482,7 @@ class Conversation:
         return time.monotonic()
 
     def _hears(self, stage: Stage, end: float) -> bool:
-        """Wait for rank 0's word until a time of the monotonic clock; return whether to go on."""
+        """Wait for rank 0's word until some time; return whether to go on."""
         rank, size = self._world.rank, self._world.size
         # Rank 1 stands in for rank 0, and the others give it the time.
         with contextlib.suppress(ConnectionError, RuntimeError):
@@ -507,21 +508,14 @@ class Conversation:
         failed = {rank: report for rank, report in reports.items() if "error" in report}
         # A rank that waited in vain for one that failed is not to blame.
         blamed = {rank: report for rank, report in failed.items() if not report.get("is_consequence")} or failed
-        return [_problem(rank, report["error"]) for rank, report in blamed.items()]
-
-    def _judge_versions(self, reports: Reports) -> list[Problem]:
-        if len(reports) == 1 and self._launched > 1:
-            # It would pass for a check of all of them.
-            alone = (
-                f"{self._launched} processes were started, and each is alone in its group: for MPI take the mpiexec "
-                f"of the library that mpi4py uses (gradscale doctor mpi names it), for torch.distributed torchrun"
-            )
-            return [_problem(None, alone)]
-        right = reports[0]["gradscale"]
-        others = {rank: report["gradscale"] for rank, report in reports.items() if report["gradscale"] != right}
+        if blamed:
+            return [_problem(rank, report["error"]) for rank, report in blamed.items()]
+        right = reports[0].get("gradscale")
+        versions = {rank: report.get("gradscale") for rank, report in reports.items()}
         return [
             _problem(rank, f"has gradscale {version}, and rank 0 has {right}: install one version everywhere")
-            for rank, version in others.items()
+            for rank, version in versions.items()
+            if version != right
         ]
 
     def _gather(self, number: int, own: Report, end: float) -> Reports:
@@ -566,7 +560,7 @@ def main(settings: Settings) -> None:
     supervisor = _Supervisor(settings["descriptor"])
     try:
         world: _World = _MPIWorld() if group == "mpi" else _TorchWorld(settings["backend"], timeout)
-        stages = Stages(world, timeout)
+        stages = Stages(world, settings)
         stages.warm_up()
         supervisor.tell(stage=world.entrance, limit=timeout + MARGIN)
         world.enter()

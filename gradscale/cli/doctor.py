@@ -50,7 +50,7 @@ class Finding:
 
 
 def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
-    """Use components at the same time, each in a process of its own, so that whatever it does ends with that one."""
+    """Use components at the same time, each in a process of its own, which may crash or hang."""
     end = time.monotonic() + timeout
     missing = [[module for module in component.modules if not _is_installed(module)] for component in chosen]
     # A process alone: under mpiexec, it is none of its ranks.
