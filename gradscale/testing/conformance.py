@@ -322,7 +322,8 @@ def check_library(like: Array) -> None:
 
     Examples
     --------
-    >>> import gradscale, numpy as np
+    >>> import gradscale
+    >>> import numpy as np
     >>> gradscale.testing.check_library(np.zeros(3))
     """
     if not is_array_api_obj(like):

@@ -26,7 +26,7 @@ def public(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, An
         found = getattr(module, name)
         if isinstance(found, types.ModuleType):
             yield from public(found, found.__all__)
-        elif inspect.isclass(found) or inspect.isfunction(found):
+        elif found is not gradscale.testing.RankFailedError and (inspect.isclass(found) or inspect.isfunction(found)):
             yield f"{found.__module__}.{name}", found
 
 
