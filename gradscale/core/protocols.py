@@ -1,14 +1,63 @@
-"""What plugs in, and what goes between: Array, ScaleState, Policy, Collectives, GroupBackend, Optimizer."""
+"""What plugs in, and what goes between: Array, Namespace, ScaleState, Policy, Collectives, GroupBackend, Optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Array", "Collectives", "GroupBackend", "Optimizer", "Policy", "ScaleState"]
+__all__ = [
+    "Array",
+    "Collectives",
+    "GroupBackend",
+    "Namespace",
+    "Optimizer",
+    "OptimizerWithGrads",
+    "OptimizerWithGroups",
+    "Policy",
+    "ScaleState",
+]
 
 Array: TypeAlias = Any
 """An array of any library that follows the Python array API standard."""
+
+
+class Namespace(Protocol):
+    """What gradscale uses of an array library's namespace, as the array API standard has it."""
+
+    __name__: str
+    float32: object
+    float64: object
+    int32: object
+    __array_namespace_info__: Callable[[], Any]
+    abs: Callable[..., Array]
+    all: Callable[..., Array]
+    arange: Callable[..., Array]
+    asarray: Callable[..., Array]
+    astype: Callable[..., Array]
+    concat: Callable[..., Array]
+    finfo: Callable[..., Any]
+    full: Callable[..., Array]
+    full_like: Callable[..., Array]
+    imag: Callable[..., Array]
+    isdtype: Callable[..., bool]
+    isfinite: Callable[..., Array]
+    isnan: Callable[..., Array]
+    logical_and: Callable[..., Array]
+    logical_not: Callable[..., Array]
+    logical_or: Callable[..., Array]
+    max: Callable[..., Array]
+    maximum: Callable[..., Array]
+    minimum: Callable[..., Array]
+    ones: Callable[..., Array]
+    real: Callable[..., Array]
+    reshape: Callable[..., Array]
+    signbit: Callable[..., Array]
+    sqrt: Callable[..., Array]
+    stack: Callable[..., Array]
+    sum: Callable[..., Array]
+    where: Callable[..., Array]
+    zeros: Callable[..., Array]
+    zeros_like: Callable[..., Array]
 
 
 class ScaleState(NamedTuple):
@@ -97,23 +146,30 @@ class GroupBackend(Protocol):
     name: str
     """The entry point's name."""
 
-    def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
+    def collectives(self, group: object, /, *, timeout: float) -> Collectives:
         """Wrap a communicator; ``timeout`` in seconds. May be collective over the group (duplicating it is)."""
         ...
 
 
+class _Steps(Protocol):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the parameters from the gradients."""
+        ...
+
+
 @runtime_checkable
-class Optimizer(Protocol):
-    """Anything with ``step()`` and gradients.
+class OptimizerWithGroups(_Steps, Protocol):
+    """An optimizer of torch's convention."""
 
-    The gradients are found in one of two places:
+    @property
+    def param_groups(self) -> Iterable[Mapping[str, object]]:
+        """Dicts whose ``"params"`` have ``.grad``; ``None`` is skipped."""
+        ...
 
-    - ``param_groups``: a list of dicts whose ``"params"`` have ``.grad`` (torch's convention); ``None`` is skipped;
-    - ``grads``: nested containers of arrays, which can be read and assigned.
 
-    An optional attribute ``master_dtype`` asks for the unscaled gradients in that dtype (float32 masters out of
-    float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their own
-    dtype, where the library can. A disabled scaler leaves them as they are.
+@runtime_checkable
+class OptimizerWithGrads(_Steps, Protocol):
+    """An optimizer that holds its gradients itself.
 
     Examples
     --------
@@ -125,9 +181,17 @@ class Optimizer(Protocol):
     True
     """
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the parameters from the gradients."""
-        ...
+    grads: Any
+    """Nested containers of arrays, which can be read and assigned."""
+
+
+Optimizer: TypeAlias = OptimizerWithGroups | OptimizerWithGrads
+"""Anything with ``step()`` and gradients, in ``param_groups`` or, without them, in ``grads``.
+
+An optional attribute ``master_dtype`` asks for the unscaled gradients in that dtype (float32 masters out of
+float16 gradients): they are then new arrays, assigned back. Without it they are overwritten in place, in their own
+dtype, if the library can. A disabled scaler leaves them as they are.
+"""
 
 
 class Policy(Protocol):
