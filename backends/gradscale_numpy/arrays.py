@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.exceptions import TooHardError
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
@@ -23,10 +24,14 @@ __all__ = ["NumpyBackend"]
 
 NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
-UnscaleOwners = Callable[[Sequence[Any], np.float32], int | None]
 
 _SINGLE = np.dtype(np.float32)
 _EXAMPLE = np.zeros((), dtype=np.float32)
+
+_ONLY_ARRAYS = frozenset([np.ndarray])
+# C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
+_OWN_AND_PLAIN = frozenset(0x0001 | fortran | 0x0004 | 0x0100 | 0x0400 for fortran in (0, 0x0002))
+_flags = operator.attrgetter("flags.num")
 
 _FAST_VARIABLE = "GRADSCALE_NUMPY_FAST"
 
@@ -38,8 +43,8 @@ class NumpyBackend(Backend):
     ----------
     fast : bool, optional
         Whether to use the kernels compiled by numba (extra ``fast``); they are compiled at the
-        first call and cached on disk. Default: where numba is installed, unless the environment says
-        ``GRADSCALE_NUMPY_FAST=0``. Both give the same bits.
+        first call and cached on disk. Default: if numba is installed, unless the environment says
+        ``GRADSCALE_NUMPY_FAST=0``. Under ``NUMBA_DISABLE_JIT=1`` they are never used. Both give the same bits.
 
     Examples
     --------
@@ -59,9 +64,12 @@ class NumpyBackend(Backend):
     @functools.cached_property
     def is_compiled(self) -> bool:
         """Whether the kernels are those compiled by numba."""
-        if self._fast is not None:
-            return self._fast
-        return os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
+        is_wanted = os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
+        if not (is_wanted if self._fast is None else self._fast):
+            return False
+        from gradscale_numpy import fast as compiled
+
+        return compiled.is_enabled()
 
     @functools.cached_property
     def _unscale_all(self) -> UnscaleAll:
@@ -72,20 +80,12 @@ class NumpyBackend(Backend):
         return kernels.unscale_all
 
     @functools.cached_property
-    def _unscale_owners(self) -> UnscaleOwners:
-        if self.is_compiled:
-            from gradscale_numpy import fast as compiled
-
-            return compiled.unscale_owners
-        return kernels.unscale_owners
-
-    @functools.cached_property
-    def _summarize_all(self) -> Callable[[Sequence[NumpyArray]], list[int]]:
+    def _count_words(self) -> summaries.CountWords | None:
         if not self.is_compiled:
-            return summaries.summarize_all
+            return None
         from gradscale_numpy import fast as compiled
 
-        return functools.partial(summaries.summarize_all, count=compiled.count_words)
+        return compiled.count_words
 
     def __reduce__(self) -> tuple[type[NumpyBackend], tuple[bool | None]]:
         return type(self), (self._fast,)
@@ -96,7 +96,7 @@ class NumpyBackend(Backend):
         return values
 
     def placement(self, like: NumpyArray, /) -> str:  # noqa: ARG002
-        """Return the one device that NumPy has."""
+        """Return ``"cpu"``."""
         return "cpu"
 
     def example(self) -> NumpyArray:
@@ -112,34 +112,15 @@ class NumpyBackend(Backend):
         return np.array([self.bits(state.scale), *state[1:]], dtype=np.int32)
 
     def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
-        """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits of the arrays.
-
-        Parameters
-        ----------
-        arrays : sequence of arrays
-            Of the dtypes that ``unscale`` takes; any strides, any byte order. Left alone.
-        """
-        return np.array(self._summarize_all(arrays), dtype=np.int32)
+        """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits of the arrays."""
+        return np.array(summaries.summarize_all(arrays, self._count_words), dtype=np.int32)
 
     def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:
         """Multiply arrays by the scale: new arrays of the same dtypes, but float32 for 0-d ones of half precision."""
-        if isinstance(state.scale, float):
-            if len(outputs) == 1 and _is_single_loss(outputs[0]):
-                # In a third of the time: the product of two float32 is exact in float64.
-                return [np.asarray(outputs[0].item() * state.scale, _SINGLE)]
-            factor = _as_factor(state.scale)
-        else:
-            factor = state.scale
+        factor = np.asarray(state.scale, _SINGLE)
         return [
             np.asarray(np.multiply(x, factor)) if x.dtype is _SINGLE else arithmetic.scaled(x, factor) for x in outputs
         ]
-
-    def unscale_at_once(self, leaves: Sequence[Any], state: ScaleState, /) -> int | None:
-        """Unscale contiguous arrays that own their memory, each once; None where there is anything else."""
-        # Another way to unscale, of a class that derives from this one, is not passed by.
-        if type(self).unscale is not NumpyBackend.unscale:
-            return None
-        return self._unscale_owners(leaves, _inverse_of(state.scale))
 
     def unscale(
         self,
@@ -147,22 +128,22 @@ class NumpyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int]:
-        """Divide arrays by the scale and count those with a non-finite value.
+        """Divide arrays by the scale and count those with a non-finite value, as :meth:`gradscale.Backend.unscale`.
 
         Parameters
         ----------
         grads : sequence of arrays
             float16, float32, float64, longdouble, complex, and the dtypes of ml_dtypes; any strides, any byte order.
+            Each once.
         state : ScaleState
             Gives the scale.
         dtype : dtype, optional
             Wanted dtype of the real ones, as new arrays.
         out : sequence of arrays, optional
-            Arrays to write to instead, of equal shapes; the gradients themselves for unscaling in place. NumPy's
-            scalars, which cannot be written, come back as new arrays.
+            Arrays to write to instead. NumPy's scalars, which cannot be written, come back as new arrays.
 
         Returns
         -------
@@ -174,17 +155,23 @@ class NumpyBackend(Backend):
         Raises
         ------
         InvalidValueError
-            When an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
+            If an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
-        inverse = _inverse_of(float(state.scale))
-        count = self._unscale_owners(grads, inverse) if out is grads else None
-        unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out) if count is None else (grads, count)
+        inverse = np.float32(1.0 / float(state.scale))
+        if out is grads and _own_their_memory(grads):
+            unscaled, nonfinite = grads, self._unscale_all(grads, grads, inverse)
+        else:
+            unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out)
         return unscaled, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
 
     def _unscale_into(
-        self, grads: Sequence[NumpyArray], inverse: np.float32, dtype: Any, out: Sequence[NumpyArray] | None
+        self,
+        grads: Sequence[NumpyArray],
+        inverse: np.float32,
+        dtype: DTypeLike | None,
+        out: Sequence[NumpyArray] | None,
     ) -> tuple[Sequence[NumpyArray], int]:
-        """Unscale arrays into others, or into themselves, having looked at each."""
+        """Unscale into new arrays or into checked ones."""
         if out is None:
             check_real_dtype(_EXAMPLE, dtype)
             sources = [np.asarray(grad) for grad in grads]
@@ -209,7 +196,7 @@ class NumpyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int, NumpyArray]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
@@ -217,27 +204,17 @@ class NumpyBackend(Backend):
         return unscaled, nonfinite, np.asarray(kernels.sum_of_squares([np.asarray(x) for x in unscaled]))
 
     def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> Sequence[NumpyArray]:
-        """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written where it is 1."""
-        plain = [np.asarray(x) for x in arrays]
+        """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written if it is 1."""
         if factor != 1:
-            # What unscales multiplies by the reciprocal of the scale.
-            self._unscale_all(plain, plain, np.float32(factor))
+            plain = [np.asarray(x) for x in arrays]
+            # Two lists, since these arrays may have any strides.
+            self._unscale_all(plain, [*plain], np.float32(factor))
         return arrays
 
 
-@functools.lru_cache(maxsize=16)
-def _as_factor(scale: float) -> NumpyArray:
-    """Return a scale as a 0-d float32, which nobody writes to."""
-    return np.asarray(scale, dtype=np.float32)
-
-
-@functools.lru_cache(maxsize=16)
-def _inverse_of(scale: float) -> np.float32:
-    return np.float32(1.0 / scale)
-
-
-def _is_single_loss(x: NumpyArray) -> bool:
-    return type(x) is np.ndarray and x.ndim == 0 and x.dtype is _SINGLE
+def _own_their_memory(arrays: Sequence[NumpyArray]) -> bool:
+    """Tell quickly whether all are plain arrays that own their memory: then no two share any, and all are writable."""
+    return _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
 
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
@@ -260,7 +237,7 @@ def _span(array: NumpyArray) -> Span:
 
 
 def _share_memory(a: NumpyArray, b: NumpyArray) -> bool:
-    """Tell whether two arrays share an element; where that is too hard to tell, that they do."""
+    """Tell whether two arrays share an element; True if that is too hard to tell."""
     try:
         return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]
     except TooHardError:
@@ -268,7 +245,7 @@ def _share_memory(a: NumpyArray, b: NumpyArray) -> bool:
 
 
 def _writable(index: int, array: NumpyArray) -> NumpyArray:
-    """Return what to write to for an array: itself, as a plain ndarray; a new one for a scalar."""
+    """Return the plain ndarray to write to for an array: of its own memory; a new one for a scalar."""
     if type(array) is np.ndarray and array.flags.carray:
         return array
     if isinstance(array, np.generic):
@@ -288,5 +265,5 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
     return array.view(np.ndarray)
 
 
-def _stored_dtype(grad: NumpyArray, dtype: Any) -> Any:
+def _stored_dtype(grad: NumpyArray, dtype: DTypeLike | None) -> np.dtype[Any]:
     return grad.dtype if dtype is None or grad.dtype.kind == "c" else np.dtype(dtype)

@@ -1,60 +1,61 @@
-"""Unscale, judge and summarize NumPy arrays in one pass, with loops that Numba compiles.
+"""Unscale, judge and summarize NumPy arrays in one pass, with loops that Numba compiles: the same bits as `kernels`.
 
-The answers are those of `kernels`, bit for bit. What has no loop here (float8, long double, strided or
-byte-swapped arrays, a cast to a narrower type) is left to `kernels`.
+float8, long double, strided and byte-swapped arrays, and casts to a narrower type are left to `kernels`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradscale.core.summaries import Layout, Summary, value_of
+from gradscale.extras import needs
 from gradscale_numpy import kernels
-from gradscale_numpy.compiling import compiled
-from gradscale_numpy.headers import (
-    OWNERS,
-    array_at,
-    elements_of_singles,
-    is_readable,
-    objects_in,
-    single_at,
-    table_of_singles,
-)
 
-__all__ = ["count_words", "unscale_all", "unscale_owners"]
+with needs("gradscale_numpy.fast", "fast"):
+    import numba
+
+__all__ = ["count_words", "is_enabled", "unscale_all"]
 
 Array = NDArray[Any]
 
 # Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
 _BLOCK = 1 << 17
 
-# Elements that are scaled while other threads wait: it takes some 40 microseconds.
-_AT_ONCE = 1 << 17
+# Arrays of one call: the call takes longer than a small array.
+_TOGETHER = 32
 
 # Elements that are counted in 32 bits, in which more are counted at once than in 64.
 _COUNTED = 1 << 16
 
-# What was not scaled: anything else, and too much at once.
-_OTHERS, _MANY = -1, -2
-
 _SINGLE = np.dtype(np.float32)
-_DOUBLE = np.dtype(np.float64)
-_BITS = np.dtype(np.uint16)
 
 _f4 = np.float32
 _i4 = np.int32
 _u2 = np.uint16
 _u4 = np.uint32
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
-@compiled
-def _half_to_single(half: Any) -> Any:
-    """Return the float32 of a float16 given by its bits."""
+
+def _compiled(function: _Function) -> _Function:
+    """Compile a function at its first call; no fast-math, which assumes that there are no infinities and NaNs."""
+    try:
+        return cast("_Function", numba.njit(function, cache=True, nogil=True))
+    except RuntimeError:  # there is no folder to keep the machine code in
+        return cast("_Function", numba.njit(function, nogil=True))
+
+
+def is_enabled() -> bool:
+    """Return whether Numba compiles at all, which ``NUMBA_DISABLE_JIT=1`` prevents."""
+    return hasattr(_scale_singles, "py_func")
+
+
+@_compiled
+def _half_to_single(half: np.uint16) -> np.float32:
     magnitude = _u4(half) & _u4(0x7FFF)
     subnormal = _f4(_f4(np.int32(magnitude)) * _f4(2.0**-24)).view(_u4)
     normal = _u4((magnitude << _u4(13)) + _u4(0x38000000))
@@ -64,9 +65,8 @@ def _half_to_single(half: Any) -> Any:
     return _u4(bits | ((_u4(half) & _u4(0x8000)) << _u4(16))).view(_f4)
 
 
-@compiled
-def _single_to_half(single: Any) -> Any:
-    """Return the bits of the float16 nearest to a float32, ties to even."""
+@_compiled
+def _single_to_half(single: np.float32) -> np.uint16:
     bits = _f4(single).view(_u4)
     magnitude = _u4(bits & _u4(0x7FFFFFFF))
     # Adding one half leaves a float32 whose last place is that of a float16 subnormal: the sum rounds it.
@@ -79,22 +79,20 @@ def _single_to_half(single: Any) -> Any:
     return _u2(half | ((bits >> _u4(16)) & _u4(0x8000)))
 
 
-@compiled
-def _bfloat_to_single(bfloat: Any) -> Any:
-    """Return the float32 of a bfloat16 given by its bits."""
+@_compiled
+def _bfloat_to_single(bfloat: np.uint16) -> np.float32:
     return _u4(_u4(bfloat) << _u4(16)).view(_f4)
 
 
-@compiled
-def _single_to_bfloat(single: Any) -> Any:
-    """Return the bits of the bfloat16 nearest to a float32, ties to even."""
+@_compiled
+def _single_to_bfloat(single: np.float32) -> np.uint16:
     bits = _f4(single).view(_u4)
     # A NaN stays one: it was a bfloat16, so that the lower half, which could carry over, is zero.
     return _u2((bits + _u4(0x7FFF) + ((bits >> _u4(16)) & _u4(1))) >> _u4(16))
 
 
-@compiled
-def _scale_doubles(array: Any, factor: Any) -> Any:
+@_compiled
+def _scale_doubles(array: Array, factor: np.float64) -> bool:
     nonfinite = False
     for i in range(array.size):
         value = array[i] * factor
@@ -105,45 +103,27 @@ def _scale_doubles(array: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@compiled
-def _scale_singles(array: Any, factor: Any) -> Any:
+@_compiled
+def _scale_singles(array: Array, factor: np.float32) -> bool:
     largest = _u4(0)
     for i in range(array.size):
         value = _f4(array[i] * factor)
         array[i] = value
         # By their bits, magnitudes are ordered as integers, infinity and NaN last: quicker here than a NaN test.
         largest = max(largest, value.view(_u4) & _u4(0x7FFFFFFF))
-    return largest >= _u4(0x7F800000)
+    return bool(largest >= _u4(0x7F800000))
 
 
-@compiled
-def _scale_table(table: Any, factor: Any) -> Any:
-    count = 0
-    for i in range(table.shape[1]):
-        count += _scale_singles(array_at(table[0, i], table[1, i], np.float32), factor)
-    return count
+@_compiled
+def _scale_together(arrays: tuple[Array, ...], factor: np.float32) -> int:
+    nonfinite = 0
+    for array in arrays:
+        nonfinite += _scale_singles(array, factor)
+    return nonfinite
 
 
-def _scale_listed(listed: Any, wanted: Any, factor: Any) -> Any:
-    """Scale the arrays of a list and return how many are not finite; negative, and nothing is modified, else."""
-    objects = objects_in(listed)
-    elements = elements_of_singles(objects, wanted)
-    if elements < 0:
-        return _OTHERS
-    if elements > _AT_ONCE:
-        return _MANY
-    count = 0
-    for address in objects:
-        count += _scale_singles(single_at(address), factor)
-    return count
-
-
-# No other thread changes an array while it is read.
-_scale_listed = compiled(_scale_listed, holds_lock=True)
-
-
-@compiled
-def _scale_halves(array: Any, factor: Any) -> Any:
+@_compiled
+def _scale_halves(array: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(array.size):
         value = _single_to_half(_half_to_single(array[i]) * factor)
@@ -152,8 +132,8 @@ def _scale_halves(array: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@compiled
-def _scale_bfloats(array: Any, factor: Any) -> Any:
+@_compiled
+def _scale_bfloats(array: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(array.size):
         value = _single_to_bfloat(_bfloat_to_single(array[i]) * factor)
@@ -162,8 +142,8 @@ def _scale_bfloats(array: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@compiled
-def _widen_halves(source: Any, out: Any, factor: Any) -> Any:
+@_compiled
+def _widen_halves(source: Array, out: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(source.size):
         value = _half_to_single(source[i]) * factor
@@ -173,8 +153,8 @@ def _widen_halves(source: Any, out: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@compiled
-def _widen_bfloats(source: Any, out: Any, factor: Any) -> Any:
+@_compiled
+def _widen_bfloats(source: Array, out: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(source.size):
         value = _bfloat_to_single(source[i]) * factor
@@ -184,8 +164,10 @@ def _widen_bfloats(source: Any, out: Any, factor: Any) -> Any:
     return nonfinite
 
 
-@compiled
-def _count_magnitudes(words: Any, magnitude: Any, infinity: Any, smallest_normal: Any, counts: Any) -> Any:
+@_compiled
+def _count_magnitudes(
+    words: Array, magnitude: np.integer, infinity: np.integer, smallest_normal: np.integer, counts: Array
+) -> np.integer:
     """Add how many magnitudes are infinite, NaN, zero and subnormal or zero to the counts; return the largest."""
     nothing = magnitude ^ magnitude
     largest = nothing
@@ -206,61 +188,41 @@ def _count_magnitudes(words: Any, magnitude: Any, infinity: Any, smallest_normal
 
 
 class _Loop(NamedTuple):
-    """The loop for one pair of types, and the types that it sees the arrays and the factor as."""
+    """A loop for a pair of types, and what it sees the arrays and the factor as."""
 
     run: Callable[..., bool]
-    source_type: np.dtype[Any]
-    out_type: np.dtype[Any]
+    source_type: type[np.generic]
+    out_type: type[np.generic]
     factor_type: type[np.float32 | np.float64] = np.float32
 
 
-@lru_cache(maxsize=64)
-def _loop_for(source: np.dtype[Any], out: np.dtype[Any]) -> _Loop | None:
-    """Return the loop for a pair of types: in place where they are the same, from source to out otherwise."""
-    if source == out:
-        if source in (np.dtype(np.float32), np.dtype(np.complex64)):
-            return _Loop(_scale_singles, _SINGLE, _SINGLE)
-        if source in (np.dtype(np.float64), np.dtype(np.complex128)):
-            return _Loop(_scale_doubles, _DOUBLE, _DOUBLE, np.float64)
-        if source == np.dtype(np.float16):
-            return _Loop(_scale_halves, _BITS, _BITS)
-        if _is_bfloat(source):
-            return _Loop(_scale_bfloats, _BITS, _BITS)
-    elif out == _SINGLE:
-        if source == np.dtype(np.float16):
-            return _Loop(_widen_halves, _BITS, _SINGLE)
-        if _is_bfloat(source):
-            return _Loop(_widen_bfloats, _BITS, _SINGLE)
-    return None
-
-
-def _is_bfloat(dtype: np.dtype[Any]) -> bool:
-    """Return whether the type is bfloat16, which NumPy knows only by the library that registered it."""
-    return dtype.name == "bfloat16" and dtype.itemsize == _BITS.itemsize and dtype.isnative
+_LOOPS = {
+    ("float32", "float32"): _Loop(_scale_singles, _f4, _f4),
+    ("complex64", "complex64"): _Loop(_scale_singles, _f4, _f4),
+    ("float64", "float64"): _Loop(_scale_doubles, np.float64, np.float64, np.float64),
+    ("complex128", "complex128"): _Loop(_scale_doubles, np.float64, np.float64, np.float64),
+    ("float16", "float16"): _Loop(_scale_halves, _u2, _u2),
+    ("bfloat16", "bfloat16"): _Loop(_scale_bfloats, _u2, _u2),
+    ("float16", "float32"): _Loop(_widen_halves, _u2, _f4),
+    ("bfloat16", "float32"): _Loop(_widen_bfloats, _u2, _f4),
+}
 
 
 def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
-    """Do what `kernels.unscale_all` does, to the same bits.
+    """Do what `kernels.unscale_all` does.
 
-    Parameters
-    ----------
-    sources, outs, inverse
-        As for `kernels.unscale_all`. Where both sequences are one object, every array in it is C-contiguous, aligned
-        and writable.
-
-    Returns
-    -------
-    int
-        How many outs hold an infinity or a NaN.
+    If both sequences are one object, every array in it must be C-contiguous, aligned and writable.
     """
+    if sources is outs and kernels.are_singles(outs):
+        return _scale_all(outs, inverse)
     nonfinite = 0
-    plain: list[Array] = []
+    singles: list[Array] = []
     small_sources: list[Array] = []
     small_outs: list[Array] = []
     with np.errstate(all="ignore"):
         for source, out in zip(sources, outs, strict=True):
             if source is out and out.dtype is _SINGLE and out.flags.carray:
-                plain.append(out)
+                singles.append(out)
             elif out.size > kernels.SMALL:
                 nonfinite += _unscale_one(source, out, inverse)
             else:
@@ -268,29 +230,26 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
                 small_outs.append(out)
     if small_outs:
         nonfinite += kernels.unscale_all(small_sources, small_outs, inverse)
-    return nonfinite + _unscale_plain(plain, inverse)
+    return nonfinite + _scale_all(singles, inverse)
 
 
-def unscale_owners(leaves: Sequence[Any], inverse: np.float32) -> int | None:
-    """Do what `kernels.unscale_owners` does, to the same bits."""
-    listed = leaves if type(leaves) is list else list(leaves)
-    count: int = _scale_listed(id(listed), OWNERS, inverse) if is_readable() else _OTHERS
-    if count == _OTHERS:
-        return None if kernels.dtypes_of_owners(listed) is None else unscale_all(listed, listed, inverse)
-    return _unscale_plain(listed, inverse) if count == _MANY else count
+def _scale_all(singles: Sequence[Array], inverse: np.float32) -> int:
+    nonfinite = 0
+    flat = [array if array.ndim == 1 else array.reshape(-1) for array in singles]
+    whole = len(flat) - len(flat) % _TOGETHER
+    for start in range(0, whole, _TOGETHER):
+        nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
+    return nonfinite + sum(_scale_singles(array, inverse) for array in flat[whole:])
 
 
-def _unscale_plain(arrays: Sequence[Array], inverse: np.float32) -> int:
-    table = table_of_singles(arrays)
-    if table is None:
-        return sum(_scale_singles(array.reshape(-1), inverse) for array in arrays)
-    return int(_scale_table(table, inverse))
+def _is_plain(array: Array) -> bool:
+    return array.flags.aligned and array.dtype.isnative
 
 
 def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
-    """Unscale one pair in a compiled loop where there is one, and say whether `out` is then not finite."""
-    loop = _loop_for(source.dtype, out.dtype)
-    if loop is None or not (source.flags.aligned and out.flags.aligned):
+    """Unscale one pair, in a compiled loop if there is one, and return whether `out` is then not finite."""
+    loop = _LOOPS.get((source.dtype.name, out.dtype.name))
+    if loop is None or not (_is_plain(source) and _is_plain(out)):
         return kernels.unscale_one(source, out, inverse)
     if source.flags.c_contiguous and out.flags.c_contiguous:
         values, results = source.reshape(-1), out.reshape(-1)

@@ -137,8 +137,8 @@ class Backend:
         Parameters
         ----------
         grads : sequence of arrays
-            Floating or complex arrays of the library; of a complex value that is not finite it is only told that it is
-            not.
+            Floating or complex arrays of the library, each once; of a complex value that is not finite it is only told
+            that it is not.
         state : ScaleState
             Gives the scale.
         dtype : dtype, optional
@@ -157,24 +157,6 @@ class Backend:
             never to 0. No host read.
         """
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
-
-    def unscale_at_once(self, leaves: Sequence[Any], state: ScaleState, /) -> int | None:  # noqa: ARG002
-        """Unscale in place and count, where a glance tells that this can be done: the short way of most iterations.
-
-        Parameters
-        ----------
-        leaves : sequence
-            Whatever an optimizer has: also arrays of other libraries, integers, and one array twice.
-        state : ScaleState
-            Of numbers.
-
-        Returns
-        -------
-        int or None
-            As of ``unscale`` with ``out=leaves``. None, and nothing is modified, where each leaf has to be looked at;
-            by default always.
-        """
-        return None
 
     def unscale_with_squares(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None

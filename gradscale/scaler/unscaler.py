@@ -14,7 +14,6 @@ from gradscale.core.backend import Backend
 from gradscale.core.clipping import clip_factor, clip_factor_of
 from gradscale.core.gradients import ListedParameters, collect_gradients
 from gradscale.core.identity import IdentityMap
-from gradscale.core.named import constructor
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
@@ -71,9 +70,6 @@ class ArrayFound(NamedTuple):
     """Their norm before clipping, 0-d float32."""
 
 
-_made_found = constructor(ArrayFound)
-
-
 class ArrayUnscaler:
     """Unscales in place if the library can, else assigns new arrays. No host read but for a norm over ranks."""
 
@@ -91,12 +87,6 @@ class ArrayUnscaler:
         """Divide gradients by the scale of a state, clip and judge them; a refusal modifies none."""
         backend = live.backend
         backend.refuse_tracing("unscale_()")
-        if gradients.clip is None and gradients.master_dtype is None and isinstance(state.scale, float):
-            gradients.is_touched = True
-            count = backend.unscale_at_once(gradients.leaves, state)
-            if count is not None:
-                return _made_found((count, None))
-            gradients.is_touched = False
         chosen = ops.floating_leaves(gradients.leaves, live.home, what=gradients.what)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
         out = chosen if dtype is None else None

@@ -308,6 +308,14 @@ def test_reading_example_and_fingerprint(backend: NumpyBackend, scale: float) ->
     assert fingerprint.tolist() == arithmetic.fingerprint(state).tolist()
 
 
+def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend) -> None:
+    whole = np.full((40, 2), 8.0, np.float32)
+    arrays = [*whole[:, 0].reshape(40, 1), whole[::2, 1], np.full((2, 3), 8.0, np.float32).T]
+    assert backend.multiply_in_place(arrays, np.float32(0.5)) is arrays
+    assert whole.tolist() == [[4.0, 4.0], [4.0, 8.0]] * 20
+    assert (arrays[-1] == 4.0).all()
+
+
 def test_a_backend_can_be_pickled(backend: NumpyBackend) -> None:
     backend.unscale([np.ones(1, np.float32)], state_of())
     copied = pickle.loads(pickle.dumps(backend))
@@ -338,6 +346,23 @@ def test_without_numba_the_kernels_of_numpy_serve() -> None:
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert completed.stdout.split() == ["[1.0]", "0", "gradscale_numpy.kernels"], completed.stderr
+
+
+def test_where_numba_compiles_nothing_the_kernels_of_numpy_serve() -> None:
+    require("fast")
+    code = (
+        "import os; os.environ['NUMBA_DISABLE_JIT'] = '1'\n"
+        "import numpy as np, gradscale\n"
+        "from gradscale_numpy import NumpyBackend\n"
+        "state = gradscale.DynamicScale(init_scale=8.0).init(np.zeros(()))\n"
+        "for fast in (None, True):\n"
+        "    backend = NumpyBackend(fast=fast)\n"
+        "    [got], count = backend.unscale([np.float32([8.0])], state)\n"
+        "    backend.summarize([got])\n"
+        "    print(got.tolist(), int(count), backend._unscale_all.__module__)\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.stdout.split() == ["[1.0]", "0", "gradscale_numpy.kernels"] * 2, completed.stderr
 
 
 class Unit(np.ndarray[Any, Any]):

@@ -23,12 +23,12 @@ _SIZE = 10  # elements
 _TOGETHER = 300
 _SETTINGS: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
 _TARGETS = {
-    ("numpy", 1): 0.75,
-    ("numpy", 300): 0.75,
-    ("numpy with fast", 1): 0.4,
-    ("numpy with fast", 300): 0.35,
-    ("torch", 1): 0.85,
-    ("torch", 300): 0.45,
+    ("numpy", 1): 1.1,
+    ("numpy", 300): 0.8,
+    ("numpy with fast", 1): 0.85,
+    ("numpy with fast", 300): 0.5,
+    ("torch", 1): 1.05,
+    ("torch", 300): 0.6,
 }
 
 

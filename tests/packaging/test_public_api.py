@@ -43,9 +43,7 @@ PACKAGES = (
 # These import what may not be installed.
 OPTIONAL = (
     ["gradscale", "cli"],
-    ["gradscale_numpy", "compiling"],
     ["gradscale_numpy", "fast"],
-    ["gradscale_numpy", "headers"],
     ["gradscale_numpy", "mpi"],
     ["gradscale_torch", "plugins"],
 )
