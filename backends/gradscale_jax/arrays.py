@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from array_api_compat import array_namespace
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
@@ -222,7 +223,7 @@ def _sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
 
 @jax.jit
 def _multiply(arrays: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    return [multiply(jnp, widened(x), factor).astype(x.dtype) for x in arrays]
+    return [multiply(widened(x), factor).astype(x.dtype) for x in arrays]
 
 
 @jax.jit

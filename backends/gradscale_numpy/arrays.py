@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.exceptions import TooHardError
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
@@ -128,7 +128,7 @@ class NumpyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: DTypeLike | None = None,
+        dtype: object = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int]:
         """Divide arrays by the scale and count those with a non-finite value, as :meth:`gradscale.Backend.unscale`.
@@ -168,7 +168,7 @@ class NumpyBackend(Backend):
         self,
         grads: Sequence[NumpyArray],
         inverse: np.float32,
-        dtype: DTypeLike | None,
+        dtype: object,
         out: Sequence[NumpyArray] | None,
     ) -> tuple[Sequence[NumpyArray], int]:
         """Unscale into new arrays or into checked ones."""
@@ -196,7 +196,7 @@ class NumpyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: DTypeLike | None = None,
+        dtype: object = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int, NumpyArray]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
@@ -265,5 +265,5 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
     return array.view(np.ndarray)
 
 
-def _stored_dtype(grad: NumpyArray, dtype: DTypeLike | None) -> np.dtype[Any]:
+def _stored_dtype(grad: NumpyArray, dtype: Any) -> np.dtype[Any]:
     return grad.dtype if dtype is None or grad.dtype.kind == "c" else np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Memory that arrays share: what may not be written at once, told from addresses alone."""
+"""Memory that arrays share, found by their addresses: they must not be written at once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ from gradscale.errors import InvalidValueError
 __all__ = ["Span", "overlaps_itself", "require_disjoint", "span"]
 
 Span = tuple[int, int]
-"""The address of an array's first byte, and of the one behind its last."""
+"""The addresses of an array's first byte and of the byte after its last."""
 
 
 def span(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Span:
-    """Return the span of an array that has elements.
-
-    Parameters
-    ----------
-    address : int
-        Of the element whose indices are all 0.
-    shape, strides : tuple of int
-        Strides in bytes; they may be negative.
-    itemsize : int
-        Bytes of an element.
-    """
+    """Return the span of an array that has elements; strides are in bytes, and may be negative."""
     reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
     return address + sum(min(reach, 0) for reach in reaches), address + sum(
         max(reach, 0) for reach in reaches
@@ -31,15 +21,7 @@ def span(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsiz
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
-    """Tell whether elements of an array share memory, as broadcasting and strides made by hand have it.
-
-    Parameters
-    ----------
-    shape, strides : sequence of int
-        Strides in the unit of ``itemsize``; they may be negative.
-    itemsize : int, default 1
-        The size of an element; 1 where strides count elements.
-    """
+    """Tell whether elements of an array share memory, as after broadcasting; strides in the unit of ``itemsize``."""
     if 0 in shape:
         return False
     axes = sorted(
@@ -72,21 +54,9 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int 
 def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, int], bool], count: int) -> None:
     """Refuse arrays to be written that share memory with each other or with one that is only read.
 
-    Parameters
-    ----------
-    spans : iterable of (Span, int)
-        Of the arrays with elements, each with its number: those to be written from 0, and from ``count`` on the
-        gradients that are written elsewhere.
-    share : callable
-        Tells of two numbers whether their arrays share an element. Interleaved views, such as columns of one array,
-        overlap in span and not in memory.
-    count : int
-        How many arrays are written.
-
-    Raises
-    ------
-    InvalidValueError
-        With the first two; part of a gradient would be divided twice.
+    Spans are of arrays with elements, and have numbers: below ``count`` those of arrays to be written, from there on
+    those of the gradients that are written elsewhere. ``share`` tells of two numbers whether their arrays share an
+    element: columns of one array overlap in span only.
     """
     open_spans: list[tuple[int, int]] = []
     for (start, stop), number in sorted(spans):

@@ -1,9 +1,8 @@
 """Arithmetic on arrays, without trees: unscale, the reciprocal and the fingerprint, as every adapter must have them.
 
-Written against the Python array API standard alone. Everything casts explicitly, because libraries promote half
-precision differently, and nothing reads from the device, so that it runs under a tracing compiler. What the whole core
-needs of a library is listed below, in ``STANDARD_FUNCTIONS`` (with ``device=`` for those that make arrays),
-``STANDARD_DTYPES`` and ``STANDARD_MEMBERS``.
+Written against the Python array API standard. It casts explicitly, because libraries promote half precision
+differently, and reads nothing from the device, so that it runs under a tracing compiler. ``STANDARD_FUNCTIONS`` (with
+``device=`` for those that make arrays), ``STANDARD_DTYPES`` and ``STANDARD_MEMBERS`` list what the core needs.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from array_api_compat import array_namespace, device, is_jax_namespace, is_numpy_namespace, to_device
+from array_api_compat import array_namespace, device, to_device
 
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, ScaleState
+from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.errors import InvalidValueError
 
 __all__ = [
@@ -88,7 +86,7 @@ class Kind(enum.Enum):
 
 
 @functools.lru_cache(maxsize=1024)
-def dtype_kind(dtype: Any, xp: Any) -> Kind:
+def dtype_kind(dtype: object, xp: Namespace) -> Kind:
     """Classify a dtype of a namespace."""
     if any(name in str(dtype) for name in _NARROW_NAMES):
         # Under NumPy these belong to ml_dtypes, and isdtype and finfo refuse them.
@@ -121,11 +119,11 @@ def widened(x: Array) -> Array:
 def scaled(x: Array, factor: Array) -> Array:
     """Multiply a floating array by a 0-d float32 on its device; a 0-d one of half precision comes back as float32."""
     xp = array_namespace(x)
-    wide = multiply(xp, widened(x), factor)
+    wide = multiply(widened(x), factor)
     return wide if wide.dtype == x.dtype or x.ndim == 0 else xp.astype(wide, x.dtype)
 
 
-def nonfinite_flag(x: Array, home: Any) -> Array:
+def nonfinite_flag(x: Array, home: object) -> Array:
     """Return whether a floating array holds an inf or NaN, as a 0-d int32 on a device."""
     xp = array_namespace(x)
     # isfinite is not there for every narrow type.
@@ -134,28 +132,9 @@ def nonfinite_flag(x: Array, home: Any) -> Array:
 
 
 def unscale_arrays(
-    grads: Sequence[Array], state: ScaleState, *, dtype: Any = None, out: Sequence[Array] | None = None
+    grads: Sequence[Array], state: ScaleState, *, dtype: object = None, out: Sequence[Array] | None = None
 ) -> tuple[list[Array], Array]:
-    """Divide floating arrays by the scale and count the non-finite ones: the pure form that every adapter must equal.
-
-    Parameters
-    ----------
-    grads : sequence of arrays
-        Floating or complex arrays of the state's library.
-    state : ScaleState
-        Gives the scale; unchanged.
-    dtype : dtype, optional
-        Wanted dtype of the real ones. Default: each one's own.
-    out : sequence of arrays, optional
-        Instead of ``dtype``: one array for each gradient, whose dtype is wanted. Never written to.
-
-    Returns
-    -------
-    arrays : list of arrays
-        New arrays, on the devices of the given ones.
-    nonfinite : array
-        0-d int32 on the state's device.
-    """
+    """Divide floating arrays by the scale into new ones and count the non-finite: what every adapter must equal."""
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)
@@ -165,7 +144,7 @@ def unscale_arrays(
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
         xp = array_namespace(x)
-        wide = multiply(xp, multiply(xp, widened(x), first.on(x)), second.on(x))
+        wide = multiply(multiply(widened(x), first.on(x)), second.on(x))
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
         stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
         unscaled.append(stored)
@@ -174,19 +153,9 @@ def unscale_arrays(
 
 
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
-    """Return the sum of the squares of all elements; of complex ones, of both parts.
+    """Return the sum of the squares of all elements, of complex ones of both parts, on the device of ``like``.
 
-    Parameters
-    ----------
-    arrays : sequence of arrays
-        Floating or complex, of the library of ``like``, on any devices.
-    like : array
-        On the device where the sum is wanted.
-
-    Returns
-    -------
-    array
-        0-d float64, or float32 where a device has no float64: that overflows for norms above 1.8e19. No host read.
+    It is float64, or float32 on a device without: that overflows for norms above 1.8e19.
     """
     xp, home = array_namespace(like), device(like)
     total = xp.zeros((), dtype=_widest(xp, home), device=home)
@@ -200,29 +169,23 @@ def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
     return total
 
 
-def _widest(xp: Any, where: Any) -> Any:
+def _widest(xp: Namespace, where: object) -> object:
     return xp.float64 if has_float64(xp, where) else xp.float32
 
 
 def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
-    """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays. No host read."""
+    """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays."""
     there = DeviceReplicas(factor)
     made = []
     for x in arrays:
         xp = array_namespace(x)
-        product = multiply(xp, widened(x), there.on(x))
+        product = multiply(widened(x), there.on(x))
         made.append(product if product.dtype == x.dtype else xp.astype(product, x.dtype))
     return made
 
 
-def check_real_dtype(like: Array, dtype: Any) -> None:
-    """Refuse a wanted dtype that is not real floating.
-
-    Raises
-    ------
-    InvalidValueError
-        When it is not; ``None`` is fine.
-    """
+def check_real_dtype(like: Array, dtype: object) -> None:
+    """Refuse a wanted dtype that is neither None nor real floating."""
     if dtype is None:
         return
     try:
@@ -237,8 +200,8 @@ def check_real_dtype(like: Array, dtype: Any) -> None:
 def inverse_factors(scale: Array) -> tuple[Array, Array]:
     """Return two 0-d float32 arrays; multiplying by the first and then the second is dividing by the scale.
 
-    They are 1 and the reciprocal. Above 2**126 the reciprocal is subnormal, which compilers such as XLA take for 0, and
-    with it every gradient: where that happens they are a quarter and the reciprocal of a quarter of the scale.
+    They are 1 and the reciprocal. Above 2**126 that is subnormal, which compilers such as XLA take for 0: then they are
+    a quarter and the reciprocal of a quarter of the scale.
     """
     xp = array_namespace(scale)
     one, quarter = xp.full_like(scale, 1.0), xp.full_like(scale, 0.25)
@@ -250,10 +213,7 @@ def inverse_factors(scale: Array) -> tuple[Array, Array]:
 
 
 def reciprocal(x: Array) -> Array:
-    """Return 1/x of a 0-d float32 array as float32, rounded once; exact for powers of two.
-
-    Computed in float64 where the device has it, because some compilers divide float32 inexactly.
-    """
+    """Return 1/x of a 0-d float32, computed in float64 if possible: some compilers divide float32 inexactly."""
     xp = array_namespace(x)
     if not has_float64(xp, device(x)):
         return as_0d_array(xp, xp.full_like(x, 1.0) / x)
@@ -261,25 +221,21 @@ def reciprocal(x: Array) -> Array:
     return as_0d_array(xp, xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
 
 
-def has_float64(xp: Any, where: Any) -> bool:
+def has_float64(xp: Namespace, where: object) -> bool:
     """Tell whether a device computes in float64."""
     # JAX has it switched on and off while it runs; CuPy's devices have no hash.
-    if is_jax_namespace(xp) or type(where).__hash__ is None:
+    if xp.__name__.startswith("jax.") or type(where).__hash__ is None:
         return _find_float64.__wrapped__(xp, where)
     return _find_float64(xp, where)
 
 
 @functools.lru_cache(maxsize=64)
-def _find_float64(xp: Any, where: Any) -> bool:
+def _find_float64(xp: Namespace, where: object) -> bool:
     return "float64" in xp.__array_namespace_info__().dtypes(device=where, kind="real floating")
 
 
 def fingerprint(state: ScaleState, bits: Array | None = None) -> Array:
-    """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker.
-
-    The standard has no bit cast: unless ``bits`` of the scale are given, they are taken apart by exact arithmetic.
-    Equal fingerprints mean equal states.
-    """
+    """Return a state as a 1-d int32 array: the IEEE bits of the scale, which adapters may give, then each tracker."""
     xp = array_namespace(state.scale)
     fields = [float32_bits(state.scale) if bits is None else bits, *state[1:]]
     return xp.stack([as_0d_array(xp, field) for field in fields])
@@ -316,35 +272,30 @@ def significand_and_exponent(x: Array) -> tuple[Array, Array]:
     return x, exponent
 
 
-def multiply(xp: Any, x: Array, factor: Array) -> Array:
+def multiply(x: Array, factor: Array) -> Array:
     """Multiply by a 0-d float32 in the dtype of ``x``, which is float32, wider or complex."""
+    xp = array_namespace(x)
     if x.dtype != factor.dtype:
         factor = xp.astype(factor, xp.real(x).dtype if kind_of(x) is Kind.COMPLEX else x.dtype)
     return as_0d_array(xp, x * factor)
 
 
-def as_0d_array(xp: Any, x: Array) -> Array:
+def as_0d_array(xp: Namespace, x: Array) -> Array:
     """Return an array where NumPy's operators give a scalar; torch's asarray would take others out of their graph."""
-    return xp.asarray(x) if is_numpy_namespace(xp) else x
+    return xp.asarray(x) if xp.__name__ in ("numpy", "array_api_compat.numpy") else x
 
 
 class DeviceReplicas:
     """Copies of one 0-d array on the devices where it is needed, each made once.
 
-    Parameters
-    ----------
-    x : array
-        0-d.
-    placement : callable
-        Returns where a 0-d array must be to be combined with an array; None for anywhere.
-    move : callable, optional
-        Returns a copy of ``x`` beside an array, where the library's own ``to_device`` is not in the order of streams.
+    ``placement`` returns where a 0-d array must be to be combined with another, or None for anywhere; ``move`` copies
+    it next to an array, if the library's own ``to_device`` is not in the order of streams.
     """
 
     def __init__(
         self,
         x: Array,
-        placement: Callable[[Array], Any] = device,
+        placement: Callable[[Array], object] = device,
         move: Callable[[Array, Array], Array] | None = None,
     ) -> None:
         self._x = x

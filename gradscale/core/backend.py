@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from array_api_compat import array_namespace, device, to_device
 
@@ -74,7 +74,7 @@ class Backend:
         """Begin what ``read`` does, where the library can without making the host wait; by default it waits here."""
         return DoneRead(self.read(x))
 
-    def placement(self, like: Array, /) -> Any:
+    def placement(self, like: Array, /) -> object:
         """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None where any one will do."""
         return device(like)
 
@@ -130,7 +130,7 @@ class Backend:
         return [arithmetic.scaled(x, factors.on(x)) for x in outputs]
 
     def unscale(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: object = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array | int]:
         """Divide floating arrays by the scale and count those that are not finite afterwards.
 
@@ -159,7 +159,7 @@ class Backend:
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
 
     def unscale_with_squares(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: object = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array | int, Array]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
 

@@ -1,9 +1,9 @@
-"""Clipping by the global norm: the norm of what a rank or a group holds, and what it is multiplied by."""
+"""Clipping by the global norm: the norm of the gradients of a rank or a group, and the factor."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from array_api_compat import array_namespace
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 STANDARD_FUNCTIONS = ("imag", "sqrt", "sum")
-"""What clipping needs of a library beside the rest of the core."""
+"""What clipping needs of a library besides what the core needs."""
 
 NormOver: TypeAlias = Literal["rank", "group"]
 
@@ -28,32 +28,18 @@ NormOver: TypeAlias = Literal["rank", "group"]
 _EPSILON = 1e-6
 
 
-def checked_norm(max_norm: Any) -> float:
-    """Return a largest norm as a float: a number that is not negative, infinity included."""
+def checked_norm(max_norm: object) -> float:
+    """Return a largest norm as a float that is not negative; infinity is allowed."""
     if isinstance(max_norm, float) and max_norm == math.inf:
         return max_norm
     return validation.number("max_norm", max_norm, at_least=0.0)
 
 
 def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
-    """Return the norm, what arrays of this norm are multiplied by, and whether that is an overflow. No host read.
+    """Return the norm, the factor to multiply arrays by (0-d float32), and whether that is an overflow (0-d int32).
 
-    Parameters
-    ----------
-    squares : array
-        0-d float64 or float32: the sum of squares.
-    max_norm : float
-        At least 0.
-
-    Returns
-    -------
-    norm : array
-        0-d float32.
-    factor : array
-        0-d float32, at most 1: ``max_norm / (norm + 1e-6)``, as torch's ``clip_grad_norm_`` has it; 1 for a norm that
-        is not finite.
-    overflows : array
-        0-d int32: 1 where the norm is not finite in float32, or the factor is so small that it loses bits.
+    The factor is ``max_norm / (norm + 1e-6)``, as in torch's ``clip_grad_norm_``, but at most 1; 1 for a norm that is
+    not finite. It is an overflow if the norm is not finite in float32, or the factor is so small that it loses bits.
     """
     xp = array_namespace(squares)
     wide = as_0d_array(xp, xp.sqrt(squares))
@@ -71,10 +57,7 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
 
 
 def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:
-    """Do what ``clip_factor`` does for a norm that the host has, in Python's floats.
-
-    Ranks may compute in several libraries and precisions, and have to clip alike.
-    """
+    """Do what ``clip_factor`` does for a norm that the host has, in Python's floats, so that all ranks clip alike."""
     xp = array_namespace(like)
     rounded = validation.round_to_float32(norm)
     wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0

@@ -1,18 +1,18 @@
-"""Where an optimizer's gradients are, how they are called, and how unscaled ones go back to it."""
+"""An optimizer's gradients: where they are, their names, and how unscaled ones go back."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from array_api_compat import is_array_api_obj
 
 from gradscale.core import tree
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import reading, shown, unreadable
-from gradscale.core.protocols import Array
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.core.messages import reading, shown
+from gradscale.core.protocols import Array, Optimizer, OptimizerWithGrads, OptimizerWithGroups
+from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["ListedParameters", "NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
 
@@ -20,36 +20,18 @@ Assign = Callable[[dict[int, Array]], None]
 
 
 class NamedGradient(NamedTuple):
-    """A gradient and where it is.
+    """A gradient, None if there is none; its parameter, None in a ``grads`` tree; and its name.
 
-    Attributes
-    ----------
-    name : str
-        What the optimizer calls it (``param_names``, which torch keeps), else the expression that reaches it.
-    parameter : object
-        What has the gradient; None in a ``grads`` tree.
-    gradient : object
-        None where there is none.
+    The name is the optimizer's (``param_names``, which torch keeps), else the expression that reaches it.
     """
 
     name: str
-    parameter: Any
-    gradient: Any
+    parameter: object
+    gradient: object
 
 
 class ListedParameters:
-    """An optimizer's parameters as its groups listed them, to notice when they have changed.
-
-    Parameters
-    ----------
-    lists : iterable of list
-        The ``"params"`` of each group; copied.
-
-    Attributes
-    ----------
-    unique : list
-        Each parameter once, however often it is listed.
-    """
+    """An optimizer's parameters as its groups listed them, to notice when they change; ``unique`` holds each once."""
 
     __slots__ = ("_lists", "unique")
 
@@ -57,8 +39,8 @@ class ListedParameters:
         self._lists = [list(listed) for listed in lists]
         self.unique = list({id(one): one for listed in self._lists for one in listed}.values())
 
-    def are_those_of(self, optimizer: Any) -> bool:
-        """Tell whether an optimizer lists the same ones now; always False where it lists them in no lists."""
+    def are_those_of(self, optimizer: OptimizerWithGroups) -> bool:
+        """Tell whether an optimizer lists the same ones now; always False if it does not list them in lists."""
         groups = optimizer.param_groups
         if type(groups) is not list or len(groups) != len(self._lists):
             return False
@@ -69,66 +51,28 @@ class ListedParameters:
         return True
 
 
-def collect_gradients(optimizer: Any, known: IdentityMap[ListedParameters]) -> tuple[list[Any], Assign]:
-    """Return an optimizer's gradients and a function that assigns their replacements.
+@reading("an optimizer")
+def collect_gradients(optimizer: Optimizer, known: IdentityMap[ListedParameters]) -> tuple[list[Array], Assign]:
+    """Return an optimizer's gradients, each parameter once, and a function that assigns their replacements.
 
-    Parameters
-    ----------
-    optimizer : object
-        With ``param_groups`` (dicts whose ``"params"`` have ``.grad``) or ``grads`` (nested containers of arrays).
-    known : IdentityMap
-        By optimizer, its parameters as they were found before; kept up to date.
-
-    Returns
-    -------
-    gradients : list
-        Every gradient that is there, each parameter once, however often it is listed.
-    assign : callable
-        Takes the new arrays by the ``id`` of the old ones. Arrays that were overwritten in place are not assigned.
-
-    Raises
-    ------
-    InvalidTypeError
-        When the optimizer has neither, or a parameter has no ``grad``.
+    ``known`` keeps the parameters of optimizers. The function takes new arrays by the ``id`` of the old ones, and
+    assigns those that are other objects.
     """
-    # As reading() does it, which costs more where nothing is raised.
-    try:
-        if hasattr(optimizer, "param_groups"):
-            return _from_param_groups(optimizer, known)
-        if hasattr(optimizer, "grads"):
-            return _from_grads(optimizer)
-    except GradscaleError:
-        raise
-    except Exception as error:
-        refusal = unreadable("an optimizer", error)
-        raise refusal from error
+    if _has_groups(optimizer):
+        return _from_param_groups(optimizer, known)
+    if _has_grads(optimizer):
+        return _from_grads(optimizer)
     raise _neither(optimizer)
 
 
 @reading("an optimizer")
-def named_gradients(optimizer: Any) -> list[NamedGradient]:
-    """Return an optimizer's gradients with their names, each parameter once, also where there is no gradient.
-
-    Parameters
-    ----------
-    optimizer : object
-        As for :func:`collect_gradients`.
-
-    Returns
-    -------
-    list of NamedGradient
-        In the order of the parameters, or of the leaves of the tree.
-
-    Raises
-    ------
-    InvalidTypeError
-        As :func:`collect_gradients`.
-    """
-    if hasattr(optimizer, "grads") and not hasattr(optimizer, "param_groups"):
+def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
+    """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
+    if not _has_groups(optimizer):
+        if not _has_grads(optimizer):
+            raise _neither(optimizer)
         return [NamedGradient(path, None, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
-    if not hasattr(optimizer, "param_groups"):
-        raise _neither(optimizer)
-    parameters: dict[int, tuple[str, Any]] = {}
+    parameters: dict[int, tuple[str, object]] = {}
     for index, (group, listed) in enumerate(_parameter_lists(optimizer)):
         paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
         known = group.get("param_names") if hasattr(group, "get") else None
@@ -140,22 +84,11 @@ def named_gradients(optimizer: Any) -> list[NamedGradient]:
 
 
 @reading("names")
-def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGradient]:
-    """Return an optimizer's gradients under the names that a user gives.
+def name_gradients(located: Sequence[NamedGradient], names: object) -> list[NamedGradient]:
+    """Return an optimizer's gradients under the names that a user gives; None keeps their own.
 
-    Parameters
-    ----------
-    located : sequence of NamedGradient
-        Under their own names.
-    names : iterable or mapping, or None
-        Pairs of name and parameter (torch's ``named_parameters()``) or a mapping from one to the other: every parameter
-        of the optimizer must be there, and those of other optimizers may be. Or strings: one for each parameter or leaf
-        of the tree, in order. None keeps the names.
-
-    Raises
-    ------
-    InvalidValueError
-        For names that do not match the parameters; it says which.
+    Names are pairs of name and parameter (torch's ``named_parameters()``) or a mapping from one to the other, with all
+    parameters of the optimizer among them, or a string for each parameter or leaf of the tree, in order.
     """
     if names is None:
         return list(located)
@@ -192,7 +125,15 @@ def name_gradients(located: Sequence[NamedGradient], names: Any) -> list[NamedGr
     return [one._replace(name=by_parameter[id(one.parameter)]) for one in located]
 
 
-def _neither(optimizer: Any) -> InvalidTypeError:
+def _has_groups(optimizer: object) -> TypeGuard[OptimizerWithGroups]:
+    return hasattr(optimizer, "param_groups")
+
+
+def _has_grads(optimizer: object) -> TypeGuard[OptimizerWithGrads]:
+    return hasattr(optimizer, "grads")
+
+
+def _neither(optimizer: object) -> InvalidTypeError:
     msg = (
         f"an optimizer must have param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested "
         f"containers, to be read and assigned), got {shown(optimizer)} of type {type(optimizer).__name__}, which has "
@@ -201,7 +142,7 @@ def _neither(optimizer: Any) -> InvalidTypeError:
     return InvalidTypeError(msg)
 
 
-def _parameter_lists(optimizer: Any) -> list[tuple[Any, list[Any]]]:
+def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
     """Return each group of ``param_groups`` and its parameters."""
     found = []
     groups = optimizer.param_groups
@@ -229,7 +170,7 @@ def _parameter_lists(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     return found
 
 
-def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
+def _gradients_of(optimizer: object, parameters: Iterable[Any]) -> list[Array]:
     try:
         # Each gradient is read once: a parameter may give a new object at each access.
         return [parameter.grad for parameter in parameters]
@@ -239,7 +180,9 @@ def _gradients_of(optimizer: Any, parameters: Iterable[Any]) -> list[Any]:
         raise InvalidTypeError(msg) from None
 
 
-def _from_param_groups(optimizer: Any, known: IdentityMap[ListedParameters]) -> tuple[list[Any], Assign]:
+def _from_param_groups(
+    optimizer: OptimizerWithGroups, known: IdentityMap[ListedParameters]
+) -> tuple[list[Array], Assign]:
     parameters = known.by_id(id(optimizer))
     if parameters is None or not parameters.are_those_of(optimizer):
         parameters = ListedParameters(listed for _, listed in _parameter_lists(optimizer))
@@ -255,8 +198,8 @@ def _from_param_groups(optimizer: Any, known: IdentityMap[ListedParameters]) -> 
     return [gradient for gradient in gradients if gradient is not None], assign
 
 
-def _require_tree(optimizer: Any) -> Any:
-    """Return the ``grads`` of an optimizer, having checked that they can be walked."""
+def _require_tree(optimizer: OptimizerWithGrads) -> object:
+    """Return the ``grads`` of an optimizer, if they can be walked."""
     gradients = optimizer.grads
     is_array = is_array_api_obj(gradients)
     # An iterator would be empty for the optimizer after the scaler has walked it.
@@ -266,11 +209,11 @@ def _require_tree(optimizer: Any) -> Any:
     return gradients
 
 
-def _from_grads(optimizer: Any) -> tuple[list[Any], Assign]:
+def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], Assign]:
     leaves, rebuild = tree.flatten(_require_tree(optimizer))
 
     def assign(replacements: dict[int, Array]) -> None:
-        if any(new is not leaf for leaf in leaves if (new := replacements.get(id(leaf), leaf)) is not leaf):
+        if any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves):
             optimizer.grads = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
 
     return leaves, assign

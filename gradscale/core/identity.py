@@ -1,7 +1,7 @@
 """IdentityMap: values for objects, by identity and weakly, whether or not the objects can be hashed."""
 
 import weakref
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 __all__ = ["IdentityMap"]
 
@@ -11,20 +11,18 @@ _Value = TypeVar("_Value")
 class IdentityMap(Generic[_Value]):
     """A mapping keyed by the object itself, which does not keep it alive.
 
-    A plain ``id()`` would be handed on to the next object at that address; ``WeakKeyDictionary`` would merge objects
-    that compare equal and refuses those without a hash. An object that cannot be referenced weakly is kept alive with
-    the map.
+    ``WeakKeyDictionary`` merges objects that compare equal and refuses those without a hash. An object that cannot be
+    referenced weakly is kept alive by the map.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Any, _Value]] = {}
+        self._entries: dict[int, tuple[object, _Value]] = {}
 
-    def __getitem__(self, key: Any) -> _Value:
+    def __getitem__(self, key: object) -> _Value:
         return self._entries[id(key)][1]
 
-    def put(self, key: Any, value: _Value) -> None:
-        """Give an object a value, in the place of any other."""
-        # No __setitem__, which Python calls by a detour: it is called in each iteration.
+    def put(self, key: object, value: _Value) -> None:
+        """Set the value of an object."""
         identity = id(key)
         known = self._entries.get(identity)
         if known is not None:
@@ -33,21 +31,21 @@ class IdentityMap(Generic[_Value]):
         # Weakly, because a cycle would keep the map and its arrays until the collector runs.
         this = weakref.ref(self)
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             if (alive := this()) is not None:
                 alive._entries.pop(identity, None)
 
         try:
-            reference: Any = weakref.ref(key, forget)
+            reference: object = weakref.ref(key, forget)
         except TypeError:
             reference = key
         self._entries[identity] = (reference, value)
 
-    def pop(self, key: Any) -> _Value:
+    def pop(self, key: object) -> _Value:
         """Remove an object, and return its value."""
         return self._entries.pop(id(key))[1]
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return id(key) in self._entries
 
     def by_id(self, identity: int) -> _Value | None:

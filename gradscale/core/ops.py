@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar, cast
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
-from gradscale.core.messages import reading, shown, unreadable
-from gradscale.core.protocols import Array, ScaleState
+from gradscale.core.messages import reading, shown
+from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.core.standard import library_name
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
 
 
+_T = TypeVar("_T")
+_Rebuild: TypeAlias = Callable[[Sequence[object]], object]
+
 _dtype_of = operator.attrgetter("dtype")
-# Of a type, a dtype and a namespace, whether such leaves are floating arrays of that library.
 _reading_leaves = reading("an array")
-_known: dict[tuple[type, Any, Any], bool] = {}
+# Whether arrays of a type, a dtype and a namespace are floating arrays of that namespace.
+_known: dict[tuple[type, object, Namespace], bool] = {}
 
 
-def scale(outputs: Any, state: ScaleState) -> Any:
+def scale(outputs: _T, state: ScaleState) -> _T:
     """Multiply outputs (a loss, or nested containers of arrays) by the scale.
 
     Parameters
@@ -58,10 +61,10 @@ def scale(outputs: Any, state: ScaleState) -> Any:
     chosen = floating_leaves(leaves, array_namespace(state.scale), what="output", rebuild=rebuild)
     scaled = registry.backend_for(state.scale).scale(chosen, state)
     by_identity = {id(old): new for old, new in zip(chosen, scaled, strict=True)}
-    return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
+    return cast("_T", rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves))
 
 
-def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None) -> tuple[Any, Array]:
+def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object = None) -> tuple[_T, Array]:
     """Divide gradients by the scale, and count the leaves that are not finite afterwards.
 
     Use the state that ``scale`` used: a policy's update comes after (systems that update first halve the gradients
@@ -114,18 +117,18 @@ def unscale(grads: Any, state: ScaleState, *, dtype: Any = None, out: Any = None
         raise InvalidValueError(msg)
     unscaled, nonfinite = backend.unscale(chosen, state, dtype=dtype, out=outs)
     by_identity = {id(old): new for old, new in zip(chosen, unscaled, strict=True)}
-    return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves), nonfinite
+    return cast("_T", rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)), nonfinite
 
 
-def _require_state(state: Any) -> None:
+def _require_state(state: object) -> None:
     if not hasattr(state, "scale"):
         msg = f"state must be a ScaleState, such as policy.init(like=loss) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
 
 
-def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
+def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: ScaleState) -> list[Array]:
     """Return the array to write to for each chosen gradient."""
-    pairs: dict[int, Any] = {}
+    pairs: dict[int, Array] = {}
     tree.map_leaves(lambda grad, target: pairs.setdefault(id(grad), target), grads, out)
     outs = [pairs[id(grad)] for grad in chosen]
     require_arrays(outs, what="out")
@@ -144,7 +147,7 @@ def _matching_outs(grads: Any, out: Any, chosen: Sequence[Array], state: ScaleSt
     return outs
 
 
-def select(pred: Array, on_true: Any, on_false: Any) -> Any:
+def select(pred: Array, on_true: _T, on_false: _T) -> _T:
     """Choose between two trees by a 0-d bool, leaf by leaf, without a host read.
 
     Parameters
@@ -180,7 +183,7 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
     backend = registry.backend_for(pred)
     chosen = DeviceReplicas(pred, backend.placement, backend.move)
 
-    def choose(a: Any, b: Any) -> Any:
+    def choose(a: Array, b: Array) -> Array:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
             with _reading_leaves:
                 if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
@@ -198,22 +201,16 @@ def select(pred: Array, on_true: Any, on_false: Any) -> Any:
         # CuPy has no where() of bfloat16 and makes it float32; that and the way back are exact.
         return as_0d_array(xp, made if made.dtype == a.dtype else xp.astype(made, a.dtype))
 
-    return tree.map_leaves(choose, on_true, on_false)
+    return cast("_T", tree.map_leaves(choose, on_true, on_false))
 
 
-def require_arrays(leaves: Sequence[Any], *, what: str, rebuild: Any = None) -> None:
-    """Check that every leaf is an array, ``None`` or a Python integer.
-
-    Raises
-    ------
-    InvalidTypeError
-        Naming the leaf and its place.
-    """
+def require_arrays(leaves: Sequence[object], *, what: str, rebuild: _Rebuild | None = None) -> None:
+    """Require that every leaf is an array, None or a Python integer; the error names the place of the leaf."""
     with reading(what):
         _require_arrays(leaves, what, rebuild)
 
 
-def _require_arrays(leaves: Sequence[Any], what: str, rebuild: Any) -> None:
+def _require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None) -> None:
     accepted: set[type] = {type(None), int, bool}
     for index, leaf in enumerate(leaves):
         if type(leaf) in accepted:
@@ -227,40 +224,24 @@ def _require_arrays(leaves: Sequence[Any], what: str, rebuild: Any) -> None:
         accepted.add(type(leaf))
 
 
-def first_floating(leaves: Sequence[Any]) -> Array | None:
-    """Return the first array that is not of integers, beside which a scale belongs; None without one."""
+def first_floating(leaves: Sequence[object]) -> Array | None:
+    """Return the first array that is not of integers, on whose device a scale belongs; None without one."""
     with _reading_leaves:
         return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
 
 
-def floating_leaves(leaves: Sequence[Any], home: Any, *, what: str, rebuild: Any = None) -> Sequence[Array]:
-    """Return the floating arrays among leaves, each object once.
+def floating_leaves(
+    leaves: Sequence[Array], home: Namespace, *, what: str, rebuild: _Rebuild | None = None
+) -> Sequence[Array]:
+    """Return the floating arrays among leaves (arrays, None, integers), each object once; all must be of one library.
 
-    Parameters
-    ----------
-    leaves : sequence
-        Arrays, ``None`` and Python integers.
-    home : namespace
-        Of the library that the state is in, to which all floating arrays must belong.
-    what : str
-        The name of a leaf in error messages, such as "gradient".
-    rebuild : callable, optional
-        Builds the tree from leaves, to name the place of a bad one.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a leaf that is no array, or of another library than the state.
+    ``what`` is the name of a leaf in error messages, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
-    try:
+    with reading(what):
         return _floating_leaves(leaves, home, what, rebuild)
-    except GradscaleError:
-        raise
-    except Exception as error:
-        raise unreadable(what, error) from error
 
 
-def _floating_leaves(leaves: Sequence[Any], home: Any, what: str, rebuild: Any) -> Sequence[Array]:
+def _floating_leaves(leaves: Sequence[Array], home: Namespace, what: str, rebuild: _Rebuild | None) -> Sequence[Array]:
     if _all_floating(leaves, home):
         # Thousands of gradients of one type are told by their few dtypes.
         return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
@@ -289,8 +270,8 @@ def _floating_leaves(leaves: Sequence[Any], home: Any, what: str, rebuild: Any) 
     return list(chosen.values())
 
 
-def _all_floating(leaves: Sequence[Any], home: Any) -> bool:
-    """Tell, without a look at each of them, whether leaves are floating arrays of one type and library."""
+def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
+    """Tell quickly whether leaves are floating arrays of one type and library."""
     kinds = set(map(type, leaves))
     if len(kinds) != 1 or not hasattr(leaves[0], "dtype"):
         return False
@@ -309,8 +290,8 @@ def _all_floating(leaves: Sequence[Any], home: Any) -> bool:
     return True
 
 
-def _path(leaves: Sequence[Any], index: int, rebuild: Any) -> str:
-    """Return where a leaf stands in its tree, as the expression that reaches it."""
+def _path(leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:
+    """Return the expression that reaches a leaf in its tree."""
     if rebuild is None:
         return f" {index}"
     path = tree.leaves_with_paths(rebuild(leaves))[index][0]

@@ -59,6 +59,8 @@ class Namespace(Protocol):
     zeros: Callable[..., Array]
     zeros_like: Callable[..., Array]
 
+    def __hash__(self) -> int: ...
+
 
 class ScaleState(NamedTuple):
     """Scale and trackers; a pytree as it stands, every field a 0-d array of one library on one device.
@@ -162,7 +164,7 @@ class OptimizerWithGroups(_Steps, Protocol):
     """An optimizer of torch's convention."""
 
     @property
-    def param_groups(self) -> Iterable[Mapping[str, object]]:
+    def param_groups(self) -> Iterable[Mapping[str, Any]]:
         """Dicts whose ``"params"`` have ``.grad``; ``None`` is skipped."""
         ...
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from array_api_compat import array_namespace, device
 
 from gradscale.core import arithmetic
-from gradscale.core.protocols import Array
+from gradscale.core.protocols import Array, Namespace
 
 __all__ = ["lacks", "library_name"]
 
@@ -15,26 +13,13 @@ __all__ = ["lacks", "library_name"]
 _BY_FUNCTION = ("device", "to_device")
 
 
-def library_name(xp: Any) -> str:
+def library_name(xp: Namespace) -> str:
     """Return the name of an array namespace's library as people write it: ``numpy``, ``jax``, ``dask``."""
-    name: str = xp.__name__
-    return name.removeprefix("array_api_compat.").partition(".")[0]
+    return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
 def lacks(like: Array) -> dict[str, list[str]]:
-    """Return the names that an array's library lacks of what the core needs; nothing is computed.
-
-    Parameters
-    ----------
-    like : array
-        Any array of the library.
-
-    Returns
-    -------
-    dict of str to list of str
-        Under ``functions`` and ``dtypes`` of the namespace, and ``members of arrays``; empty for a library that has
-        them all. float64 is not needed.
-    """
+    """Return by kind the functions, dtypes and members of arrays that a library lacks of those that the core needs."""
     xp = array_namespace(like)
     functions = [name for name in arithmetic.STANDARD_FUNCTIONS if not hasattr(xp, name)]
     dtypes = [name for name in arithmetic.STANDARD_DTYPES if name != "float64" and not hasattr(xp, name)]

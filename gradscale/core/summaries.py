@@ -1,8 +1,8 @@
 """Summaries of arrays: how many elements are inf, NaN, zero or subnormal, and the largest finite magnitude.
 
 The bits of IEEE numbers without their signs are ordered as the magnitudes are: zero, subnormals, normal numbers,
-infinity, NaN. So bits are judged as integers where an adapter gives them: no mode of a processor or compiler that takes
-subnormals for 0 matters then. Where it gives none, the magnitudes themselves are judged, by the same comparisons.
+infinity, NaN. If an adapter gives the bits, they are judged as integers, since processors and compilers may take
+subnormals for 0; if not, the magnitudes are, by the same comparisons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from array_api_compat import array_namespace, device, is_array_api_obj, to_devic
 
 from gradscale.core import tree
 from gradscale.core.arithmetic import Kind, kind_of, nonfinite_flag, significand_and_exponent, widened
-from gradscale.core.protocols import Array
+from gradscale.core.protocols import Array, Namespace
 
 __all__ = [
     "STANDARD_FUNCTIONS",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
-"""What a diagnosis needs of a library beside the rest of the core."""
+"""What a diagnosis needs of a library besides what the core needs."""
 
 # Words of one array: four counts of two, and the magnitude's exponent and halves.
 _LENGTH = 11
@@ -67,17 +67,7 @@ _Bits: TypeAlias = Callable[[Array], "Array | None"]
 
 
 class Layout(NamedTuple):
-    """Where the magnitudes of a real type are cut.
-
-    Attributes
-    ----------
-    mask : int
-        The bits that are not the sign.
-    infinity, smallest_normal : int or float
-        The bits of infinity, above which is NaN, and of the smallest normal number; or these themselves.
-    fraction_bits : int
-        Of the fraction; 0 where the magnitudes themselves are judged.
-    """
+    """The bits of a real type: infinity and the smallest normal number are bits or, without fraction_bits, numbers."""
 
     mask: int
     infinity: Any
@@ -121,31 +111,20 @@ class Summary(NamedTuple):
     largest: float
 
 
-def layout_of(dtype: Any) -> Layout | None:
+def layout_of(dtype: object) -> Layout | None:
     """Return the layout of the bits of a real IEEE type of 16, 32 or 64 bits, or of bfloat16; None for any other."""
     return _LAYOUTS.get(_name(dtype))
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: object) -> str:
     return str(dtype).rpartition(".")[2]
 
 
 def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Array:
-    """Return what arrays hold: what the ``summarize`` of an adapter must equal.
+    """Return what at least one array holds: what the ``summarize`` of an adapter must equal.
 
-    Parameters
-    ----------
-    arrays : sequence of arrays
-        At least one; floating or complex, of one library, on any devices. Subnormals are those of each one's own dtype,
-        where the library computes with them: XLA takes those of 32 bits for 0, and so needs ``bits``.
-    bits : callable, optional
-        Returns the bits of real arrays, as ``Backend.bits`` does. Default: judged by arithmetic.
-
-    Returns
-    -------
-    array
-        1-d int32 on the device of the first: 11 words for each array. No host read, no collective. Nothing wraps, up to
-        2**60 elements. :meth:`gradscale.Backend.read_summaries` reads it.
+    It is 1-d int32 on the device of the first, 11 words for each array, for ``Backend.read_summaries``. Subnormals are
+    those of each array's own dtype. XLA takes those of 32 bits for 0, and so needs ``bits``, which is ``Backend.bits``.
     """
     home = device(arrays[0])
     found = [_examine(x, bits) for x in arrays]
@@ -154,7 +133,7 @@ def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Arra
 
 
 def words(blocks: Iterable[Summary]) -> list[int]:
-    """Return the words of one array of which an adapter has summarized each block on the host."""
+    """Return the words of one array whose blocks an adapter has summarized on the host."""
     _, *counts, magnitudes = [*zip(*blocks, strict=True)] or [(0,)] * 6
     fraction, exponent = math.frexp(max(magnitudes))
     mantissa = math.floor(math.ldexp(fraction, _MANTISSA_BITS))
@@ -163,7 +142,7 @@ def words(blocks: Iterable[Summary]) -> list[int]:
 
 
 class Counting(Protocol):
-    """How a library counts in a block: a 1-d array of integers that the host has, of at least one element."""
+    """How a library counts in a block of integers that the host has, of at least one element."""
 
     def magnitudes(self, bits: Array) -> Array:
         """Return the bits without the sign, in memory that may be used again for the next block."""
@@ -176,23 +155,13 @@ class Counting(Protocol):
     def around(self, x: Array, limit: int) -> tuple[int, int, int]:
         """Return how many magnitudes are less than a limit and how many equal it, and the greatest of the former, or 0.
 
-        They may be overwritten.
+        ``x`` may be overwritten.
         """
         ...
 
 
 def count_block(bits: Array, layout: Layout, counting: Counting) -> Summary:
-    """Count in a block of an array that the host has, in the fewest passes: of most numbers, none is small or infinite.
-
-    Parameters
-    ----------
-    bits : array
-        1-d integers, at least one; left alone.
-    layout : Layout
-        Of their type.
-    counting : Counting
-        Of their library and type.
-    """
+    """Count in a 1-d block of integers that the host has; most numbers, which are neither small nor infinite, fast."""
     size, magnitudes = bits.shape[0], counting.magnitudes(bits)
     zeros, small, greatest = counting.extent(magnitudes, layout.smallest_normal)
     finite, inf = size, 0
@@ -208,13 +177,13 @@ def value_of(bits: int, layout: Layout) -> float:
 
 
 def summaries_of(arrays: Sequence[Array], found: Sequence[int]) -> list[Summary]:
-    """Return what the words of arrays say that ``summarize_arrays`` has found and the host has read."""
+    """Return the summaries in the words of ``summarize_arrays`` that the host has read."""
     rows = [found[start : start + _LENGTH] for start in range(0, len(found), _LENGTH)]
     return [summary_of(math.prod(x.shape), row) for x, row in zip(arrays, rows, strict=True)]
 
 
 def summary_of(size: int, row: Sequence[int]) -> Summary:
-    """Return what the words of an array of ``size`` elements say."""
+    """Return the summary in the words of an array of ``size`` elements."""
     inf, nan, zeros, subnormals = (row[k] * 2**_COUNT_BITS + row[k + 1] for k in (0, 2, 4, 6))
     exponent, high, low = row[8:]
     try:
@@ -248,7 +217,7 @@ def _examine(x: Array, bits: _Bits | None) -> Array:
     return xp.stack([xp.asarray(word) for word in (*totals, *fields)])
 
 
-def _chunks(xp: Any, x: Array) -> Iterator[Array]:
+def _chunks(xp: Namespace, x: Array) -> Iterator[Array]:
     """Yield an array whole, or in pieces that are few enough to count in int32."""
     size, most = math.prod(x.shape), 2**_COUNT_BITS
     if size <= most:
@@ -260,7 +229,7 @@ def _chunks(xp: Any, x: Array) -> Iterator[Array]:
         yield flat[start : min(start + most, size)]
 
 
-def _magnitudes(xp: Any, x: Array, bits: _Bits | None) -> tuple[list[Array], Layout]:
+def _magnitudes(xp: Namespace, x: Array, bits: _Bits | None) -> tuple[list[Array], Layout]:
     """Return what is judged of each part of an array: its bits, or the magnitude; and where it is cut."""
     parts = [xp.real(x), xp.imag(x)] if kind_of(x) is Kind.COMPLEX else [x]
     layout = layout_of(parts[0].dtype)
@@ -275,7 +244,7 @@ def _magnitudes(xp: Any, x: Array, bits: _Bits | None) -> tuple[list[Array], Lay
     return [xp.abs(widened(part)) for part in parts], Layout(0, math.inf, tiny, 0)
 
 
-def _judge(xp: Any, magnitudes: Sequence[Array], layout: Layout) -> tuple[Array, list[Array]]:
+def _judge(xp: Namespace, magnitudes: Sequence[Array], layout: Layout) -> tuple[Array, list[Array]]:
     """Return the largest finite magnitude of all parts, and how many elements are inf, NaN, zero and subnormal."""
     worst = functools.reduce(xp.maximum, magnitudes)
     infinity, zero = xp.full_like(worst, layout.infinity), xp.zeros_like(worst)
@@ -290,8 +259,8 @@ def _judge(xp: Any, magnitudes: Sequence[Array], layout: Layout) -> tuple[Array,
     return highest, counts
 
 
-def smallest_normal(dtype: Any, part_dtype: Any, xp: Any) -> Any:
-    """Return the smallest normal number of a dtype; ``part_dtype`` is what it is computed in."""
+def smallest_normal(dtype: object, part_dtype: object, xp: Namespace) -> float | Array:
+    """Return the smallest normal number of a dtype that is computed in ``part_dtype``."""
     name = _name(dtype)
     if name in _SMALLEST_NORMAL:
         return _SMALLEST_NORMAL[name]
@@ -299,13 +268,13 @@ def smallest_normal(dtype: Any, part_dtype: Any, xp: Any) -> Any:
     return xp.finfo(part_dtype if is_complex else dtype).smallest_normal
 
 
-def _fields(bits: Any, layout: Layout) -> tuple[Any, Any, Any]:
+def _fields(bits: int | Array, layout: Layout) -> tuple[Array, Array, Array]:
     """Return (exponent, high, low) of bits without sign, an int or an array: (high * 2**26 + low) * 2**exponent."""
     fraction_bits = layout.fraction_bits
     biased = bits >> fraction_bits
     is_normal = -(-biased >> 16)  # 1 where there is an exponent, else 0
     mantissa = (bits & (1 << fraction_bits) - 1) | (is_normal << fraction_bits)
-    bias = (layout.infinity >> fraction_bits + 1) + fraction_bits
+    bias = (layout.mask >> fraction_bits + 1) + fraction_bits
     return biased + 1 - is_normal - bias, mantissa >> _HALF_BITS, mantissa & (1 << _HALF_BITS) - 1
 
 
@@ -320,20 +289,9 @@ def _dissect(x: Array) -> list[Array]:
     return [xp.where(high == zero, zero, exponent - xp.full_like(zero, 2 * _HALF_BITS)), high, low]
 
 
-def count_nonfinite(outputs: Any) -> Array | None:
-    """Return how many floating arrays of nested containers hold an inf or NaN.
-
-    Parameters
-    ----------
-    outputs : array or nested containers of arrays
-        Of one library, on any devices; other leaves are ignored.
-
-    Returns
-    -------
-    array or None
-        0-d int32 on the device of the first one; None without any. No host read, no collective.
-    """
-    leaves = [leaf for _, leaf in tree.leaves_with_paths(outputs) if is_array_api_obj(leaf)]
+def count_nonfinite(outputs: object) -> Array | None:
+    """Return how many floating arrays of nested containers hold an inf or NaN, 0-d int32; None without any."""
+    leaves = filter(is_array_api_obj, tree.flatten(outputs)[0])
     floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.INTEGRAL, Kind.UNKNOWN)]
     if not floating:
         return None
