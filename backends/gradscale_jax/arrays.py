@@ -8,7 +8,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from array_api_compat import array_namespace
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike

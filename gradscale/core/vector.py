@@ -29,7 +29,6 @@ from array_api_compat import array_namespace
 
 from gradscale.core import canonical
 from gradscale.core.backend import Backend
-from gradscale.core.named import constructor
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits, round_to_float32
 from gradscale.errors import ScaleDesyncError
@@ -108,7 +107,7 @@ class Verdict(NamedTuple):
     """The scale that all ranks hold."""
 
 
-verdict: Callable[[tuple[int, int, bool, float]], Verdict] = constructor(Verdict)
+verdict: Callable[[tuple[int, int, bool, float]], Verdict] = Verdict._make
 """Makes a Verdict of its four values."""
 
 

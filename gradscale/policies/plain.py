@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
-from gradscale.core.named import constructor
 from gradscale.core.protocols import Policy, ScaleState
 from gradscale.core.validation import round_to_float32
 from gradscale.core.vector import is_fixed
@@ -72,7 +71,7 @@ _HELPERS = {
     "inf": math.inf,
     "isfinite": math.isfinite,
     "nan": math.nan,
-    "state_of": constructor(ScaleState),
+    "state_of": ScaleState._make,
     "truncated": _truncated,
 }
 

@@ -10,7 +10,6 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
-from gradscale.core.named import constructor
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.reports.overflow import OverflowReport
@@ -23,8 +22,6 @@ OnSkip: TypeAlias = Callable[[StepReport], object] | Sequence[Callable[[StepRepo
 OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[UpdateReport], object]]
 
 HISTORY_SIZE = 1024
-
-_made_report = constructor(StepReport)
 
 
 class Deferrable(Protocol):
@@ -168,7 +165,7 @@ def step_report(
     """Return the report of a step that was made or skipped, by its verdict."""
     nonfinite, local_nonfinite, _, scale = verdict
     reason: Literal["stepped", "overflow"] = "overflow" if nonfinite else "stepped"
-    return _made_report((nonfinite > 0, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow))
+    return StepReport(nonfinite > 0, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:
