@@ -26,7 +26,6 @@ NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
 
 _SINGLE = np.dtype(np.float32)
-_EXAMPLE = np.zeros((), dtype=np.float32)
 
 _ONLY_ARRAYS = frozenset([np.ndarray])
 # C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
@@ -90,15 +89,6 @@ class NumpyBackend(Backend):
     def __reduce__(self) -> tuple[type[NumpyBackend], tuple[bool | None]]:
         return type(self), (self._fast,)
 
-    def read(self, x: NumpyArray, /) -> list[int]:
-        """Return a 1-d int32 array as Python ints."""
-        values: list[int] = x.tolist()
-        return values
-
-    def placement(self, like: NumpyArray, /) -> str:  # noqa: ARG002
-        """Return ``"cpu"``."""
-        return "cpu"
-
     def example(self) -> NumpyArray:
         """Return a 0-d float32 array."""
         return np.zeros((), dtype=np.float32)
@@ -106,10 +96,6 @@ class NumpyBackend(Backend):
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""
         return summaries.bits(np.asarray(x))
-
-    def fingerprint(self, state: ScaleState, /) -> NumpyArray:
-        """Return a state as a 1-d int32 array: the bits of the scale, then each tracker."""
-        return np.array([self.bits(state.scale), *state[1:]], dtype=np.int32)
 
     def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits of the arrays."""
@@ -173,7 +159,7 @@ class NumpyBackend(Backend):
     ) -> tuple[Sequence[NumpyArray], int]:
         """Unscale into new arrays or into checked ones."""
         if out is None:
-            check_real_dtype(_EXAMPLE, dtype)
+            check_real_dtype(self.example(), dtype)
             sources = [np.asarray(grad) for grad in grads]
             targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
             returned = targets

@@ -31,7 +31,8 @@ with needs("gradscale_numpy.mpi", "mpi"):
 
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
-_Buffer: TypeAlias = "NDArray[Any] | array.array[int]"
+_Vector: TypeAlias = NDArray[Any]
+_Buffer: TypeAlias = "_Vector | array.array[int]"
 
 # The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
@@ -40,12 +41,11 @@ _HOST = 1
 # Seconds between two looks at a device that is still busy.
 _LONGEST_PAUSE = 2e-4
 
-# What MPI still reads from and writes to: requests that are not done, also those that were given up or that nobody
-# asks for any more, with their buffers.
-_under_way: dict[int, tuple[Any, ...]] = {}
+# Requests that are not done, also if they were given up, with the buffers that MPI still reads and writes.
+_under_way: dict[int, tuple[object, ...]] = {}
 
 
-# The process that has initialised the MPI of this one, where this is a child after fork.
+# In a child after fork: the process that has initialised its MPI.
 _started_by: list[int] = []
 
 
@@ -58,7 +58,7 @@ on_fork(_note_parent)
 
 
 def _require_running() -> None:
-    """Raise where a call would end the process inside of MPI, or take the place of the parent process."""
+    """Raise if a call would end the process inside of MPI, or take the place of the parent process."""
     if _started_by:
         refuse_forked("MPI", f"MPI was initialised by process {_started_by[0]}")
     if not MPI.Is_initialized():
@@ -104,12 +104,12 @@ class _Reduction:
     """An all-reduce of what the host does not have yet: its copy and, once it is sent, its request and result."""
 
     copy: HostRead
-    sent: tuple[Any, NDArray[Any]] | None = None
+    sent: tuple[MPI.Request, _Vector] | None = None
 
 
 @functools.cache
 def _attribute() -> int:
-    """Return the key of that attribute; made late, since MPI may not be initialized when this is imported."""
+    """Return the key of that attribute; made late, since MPI may be initialized after the import."""
     return MPI.Comm.Create_keyval(delete_fn=lambda _comm, _keyval, duplicate: duplicate.free())
 
 
@@ -178,23 +178,22 @@ class MPICollectives:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
     takes_lists = True
-    """That ``start_max`` takes lists, too."""
+    """``start_max`` takes lists, too."""
 
     @property
-    def identity(self) -> Any:
-        """What lives as long as the communicator, over which other objects like this one may agree."""
+    def identity(self) -> object:
+        """An object that lives as long as the communicator, and that its other collectives share."""
         return self._group.group
 
-    def start_max(self, x: Array | list[int], /) -> Callable[[], Any]:
+    def start_max(self, x: Array | list[int], /) -> Callable[[], Array | list[int]]:
         """Begin an element-wise MAX all-reduce; the returned call finishes it.
 
         Parameters
         ----------
         x : array or list of int
-            1-d int32 of any library, or numbers that int32 holds; left alone, and not to be modified until the call has
-            returned. Arrays that are not NumPy's pass through the host, those of a device in memory that it copies to
-            by itself, if its adapter can: they are sent when the host has to wait for them anyway, in the call or
-            before the next array is sent.
+            1-d int32 of any library, or numbers that int32 holds; not to be modified until the call has returned.
+            Arrays of other libraries pass through the host. Those of a device whose adapter copies without a wait are
+            sent when the host has to wait for them anyway: in the call, or before the next array is sent.
 
         Returns
         -------
@@ -232,7 +231,7 @@ class MPICollectives:
         return finish
 
     def _start_list(self, x: list[int]) -> Callable[[], list[int]]:
-        """Send numbers that the host has; for so few, Python's own arrays are faster than NumPy's."""
+        """Send numbers of the host."""
         send = array.array("i", x)
         receive = send[:]
         if self._unsent:
@@ -246,7 +245,7 @@ class MPICollectives:
         return finish
 
     def _start_from_device(self, x: Array, copy: HostRead) -> Callable[[], Array]:
-        """Put an array that is on its way to the host in the queue; it is sent when the host has to wait for it."""
+        """Queue an array that is on its way to the host."""
         reduction = _Reduction(copy)
         self._unsent.append(reduction)
         if isinstance(copy, DoneRead):
@@ -264,10 +263,9 @@ class MPICollectives:
         return finish
 
     def _send_until(self, last: _Reduction | None) -> None:
-        """Send what was started before, in that order, up to one of them, or all.
+        """Send the queued ones in order, up to one of them, or all.
 
-        One that Ctrl-C interrupts stays in its place. One that fails takes the group with it: the other ranks send it,
-        and whatever came next would meet theirs.
+        One that Ctrl-C interrupts stays in its place. One that fails takes the group with it: the other ranks send it.
         """
         while self._unsent and (last is None or last.sent is None):
             first = self._unsent[0]
@@ -282,7 +280,7 @@ class MPICollectives:
                 raise
             self._unsent.popleft()
 
-    def _send(self, send: _Buffer, receive: _Buffer) -> Any:
+    def _send(self, send: _Buffer, receive: _Buffer) -> MPI.Request:
         """Return the request of an all-reduce."""
         try:
             request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
@@ -291,7 +289,7 @@ class MPICollectives:
         _under_way[id(request)] = (request, send, receive)
         return request
 
-    def example(self) -> NDArray[Any]:
+    def example(self) -> _Vector:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
         return np.zeros((), dtype=np.float32)
 
@@ -308,8 +306,8 @@ class MPICollectives:
         self._group.until(test, operation)
 
 
-def _shared_with_host(x: Array) -> NDArray[Any] | None:
-    """Return an array of another library as NumPy's where its memory is the host's; else None."""
+def _shared_with_host(x: Array) -> _Vector | None:
+    """Return an array of another library as NumPy's, if its memory is the host's; else None."""
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _HOST:
         return None
     try:
@@ -318,7 +316,7 @@ def _shared_with_host(x: Array) -> NDArray[Any] | None:
         return None
 
 
-def _like(values: NDArray[Any], x: Array) -> Array:
+def _like(values: _Vector, x: Array) -> Array:
     """Return a NumPy array as one of the library and device of ``x``."""
     xp = array_namespace(x)
     return xp.asarray(values.tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -30,37 +29,21 @@ _BLOCK = 1 << 16
 
 def bits(x: Array) -> Array | None:
     """Return the bits of real values, of any strides and byte order, as integers; None for float8 and long double."""
-    word = _word_of(x.dtype)
-    return None if word is None else x.view(word)
-
-
-# To write a dtype down takes as long as to go through a small block.
-_layout_of = functools.lru_cache(maxsize=128)(layout_of)
-
-
-@functools.lru_cache(maxsize=128)
-def _word_of(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    if layout_of(dtype.newbyteorder("=")) is None:
+    if layout_of(x.dtype.newbyteorder("=")) is None:
         return None
-    return np.dtype(f"i{dtype.itemsize}").newbyteorder(dtype.byteorder)
+    return x.view(np.dtype(f"i{x.itemsize}").newbyteorder(x.dtype.byteorder))
 
 
 def summarize_all(arrays: Sequence[Array], count: CountWords | None = None) -> list[int]:
     """Return the words of :func:`gradscale.core.summaries.summarize_arrays`.
 
-    Parameters
-    ----------
-    arrays
-        Real or complex floating-point arrays, of any memory layout and byte order.
-    count
-        Summary a contiguous array of words of any length. Default, and for half precision, of which NumPy itself counts
-        more at once: `count_words`, block by block.
+    ``count`` counts in contiguous words of any number; but NumPy is faster for half precision.
     """
     return [word for array in arrays for word in _summarize_one(np.asarray(array), count)]
 
 
 def _summarize_one(array: Array, count: CountWords | None) -> list[int]:
-    layout, flags = _layout_of(array.dtype), array.flags
+    layout, flags = layout_of(array.dtype), array.flags
     if count is not None and layout is not None and array.itemsize > 2 and flags.c_contiguous and flags.aligned:
         return words([count(array.reshape(-1).view(f"i{array.itemsize}"), layout)])
     if array.dtype.type is np.longdouble:
@@ -71,7 +54,7 @@ def _summarize_one(array: Array, count: CountWords | None) -> list[int]:
 
 
 def _blocks(array: Array) -> Iterator[Array]:
-    """Yield the elements in blocks that are contiguous and native, copied where they are not."""
+    """Yield the elements in blocks that are contiguous and native."""
     if array.flags.forc and array.flags.aligned and array.dtype.isnative:
         flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
         for start in range(0, flat.size, _BLOCK):
@@ -86,10 +69,10 @@ def _blocks(array: Array) -> Iterator[Array]:
 
 
 def _summarize_block(block: Array) -> Summary:
-    layout, integers = _layout_of(block.dtype), bits(block)
-    if layout is None or integers is None:
+    layout = layout_of(block.dtype)
+    if layout is None:
         return summary_of(block.size, summarize_arrays([block], bits).tolist())
-    return count_block(integers, layout, _Counting(layout.mask))
+    return count_block(block.view(f"i{block.itemsize}"), layout, _Counting(layout.mask))
 
 
 class _Counting:
