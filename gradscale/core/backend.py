@@ -1,4 +1,4 @@
-"""Backend: what an array library's adapter adds to the array API standard; the pure functions where it adds nothing."""
+"""Backend: the pure functions, of which an array library's adapter overrides those that its library does faster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostRead(Protocol):
 class Backend:
     """The adapter of an array library: the pure functions, of which a subclass overrides what its library does faster.
 
-    It serves, as it is, every library that follows the array API standard. A subclass needs a ``name`` and ``example``;
+    As it is, it serves every library that follows the array API standard. A subclass needs a ``name`` and ``example``;
     an instance is registered in the entry-point group ``gradscale.backends`` under the top-level module of the array
     type. Hold it to :func:`gradscale.testing.check_backend`: whatever is overridden gives the same bits.
 
@@ -60,9 +60,8 @@ class Backend:
     def read(self, x: Array, /) -> list[int]:
         """Return a 1-d int32 array as Python ints: the one place where the host waits for the device.
 
-        The standard converts only 0-d arrays, and so element by element; a lazy library (dask, cubed) would compute all
-        that the array depends on for each. What it calls ``compute`` gives an array of values, and ``tolist``, where
-        there is one, all of them at once.
+        The standard converts only 0-d arrays, for each of which a lazy library (dask, cubed) would compute everything.
+        So ``compute`` and ``tolist`` are used if there are any.
         """
         if hasattr(x, "compute"):
             x = x.compute()
@@ -71,15 +70,15 @@ class Backend:
         return [int(x[index]) for index in range(x.shape[0])]
 
     def start_read(self, x: Array, /) -> HostRead:
-        """Begin what ``read`` does, where the library can without making the host wait; by default it waits here."""
+        """Begin what ``read`` does, without making the host wait if the library can; by default it waits here."""
         return DoneRead(self.read(x))
 
     def placement(self, like: Array, /) -> object:
-        """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None where any one will do."""
+        """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None if any will do."""
         return device(like)
 
     def integers(self, values: Sequence[int], like: Array, /) -> Array:
-        """Return Python ints as a 1-d int32 array on the device of another; without a wait where the library can."""
+        """Return Python ints as a 1-d int32 array on the device of another; without a wait if the library can."""
         xp = array_namespace(like)
         return xp.asarray(values, dtype=xp.int32, device=self.placement(like))
 
@@ -99,17 +98,16 @@ class Backend:
         raise BackendNotAvailableError(msg)
 
     def refuse_tracing(self, what: str, /) -> None:
-        """Raise in a function that is compiled or captured, where the scale of a scaler would become a constant.
+        """Raise in a function that is compiled or captured, in which the scale of a scaler would become a constant.
 
-        By default nothing is refused. ``what`` was called, for the message.
+        ``what`` was called, for the message. By default nothing is refused.
         """
 
     def bits(self, x: Array, /) -> Array | None:  # noqa: ARG002
         """Return the IEEE bits of a real floating array as signed integers of its width; no host read.
 
-        None where the library has no bit cast for the dtype, and by default: bits are taken apart by arithmetic then,
-        which is slower, and as exact as the library's compiler lets it be. Asked for float16, bfloat16, float32 and
-        float64.
+        None if the library has no bit cast for the dtype, and by default: arithmetic then takes the bits apart, which
+        is slower, and as exact as the library's compiler lets it be. Asked for float16, bfloat16, float32 and float64.
         """
         return None
 
@@ -120,11 +118,7 @@ class Backend:
     def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
         """Multiply floating arrays by the scale.
 
-        Returns
-        -------
-        list of arrays
-            New ones of the same dtypes, but float32 for a 0-d one of half precision, which cannot hold a loss times
-            65536. No host read.
+        The new ones have the same dtypes, but float32 for a 0-d one of half precision. No host read.
         """
         factors = arithmetic.DeviceReplicas(state.scale, self.placement, self.move)
         return [arithmetic.scaled(x, factors.on(x)) for x in outputs]
@@ -137,16 +131,15 @@ class Backend:
         Parameters
         ----------
         grads : sequence of arrays
-            Floating or complex arrays of the library, each once; of a complex value that is not finite it is only told
-            that it is not.
+            Floating or complex arrays of the library, each once. A complex value that is not finite need not keep its
+            parts.
         state : ScaleState
             Gives the scale.
         dtype : dtype, optional
             Wanted dtype of the real ones, as new arrays. Default: each one's own.
         out : sequence of arrays, optional
-            Instead of ``dtype``: an array to write to for each gradient, the gradients themselves among them. Where the
-            library cannot write, and by default, since the standard does not say which arrays can be written, new
-            arrays of these dtypes come back.
+            Instead of ``dtype``: an array to write to for each gradient, perhaps the gradient itself. By default, and
+            if the library cannot write, new arrays of these dtypes come back.
 
         Returns
         -------
@@ -161,9 +154,9 @@ class Backend:
     def unscale_with_squares(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: object = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array | int, Array]:
-        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, too.
+        """Do what ``unscale`` does, and also return the sum of the squares of all unscaled elements.
 
-        It is 0-d float64 on the state's device, float32 where there is no float64. No host read.
+        It is 0-d float64 on the state's device, or float32 if there is no float64. No host read.
         """
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         return unscaled, nonfinite, arithmetic.sum_of_squares(unscaled, state.scale)
@@ -171,35 +164,20 @@ class Backend:
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1, rounded once to their dtypes.
 
-        Returns
-        -------
-        sequence of arrays
-            ``arrays`` themselves where the library can write them; by default new ones. No host read.
+        It returns the same arrays if the library can write them, and new ones by default. No host read.
         """
         return arithmetic.multiply_arrays(arrays, factor)
 
     def summarize(self, arrays: Sequence[Array], /) -> Array:
-        """Return what at least one floating array holds, as :func:`gradscale.core.summaries.summarize_arrays` does."""
+        """Summarize at least one floating array, as :func:`gradscale.core.summaries.summarize_arrays` does."""
         return summaries.summarize_arrays(arrays, self.bits)
 
     def read_summaries(
         self, arrays: Sequence[Array], others: Sequence[Array] = ()
     ) -> tuple[list[summaries.Summary], list[list[int]]]:
-        """Summarize arrays and read what was found: one host read, also for what else is to be read from the device.
+        """Summarize arrays, or none, and read the summaries and other arrays, 1-d int32, in one host read.
 
-        Parameters
-        ----------
-        arrays : sequence of arrays
-            As for ``summarize``, or none.
-        others : sequence of arrays
-            1-d int32. One on another device than the first of ``arrays`` costs a read of its own.
-
-        Returns
-        -------
-        summaries : list of Summary
-            One for each array.
-        values : list of list of int
-            One for each of ``others``.
+        If not all of them are on one device, each costs a read of its own.
         """
         vectors = ([self.summarize(arrays)] if arrays else []) + list(others)
         lengths = [vector.shape[0] for vector in vectors]
@@ -214,7 +192,7 @@ class Backend:
 
 
 class DoneRead:
-    """What the host has already."""
+    """Values that the host has already."""
 
     def __init__(self, values: list[int]) -> None:
         self._values = values

@@ -87,7 +87,7 @@ def unscale(grads: _T, state: ScaleState, *, dtype: object = None, out: object =
     Returns
     -------
     grads : same as grads
-        ``out`` where it is given and can be written, else new arrays; no others are modified.
+        ``out`` if it is given and can be written, else new arrays; no others are modified.
     nonfinite : array
         0-d int32 on the state's device: how many leaves hold an inf or NaN, judged on the unscaled values in the dtype
         in which they are returned, which is what the optimizer will see. No host read, no collective.

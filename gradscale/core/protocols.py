@@ -234,5 +234,5 @@ class Policy(Protocol):
         ...
 
     def at_min_scale(self, state: ScaleState) -> Array | None:
-        """Return a 0-d bool: would one more overflow have to be raised; None where the policy never raises."""
+        """Return a 0-d bool: would one more overflow have to be raised; None if the policy never raises."""
         ...
