@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -33,6 +33,8 @@ __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
 _Vector: TypeAlias = NDArray[Any]
 _Buffer: TypeAlias = "_Vector | array.array[int]"
+_B = TypeVar("_B", bound="_Buffer")
+_R = TypeVar("_R")
 
 # The first tests, which find an answer that is there already.
 _BUSY_TESTS = 8
@@ -211,7 +213,8 @@ class MPICollectives:
         _require_not_finalized()
         self._group.require_usable()
         if isinstance(x, list):
-            return self._start_list(x)
+            numbers = array.array("i", x)
+            return self._start(numbers, numbers[:], array.array.tolist)
         is_host = isinstance(x, np.ndarray)
         if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -219,28 +222,16 @@ class MPICollectives:
         send = np.ascontiguousarray(x) if is_host else _shared_with_host(x)
         if send is None:
             return self._start_from_device(x, registry.backend_for(x).start_read(x))
-        if self._unsent:
-            self._send_until(None)
-        receive = np.empty_like(send)
-        request = self._send(send, receive)
+        return self._start(send, np.empty_like(send), lambda received: received if is_host else _like(received, x))
 
-        def finish() -> Array:
-            self._wait(request, "the agreement on a step")
-            return receive if is_host else _like(receive, x)
-
-        return finish
-
-    def _start_list(self, x: list[int]) -> Callable[[], list[int]]:
-        """Send numbers of the host."""
-        send = array.array("i", x)
-        receive = send[:]
+    def _start(self, send: _B, receive: _B, finished: Callable[[_B], _R]) -> Callable[[], _R]:
         if self._unsent:
             self._send_until(None)
         request = self._send(send, receive)
 
-        def finish() -> list[int]:
+        def finish() -> _R:
             self._wait(request, "the agreement on a step")
-            return receive.tolist()
+            return finished(receive)
 
         return finish
 
