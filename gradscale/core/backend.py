@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from array_api_compat import array_namespace, device, to_device
 
@@ -124,7 +124,7 @@ class Backend:
         return [arithmetic.scaled(x, factors.on(x)) for x in outputs]
 
     def unscale(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: object = None, out: Sequence[Array] | None = None
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array | int]:
         """Divide floating arrays by the scale and count those that are not finite afterwards.
 
@@ -152,7 +152,7 @@ class Backend:
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
 
     def unscale_with_squares(
-        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: object = None, out: Sequence[Array] | None = None
+        self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array | int, Array]:
         """Do what ``unscale`` does, and also return the sum of the squares of all unscaled elements.
 
