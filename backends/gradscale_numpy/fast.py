@@ -239,7 +239,9 @@ def _scale_all(singles: Sequence[Array], inverse: np.float32) -> int:
     whole = len(flat) - len(flat) % _TOGETHER
     for start in range(0, whole, _TOGETHER):
         nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
-    return nonfinite + sum(_scale_singles(array, inverse) for array in flat[whole:])
+    for array in flat[whole:]:
+        nonfinite += _scale_singles(array, inverse)
+    return nonfinite
 
 
 def _is_plain(array: Array) -> bool:

@@ -10,9 +10,9 @@ from array_api_compat import is_array_api_obj
 
 from gradscale.core import tree
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, Optimizer, OptimizerWithGrads, OptimizerWithGroups
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["ListedParameters", "NamedGradient", "collect_gradients", "name_gradients", "named_gradients"]
 
@@ -51,17 +51,22 @@ class ListedParameters:
         return True
 
 
-@reading("an optimizer")
 def collect_gradients(optimizer: Optimizer, known: IdentityMap[ListedParameters]) -> tuple[list[Array], Assign]:
     """Return an optimizer's gradients, each parameter once, and a function that assigns their replacements.
 
     ``known`` keeps the parameters of optimizers. The function takes new arrays by the ``id`` of the old ones, and
     assigns those that are other objects.
     """
-    if _has_groups(optimizer):
-        return _from_param_groups(optimizer, known)
-    if _has_grads(optimizer):
-        return _from_grads(optimizer)
+    try:
+        if _has_groups(optimizer):
+            return _from_param_groups(optimizer, known)
+        if _has_grads(optimizer):
+            return _from_grads(optimizer)
+    except GradscaleError:
+        raise
+    except Exception as error:
+        refusal = unreadable("an optimizer", error)
+        raise refusal from error
     raise _neither(optimizer)
 
 

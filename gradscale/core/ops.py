@@ -10,10 +10,10 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.core.standard import library_name
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
 
@@ -237,14 +237,18 @@ def floating_leaves(
 
     ``what`` is the name of a leaf in error messages, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
-    with reading(what):
-        return _floating_leaves(leaves, home, what, rebuild)
+    try:
+        if _all_floating(leaves, home):
+            # Thousands of gradients of one type are told by their few dtypes.
+            return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
+        return _chosen_leaves(leaves, home, what, rebuild)
+    except GradscaleError:
+        raise
+    except Exception as error:
+        raise unreadable(what, error) from error
 
 
-def _floating_leaves(leaves: Sequence[Array], home: Namespace, what: str, rebuild: _Rebuild | None) -> Sequence[Array]:
-    if _all_floating(leaves, home):
-        # Thousands of gradients of one type are told by their few dtypes.
-        return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
+def _chosen_leaves(leaves: Sequence[Array], home: Namespace, what: str, rebuild: _Rebuild | None) -> Sequence[Array]:
     _require_arrays(leaves, what, rebuild)
     chosen = {}
     for index, leaf in enumerate(leaves):

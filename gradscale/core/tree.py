@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array
 from gradscale.errors import InvalidValueError
 
@@ -33,7 +33,7 @@ def _is_container(node: object) -> bool:
 
 
 def _is_leaf(node: object) -> bool:
-    # Arrays first: they are the most frequent nodes, and iterable.
+    # Arrays are iterable.
     if node is None or hasattr(node, "shape"):
         return True
     # Text and sets are iterable, and no containers of gradients.
@@ -45,7 +45,7 @@ def _values(node: Any) -> list[Any]:
     """Return the children of a container."""
     if isinstance(node, Mapping):
         return list(node.values())
-    if _is_dataclass(node):
+    if not isinstance(node, (list, tuple)) and _is_dataclass(node):
         return [getattr(node, field.name) for field in dataclasses.fields(node)]
     return list(node)
 
@@ -108,7 +108,7 @@ def _unfold(tree: object, is_leaf: Callable[[Any], bool]) -> tuple[list[Array], 
         if type(node) is _Container:
             above.discard(id(node.node))
             plan.append(node)
-        elif is_leaf(node):
+        elif node is None or hasattr(node, "shape") or is_leaf(node):
             leaves.append(node)
             plan.append(None)
         elif id(node) in above:
@@ -129,8 +129,13 @@ def _endless(node: object, what: str) -> InvalidValueError:
 
 def _walked(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Array], _Plan]:
     """Call ``_unfold``; InvalidTypeError for whatever else a container raises."""
-    with reading("a container of arrays"):
+    try:
         return _unfold(tree, is_leaf)
+    except InvalidValueError:
+        raise
+    except Exception as error:
+        refusal = unreadable("a container of arrays", error)
+        raise refusal from error
 
 
 def _folded(plan: _Plan, leaves: Iterable[_Result], combine: Callable[[object, list[_Result]], _Result]) -> _Result:

@@ -119,7 +119,8 @@ class Iteration:
 
     def turn_of(self, optimizer: Optimizer) -> Turn:
         """Return an optimizer's turn; raise again what the ranks could not agree for."""
-        self.require_sound()
+        if self.agreement.failure is not None:
+            raise self.agreement.failure
         known = self._known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1]
@@ -156,7 +157,8 @@ class Iteration:
         CallOrderError
             If there is neither a state nor an array.
         """
-        self.require_sound()
+        if self.agreement.failure is not None:
+            raise self.agreement.failure
         state = self._closure_state or self.state
         if state is not None:
             return state
@@ -210,7 +212,7 @@ class Iteration:
         """Look at the late verdicts that have arrived: ranks may differ, and the scale is known for a while."""
         if self.reports.under_way:
             for pending in self.reports.poll():
-                self.live.observe(self._read(pending).scale, pending.version)
+                self.live.observe(pending.verdict().scale, pending.version)
 
     def unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None = None) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
@@ -261,9 +263,6 @@ class Iteration:
         if pending is None or not pending.is_begun or self.agreement.failure is not None:
             self.require_sound()
             self.wrong_order("the gradients of this optimizer could not be unscaled completely before")
-        return self._read(pending)
-
-    def _read(self, pending: Pending) -> Verdict:
         try:
             return pending.verdict()
         except BackendError as error:
@@ -285,7 +284,7 @@ class Iteration:
             if one is not None and one.is_begun:
                 pending.append(one)
                 if not one.is_read_later:
-                    verdicts.append(self._read(one))
+                    verdicts.append(self.verdict(turn))
         return pending, verdicts
 
     # Messages.

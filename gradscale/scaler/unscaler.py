@@ -41,19 +41,14 @@ class ArrayGradients:
 
     # Arrays of the standard are this process's own.
     groups: Sequence[Collectives] = ()
-    __slots__ = ("_kind", "assign", "clip", "is_touched", "leaves", "master_dtype")
+    __slots__ = ("assign", "clip", "is_touched", "leaves", "master_dtype", "what")
 
     def __init__(self, optimizer: Optimizer, clip: Clip | None, known: IdentityMap[ListedParameters]) -> None:
         self.leaves, self.assign = collect_gradients(optimizer, known)
-        self._kind = type(optimizer)
+        self.what = f"gradient of {type(optimizer).__name__}"
         self.master_dtype = getattr(optimizer, "master_dtype", None)
         self.clip = clip
         self.is_touched = False
-
-    @property
-    def what(self) -> str:
-        """The name of a gradient in messages."""
-        return f"gradient of {self._kind.__name__}"
 
     @property
     def like(self) -> Array | None:
