@@ -10,12 +10,12 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, Unpack, cast, overload
+from typing import Any, TypeAlias, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
 
-# Looked up once: a host may put the classes of this file in the place of torch's names.
+# Looked up once: a framework may put the classes of this file in the place of torch's names.
 from torch.amp import GradScaler as TorchGradScaler
 
 import gradscale
@@ -24,13 +24,11 @@ from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives
-from gradscale.core.vector import Purpose
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.options import (
     DEFAULT_TIMEOUT,
     CommonOptions,
@@ -53,19 +51,21 @@ from gradscale_torch.hosts import (
 from gradscale_torch.state import TensorScaling, TensorState
 from gradscale_torch.stepping import Step
 from gradscale_torch.unscaler import Request, TensorUnscaler
-from gradscale_torch.verdicts import Found, TensorVerdict
+from gradscale_torch.verdicts import Flags, TensorVerdict
 
 __all__ = ["GradScaler"]
 
 Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None
+Optimizer = torch.optim.Optimizer
+_Outputs = TypeVar("_Outputs")
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 @with_options(CommonOptions)
 class GradScaler(TorchGradScaler):
-    """A replacement of :class:`torch.amp.GradScaler`; over a mesh too, where the parameters are DTensors (FSDP2).
+    """A replacement of :class:`torch.amp.GradScaler`; over a mesh, too, if the parameters are DTensors (FSDP2).
 
     Parameters
     ----------
@@ -74,10 +74,10 @@ class GradScaler(TorchGradScaler):
     init_scale, growth_factor, backoff_factor, growth_interval : optional
         As in torch: default 65536.0, 2.0, 0.5, 2000.
     enabled : object, default True
-        What is not true makes every method pass through.
+        Every method of a disabled scaler passes through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         What to agree over. Default: the mesh of the optimizer's parameters if they are DTensors, else nothing: this
-        process decides alone, which is right where every rank holds all gradients (DDP).
+        process decides alone, which is right if every rank holds all gradients (DDP).
     allow_fp16_grads : bool, default False
         Whether gradients may be float16; torch refuses them.
     timeout : float, default 1800.0
@@ -94,13 +94,12 @@ class GradScaler(TorchGradScaler):
     -----
     The methods are torch's. Beyond them there are ``last_step(optimizer)``, ``step_schedule(optimizer, schedule)``,
     closures, and ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
-    ``step``, none with a fused optimizer on a device, and none elsewhere, but of the scale where gradients are the
-    host's and the loss is on a device (CPU offload). ``on_skip``, ``on_update`` and ``diagnose`` have the host read the
-    verdict of a fused optimizer on a device in each step, too. Rank 0 is that of ``torch.distributed`` where it is
-    initialized.
+    ``step``, none with a fused optimizer on a device, and none elsewhere, but of the scale if gradients are on the CPU
+    and the loss is on a device (CPU offload). With ``on_skip``, ``on_update`` or ``diagnose`` the verdict of a fused
+    optimizer on a device is read in each step, too. Rank 0 is that of ``torch.distributed`` if it is initialized.
 
-    In a captured CUDA graph, ``scale``, ``unscale_``, the ``step`` of a fused optimizer and ``update`` do in each
-    replay what they do otherwise. What would need the host is a CallOrderError there, the first ``scale`` among it.
+    In a captured CUDA graph, ``scale``, ``unscale_``, the ``step`` of a fused optimizer and ``update`` work in each
+    replay as they do otherwise. All that needs a host read, and the first ``scale``, is a CallOrderError there.
 
     Examples
     --------
@@ -168,20 +167,8 @@ class GradScaler(TorchGradScaler):
 
     # The iteration.
 
-    @overload
-    def scale(self, outputs: Tensor) -> Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Any) -> Any: ...
-
     @untraced
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: _Outputs) -> _Outputs:
         """Multiply a loss, or containers of tensors, by the scale.
 
         Parameters
@@ -193,20 +180,19 @@ class GradScaler(TorchGradScaler):
         -------
         same as outputs
             New tensors, with torch's promotion: a 0-d half loss becomes float32 (ShardedGradScaler keeps its dtype).
-            Iterables that are no containers come back as iterators. The very same object when the scaler is disabled.
+            Iterables that are no containers come back as iterators. The very same object if the scaler is disabled.
             No host read, no collective.
 
         Raises
         ------
         InvalidValueError
-            For anything that is neither.
+            For any other object.
         """
-        return self._scaler.scale(outputs)
+        scaled: _Outputs = self._scaler.scale(outputs)
+        return scaled
 
     @untraced
-    def unscale_(
-        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
-    ) -> Tensor | None:
+    def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
         Parameters
@@ -219,8 +205,8 @@ class GradScaler(TorchGradScaler):
         Returns
         -------
         tensor or None
-            With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group the agreement is
-            started, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own, and on the CPU one
+            With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group this starts the
+            agreement, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own, and on the CPU one
             more that announces it.
 
         Raises
@@ -235,38 +221,35 @@ class GradScaler(TorchGradScaler):
         """
         largest = None if max_norm is None else checked_norm(max_norm)
         scaler = self._scaler
-        norm: Tensor | None = None
         if scaler.is_enabled():
-            is_shared = not scaler.parts.agreement.is_alone
             iteration = scaler.iteration
             turn = iteration.begin_unscale(optimizer)
             request = None
             if largest is not None:
-                def announce(mesh: Collectives, like: Tensor) -> None:
-                    Exchange(iteration, mesh, Purpose.NORM, optimizer, max_norm=largest).announce(like)
-
-                request = Request(max_norm=largest, is_shared=is_shared, announce=announce)
-            norm = iteration.unscale(turn, optimizer, request)
-        elif largest is not None:
-            norm = scaler.parts.unscaler.clip_unscaled(optimizer, largest, scaler.parts.live)
-        return norm
+                request = Request(largest, is_shared=not iteration.agreement.is_alone, iteration=iteration)
+            norm: Tensor | None = iteration.unscale(turn, optimizer, request)
+            return norm
+        if largest is None:
+            return None
+        unscaler = cast(TensorUnscaler, scaler.parts.unscaler)
+        return unscaler.clip_unscaled(optimizer, largest, _live(self))
 
     @untraced_but_for_calls
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
-            Its ``step`` is called through the attribute exactly when the step is really made. One with ``fused=True``
-            is called always, and skips in its kernel, by its attributes ``found_inf`` and ``grad_scale``.
+            Its ``step`` is called through the attribute, exactly when the step is really made. One with ``fused=True``
+            is always called, and skips in its kernel, by its attributes ``found_inf`` and ``grad_scale``.
         *args, **kwargs
             Passed on; a closure as in :meth:`gradscale.GradScaler.step`.
 
         Returns
         -------
         object
-            What ``optimizer.step`` returned; None for a step that was left out. ``last_step`` tells the two apart.
+            The result of ``optimizer.step``; None for a skipped step. ``last_step`` tells the two apart.
 
         Raises
         ------
@@ -280,8 +263,8 @@ class GradScaler(TorchGradScaler):
         One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls,
         and until then no rank steps.
 
-        What is read tells of a scale that is not finite and above 0, which something has written to the scaler's
-        tensors: a BackendError, from which ``load_state_dict`` leads on.
+        A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
+        BackendError; ``load_state_dict`` begins the iteration again.
         """
         with Step(self, self._scaler, optimizer, args, kwargs) as step:
             if step.is_made:
@@ -296,7 +279,7 @@ class GradScaler(TorchGradScaler):
         Parameters
         ----------
         new_scale : number or 1-element tensor, optional
-            Set this scale instead; the tracker stays. A tensor is read by the host.
+            Set this scale instead; the tracker stays. A tensor costs a host read.
 
         Raises
         ------
@@ -307,14 +290,14 @@ class GradScaler(TorchGradScaler):
         """
         self._scaler.update(new_scale)
 
-    # What is told.
+    # Reports.
 
-    def last_step(self, optimizer: torch.optim.Optimizer) -> StepReport:
+    def last_step(self, optimizer: Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer.
 
         With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device; of
-        a step in a captured graph each call reads what the last replay has found. Else there is no host read beyond
-        the one that ``step`` made.
+        a step in a captured graph each call reads the verdict of the last replay. Else there is no host read beyond
+        the one in ``step``.
 
         Raises
         ------
@@ -324,9 +307,7 @@ class GradScaler(TorchGradScaler):
         return self._scaler.last_step(optimizer)
 
     @untraced
-    def step_schedule(
-        self, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
         """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
 
         As :meth:`gradscale.GradScaler.step_schedule`. No host read, but for a fused optimizer on a device, whose
@@ -334,13 +315,11 @@ class GradScaler(TorchGradScaler):
         """
         self._scaler.step_schedule(optimizer, schedule, *args, **kwargs)
 
-    def diagnose(
-        self, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False
-    ) -> OverflowReport:
-        """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and what is the cause.
+    def diagnose(self, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False) -> OverflowReport:
+        """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and the cause.
 
-        As :meth:`gradscale.GradScaler.diagnose`: of sparse gradients the stored values, of a DTensor this rank's part.
-        The gradients of a fused optimizer that has skipped its step are still scaled, which is allowed for.
+        As :meth:`gradscale.GradScaler.diagnose`: of sparse gradients the stored values, of a DTensor this rank's part,
+        of a fused optimizer that has skipped its step the unscaled values of gradients that are still scaled.
         """
         return self._scaler.diagnose(optimizer, names, loss=loss, gather=gather)
 
@@ -354,7 +333,7 @@ class GradScaler(TorchGradScaler):
 
     @property
     def on_skip(self) -> OnSkip | None:
-        """What is called with the StepReport of a skipped step; as of :class:`gradscale.GradScaler`."""
+        """The callbacks for skipped steps, as those of :class:`gradscale.GradScaler`."""
         return self._scaler.on_skip
 
     @on_skip.setter
@@ -363,7 +342,7 @@ class GradScaler(TorchGradScaler):
 
     @property
     def on_update(self) -> OnUpdate | None:
-        """What is called with the UpdateReport of an iteration; as of :class:`gradscale.GradScaler`."""
+        """The callbacks for iterations, as those of :class:`gradscale.GradScaler`."""
         return self._scaler.on_update
 
     @on_update.setter
@@ -448,13 +427,13 @@ class GradScaler(TorchGradScaler):
         self._scaler.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: what torch's scalers pickle, and under one more key the rest, without tensors."""
+        """Return the attributes that torch's scalers pickle, and under one more key the rest, without tensors."""
         kept = {name: value for name, value in self.__dict__.items() if name != "process_group"}
         kept["_scaler"] = copy.copy(self._scaler)
         return as_torchs_pickle(self._scaler, self._device) | {"gradscale": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what was pickled, by one of these or by torch's."""
+        """Restore a pickle of one of these or of torch's."""
         if "gradscale" in state:
             self.__dict__.update(state["gradscale"])
             if self._rejoins and self._scaler.parts.agreement.is_unjoined:
@@ -464,8 +443,7 @@ class GradScaler(TorchGradScaler):
         if state["_enabled"]:
             self.load_state_dict(state_dict_of_pickle(state))
 
-    # What optimizers and training frameworks read beyond torch's public methods: apex, NeMo, accelerate, Composer and
-    # torch's own fused optimizers do.
+    # Read by apex, NeMo, accelerate, Composer and torch's own fused optimizers, beyond torch's public methods.
 
     @property
     def _enabled(self) -> bool:
@@ -497,7 +475,7 @@ class GradScaler(TorchGradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, Any]) -> None:
-        """Take an empty mapping, which begins the iteration anew, or what was read here."""
+        """Take an empty mapping, which begins the iteration again, or the mapping that was read here."""
         if isinstance(states, OptimizerStates) and states.scaler is self._scaler:
             return
         if len(states) > 0:
@@ -551,7 +529,7 @@ class GradScaler(TorchGradScaler):
 
     @property
     def _unscale_grads_(self) -> Callable[..., Any]:
-        """Torch's function, which is not called here: it unscales whatever it is given, and judges it for no step."""
+        """Torch's function, which is not called here."""
         takes_fp16 = self._is_sharded
 
         def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = takes_fp16) -> Any:
@@ -573,19 +551,19 @@ class GradScaler(TorchGradScaler):
         raise InvalidValueError(_not_called("_maybe_opt_step", f"got {shown(value)}"))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make the state on a device, where it is not made yet."""
+        """Make the state on a device, if it is not made yet."""
         _live(self).current(torch.empty((), device=dev))
 
-    def _check_inf_per_device(self, optimizer: Any) -> Found:
+    def _check_inf_per_device(self, optimizer: Any) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = self._scaler.iteration
         turn = iteration.turn_of(optimizer)
         stage = turn.stage
-        iteration.unscale(turn, optimizer, Request(unscales=False, takes_fp16=True))
+        iteration.unscale(turn, optimizer, Request(judges_only=True, takes_fp16=True))
         turn.stage = stage
         return found_by_device(iteration, turn)
 
-    def _found_inf_per_device(self, optimizer: Any) -> Found:
+    def _found_inf_per_device(self, optimizer: Any) -> Flags:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = self._scaler.iteration
         return found_by_device(iteration, iteration.turn_of(optimizer))
@@ -604,7 +582,7 @@ class GradScaler(TorchGradScaler):
 
 
 def _factors(options: CommonOptions, enabled: bool, given: Sequence[float]) -> dict[str, Any]:
-    """Return the factors for a DynamicScale: those that a policy must not contradict, and none where disabled."""
+    """Return the factors for a DynamicScale: those that a policy must not contradict, and none if disabled."""
     if not enabled:
         # A disabled scaler of torch's takes any.
         return {}
@@ -616,7 +594,7 @@ def _factors(options: CommonOptions, enabled: bool, given: Sequence[float]) -> d
 
 
 def _own_rank() -> int | None:
-    # Also where every rank decides alone, as under DDP.
+    # Also if every rank decides alone, as under DDP.
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
@@ -627,7 +605,7 @@ _NOT_CALLED = {
 
 
 def _require_no_overrides(kind: type[GradScaler]) -> None:
-    """Refuse a class whose own way to unscale or to step would be passed by."""
+    """Refuse a class that overrides a method that is not called here."""
     for name in _NOT_CALLED:
         if inspect.getattr_static(kind, name) is not vars(GradScaler)[name]:
             raise InvalidTypeError(_not_called(name, f"got {kind.__qualname__}, which overrides it"))
@@ -641,7 +619,7 @@ def _not_called(name: str, got: str) -> str:
 
 
 def _available(device: Any, enabled: object) -> bool:
-    """Check the device, and tell whether to be enabled: as torch has it, not on cuda where there is none."""
+    """Check the device, and tell whether to be enabled: as in torch, not on cuda without CUDA."""
     is_wanted = validation.truth("enabled", enabled)
     # The number of an accelerator, or torch's default device: torch looks at neither.
     kind = "" if device is None or type(device) is int else _type_of(device)
@@ -661,7 +639,7 @@ def _type_of(device: Any) -> str:
 
 
 def _wrapped(group: Any, timeout: float) -> Any:
-    """Wrap what only torch takes for a group."""
+    """Wrap an object that only torch takes for a group."""
     # An int is what new_group() gives to ranks that are not in it.
     is_torchs = isinstance(group, int) or is_lookalike(group)
     return registry.get("torch").collectives(group, timeout=timeout) if is_torchs else group

@@ -14,7 +14,7 @@ from gradscale.core.summaries import count_block, layout_of, summarize_arrays, s
 from gradscale.errors import InvalidTypeError
 from gradscale_torch.kernels import count_nonfinite, group_tensors, inverse_of, unscale_in_place
 from gradscale_torch.unscaler import kernel_view, require_values
-from gradscale_torch.verdicts import Found, TensorFound, integers, moved
+from gradscale_torch.verdicts import Flags, TensorFound, integers, moved
 
 __all__ = ["TorchBackend"]
 
@@ -37,7 +37,7 @@ _WORDS = {
 class TorchBackend(Backend):
     """Tensors through torch's fused kernels, and its process groups and device meshes.
 
-    The count of a verdict is exact for tensors of the host; of those on a device it says 1 for any number.
+    The count of a verdict is exact for tensors of the CPU; of those on a device it says 1 for any number.
 
     Examples
     --------
@@ -68,7 +68,7 @@ class TorchBackend(Backend):
         return like.device
 
     def move(self, x: Tensor, like: Tensor, /) -> Tensor:
-        """Return a 0-d tensor on the device of another one; only what comes to the host is waited for."""
+        """Return a 0-d tensor on the device of another one; only what comes to the CPU is waited for."""
         return moved(x, like.device)
 
     def integers(self, values: Sequence[int], like: Tensor, /) -> Tensor:
@@ -84,13 +84,7 @@ class TorchBackend(Backend):
         return _bits(x)
 
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
-        """Return what :func:`gradscale.core.summaries.summarize_arrays` does; of tensors of the host from their bits.
-
-        Parameters
-        ----------
-        arrays : sequence of tensors
-            Dense; :func:`gradscale_torch.unscaler.values_of` makes them of others. Left alone.
-        """
+        """Summarize dense tensors, as :meth:`gradscale.Backend.summarize` does."""
         return _summarize(arrays)
 
     def unscale(
@@ -133,15 +127,15 @@ class TorchBackend(Backend):
         if out is None or torch.compiler.is_compiling():
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
-            found: Found = {}
+            flags: Flags = {}
             direct = [target for grad, target in zip(grads, out, strict=True) if _widened_into(grad, target)]
             tensors = group_tensors([kernel_view(target) for target in direct])
             require_values(tensors)
             inverse = inverse_of(state.scale)
             # What the scale of a device is would take a host read; a second look takes none.
             judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
-            unscale_in_place(tensors, inverse, found, judge_again=judge_again)
-            nonfinite = TensorFound(found, state.scale.device, count_nonfinite(found, tensors)).nonfinite
+            unscale_in_place(tensors, inverse, flags, judge_again=judge_again)
+            nonfinite = TensorFound(flags, state.scale.device, count_nonfinite(flags, tensors)).nonfinite
             others = [(grad, target) for grad, target in zip(grads, out, strict=True) if not _fits(grad, target)]
             if others:
                 made, count = arithmetic.unscale_arrays([g for g, _ in others], state, out=[t for _, t in others])
@@ -166,14 +160,7 @@ def _widened_into(grad: Tensor, target: Tensor) -> bool:
 
 
 def _summarize(tensors: Sequence[Tensor]) -> Tensor:
-    """Return what :func:`gradscale.core.summaries.summarize_arrays` does: 1-d int32 on the device of the first.
-
-    Parameters
-    ----------
-    tensors : sequence of tensors
-        Floating or complex, dense, on any devices. Those of the host are gone through block by block; those of a
-        device wait for nothing.
-    """
+    """Return 1-d int32 on the first one's device: of the CPU's tensors block by block, of a device's without a wait."""
     with torch.no_grad():
         home = tensors[0].device
         return torch.cat([_summarize_one(tensor.detach()).to(home) for tensor in tensors])
@@ -203,7 +190,7 @@ def _summarize_one(tensor: Tensor) -> Tensor:
 
 
 def _dense_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as a 1-d tensor, in the order of its memory where that has no gaps."""
+    """Return a tensor's elements as a 1-d tensor, in the order of its memory if that has no gaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1)
 

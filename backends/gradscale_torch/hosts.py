@@ -1,7 +1,4 @@
-"""What hosts see of a scaler: torch's saved states and pickles, ``_per_optimizer_states``, and methods to compile.
-
-Hosts are the programs that look at torch's scalers: training frameworks, optimizers, torch.compile.
-"""
+"""What frameworks see of a scaler: torch's states and pickles, ``_per_optimizer_states``, and methods to compile."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ import gradscale
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
-from gradscale_torch.verdicts import Found, TensorVerdict
+from gradscale_torch.verdicts import Flags, TensorVerdict
 
 __all__ = [
     "OptimizerState",
@@ -46,11 +43,11 @@ _INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 _compiler: Any = torch._C._dynamo.eval_frame
 _IS_ASKED = hasattr(_compiler, "set_code_exec_strategy")
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def untraced(method: _Method) -> _Method:
-    """Return a method that torch.compile does not look into: bookkeeping on the host, and a few kernels.
+    """Return a method that torch.compile does not look into: bookkeeping on the CPU, and a few kernels.
 
     Torch's own optimizers are decorated like this. ``torch.compiler.disable`` would do the same, but imports the
     compiler at once, which takes seconds, instead of at the first call.
@@ -84,12 +81,12 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 
 def as_torchs_state_dict(saved: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """Return a state dict with torch's five keys alone where they say everything of a policy."""
+    """Return a state dict with torch's five keys alone if they say everything of the policy."""
     return {key: saved[key] for key in _TORCHS_KEYS} if saved and _is_torchs(policy) else saved
 
 
 def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | int | None) -> dict[str, Any]:
-    """Return what torch's scalers pickle, so that theirs can be restored from ours. One host read."""
+    """Return the attributes that torch's scalers pickle, so that theirs can be restored from ours. One host read."""
     if not scaler.is_enabled():
         return {"_device": device, "_enabled": False}
     saved = scaler.state_dict()
@@ -108,7 +105,7 @@ def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | 
 
 
 def state_dict_of_pickle(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of one of torch's scalers from what it pickles."""
+    """Return the state dict of one of torch's scalers from the attributes that it pickles."""
     return {
         "scale": kept["_init_scale"],
         "growth_factor": kept["_growth_factor"],
@@ -126,14 +123,14 @@ def _is_torchs(policy: Policy) -> bool:
     return policy == gradscale.DynamicScale(**factors)
 
 
-def found_by_device(iteration: Iteration, turn: Turn) -> Found:
-    """Return the agreed verdict for each device of an optimizer's gradients, and for the scale's without any."""
+def found_by_device(iteration: Iteration, turn: Turn) -> Flags:
+    """Return the agreed verdict for each device of an optimizer's gradients, or for the scale's without any."""
     if turn.pending is None:
         if not iteration.live.is_made:
             return {}
         turn.pending = TensorVerdict.unjudged(iteration)
     pending = cast(TensorVerdict, turn.pending)
-    if pending.is_read_by_host:
+    if pending.is_read_by_cpu:
         iteration.verdict(turn)
     return pending.show()
 
@@ -158,18 +155,7 @@ class OptimizerState(dict[str, Any]):
 
 
 class OptimizerStates(Mapping[int, dict[str, Any]]):
-    """A view of the present iteration by ``id(optimizer)``. Reading an optimizer's entry finishes its agreement.
-
-    Parameters
-    ----------
-    scaler : gradscale.GradScaler
-        Whose iteration.
-
-    Attributes
-    ----------
-    scaler : gradscale.GradScaler
-        As given.
-    """
+    """A view of the present iteration by ``id(optimizer)``. Reading an optimizer's entry finishes its agreement."""
 
     def __init__(self, scaler: gradscale.GradScaler) -> None:
         self.scaler = scaler

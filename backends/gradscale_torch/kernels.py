@@ -1,4 +1,4 @@
-"""Torch's fused kernels: to unscale, to sum up a norm, to adapt the scale; and the core's functions without them."""
+"""Torch's fused kernels, to unscale, to judge and to sum up a norm; and the core's functions without them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import torch
 from torch._utils import _flatten_dense_tensors
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscale import DynamicScale, ScaleState
 from gradscale.core import arithmetic
-from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
-from gradscale_torch.verdicts import Found, moved
+from gradscale_torch.verdicts import Flags, moved
 
 __all__ = [
     "Groups",
     "clip_factor",
     "count_nonfinite",
     "group_tensors",
-    "has_fused_update",
     "inverse_of",
     "judge",
     "sum_of_squares",
     "unscale_in_place",
-    "update_in_place",
 ]
 
 Tensor = torch.Tensor
@@ -40,7 +36,6 @@ _SMALL = 1 << 14
 # Device types and dtypes that the kernel has refused.
 _without_kernel: set[tuple[str, torch.dtype]] = set()
 _without_float64: set[torch.device] = set()
-_WITH_FLOAT64 = ("cpu", "cuda")
 
 
 def group_tensors(tensors: Sequence[Tensor]) -> Groups:
@@ -53,7 +48,10 @@ def group_tensors(tensors: Sequence[Tensor]) -> Groups:
 
 def inverse_of(scale: Tensor) -> Tensor:
     """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 where the device has it. No host read."""
-    if scale.device.type in _WITH_FLOAT64:
+    if scale.device.type == "cpu":
+        # IEEE division is rounded once, too.
+        return scale.reciprocal()
+    if scale.device.type == "cuda":
         # What fails here is an error of the device, which has nothing to do with the dtype.
         return scale.double().reciprocal().float()
     if scale.device.type != "mps" and scale.device not in _without_float64:
@@ -64,47 +62,28 @@ def inverse_of(scale: Tensor) -> Tensor:
     return scale.reciprocal()
 
 
-def unscale_in_place(
-    groups: Groups, inverse: Tensor, found: Found, *, judge_again: bool
-) -> None:
-    """Multiply tensors by the reciprocal of the scale and note where one is not finite.
+def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_again: bool) -> None:
+    """Multiply dense real tensors by the reciprocal of the scale, 0-d float32 on any device, and note bad ones.
 
-    Parameters
-    ----------
-    groups : dict
-        Dense real tensors by device and dtype; overwritten.
-    inverse : tensor
-        0-d float32 on any device; waited for where tensors are the host's.
-    found : dict
-        By device; entries are added, or set to 1.
-    judge_again : bool
-        Whether the products must be judged, too: they overflow only if the reciprocal is above 1.
-
-    Raises
-    ------
-    InvalidValueError
-        For a tensor whose elements share memory; others may have been overwritten by then.
+    The products must be judged again if the reciprocal may be above 1, so that they may overflow.
     """
-    for (device, dtype), tensors in groups.items():
-        factor = moved(inverse, device)
-        flag = found.get(device)
-        if flag is None:
-            flag = found[device] = torch.zeros_like(factor)
-        _apply(device, dtype, tensors, flag, factor)
-        if judge_again:
-            _apply(device, dtype, tensors, flag, torch.ones((), dtype=torch.float32, device=device))
+    for device, dtype in groups:
+        _apply(device, dtype, groups[device, dtype], flags, moved(factor, device))
+    if judge_again:
+        judge(groups, flags)
 
 
-def judge(groups: Groups, found: Found) -> None:
+def judge(groups: Groups, flags: Flags) -> None:
     """Note where one of the tensors is not finite; they keep their values."""
     for device, dtype in groups:
-        tensors = groups[device, dtype]
-        if device not in found:
-            found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        _apply(device, dtype, tensors, found[device], torch.ones((), dtype=torch.float32, device=device))
+        one = torch.ones((), dtype=torch.float32, device=device)
+        _apply(device, dtype, groups[device, dtype], flags, one)
 
 
-def _apply(device: torch.device, dtype: torch.dtype, tensors: list[Tensor], flag: Tensor, factor: Tensor) -> None:
+def _apply(device: torch.device, dtype: torch.dtype, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:
+    flag = flags.get(device)
+    if flag is None:
+        flag = flags[device] = torch.zeros_like(factor)
     kind = (device.type, dtype)
     if kind not in _without_kernel:
         try:
@@ -141,10 +120,10 @@ def _explain(tensors: Iterable[Tensor], error: RuntimeError) -> None:
             raise InvalidValueError(msg) from error
 
 
-def count_nonfinite(found: Found, groups: Groups) -> int | None:
-    """Return how many gradients are not finite; None unless all of them are the host's own."""
+def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
+    """Return how many gradients are not finite; None unless all of them are the CPU's."""
     is_bad = False
-    for device, flag in found.items():
+    for device, flag in flags.items():
         if device.type != "cpu":
             return None
         is_bad = is_bad or flag.item() != 0
@@ -152,40 +131,6 @@ def count_nonfinite(found: Found, groups: Groups) -> int | None:
         return 0
     # Duplicates of a sparse gradient may be finite one by one.
     return max(1, sum(not torch.isfinite(one).all().item() for tensors in groups.values() for one in tensors))
-
-
-def has_fused_update(policy: Policy) -> bool:
-    """Tell whether torch's kernel and a lower bound are the whole of a policy's rule."""
-    return (
-        type(policy) is DynamicScale
-        and policy.growth_after == "interval"
-        and policy.hysteresis == 1
-        and policy.tolerance is None
-        and policy.max_scale is None
-        and policy.at_min == "clamp"
-    )
-
-
-def update_in_place(policy: DynamicScale, state: ScaleState, found: Tensor, *, may_fall: bool) -> None:
-    """Adapt the scale and the growth tracker in place, as ``policy.update`` does. No host read.
-
-    Parameters
-    ----------
-    policy : DynamicScale
-        One that ``has_fused_update``.
-    state : ScaleState
-        Overwritten. Its growth tracker is below the growth interval, beyond which the kernel would never grow.
-    found : tensor
-        0-d float32 on the state's device; anything but 0 is an overflow.
-    may_fall : bool
-        Whether it may be an overflow.
-    """
-    torch._amp_update_scale_(
-        state.scale, state.growth_tracker, found, policy.growth_factor, policy.backoff_factor, policy.growth_interval
-    )
-    if may_fall:
-        # The kernel goes on into the subnormals, and to 0.
-        state.scale.clamp_(min=policy.min_scale)
 
 
 def sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
@@ -213,7 +158,7 @@ def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
 
 
 def _squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Return sums of squares that add up to that of all tensors of the host."""
+    """Return sums of squares that add up to that of all tensors of the CPU."""
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
     large = [tensor for tensor in tensors if tensor.numel() > _SMALL] if len(small) < len(tensors) else []
     joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]

@@ -1,14 +1,14 @@
-"""ShardedGradScaler: a replacement of torch's scaler of this name, imported when it is asked for, since torch's is slow."""
+"""ShardedGradScaler: a replacement of torch's scaler of this name, whose import takes torch a second."""
 
-# What torch's methods return is less.
-# mypy: disable-error-code="override"
+# torch's methods return less than ours.
+# mypy: disable-error-code="misc"
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-# Looked up once: a host may put the class of this file in the place of torch's name.
+# Looked up once: a framework may put the class of this file in the place of torch's name.
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from gradscale.core.messages import shown
@@ -43,9 +43,9 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
 
     Notes
     -----
-    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce of 88 bytes (over gloo
-    of 16) in an iteration, on every rank, whatever it found and even when it holds no
-    gradients. ``scale`` keeps the dtype of a half-precision loss, as torch's does.
+    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce in an iteration, of 88
+    bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients. ``scale`` keeps the dtype
+    of a half-precision loss, as torch's does.
 
     Examples
     --------

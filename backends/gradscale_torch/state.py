@@ -1,22 +1,20 @@
-"""TensorState: a state that keeps its tensors, so that hosts and captured graphs see the new scale; TensorScaling."""
+"""TensorState: a state that keeps its tensors, so that frameworks and captured graphs see the scale; TensorScaling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-import gradscale
-from gradscale import registry
+from gradscale import DynamicScale, registry
 from gradscale.core import tree
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration
-from gradscale.scaler.live_state import ANY_TRACKERS, largest_trackers, numbers_of, placed, require_values, with_setting
-from gradscale_torch import kernels
+from gradscale.scaler.live_state import numbers_of, placed, require_values, with_setting
 from gradscale_torch.verdicts import is_capturing, moved, refuse_capture
 
 __all__ = ["TensorScaling", "TensorState"]
@@ -27,14 +25,9 @@ _CPU = torch.device("cpu")
 
 
 class TensorState:
-    """The state of a scaler: tensors adapted in place, by torch's kernel where that is the whole rule.
+    """The state of a scaler: tensors adapted in place, by torch's kernel if that is the whole rule.
 
-    Parameters
-    ----------
-    policy : Policy
-        The rule that adapts it.
-    device : str, torch.device, int or None
-        Where the state is for a rank that has no gradients.
+    See :class:`gradscale.scaler.parts.LiveState`. A rank without gradients has its state on ``device``.
     """
 
     def __init__(self, policy: Policy, device: torch.device | str | int | None) -> None:
@@ -43,21 +36,15 @@ class TensorState:
         self._device = device
         self._state: ScaleState | None = None
         # What a checkpoint or the user has set before there was a tensor.
-        self._restored: dict[str, Any] = {}
-        # What the trackers can have reached since the scaler was made, and hosts have had no tensors to write to.
-        self._largest = largest_trackers(policy)
-        # Whether the growth tracker is below the growth interval, as torch's kernel takes for granted.
-        self._is_regular = False
-        # The smallest scale that there can be now, as far as the host knows without a read.
+        self._restored: dict[str, float] = {}
+        # The policy if torch's kernel may adapt the state by it: the growth tracker must be below the growth interval.
+        self._kernels_rule: DynamicScale | None = None
+        # The smallest scale that there can be now, as far as the CPU knows without a read.
         self._floor = 0.0
         # The version in which the scale was last set, and not adapted.
         self._replaced_in = 0
-        # Whether a captured graph adapts the state, and so lowers the scale when the host does not know.
+        # Whether a captured graph adapts the state, and so lowers the scale without the CPU.
         self._is_replayed = False
-        # What counts that are 0, and others, are for the kernel.
-        self._flags: tuple[Tensor, Tensor] | None = None
-        # The scale of a state on the host, and its reciprocal.
-        self._inverse: tuple[float, Tensor] | None = None
 
     @property
     def is_made(self) -> bool:
@@ -70,12 +57,11 @@ class TensorState:
         return self._state is not None or len(self._restored) > 0
 
     def tensors(self) -> ScaleState | None:
-        """Return the state in its tensors, which hosts may write to; None without one."""
-        self._largest = ANY_TRACKERS
+        """Return the state, to whose tensors frameworks may write; None without one."""
         return self._state
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> dict[str, float]:
         """The numbers that a state will be made of."""
         return {"scale": self.policy.init_scale, "growth_tracker": 0, **self._restored}
 
@@ -83,7 +69,6 @@ class TensorState:
         """Set one of the numbers that a state will be made of; one that is made keeps its own."""
         if self._state is None:
             self._restored[name] = value
-            self._allow(self._restored)
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array; a loss may be of another library."""
@@ -99,28 +84,20 @@ class TensorState:
             require_values(like)
             home = like.device if isinstance(like, Tensor) else _CPU
             refuse_capture(home, "call scale() once before, or every replay would begin with the first scale again")
-            self._floor = float(self._restored.get("scale", self.policy.init_scale))
+            self._floor = self.first["scale"]
             with torch.inference_mode(False):
                 state = placed(self.policy.init(torch.zeros((), device=_CPU)), self._restored)
-                # Filled by kernels, which nobody waits for, as for copies of the host's memory.
+                # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
                 filled = (torch.full((), field.item(), dtype=field.dtype, device=home) for field in state)
                 self._state = ScaleState(*filled)
             self._restored = {}
         return self._state
 
-    def inverse(self, scale: Tensor, number: float | None) -> Tensor:
-        """Return the reciprocal of a scale, not to be written to; ``number`` is the scale where it is the host's."""
-        if number is None:
-            return kernels.inverse_of(scale)
-        if self._inverse is None or self._inverse[0] != number:
-            self._inverse = number, kernels.inverse_of(scale)
-        return self._inverse[1]
-
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one; its tensors are the state's from now on."""
         self._state = state
 
-    def advance(self, counts: Sequence[Array | int]) -> None:
+    def advance(self, counts: Sequence[Tensor | int]) -> None:
         """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
         state = self._state or self.current()
         home = state.scale.device
@@ -128,20 +105,24 @@ class TensorState:
         if home.type != "cpu":
             self._floor *= getattr(self.policy, "backoff_factor", 1.0)
             self._is_replayed = self._is_replayed or is_capturing(home)
-        if self._flags is None or self._flags[0].device != home:
-            self._flags = torch.zeros((), dtype=torch.float32, device=home), torch.ones((), dtype=torch.float32, device=home)
-        flags = [count if isinstance(count, Tensor) else self._flags[count > 0] for count in counts]
+        flags = [
+            count if isinstance(count, Tensor) else torch.full((), float(count > 0), device=home) for count in counts
+        ]
         found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        if self._is_regular and kernels.has_fused_update(self.policy):
-            may_fall = found is not self._flags[0]
-            kernels.update_in_place(cast(gradscale.DynamicScale, self.policy), state, found, may_fall=may_fall)
+        rule = self._kernels_rule
+        if rule is not None:
+            factors = rule.growth_factor, rule.backoff_factor, rule.growth_interval
+            torch._amp_update_scale_(state.scale, state.growth_tracker, found, *factors)
+            if home.type != "cpu" or state.scale.item() < rule.min_scale:
+                # The kernel goes on into the subnormals, and to 0.
+                state.scale.clamp_(min=rule.min_scale)
             # A new tuple of the same tensors: what is kept of the old one is out of date.
             self._state = ScaleState(*state)
             return
-        self._is_regular = True
+        self._kernels_rule = _as_kernels_rule(self.policy)
         self._state = _copied_into(state, self.policy.update(state, nonfinite=found))
 
-    def at_min_scale(self, state: ScaleState) -> Array | None:
+    def at_min_scale(self, state: ScaleState) -> Tensor | None:
         """Return whether an overflow now must be raised, as the policy says."""
         return self.policy.at_min_scale(state)
 
@@ -155,7 +136,7 @@ class TensorState:
             refuse_capture(self._state.scale.device, what)
 
     def lowered(self, state: ScaleState) -> ScaleState:
-        """Return a state with its scale backed off once; the very same one where the policy cannot."""
+        """Return a state with its scale backed off once; the very same one if the policy cannot."""
         return self.policy.backoff(state)
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
@@ -163,11 +144,8 @@ class TensorState:
 
     def observe(self, scale: float, version: int) -> None:
         """Take note of the scale that a verdict carries: since that version it has been backed off that often."""
-        if version < self._replaced_in:
-            return
-        self._floor = scale
-        if version != self.version:
-            self._floor *= getattr(self.policy, "backoff_factor", 1.0) ** (self.version - version)
+        if version >= self._replaced_in:
+            self._floor = scale * getattr(self.policy, "backoff_factor", 1.0) ** (self.version - version)
 
     def may_be_below_one(self, state: ScaleState) -> bool:
         """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
@@ -175,16 +153,15 @@ class TensorState:
             return bool(state.scale.item() < 1.0)
         return self._is_replayed or self._floor < 1.0 or is_capturing(state.scale.device)
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, float]:
         """Return the state as numbers, by the names of its fields. One host read."""
         if self._state is None:
             return {"scale": self.policy.init_scale, **self._restored}
-        return numbers_of(self._state, self.backend_for(self._state.scale), self._largest)
+        return numbers_of(self._state, self.backend_for(self._state.scale))
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
-        scale: Any = self.first["scale"] if self._state is None else self._state.scale
-        return float(scale)
+        return float(self.first["scale"] if self._state is None else self._state.scale)
 
     def replace_scale(self, scale: float) -> None:
         """Set the scale in place, and keep the trackers."""
@@ -197,31 +174,27 @@ class TensorState:
             self._state = ScaleState(*self._state)
 
     def _note_replaced(self) -> None:
-        """Take no more note of verdicts that were begun before now."""
+        """Ignore verdicts that were begun before now."""
         self.version += 1
         self._replaced_in = self.version
 
     def replace_field(self, name: str, value: Tensor) -> None:
-        """Put a tensor of a host's in the place of a field, by identity where it fits."""
-        self.current(value)
-        state = self.tensors()
-        assert state is not None
+        """Put a tensor of a framework's in the place of a field, by identity if it fits."""
+        state = self.current(value)
         field: Tensor = getattr(state, name)
-        placed_value = moved(value, field.device, dtype=field.dtype)
-        self._state = state._replace(**{name: placed_value.reshape(()) if placed_value.shape else placed_value})
-        self._is_regular = False
+        fitting = moved(value, field.device, dtype=field.dtype)
+        self._state = state._replace(**{name: fitting.reshape(()) if fitting.shape else fitting})
+        self._kernels_rule = None
 
-    def replace_setting(self, name: str, value: Any) -> None:
+    def replace_setting(self, name: str, value: float) -> None:
         """Set one of a DynamicScale's settings."""
         self.policy = with_setting(self.policy, name, value)
-        self._largest = largest_trackers(self.policy, self._largest)
-        self._is_regular = False
+        self._kernels_rule = None
 
-    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
+    def load(self, policy: Policy, numbers: dict[str, float], *, keep: bool) -> None:
         """Go on with another policy and other numbers, in the same tensors unless the present ones are in use."""
         self.policy = policy
-        self._allow(numbers)
-        self._is_regular = False
+        self._kernels_rule = None
         self._floor = 0.0
         self._note_replaced()
         if self._state is None:
@@ -230,16 +203,25 @@ class TensorState:
         loaded = placed(self._state, numbers)
         self._state = loaded if keep else _copied_into(self._state, loaded)
 
-    def _allow(self, numbers: dict[str, Any]) -> None:
-        """Take note that the trackers have reached what somebody has set or loaded, at the least."""
-        self._largest = largest_trackers(self.policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers instead of tensors, so that the next tensor says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
-        forgotten: dict[str, Any] = {"_is_regular": False, "_is_replayed": False, "_floor": 0.0}
-        forgotten |= dict.fromkeys(("_state", "_flags", "_inverse"))
+        forgotten = {"_state": None, "_kernels_rule": None, "_is_replayed": False, "_floor": 0.0}
         return self.__dict__ | {"_restored": restored} | forgotten
+
+
+def _as_kernels_rule(policy: Policy) -> DynamicScale | None:
+    """Return a policy if torch's kernel and a lower bound are the whole of its rule."""
+    if type(policy) is not DynamicScale:
+        return None
+    is_plain = (
+        policy.growth_after == "interval"
+        and policy.hysteresis == 1
+        and policy.tolerance is None
+        and policy.max_scale is None
+        and policy.at_min == "clamp"
+    )
+    return policy if is_plain else None
 
 
 def _copied_into(state: ScaleState, new: ScaleState) -> ScaleState:
@@ -252,56 +234,40 @@ def _copied_into(state: ScaleState, new: ScaleState) -> ScaleState:
 class TensorScaling:
     """The way of outputs through ``scale()``: with torch's promotion, one by one, iterators when they are consumed.
 
-    Parameters
-    ----------
-    keeps_dtype : bool
-        Whether a half-precision loss comes back in its dtype.
+    See :class:`gradscale.scaler.parts.Scaling`. With ``keeps_dtype`` a half-precision loss comes back in its dtype.
     """
 
     def __init__(self, *, keeps_dtype: bool) -> None:
         self._keeps_dtype = keeps_dtype
 
-    def scale(
-        self,
-        outputs: Any,
-        iteration: Iteration,
-        look: Callable[[Sequence[Any]], None] | None,
-    ) -> Any:
-        """Return outputs with every tensor multiplied; see :class:`gradscale.scaler.parts.Scaling`.
+    def scale(self, outputs: object, iteration: Iteration, look: Callable[[Sequence[object]], None] | None) -> object:
+        """Return outputs with every tensor multiplied.
 
         Lists, tuples, named tuples and dicts come back as what they are; any other iterable as an iterator, as torch
         has it, so that an unconsumed one scales nothing.
-
-        Raises
-        ------
-        InvalidValueError
-            For what is neither a tensor nor an iterable of these.
         """
-        if type(outputs) is Tensor:
-            return self._multiplied(outputs, iteration, look)
-        return _mapped(outputs, lambda tensor: self._multiplied(tensor, iteration, look))
 
-    def _multiplied(
-        self, tensor: Tensor, iteration: Iteration, look: Callable[[Sequence[Any]], None] | None
-    ) -> Tensor:
-        state = iteration.in_force(tensor)
-        iteration.note_scaled(state)
-        if look is not None:
-            look((tensor,))
-        scaled: Tensor = tensor * moved(state.scale, tensor.device)
-        return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
+        def multiply(tensor: Tensor) -> Tensor:
+            state = iteration.in_force(tensor)
+            iteration.note_scaled(state)
+            if look is not None:
+                look((tensor,))
+            scaled = tensor * moved(state.scale, tensor.device)
+            return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
+
+        return multiply(outputs) if isinstance(outputs, Tensor) else _mapped(outputs, multiply)
 
 
-def _mapped(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(outputs: object, multiply: Callable[[Tensor], Tensor]) -> object:
     leaves, rebuild = tree.flatten(outputs, _is_leaf)
     return rebuild([_scaled(leaf, multiply) for leaf in leaves])
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: object) -> bool:
     return isinstance(node, Tensor) or not isinstance(node, (list, tuple, Mapping))
 
 
-def _scaled(leaf: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+def _scaled(leaf: object, multiply: Callable[[Tensor], Tensor]) -> object:
     if isinstance(leaf, Tensor):
         return multiply(leaf)
     if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)):

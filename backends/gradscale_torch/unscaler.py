@@ -3,64 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gradscale import registry
 from gradscale.core import gradients
 from gradscale.core.aliasing import overlaps_itself
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
+from gradscale.core.vector import Purpose
 from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.scaler.exchange import Exchange
+from gradscale.scaler.iteration import Iteration
 from gradscale_torch import kernels
 from gradscale_torch.kernels import Groups, group_tensors
 from gradscale_torch.state import TensorState
-from gradscale_torch.verdicts import Found, TensorFound, moved, would_wait
+from gradscale_torch.verdicts import Flags, TensorFound, moved, would_wait
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from gradscale_torch.collectives import TorchCollectives
+
 __all__ = ["Request", "TensorGradients", "TensorUnscaler", "kernel_view", "require_values", "values_of"]
 
 Tensor = torch.Tensor
+Optimizer = torch.optim.Optimizer
+_Value = TypeVar("_Value")
 
 _CPU = torch.device("cpu")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _PLAIN = {Tensor}
 _STRIDED = {torch.strided}
-_FLOAT32_OF_HOST = _CPU, torch.float32
-_is_float32_of_host: Callable[[Tensor], bool] = torch.FloatTensor.__instancecheck__
+_FLOAT32_OF_CPU = _CPU, torch.float32
+_is_float32_of_cpu: Callable[[Tensor], bool] = torch.FloatTensor.__instancecheck__
 _layout: Callable[[Tensor], torch.layout] = operator.attrgetter("layout")
+_is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_point")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """What an unscaler is asked for besides.
 
-    Attributes
-    ----------
-    max_norm : float or None
-        The largest norm, to clip to.
-    is_shared : bool
-        Whether the scaler was given groups, over which the norm of plain tensors is not defined.
-    unscales : bool
-        Whether to unscale; else gradients are judged, and left scaled.
-    takes_fp16 : bool
-        Whether gradients may be float16 also where the scaler refuses them, as fused optimizers take them.
-    announce : callable or None
-        Called with collectives and a tensor before the norm is summed up over them, where the host waits for them.
+    ``is_shared``: the scaler was given groups, over which the norm of plain tensors is not defined. ``iteration``: for
+    the announcement of a norm over ranks. ``may_leave``: gradients may be left to the optimizer to unscale.
     """
 
     max_norm: float | None = None
     is_shared: bool = False
-    unscales: bool = True
+    iteration: Iteration | None = None
+    judges_only: bool = False
+    may_leave: bool = False
     takes_fp16: bool = False
-    announce: Callable[[Collectives, Tensor], None] | None = None
 
 
 _NO_REQUEST = Request()
@@ -70,16 +69,8 @@ _NO_REQUEST = Request()
 class Parameters:
     """An optimizer's parameters, kept from call to call.
 
-    Attributes
-    ----------
-    listed : gradients.ListedParameters
-        As the groups list them; tied ones once.
-    meshes : tuple of DeviceMesh
-        Over which gradients are sharded.
-    shares_gradients : bool
-        Whether one tensor was the gradient of two of them when they were met first.
-    left_scaled : bool
-        Whether the last step was left to unscale by itself.
+    ``shares_gradients``: one tensor was the gradient of two of them when they were met first. ``left_scaled``: the last
+    step was left to unscale by itself.
     """
 
     listed: gradients.ListedParameters
@@ -97,18 +88,12 @@ class Parameters:
 class TensorGradients:
     """An optimizer's gradients on their way; see :class:`gradscale.scaler.parts.Gradients`.
 
-    Attributes
-    ----------
-    parameters, request
-        Whose they are, and what is asked for.
-    tensors : dict
-        By device and dtype, the dense tensors that hold the gradients' values, to be overwritten.
-    uncoalesced : list of tensors
-        Sparse gradients with duplicate indices, whose sums must be judged once they are unscaled.
+    ``tensors`` hold the values, to be overwritten. ``uncoalesced`` are sparse gradients with duplicate indices, whose
+    sums must be judged once they are unscaled.
     """
 
     unscaler: TensorUnscaler
-    optimizer: Any
+    optimizer: Optimizer
     parameters: Parameters
     request: Request
     tensors: Groups
@@ -117,72 +102,47 @@ class TensorGradients:
 
     @property
     def like(self) -> Tensor:
-        """A gradient, beside which the state belongs; on the device that is trained on where they are elsewhere.
+        """A gradient, on whose device the state belongs; one of the device that is trained on if they are elsewhere.
 
-        The loss of other ranks is there, also if all gradients are on the host, so that messages go the same way.
+        The loss of other ranks is there, also if all gradients are on the CPU, so that messages go the same way.
         """
         first = next(iter(self.tensors.values()), None)
-        if first is None or (first[0].device.type == "cpu" and not self.unscaler.trains_on_host):
+        if first is None or (first[0].device.type == "cpu" and not self.unscaler.trains_on_cpu):
             return torch.zeros((), device=self.unscaler.device)
         return first[0]
 
     def groups(self) -> Sequence[Collectives]:
-        """Return the mesh of DTensor parameters.
-
-        Raises
-        ------
-        InvalidValueError
-            For several meshes.
-        """
+        """Return the mesh of DTensor parameters."""
         meshes = self.parameters.meshes
         return self.unscaler.groups_of(self.optimizer, meshes) if meshes else ()
 
 
 class TensorUnscaler:
-    """Unscales in place, and keeps an optimizer's parameters in mind from call to call.
+    """Unscales in place, and keeps an optimizer's parameters from call to call.
 
-    Parameters
-    ----------
-    device : str, torch.device, int or None
-        That is trained on.
-    allows_fp16 : bool
-        Whether gradients may be float16.
-    timeout : float
-        Seconds to wait for the ranks of a mesh.
+    ``device`` is the one that is trained on; ``timeout`` counts the seconds to wait for the ranks of a mesh.
     """
 
     def __init__(self, device: torch.device | str | int | None, *, allows_fp16: bool, timeout: float) -> None:
         self.device = device
         self._allows_fp16 = allows_fp16
         self._timeout = timeout
-        self.forget()
+        # The last scale of the CPU, and its reciprocal.
+        self._inverse: tuple[float | None, Tensor] = 1.0, torch.ones((), dtype=torch.float32, device=_CPU)
+        self._known: IdentityMap[Parameters] = IdentityMap()
+        self._meshes: dict[DeviceMesh, TorchCollectives] = {}
 
     @property
-    def trains_on_host(self) -> bool:
-        """Whether the device that is trained on is the host, or none was named."""
+    def trains_on_cpu(self) -> bool:
+        """Whether the device that is trained on is the CPU, or none was named."""
         return self.device is None or (not isinstance(self.device, int) and torch.device(self.device).type == "cpu")
 
-    def forget(self) -> None:
-        """Forget parameters, meshes and steps."""
-        self._known: IdentityMap[Parameters] = IdentityMap()
-        self._meshes: dict[Any, Collectives] = {}
+    def __reduce__(self) -> tuple[Callable[[], TensorUnscaler], tuple[()]]:
+        made = functools.partial(type(self), self.device, allows_fp16=self._allows_fp16, timeout=self._timeout)
+        return made, ()
 
-    def __getstate__(self) -> tuple[torch.device | str | int | None, bool, float]:
-        """Return what is pickled: the settings."""
-        return self.device, self._allows_fp16, self._timeout
-
-    def __setstate__(self, kept: tuple[torch.device | str | int | None, bool, float]) -> None:
-        self.device, self._allows_fp16, self._timeout = kept
-        self.forget()
-
-    def collect(self, optimizer: Any, request: Request | None = None) -> TensorGradients:
-        """Return an optimizer's gradients; nothing is modified, but for sparse float16 ones, which are coalesced.
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            When a parameter is no tensor, and for gradients that are refused: float16, or elements that share memory.
-        """
+    def collect(self, optimizer: Optimizer, request: Request | None = None) -> TensorGradients:
+        """Return an optimizer's gradients; nothing is modified, but for sparse float16 ones, which are coalesced."""
         parameters = self._known.by_id(id(optimizer))
         if parameters is None or not parameters.listed.are_those_of(optimizer):
             parameters = _parameters_of(optimizer)
@@ -194,40 +154,37 @@ class TensorUnscaler:
     def unscale(self, gradients: TensorGradients, live: TensorState, state: ScaleState) -> TensorFound:
         """Divide gradients by the scale of a state, clip and judge them; or judge them alone.
 
-        No host read, but of the scale of a device that gradients of the host are divided by.
-
-        The norm of DTensors costs an all-reduce of its own.
-
-        Raises
-        ------
-        InvalidValueError
-            For gradients whose elements share memory, or whose norm is not defined here.
+        No host read, but of the scale of a device if gradients of the CPU are divided by it. The norm of DTensors costs
+        an all-reduce of its own.
         """
         request, tensors, scale = gradients.request, gradients.tensors, state.scale
         if request.max_norm is not None:
             _require_norm(gradients)
         gradients.is_touched = True
         gradients.parameters.left_scaled = False
-        found: Found = {}
+        flags: Flags = {}
         norm = None
-        home = scale.device
-        number: float | None = scale.item() if home.type == "cpu" else None
+        number: float | None = scale.item() if scale.device.type == "cpu" else None
+        may_be_below_one = live.may_be_below_one(state) if number is None else number < 1.0
+        # An optimizer's kernel would divide by a scale below 1 without a look at the result.
+        is_left = request.judges_only or (request.may_leave and not may_be_below_one)
         with torch.no_grad():
-            if request.unscales:
-                inverse = live.inverse(scale, number)
-                if request.max_norm is not None:
-                    inverse, norm = self._clipped(inverse, gradients, request.max_norm, found)
-                judge_again = live.may_be_below_one(state) if number is None else number < 1.0
-                kernels.unscale_in_place(tensors, inverse, found, judge_again=judge_again)
+            if is_left:
+                kernels.judge(tensors, flags)
             else:
-                kernels.judge(tensors, found)
+                if number is None or number != self._inverse[0]:
+                    self._inverse = number, kernels.inverse_of(scale)
+                factor = self._inverse[1]
+                if request.max_norm is not None:
+                    factor, norm = self._clipped(factor, gradients, request.max_norm, flags)
+                kernels.unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one)
             if gradients.uncoalesced:
                 # What the optimizer will see are the sums of duplicates.
-                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), found)
-            count = kernels.count_nonfinite(found, tensors)
-        return TensorFound(found, home, count, number, not request.unscales, norm)
+                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), flags)
+            count = kernels.count_nonfinite(flags, tensors)
+        return TensorFound(flags, scale.device, count, number, is_left, norm)
 
-    def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Tensor:  # noqa: ARG002
+    def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: TensorState) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""
         gradients = self.collect(optimizer, Request(takes_fp16=True))
         _require_norm(gradients)
@@ -237,14 +194,8 @@ class TensorUnscaler:
             torch._foreach_mul_(tensors, moved(factor, device, dtype=torch.promote_types(dtype, torch.float32)))
         return norm.float()
 
-    def groups_of(self, optimizer: Any, meshes: Sequence[Any]) -> Sequence[Collectives]:
-        """Return what the ranks of DTensor parameters agree over, where the scaler was given no group.
-
-        Raises
-        ------
-        InvalidValueError
-            For several meshes.
-        """
+    def groups_of(self, optimizer: Optimizer, meshes: Sequence[DeviceMesh]) -> Sequence[Collectives]:
+        """Return what the ranks of DTensor parameters agree over, if the scaler was given no group."""
         if len(meshes) > 1:
             both = " and ".join(map(repr, meshes))
             msg = (
@@ -256,7 +207,7 @@ class TensorUnscaler:
         mesh = self._mesh_of(meshes)
         return () if mesh is None else [mesh]
 
-    def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:
+    def groups_for(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Sequence[Collectives]:
         """Return what an optimizer's ranks are gathered over: these groups, or the mesh of its parameters."""
         if not groups:
             # Without a look at the gradients: a rank whose gradients are refused must not stay away.
@@ -270,40 +221,38 @@ class TensorUnscaler:
                 resolve()
         return groups
 
-    def values_of(self, gradient: Any) -> Any:
+    def values_of(self, gradient: _Value) -> _Value | Tensor | None:
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
         return values_of(gradient) if isinstance(gradient, Tensor) else gradient
 
-    def shape_of(self, gradient: Any) -> tuple[int, ...]:
+    def shape_of(self, gradient: Tensor) -> tuple[int, ...]:
         """Return the shape of a gradient on this rank: of a DTensor, that of its local part."""
         return tuple(local_tensor(gradient).shape)
 
-    def was_left_scaled(self, optimizer: Any) -> bool:
-        """Tell whether an optimizer's last step was left to divide its gradients by itself."""
+    def was_left_scaled(self, optimizer: object) -> bool:
+        """Tell whether an optimizer's last step was left to unscale by itself."""
         parameters = self._known.by_id(id(optimizer))
         return parameters is not None and parameters.left_scaled
 
-    def remember_left_scaled(self, optimizer: Any) -> None:
-        """Keep in mind that an optimizer was left to divide its gradients by itself, until they are unscaled."""
+    def remember_left_scaled(self, optimizer: object) -> None:
+        """Record that the optimizer unscales itself, until its gradients are unscaled."""
         parameters = self._known.by_id(id(optimizer))
         if parameters is not None:
             parameters.left_scaled = True
 
     def _clipped(
-        self, inverse: Tensor, gradients: TensorGradients, max_norm: float, found: Found
+        self, inverse: Tensor, gradients: TensorGradients, max_norm: float, flags: Flags
     ) -> tuple[Tensor, Tensor]:
-        """Return what unscales and clips at once, and the norm.
-
-        On a device, where the host waits for nobody, ranks are not told that a norm comes.
-        """
-        announce, mesh = gradients.request.announce, self._mesh_of(gradients.parameters.meshes)
-        if mesh is not None and announce is not None and not would_wait(inverse.device):
-            announce(mesh, inverse)
+        """Return what unscales and clips at once, and the norm."""
+        iteration, mesh = gradients.request.iteration, self._mesh_of(gradients.parameters.meshes)
+        # On a device the CPU waits for nobody, so that the norm is not announced.
+        if mesh is not None and iteration is not None and not would_wait(inverse.device):
+            Exchange(iteration, mesh, Purpose.NORM, gradients.optimizer, max_norm=max_norm).announce(inverse)
         norm = self._norm(gradients, inverse.device) * inverse
         wanted = inverse * kernels.clip_factor(norm, max_norm)
         # A norm that overflows, or a factor that loses bits, is an overflow, too.
         is_bad = torch.logical_not(torch.isfinite(norm)) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
-        found[inverse.device] = is_bad.float()
+        flags[inverse.device] = is_bad.float()
         return wanted.float(), norm.float()
 
     def _norm(self, gradients: TensorGradients, home: torch.device) -> Tensor:
@@ -316,26 +265,21 @@ class TensorUnscaler:
             for one in gradients.parameters.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
-        total: Tensor = mesh.sum(kernels.sum_of_squares(group_tensors(counted), home).double())
-        return total.sqrt()
+        return mesh.sum(kernels.sum_of_squares(group_tensors(counted), home).double()).sqrt()
 
-    def _mesh_of(self, meshes: Sequence[Any]) -> Any:
+    def _mesh_of(self, meshes: Sequence[DeviceMesh]) -> TorchCollectives | None:
         """Return the collectives over the mesh of DTensor parameters; None without one."""
         if not meshes:
             return None
         if meshes[0] not in self._meshes:
-            self._meshes[meshes[0]] = registry.collectives_for(meshes[0], self._timeout)
+            from gradscale_torch.collectives import TorchCollectives
+
+            self._meshes[meshes[0]] = TorchCollectives(meshes[0], self._timeout)
         return self._meshes[meshes[0]]
 
 
-def _parameters_of(optimizer: Any) -> Parameters:
-    """Return an optimizer's parameters.
-
-    Raises
-    ------
-    InvalidTypeError
-        When it has no ``param_groups``, or a parameter is no tensor.
-    """
+def _parameters_of(optimizer: Optimizer) -> Parameters:
+    """Return an optimizer's parameters, which must be tensors."""
     try:
         listed = gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
     except Exception as error:
@@ -377,13 +321,7 @@ def _require_apart(index: int, gradient: Tensor) -> None:
 
 
 def require_values(groups: Groups) -> None:
-    """Refuse tensors of the meta device, which have no values to judge.
-
-    Raises
-    ------
-    InvalidTypeError
-        When there is one.
-    """
+    """Refuse tensors of the meta device, which have no values to judge."""
     for (device, dtype), tensors in groups.items():
         if device.type == "meta":
             msg = (
@@ -394,58 +332,42 @@ def require_values(groups: Groups) -> None:
 
 
 def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Sequence[Tensor]]:
-    """Return the tensors that hold the gradients of parameters.
+    """Return the tensors that hold floating gradients, and the sparse ones with duplicate indices.
 
-    Parameters
-    ----------
-    parameters : Parameters
-        Up to date.
-    allow_fp16 : bool
-        Whether gradients may be float16. Sparse ones are then coalesced, which replaces ``.grad``.
-
-    Returns
-    -------
-    tensors : dict
-        By device and dtype. Integer gradients are left out. No host read, but for sparse gradients on a device.
-    uncoalesced : sequence of tensors
-        Those with duplicate indices.
-
-    Raises
-    ------
-    InvalidValueError
-        For float16 gradients that are not allowed; nothing has been modified.
+    Sparse float16 gradients are coalesced, which replaces ``.grad``. No host read, but for sparse ones on a device.
     """
     tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
     if parameters.shares_gradients:
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
-    # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the host at once.
-    if set(map(type, tensors)) <= _PLAIN:
-        if tensors and all(map(_is_float32_of_host, tensors)):
-            return {_FLOAT32_OF_HOST: tensors}, ()
-        if set(map(_layout, tensors)) <= _STRIDED:
-            groups = group_tensors(tensors)
-            if all(dtype.is_floating_point for _, dtype in groups):
-                _check_dtypes((dtype for _, dtype in groups), allow_fp16)
-                require_values(groups)
-                return groups, ()
+    # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the CPU at once.
+    is_plain = set(map(type, tensors)) <= _PLAIN
+    if is_plain and tensors and all(map(_is_float32_of_cpu, tensors)):
+        return {_FLOAT32_OF_CPU: tensors}, ()
+    if is_plain and set(map(_layout, tensors)) <= _STRIDED:
+        groups = group_tensors(tensors)
+        dtypes = {dtype for _, dtype in groups}
+        if all(map(_is_floating, dtypes)):
+            _check_dtypes(dtypes, allow_fp16)
+            require_values(groups)
+            return groups, ()
     owned = {id(one.grad): one for one in reversed(parameters.unique) if _has_values(one.grad)}
-    _check_dtypes((one.grad.dtype for one in owned.values() if one.grad is not None), allow_fp16)
+    _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
     chosen, uncoalesced = [], []
     for parameter in reversed(owned.values()):
-        gradient: Any = parameter.grad
-        if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
-            if gradient.dtype is torch.float16:
+        grad: Any = parameter.grad
+        if grad.layout == torch.sparse_coo and not grad.is_coalesced():
+            if grad.dtype is torch.float16:
                 # The optimizer would sum the duplicates in float16, where they overflow easily.
-                gradient = parameter.grad = gradient.to(torch.float32).coalesce().to(torch.float16)
+                grad = parameter.grad = grad.to(torch.float32).coalesce().to(torch.float16)
             else:
-                uncoalesced.append(gradient)
-        chosen.append(kernel_view(gradient))
+                uncoalesced.append(grad)
+        chosen.append(kernel_view(grad))
     groups = group_tensors(chosen)
     require_values(groups)
     return groups, uncoalesced
 
 
-def _check_dtypes(dtypes: Any, allow_fp16: bool) -> None:
+def _check_dtypes(dtypes: set[torch.dtype], allow_fp16: bool) -> None:
     if not allow_fp16 and torch.float16 in dtypes:
         msg = (
             "Attempting to unscale FP16 gradients. Keep the weights in float32 and let autocast choose float16 "
@@ -481,11 +403,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def values_of(gradient: Tensor) -> Tensor | None:
-    """Return the dense tensor that holds a gradient's values on this rank; None on the meta device.
-
-    Of a DTensor it is the local part, complete; of a sparse tensor the stored values, duplicates summed up as the
-    optimizer will see them. The gradient is left as it is.
-    """
+    """Return the dense tensor of a gradient's values on this rank, duplicates summed up; None on the meta device."""
     if gradient.device.type == "meta":
         return None
     with torch.no_grad():
@@ -500,14 +418,7 @@ def values_of(gradient: Tensor) -> Tensor | None:
 
 
 def _require_norm(gradients: TensorGradients) -> None:
-    """Refuse gradients whose norm is not defined here, before anything is modified.
-
-    Raises
-    ------
-    InvalidValueError
-        For plain tensors over a group, which may be parts or copies; DTensors beside plain tensors, of two meshes or
-        not yet reduced; and sparse gradients with duplicate indices. It says what to call instead.
-    """
+    """Refuse gradients whose norm is not defined here, before anything is modified."""
     name, parameters = type(gradients.optimizer).__name__, gradients.parameters
     if gradients.request.is_shared and not parameters.meshes:
         msg = (

@@ -1,8 +1,8 @@
-"""What was found in an optimizer's gradients, the agreed verdict on it, and how either gets from a device to the host.
+"""What was found in an optimizer's gradients, the agreed verdict on it, and how either gets from a device to the CPU.
 
-A copy from a device that is not waited for returns before it is done, so that the host would compute with whatever its
-memory held. And while a graph is captured nothing is done: no event may be asked for, no memory of the host be pinned,
-and what the host computes would stay as it is in every replay.
+The CPU would compute with whatever its memory held if a copy from a device that it does not wait for were not done. And
+while a graph is captured nothing is done: no event may be asked for, no memory pinned, and what the CPU computes would
+stay as it is in every replay.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -22,8 +22,9 @@ from gradscale.scaler.agreement import Ballot, take_lists
 from gradscale.scaler.iteration import Iteration
 
 __all__ = [
+    "MOST_COUNTED",
     "NO_READS",
-    "Found",
+    "Flags",
     "TensorFound",
     "TensorVerdict",
     "combined",
@@ -35,29 +36,26 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-Found = dict[torch.device, Tensor]
-"""By device, a 0-d float32: 1 where a value that is not finite was found, else 0."""
+Flags: TypeAlias = dict[torch.device, Tensor]
+"""By device, a 0-d float32: 1 if a value that is not finite was found, else 0."""
+# Called with whether it may wait; returns None if it may not and the values have not arrived.
+_Reader: TypeAlias = Callable[[bool], list[float] | None]
 
 _CPU = torch.device("cpu")
+MOST_COUNTED = (1 << 15) - 2
+"""Bad gradients that one message counts: more of them are as bad."""
+
 _READ_AFTER = "ask for the verdict of a step after the capture"
 
 NO_READS = (
     "step an optimizer in it that skips by itself (fused=True, capturable=True), without on_skip=, on_update=, "
     'diagnose= and at_min="raise", or step after it'
 )
-"""What to do where a graph is captured and the host would have to read a verdict."""
+"""What to do if a graph is captured and the CPU would have to read a verdict."""
 
 
 def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a small tensor on another device, or itself where it is there.
-
-    The host waits for what comes to it, and for nothing else: between devices the streams keep the order.
-
-    Raises
-    ------
-    CallOrderError
-        While a graph is captured, from the host to a device or back.
-    """
+    """Return a small tensor on another device, or itself if it is there; the CPU waits for what comes to it alone."""
     if tensor.device == device:
         return tensor if dtype is None else tensor.to(dtype)
     if "cpu" in (tensor.device.type, device.type):
@@ -69,7 +67,7 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return numbers as a 1-d int32 tensor on a device; nothing is waited for."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int32, device=device)
-    # Copied from the host they would be waited for. As arguments of a kernel they are not.
+    # The CPU would wait for a copy, but not for the arguments of a kernel.
     made = torch.zeros(len(values), dtype=torch.int32, device=device)
     torch._foreach_add_(made.unbind(), list(values))
     return made
@@ -92,31 +90,27 @@ def refuse_capture(device: torch.device, what: str) -> None:
 
 
 def would_wait(device: torch.device) -> bool:
-    """Tell whether the host would have to wait for a device to know what is on it."""
+    """Tell whether the CPU would have to wait for a device to know what is on it."""
     return device.type != "cpu"
 
 
-def _start_reading(values: Tensor) -> Callable[[bool], list[float] | None]:
-    """Begin to copy a small tensor to the host, and return what asks for it.
-
-    Parameters
-    ----------
-    values : tensor
-        1-d.
-
-    Returns
-    -------
-    callable
-        Called with whether it may wait. Returns the values, or None if they are not there yet and it may not wait, or
-        a graph is captured.
-    """
+def _start_reading(values: Tensor) -> _Reader:
+    """Begin to copy a small 1-d tensor to the CPU, and return what asks for it."""
     device = values.device
     if device.type == "cpu":
         known: list[float] = values.tolist()
         return lambda _: known
     if is_capturing(device):
-        # What replays of the graph write is read when it is asked for.
-        return lambda may_wait: _read(values) if may_wait else None
+
+        def replayed(may_wait: bool) -> list[float] | None:
+            if not may_wait:
+                return None
+            # What replays of the graph have written.
+            refuse_capture(device, _READ_AFTER)
+            found: list[float] = values.tolist()
+            return found
+
+        return replayed
     copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     copy.copy_(values, non_blocking=True)
     event = torch.Event(device=device, enable_timing=False)
@@ -134,14 +128,8 @@ def _start_reading(values: Tensor) -> Callable[[bool], list[float] | None]:
     return read
 
 
-def _read(values: Tensor) -> list[float]:
-    refuse_capture(values.device, _READ_AFTER)
-    found: list[float] = values.tolist()
-    return found
-
-
 def combined(found: Mapping[torch.device, Tensor], home: torch.device) -> Tensor:
-    """Return what was found on all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
+    """Return the flags of all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
     flags = [moved(flag, home) for flag in found.values()]
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=home)
@@ -152,23 +140,11 @@ def combined(found: Mapping[torch.device, Tensor], home: torch.device) -> Tensor
 class TensorFound:
     """What one rank has found in an optimizer's gradients.
 
-    Attributes
-    ----------
-    flags : dict
-        By device, a 0-d float32: 1 where something is not finite, else 0.
-    home : torch.device
-        Where the scale is.
-    count : int or None
-        How many gradients are not finite, where the host knows; None on a device that it would have to wait for.
-    scale : float or None
-        What they were divided by, where the host knows.
-    is_scaled : bool
-        Whether the gradients were only judged, and are left to the optimizer to unscale.
-    norm : tensor or None
-        Their norm before clipping.
+    ``home`` is the scale's device. ``count`` (of gradients that are not finite) and ``scale`` are None if the CPU would
+    have to wait for them. ``is_scaled``: they were only judged, and the optimizer unscales them.
     """
 
-    flags: Found
+    flags: Flags
     home: torch.device
     count: int | None = None
     scale: float | None = None
@@ -176,41 +152,27 @@ class TensorFound:
     norm: Tensor | None = None
 
     @property
-    def flag(self) -> Tensor:
-        """Return a 0-d float32 on the scale's device, exactly 0 or 1."""
-        return combined(self.flags, self.home)
-
-    @property
     def nonfinite(self) -> Tensor:
-        """Return a 0-d int32 on the scale's device: the count where it is known, else 0 or 1."""
+        """A 0-d int32 on the scale's device: the count if it is known, else 0 or 1."""
         if self.count is None:
-            return self.flag.to(torch.int32)
+            return combined(self.flags, self.home).to(torch.int32)
         return torch.full((), self.count, dtype=torch.int32, device=self.home)
 
 
 class TensorVerdict:
-    """The agreed verdict on an optimizer's gradients, which the host reads in the step or when somebody asks.
+    """The agreed verdict on an optimizer's gradients, which the CPU reads in the step or when somebody asks.
 
-    Hosts may look at it by device (``show``). What they write there takes its place, as in torch's scalers.
-
-    Parameters
-    ----------
-    iteration, found, state, groups, optimizer, max_norm
-        As for :class:`gradscale.scaler.verdict.PendingVerdict`. Without groups nothing is sent.
-
-    Attributes
-    ----------
-    groups, known, numbers, is_begun, is_read_later, is_scaled, is_captured, version
-        As in :class:`gradscale.scaler.parts.Pending`.
+    See :class:`gradscale.scaler.parts.Pending`. Frameworks may look at it by device (``show``), and what they write
+    there takes its place, as in torch's scalers.
     """
 
     known: Verdict | None = None
     numbers: ScaleState | None = None
     is_begun = True
     is_read_later = is_captured = False
-    _shown: Found | None = None
+    _shown: Flags | None = None
     _ballot: Ballot | None = None
-    _late: Callable[[bool], list[float] | None] | None = None
+    _late: _Reader | None = None
 
     def __init__(
         self,
@@ -218,104 +180,113 @@ class TensorVerdict:
         found: TensorFound,
         state: ScaleState,
         groups: Sequence[Collectives],
-        optimizer: Any = None,
+        optimizer: object = None,
         max_norm: float | None = None,
     ) -> None:
-        live: Any = iteration.live
+        live = iteration.live
         self.groups, self.version, self.is_scaled = groups, live.version, found.is_scaled
-        self._found, self._live, self._state = found, live, state
-        if not groups:
-            count, scale = found.count, found.scale
-            if count is not None and scale is not None and 0.0 < scale < math.inf:
-                at_min_scale = live.policy.at_min_scale(state)
-                self.known = Verdict(count, count, at_min_scale is not None and bool(at_min_scale.item()), scale)
-        else:
+        self.state = state
+        self._found, self._live = found, live
+        if groups:
             number, agreement = iteration.number, iteration.agreement
             position = agreement.position(number, iteration.next_message(), groups, optimizer, max_norm)
             self._ballot = Ballot(agreement, groups, self._message(agreement.vector, position), number)
+        elif found.count is None or found.scale is None or would_wait(found.home):
+            return
+        elif 0.0 < found.scale < math.inf:
+            self.known = Verdict(found.count, found.count, self._is_at_min_scale(), found.scale)
 
-    def _message(self, packer: vector.AgreementVector, position: vector.Position) -> Any:
-        """Return what this rank sends: ints where the groups take them and the host knows the numbers."""
-        found, state, policy = self._found, self._state, self._live.policy
+    def _is_at_min_scale(self) -> bool:
+        at_min_scale = self._live.policy.at_min_scale(self.state)
+        return at_min_scale is not None and bool(at_min_scale)
+
+    def _message(self, packer: vector.AgreementVector, position: vector.Position) -> Tensor | list[int]:
+        """Return what this rank sends: ints if the groups take them and the CPU knows the numbers."""
+        found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
-            return packer.pack(self._live.backend_for(state.scale), policy, state, found.nonfinite, position)
-        at_min_scale = policy.at_min_scale(state)
-        is_at_min_scale = at_min_scale is not None and bool(at_min_scale.item())
-        numbers = ScaleState(*(field.item() for field in state))
-        return packer.pack_plain(policy, numbers, found.count, position, at_min_scale=is_at_min_scale)
+            sent: Tensor = packer.pack(self._live.backend_for(state.scale), policy, state, found.nonfinite, position)
+            return sent
+        numbers = ScaleState(*map(Tensor.item, state))
+        count = min(found.count, MOST_COUNTED)
+        return packer.pack_plain(policy, numbers, count, position, at_min_scale=self._is_at_min_scale())
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:
-        """Return the verdict of an optimizer that has not been judged, and may tell its own (``override``)."""
-        state: Any = iteration.live.current()
+        """Return the verdict of an optimizer that has not been judged, and may bring its own (``override``)."""
+        state = iteration.live.current()
         made = cls(iteration, TensorFound({}, state.scale.device), state, ())
         made.is_begun = False
         return made
 
     @property
     def may_be_late(self) -> bool:
-        """Whether the host would have to wait to know it, and nobody has looked at it yet."""
+        """Whether the CPU would have to wait for it, and nobody has looked at it yet."""
         return would_wait(self._found.home) and self._shown is None
 
     @property
-    def is_for_host(self) -> bool:
-        """Whether some of the gradients are the host's, which has to know the scale and the verdict to step by them."""
+    def is_for_cpu(self) -> bool:
+        """Whether some gradients are the CPU's, which then has to know the scale and the verdict to step by them."""
         return _CPU in self._found.flags
 
     @property
-    def is_read_by_host(self) -> bool:
-        """Whether the ranks agree through the host, so that looking at the verdict reads it."""
+    def is_read_by_cpu(self) -> bool:
+        """Whether the ranks agree through the CPU, so that looking at the verdict reads it."""
         return len(self.groups) > 0 and self._found.home.type == "cpu" and not self.is_read_later
 
     def verdict(self) -> Verdict:
-        """Return the verdict, read by the host if it is not yet, or what a host has written in its place."""
-        found = self._read() if self.known is None else self.known
+        """Return the verdict, read now if it is not yet, or what a framework has written in its place."""
+        found = self.known or (self._read() if self._late is None else self._read_late(self._late))
         if self._shown is None:
             return found
         is_bad = any(flag.item() for flag in self._shown.values())
         return found if is_bad == (found.nonfinite > 0) else found._replace(nonfinite=int(is_bad))
 
     def _read(self) -> Verdict:
-        """Read the verdict, and keep it in mind but for one that each replay of a graph writes anew: one host read."""
-        if self._late is not None:
-            values: Any = self._late(True)
-            if self._ballot is None:
-                found = Verdict(int(values[0]), int(values[0]), False, _possible(values[1]))
-            else:
-                whole = list(map(int, values))
-                found = self._decoded(whole[: vector.LENGTH], whole[vector.LENGTH :])
-            if not self.is_captured:
-                self.known = found
-            return found
+        """Read the verdict now, and keep it: one host read."""
         refuse_capture(self._found.home, NO_READS)
-        if self._ballot is None:
-            found = self._read_alone()
+        if self._ballot is not None and isinstance(agreed := self._ballot.agreed(), list):
+            values: Sequence[float] = [*agreed, *self._ballot.sent]
         else:
-            found = self._decoded(*self._ballot.read(self._live.backend_for))
-        self.known = found
+            values = self._tensor().tolist()
+        found = self.known = self._decoded(values)
         self._live.observe(found.scale, self._live.version)
         return found
 
-    def _read_alone(self) -> Verdict:
-        found, state = self._found, self._state
-        at_min_scale: Any = self._live.policy.at_min_scale(state)
-        flags = [found.flag, state.scale] + ([] if at_min_scale is None else [at_min_scale.float()])
-        nonfinite, scale, *rest = torch.stack(flags).tolist()
-        count = int(nonfinite) if found.count is None else found.count
-        return Verdict(count, count, any(rest), _possible(scale))
+    def _read_late(self, read: _Reader) -> Verdict:
+        """Read a verdict that was sent on its way, and keep it unless each replay of a graph writes another."""
+        found = self._decoded(read(True) or ())
+        if not self.is_captured:
+            self.known = found
+        return found
 
-    def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
-        assert self._ballot is not None
-        verdict = self._ballot.verdict(agreed, sent, self._live.policy)
-        _possible(verdict.scale)
-        return verdict
+    def _decoded(self, values: Sequence[float]) -> Verdict:
+        """Return the verdict from a ballot's answer and what was sent, or from a flag, the scale and at_min_scale."""
+        if self._ballot is None:
+            nonfinite, scale, *rest = values
+            count = int(nonfinite) if self._found.count is None else self._found.count
+            found = Verdict(count, count, any(rest), scale)
+        else:
+            whole = list(map(int, values))
+            found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy)
+        if not 0.0 < found.scale < math.inf:
+            msg = (
+                f"gradients were divided by a scale that no policy makes, got scale={found.scale!r}: something else "
+                f"has written to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a "
+                f"checkpoint with load_state_dict(), which begins the iteration anew"
+            )
+            raise BackendError(msg)
+        return found
+
+    def _tensor(self) -> Tensor:
+        if self._ballot is not None:
+            return torch.cat([self._ballot.agreed(), self._ballot.sent])
+        flags = [combined(self._found.flags, self._found.home), self.state.scale]
+        at_min_scale: Tensor | None = self._live.policy.at_min_scale(self.state)
+        return torch.stack(flags if at_min_scale is None else [*flags, at_min_scale.float()])
 
     def start_reading(self) -> None:
-        """Send the verdict on its way to the host, which does not wait for it."""
-        if self._ballot is not None:
-            values = torch.cat([self._ballot.agreed(), self._ballot.sent])
-        else:
-            values = torch.stack([self._found.flag, self._state.scale])
+        """Send the verdict on its way to the CPU, which does not wait for it."""
+        values = self._tensor()
         self._late = _start_reading(values)
         self.is_captured = is_capturing(values.device)
 
@@ -323,10 +294,8 @@ class TensorVerdict:
         """Tell whether it can be read without waiting."""
         return self._late is None or self._late(False) is not None
 
-    def count(self) -> Tensor | int:
-        """Return the agreed verdict for the live state: a number where the host has read it, else a flag."""
-        if self.known is not None and self._shown is None and self._found.home.type == "cpu":
-            return self.known.nonfinite
+    def count(self) -> Tensor:
+        """Return the agreed verdict for the live state: a flag."""
         return self.flag()
 
     def flag(self) -> Tensor:
@@ -335,16 +304,16 @@ class TensorVerdict:
         if self._shown is not None:
             return (combined(self._shown, home) != 0).to(torch.float32)
         if self._ballot is None:
-            return self._found.flag
-        if self.is_read_by_host:
+            return combined(self._found.flags, home)
+        if self.is_read_by_cpu:
             return torch.tensor(float(self.verdict().nonfinite > 0), dtype=torch.float32, device=_CPU)
         agreed = self._ballot.agreed()
         fields = agreed[2:].reshape(2, -1)
-        # Where ranks differ no rank steps, until the host sees it.
+        # If ranks differ no rank steps, until the CPU sees it.
         flag: Tensor = ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
         return flag
 
-    def show(self) -> Found:
+    def show(self) -> Flags:
         """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
         if self._shown is None:
             if self.groups:
@@ -355,28 +324,10 @@ class TensorVerdict:
                 self._shown = self._found.flags
         return self._shown
 
-    def override(self, shown: Found) -> None:
-        """Take over what a host says instead, by device."""
+    def override(self, shown: Flags) -> None:
+        """Take over what a framework says instead, by device."""
         self._shown = shown
 
     def accept(self) -> None:
-        """Let what an optimizer has told of gradients that nobody else has judged be the verdict."""
+        """Let what an optimizer has said of gradients that nobody else has judged be the verdict."""
         self.is_begun = self.is_begun or bool(self._shown)
-
-
-def _possible(scale: float) -> float:
-    """Return a scale that the host has read from a tensor, having checked that a policy can have made it.
-
-    Raises
-    ------
-    BackendError
-        For one that is not finite and above 0, which torch's scalers would skip steps or lose gradients with for good.
-    """
-    if not 0.0 < scale < math.inf:
-        msg = (
-            f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else has written "
-            f"to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a checkpoint with "
-            f"load_state_dict(), which begins the iteration anew"
-        )
-        raise BackendError(msg)
-    return scale
