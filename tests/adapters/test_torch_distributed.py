@@ -181,6 +181,15 @@ def test_lists_of_numbers_are_reduced(world: GlooWorld) -> None:
     assert world.run(scenario("numbers")) == [expected] * world.size
 
 
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("bad", [200, 40_000])
+def test_only_the_order_of_starts_matters_and_each_agreement_is_one_reduction(size: int, bad: int) -> None:
+    # The count is told up to what its bits hold.
+    counts = [min(bad - index, 2**15 - 2) for index in range(2)]
+    expected = {"nonfinite": counts, "scale": 2.0, "reductions": 2}
+    assert GlooWorld(size).run(scenario("finished_in_another_order"), bad) == [expected] * size
+
+
 def test_arrays_of_any_layout_are_reduced(world: GlooWorld) -> None:
     last = world.size - 1
     strided = [last, 3 + last, 6 + last, 9 + last]

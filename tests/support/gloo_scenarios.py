@@ -16,6 +16,7 @@ from worlds import Failure
 
 import gradscale
 from gradscale.testing import check_collectives
+from gradscale_torch import ShardedGradScaler
 from gradscale_torch import collectives as torch_collectives
 from gradscale_torch.collectives import TorchCollectives
 
@@ -234,6 +235,8 @@ LISTS = [
     [[rank, -rank] for rank in range(3)],
     [[rank] for rank in range(3)],
 ]
+# As long as a vector of the agreement, for which two numbers travel where they tell enough.
+LISTS += [[[*one, *[7] * (22 - len(one))] for one in offered] for offered in LISTS]
 """What each of up to three ranks offers, one reduction after the other."""
 
 
@@ -248,6 +251,37 @@ def numbers(group: Any) -> list[list[int]]:
         assert pending() == result
         results.append(result)
     return results
+
+
+def finished_in_another_order(group: Any, bad: int) -> dict[str, Any]:
+    """Step two optimizers with bad gradients, on rank 0 the second first; what happened, and how many reductions."""
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    optimizers = []
+    for _ in range(2):
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(bad + 1)]
+        optimizers.append(torch.optim.SGD(parameters, lr=1.0))
+    reductions = []
+    original = TorchCollectives.reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        reductions.append(1)
+        return original(*args, **kwargs)
+
+    TorchCollectives.reduce = counting  # type: ignore[method-assign]
+    try:
+        scaler.scale(torch.ones(()))
+        for index, optimizer in enumerate(optimizers):
+            for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                # Each rank has its own count of bad ones.
+                parameter.grad = torch.full((2,), np.inf if number < bad - group.rank() - index else 1.0)
+            scaler.unscale_(optimizer)
+        for optimizer in reversed(optimizers) if group.rank() == 0 else optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    finally:
+        TorchCollectives.reduce = original  # type: ignore[method-assign]
+    counts = [scaler.last_step(optimizer).nonfinite for optimizer in optimizers]
+    return {"nonfinite": counts, "scale": scaler.get_scale(), "reductions": len(reductions)}
 
 
 def wrong_arrays(group: Any) -> list[str]:
