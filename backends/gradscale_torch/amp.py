@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, Unpack, cast
 
@@ -47,6 +46,7 @@ from gradscale_torch.hosts import (
     state_dict_of_pickle,
     untraced,
     untraced_but_for_calls,
+    warn_caller,
 )
 from gradscale_torch.state import TensorScaling, TensorState
 from gradscale_torch.stepping import Step
@@ -127,33 +127,20 @@ class GradScaler(TorchGradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        group: Any = None,
+        group: object = None,
         allow_fp16_grads: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         **options: Unpack[CommonOptions],
     ) -> None:
-        factors = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._assemble(device, factors, enabled, allow_fp16_grads, timeout, options)
-        self.set_group(group)
-
-    def _assemble(
-        self,
-        device: Device,
-        factors: Sequence[float],
-        enabled: object,
-        allow_fp16_grads: bool,
-        timeout: float,
-        options: CommonOptions,
-    ) -> None:
-        """Make the scaler that this one holds, whose gradients, state and verdicts are tensors."""
         _require_no_overrides(type(self))
         is_enabled = _available(device, enabled)
         self._device = device  # type: ignore[assignment]
         self._timeout = validation.timeout(timeout)
         given = completed(options)
         reports = made_reports(given)
+        factors = _factors(options, is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval))
         parts = Parts(
-            live=TensorState(chosen_policy(given["policy"], _factors(options, is_enabled, factors)), device),
+            live=TensorState(chosen_policy(given["policy"], factors), device),
             scaling=TensorScaling(keeps_dtype=self._is_sharded),
             unscaler=TensorUnscaler(device, allows_fp16=allow_fp16_grads, timeout=self._timeout),
             steppers=(),
@@ -161,6 +148,7 @@ class GradScaler(TorchGradScaler):
             reports=reports,
         )
         self._scaler = gradscale.GradScaler.of(parts, enabled=is_enabled)
+        self.set_group(group)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self._scaler.parts.live.policy!r}, enabled={self.is_enabled()})"
@@ -273,7 +261,7 @@ class GradScaler(TorchGradScaler):
         return step.returned
 
     @untraced
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, in place, to this iteration's verdicts, and begin the next iteration.
 
         Parameters
@@ -315,7 +303,9 @@ class GradScaler(TorchGradScaler):
         """
         self._scaler.step_schedule(optimizer, schedule, *args, **kwargs)
 
-    def diagnose(self, optimizer: Any, names: Any = None, *, loss: Any = None, gather: bool = False) -> OverflowReport:
+    def diagnose(
+        self, optimizer: Optimizer, names: Any = None, *, loss: Any = None, gather: bool = False
+    ) -> OverflowReport:
         """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and the cause.
 
         As :meth:`gradscale.GradScaler.diagnose`: of sparse gradients the stored values, of a DTensor this rank's part,
@@ -383,7 +373,7 @@ class GradScaler(TorchGradScaler):
         """Set the growth interval, in clean steps; a run that is already as long grows at its next clean step."""
         self._scaler.set_growth_interval(new_interval)
 
-    def set_group(self, group: Any) -> None:
+    def set_group(self, group: object) -> None:
         """Agree over another group from now on; None for what the scaler agrees over by default.
 
         Raises
@@ -474,7 +464,7 @@ class GradScaler(TorchGradScaler):
         return OptimizerStates(self._scaler)
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: Mapping[int, Any]) -> None:
+    def _per_optimizer_states(self, states: Mapping[int, object]) -> None:
         """Take an empty mapping, which begins the iteration again, or the mapping that was read here."""
         if isinstance(states, OptimizerStates) and states.scaler is self._scaler:
             return
@@ -503,36 +493,16 @@ class GradScaler(TorchGradScaler):
         tracker = validation.integer("_init_growth_tracker", value, 0, validation.LARGEST_INT32)
         _live(self).replace_first("growth_tracker", tracker)
 
-    @property
-    def _growth_factor(self) -> float:
-        return self.get_growth_factor()
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self.set_growth_factor(value)
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
 
     @property
-    def _backoff_factor(self) -> float:
-        return self.get_backoff_factor()
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self.set_backoff_factor(value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self.get_growth_interval()
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self.set_growth_interval(value)
-
-    @property
-    def _unscale_grads_(self) -> Callable[..., Any]:
+    def _unscale_grads_(self) -> Callable[..., Flags]:
         """Torch's function, which is not called here."""
         takes_fp16 = self._is_sharded
 
-        def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = takes_fp16) -> Any:
+        def unscale(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = takes_fp16) -> Flags:
             return TorchGradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
 
         return unscale
@@ -542,7 +512,7 @@ class GradScaler(TorchGradScaler):
         raise InvalidValueError(_not_called("_unscale_grads_", f"got {shown(value)}"))
 
     @property
-    def _maybe_opt_step(self) -> Callable[..., Any]:
+    def _maybe_opt_step(self) -> Callable[..., float | None]:
         """Torch's function, which is not called here."""
         return functools.partial(TorchGradScaler._maybe_opt_step, self)
 
@@ -554,7 +524,7 @@ class GradScaler(TorchGradScaler):
         """Make the state on a device, if it is not made yet."""
         _live(self).current(torch.empty((), device=dev))
 
-    def _check_inf_per_device(self, optimizer: Any) -> Flags:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = self._scaler.iteration
         turn = iteration.turn_of(optimizer)
@@ -563,7 +533,7 @@ class GradScaler(TorchGradScaler):
         turn.stage = stage
         return found_by_device(iteration, turn)
 
-    def _found_inf_per_device(self, optimizer: Any) -> Flags:
+    def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = self._scaler.iteration
         return found_by_device(iteration, iteration.turn_of(optimizer))
@@ -581,12 +551,12 @@ class GradScaler(TorchGradScaler):
         return ()
 
 
-def _factors(options: CommonOptions, enabled: bool, given: Sequence[float]) -> dict[str, Any]:
+def _factors(options: CommonOptions, enabled: bool, given: Sequence[float]) -> dict[str, float]:
     """Return the factors for a DynamicScale: those that a policy must not contradict, and none if disabled."""
     if not enabled:
         # A disabled scaler of torch's takes any.
         return {}
-    factors: dict[str, Any] = dict(zip(_DEFAULTS, given, strict=True))
+    factors = dict(zip(_DEFAULTS, given, strict=True))
     if options.get("policy") is None:
         return factors
     with reading("a factor"):
@@ -618,13 +588,13 @@ def _not_called(name: str, got: str) -> str:
     )
 
 
-def _available(device: Any, enabled: object) -> bool:
+def _available(device: Device, enabled: object) -> bool:
     """Check the device, and tell whether to be enabled: as in torch, not on cuda without CUDA."""
     is_wanted = validation.truth("enabled", enabled)
     # The number of an accelerator, or torch's default device: torch looks at neither.
     kind = "" if device is None or type(device) is int else _type_of(device)
     if is_wanted and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
-        warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=4)
+        warn_caller("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning)
         return False
     return is_wanted
 
@@ -638,7 +608,7 @@ def _type_of(device: Any) -> str:
         raise InvalidValueError(msg) from error
 
 
-def _wrapped(group: Any, timeout: float) -> Any:
+def _wrapped(group: object, timeout: float) -> object:
     """Wrap an object that only torch takes for a group."""
     # An int is what new_group() gives to ranks that are not in it.
     is_torchs = isinstance(group, int) or is_lookalike(group)

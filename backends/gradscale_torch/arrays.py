@@ -127,36 +127,27 @@ class TorchBackend(Backend):
         if out is None or torch.compiler.is_compiling():
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
-            flags: Flags = {}
-            direct = [target for grad, target in zip(grads, out, strict=True) if _widened_into(grad, target)]
-            tensors = group_tensors([kernel_view(target) for target in direct])
-            require_values(tensors)
-            inverse = inverse_of(state.scale)
-            # What the scale of a device is would take a host read; a second look takes none.
-            judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
-            unscale_in_place(tensors, inverse, flags, judge_again=judge_again)
-            nonfinite = TensorFound(flags, state.scale.device, count_nonfinite(flags, tensors)).nonfinite
-            others = [(grad, target) for grad, target in zip(grads, out, strict=True) if not _fits(grad, target)]
-            if others:
-                made, count = arithmetic.unscale_arrays([g for g, _ in others], state, out=[t for _, t in others])
-                for (_, target), new in zip(others, made, strict=True):
+            if not all(map(_fits, grads, out)):
+                made, nonfinite = arithmetic.unscale_arrays(grads, state, out=out)
+                for target, new in zip(out, made, strict=True):
                     target.copy_(new)
-                nonfinite = nonfinite + count
+                return out, nonfinite
+            for grad, target in zip(grads, out, strict=True):
+                if grad is not target:
+                    target.copy_(grad)
+            flags: Flags = {}
+            tensors = group_tensors([kernel_view(target) for target in out])
+            require_values(tensors)
+            # Reading the scale of a device would be a host read; a second look is none.
+            judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
+            unscale_in_place(tensors, inverse_of(state.scale), flags, judge_again=judge_again)
+            nonfinite = TensorFound(flags, state.scale.device, count_nonfinite(flags, tensors)).nonfinite
         return out, nonfinite
 
 
 def _fits(grad: Tensor, target: Tensor) -> bool:
     """Tell whether copying a gradient first and unscaling the copy gives the same bits."""
     return grad is target or grad.dtype == target.dtype or (target.dtype == torch.float32 and grad.dtype in _NARROW)
-
-
-def _widened_into(grad: Tensor, target: Tensor) -> bool:
-    """Copy a gradient to where it is to be unscaled, and tell whether that can be done."""
-    if not _fits(grad, target):
-        return False
-    if grad is not target:
-        target.copy_(grad)
-    return True
 
 
 def _summarize(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import math
 import struct
+import types
 from datetime import timedelta
 from typing import Literal
 
@@ -55,11 +56,8 @@ def _leave() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-class _DefaultGroup:
-    """Stands for the default group before there is one."""
-
-
-_DEFAULT_GROUP = _DefaultGroup()
+# Stands for the default group before there is one.
+_DEFAULT_GROUP = types.SimpleNamespace()
 
 
 class TorchCollectives:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 # Backends that are given CPU tensors only. They are registered for accelerators too, but MPI needs a library built for
-# that, gloo copies to the host itself, and the fake one of torch's tests never says that it is done.
+# that, gloo copies to the CPU itself, and the fake one of torch's tests never says that it is done.
 HOST_BACKENDS = frozenset({"gloo", "mpi", "fake"})
 
-# What an object that only looks like a process group is taken to have.
+# The backend of an object that only looks like a process group.
 LOOKALIKE = "lookalike"
 
 # "For ever", and what is close to it, for libraries that count in 64-bit nanoseconds.
@@ -46,11 +46,13 @@ _LONGEST_PAUSE = 5e-2
 _CONSTRUCTION = "the construction of a ShardedGradScaler"
 
 # The groups that were made for meshes, by the default group of their world and their ranks.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 # The process that each group belongs to, by its id; a child after fork inherits the objects, and not their threads.
-_owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def _note_owner(parent: int) -> None:
@@ -73,7 +75,7 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def is_lookalike(group: Any) -> bool:
+def is_lookalike(group: object) -> TypeGuard[dist.ProcessGroup]:
     """Return whether an object that is none of torch's groups has ``rank()``, ``size()`` and ``allreduce()``."""
     # Torch's own backends have them, too, but are used through their group.
     is_backend = type(group).__module__.startswith(("torch._C.", "torch.distributed."))
@@ -92,35 +94,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def resolve(group: Any, timeout: float) -> dist.ProcessGroup:
-    """Return the process group behind what a user passes as ``group``, found fit before anything is sent.
+def resolve(group: object, timeout: float) -> dist.ProcessGroup:
+    """Return the process group behind what a user passes as ``group``: alive, with this process in it and a device.
 
-    Parameters
-    ----------
-    group : ProcessGroup, DeviceMesh or None
-        None is the default group. A mesh of any number of dimensions is one group of all its ranks: the default group
-        if it covers the world, its own group if it has one dimension, else a group that is made once for these ranks,
-        which is collective over them, and over no others. An object that looks like a process group is one.
-    timeout : float
-        Seconds to wait for the ranks of a mesh.
-
-    Returns
-    -------
-    ProcessGroup
-        Alive, with this process in it and a device to travel on.
-
-    Raises
-    ------
-    CallOrderError
-        When torch.distributed is not initialised.
-    InvalidTypeError
-        For what is no group.
-    InvalidValueError
-        For a group of a destroyed world, one that this process is not in, and one whose devices are not here.
-    CollectiveTimeoutError
-        When some rank of a mesh does not come.
-    BackendError
-        When torch has no distributed package, or fails to make a group; in a child after fork, for its parent's group.
+    None is the default group. A mesh is one group of all its ranks: the default group if it covers the world, its own
+    group if it has one dimension, else a group that is made once for these ranks, collectively over them.
     """
     if not dist.is_available():
         msg = "this build of torch has no torch.distributed: install another, or use gradscale's other groups"
@@ -168,7 +146,7 @@ _NOT_INITIALISED = (
 )
 
 
-def _is_non_member(group: Any) -> bool:
+def _is_non_member(group: object) -> bool:
     # An int, an object or None, depending on torch's version and on how new_group was called.
     non_member = dist.GroupMember.NON_GROUP_MEMBER
     return type(group) is type(non_member) and bool(group == non_member)
@@ -279,7 +257,7 @@ def _is_available(kind: str) -> bool:
 def travels_on(found: dict[str, str], device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """Return the device on which a tensor of ``device`` is reduced.
 
-    Its own, if the group carries it without the host; else the CPU, if the group has a backend for it; else the
+    Its own, if the group carries it without the CPU; else the CPU, if the group has a backend for it; else the
     group's accelerator. So the ranks' tensors must all be on devices of one type.
     """
     if device.type in found and (device.type == "cpu" or found[device.type] not in HOST_BACKENDS):
@@ -290,7 +268,7 @@ def travels_on(found: dict[str, str], device: torch.device, group: dist.ProcessG
     return group.bound_device_id or torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def example_device(found: dict[str, str], group: dist.ProcessGroup, asked: Any) -> torch.device:
+def example_device(found: dict[str, str], group: dist.ProcessGroup, asked: object) -> torch.device:
     """Return the device for a rank that has no arrays: that of the mesh, or the group's accelerator, or the CPU."""
     kinds = [kind for kind, backend in found.items() if kind != "cpu" and backend not in HOST_BACKENDS]
     if isinstance(asked, DeviceMesh) and asked.device_type in found:

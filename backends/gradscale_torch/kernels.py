@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "group_tensors",
     "inverse_of",
     "judge",
+    "overlap",
     "sum_of_squares",
     "unscale_in_place",
 ]
@@ -92,7 +93,9 @@ def _apply(device: torch.device, dtype: torch.dtype, tensors: list[Tensor], flag
             _without_kernel.add(kind)
         except RuntimeError as error:
             if "not implemented for" not in str(error):
-                _explain(tensors, error)
+                for index, tensor in enumerate(tensors):
+                    if torch._debug_has_internal_overlap(tensor) == 1:
+                        raise overlap(index, tensor) from error
                 raise
             _without_kernel.add(kind)
         else:
@@ -109,15 +112,12 @@ def _apply_without_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -
         flag.copy_(torch.where(finite, flag, torch.ones_like(flag)))
 
 
-def _explain(tensors: Iterable[Tensor], error: RuntimeError) -> None:
-    """Raise an error that names the tensor whose elements share memory, if that is what the kernel refused."""
-    for index, tensor in enumerate(tensors):
-        if torch._debug_has_internal_overlap(tensor) == 1:
-            msg = (
-                f"gradient {index}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, overlaps itself and cannot "
-                f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
-            )
-            raise InvalidValueError(msg) from error
+def overlap(index: int, tensor: Tensor) -> InvalidValueError:
+    """Return the error for a gradient whose elements share memory."""
+    return InvalidValueError(
+        f"gradient {index}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, overlaps itself and cannot "
+        f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
+    )
 
 
 def count_nonfinite(flags: Flags, groups: Groups) -> int | None:

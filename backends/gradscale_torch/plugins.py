@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -52,7 +52,12 @@ class MixedPrecision(TrainersMixedPrecision):
 
     scaler: GradScaler | None
 
-    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        device: str = "cuda",
+        scaler: GradScaler | None = None,
+    ) -> None:
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def connect(
@@ -87,7 +92,12 @@ class FabricMixedPrecision(FabricsMixedPrecision):
 
     scaler: GradScaler | None
 
-    def __init__(self, precision: Any = "16-mixed", device: str = "cuda", scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        device: str = "cuda",
+        scaler: GradScaler | None = None,
+    ) -> None:
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,11 +161,11 @@ class HeldSchedule:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._schedule, name, value)
 
 
-def _scaler_for(precision: Any, device: str, scaler: Any) -> GradScaler | None:
+def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradScaler | None:
     """Return the scaler that is given, or a new one where float16 needs it."""
     if scaler is None:
         return GradScaler(device) if precision == "16-mixed" else None

@@ -71,9 +71,9 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: object = None,
         *,
-        group: Any = None,
+        group: object = None,
         allow_fp16_grads: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
         **options: Unpack[CommonOptions],
@@ -82,9 +82,18 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
             raise InvalidValueError(msg)
         self.process_group = process_group
-        factors = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._assemble(device, factors, enabled, allow_fp16_grads, timeout, options)
-        self.set_group(process_group if group is None else group)
+        super().__init__(
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            group=process_group if group is None else group,
+            allow_fp16_grads=allow_fp16_grads,
+            timeout=timeout,
+            **options,
+        )
 
     def _default_groups(self) -> Sequence[Collectives]:
         # The default group is looked up when it is needed: torch.distributed may not be initialized yet.

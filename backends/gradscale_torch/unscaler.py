@@ -78,11 +78,6 @@ class Parameters:
     shares_gradients: bool
     left_scaled: bool = False
 
-    @property
-    def unique(self) -> list[Tensor]:
-        """Each parameter once."""
-        return self.listed.unique
-
 
 @dataclasses.dataclass(slots=True)
 class TensorGradients:
@@ -262,7 +257,7 @@ class TensorUnscaler:
             return kernels.sum_of_squares(gradients.tensors, home).sqrt()
         counted = [
             kernel_view(one.grad)
-            for one in gradients.parameters.unique
+            for one in gradients.parameters.listed.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
         return mesh.sum(kernels.sum_of_squares(group_tensors(counted), home).double()).sqrt()
@@ -309,15 +304,10 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
 
 def _require_apart(index: int, gradient: Tensor) -> None:
     """Refuse a gradient in which elements share memory; looked for once."""
-    if gradient.layout != torch.strided or gradient.is_contiguous():
-        return
-    local = local_tensor(gradient)
-    if overlaps_itself(local.shape, local.stride()):
-        msg = (
-            f"gradient {index}, shape {tuple(local.shape)}, strides {local.stride()}, overlaps itself and cannot "
-            f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
-        )
-        raise InvalidValueError(msg)
+    if gradient.layout == torch.strided and not gradient.is_contiguous():
+        local = local_tensor(gradient)
+        if overlaps_itself(local.shape, local.stride()):
+            raise kernels.overlap(index, local)
 
 
 def require_values(groups: Groups) -> None:
@@ -350,7 +340,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
             _check_dtypes(dtypes, allow_fp16)
             require_values(groups)
             return groups, ()
-    owned = {id(one.grad): one for one in reversed(parameters.unique) if _has_values(one.grad)}
+    owned = {id(one.grad): one for one in reversed(parameters.listed.unique) if _has_values(one.grad)}
     _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
     chosen, uncoalesced = [], []
     for parameter in reversed(owned.values()):
@@ -427,8 +417,8 @@ def _require_norm(gradients: TensorGradients) -> None:
             f"or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
         )
         raise InvalidValueError(msg)
-    sharded = [parameter for parameter in parameters.unique if hasattr(parameter, "device_mesh")]
-    is_mixed = parameters.meshes and len(sharded) < len(parameters.unique)
+    sharded = [parameter for parameter in parameters.listed.unique if hasattr(parameter, "device_mesh")]
+    is_mixed = parameters.meshes and len(sharded) < len(parameters.listed.unique)
     if is_mixed or len(parameters.meshes) > 1:
         what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(parameters.meshes)} meshes"
         msg = (
