@@ -1,6 +1,6 @@
 """GradScaler: a replacement of torch's scaler of this name, argument by argument."""
 
-# torch's attributes are properties here, and what its methods return is more.
+# torch's attributes are properties here, and its methods return less than ours.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GradScaler(TorchGradScaler):
     enabled : object, default True
         Every method of a disabled scaler passes through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
-        What to agree over. Default: the mesh of the optimizer's parameters if they are DTensors, else nothing: this
+        The ranks to agree with. Default: the mesh of the optimizer's parameters if they are DTensors, else none: this
         process decides alone, which is right if every rank holds all gradients (DDP).
     allow_fp16_grads : bool, default False
         Whether gradients may be float16; torch refuses them.
@@ -281,7 +281,7 @@ class GradScaler(TorchGradScaler):
     # Reports.
 
     def last_step(self, optimizer: Optimizer) -> StepReport:
-        """Return what happened in the last ``step`` of an optimizer.
+        """Return the report of the last ``step`` of an optimizer.
 
         With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device; of
         a step in a captured graph each call reads the verdict of the last replay. Else there is no host read beyond
@@ -374,7 +374,7 @@ class GradScaler(TorchGradScaler):
         self._scaler.set_growth_interval(new_interval)
 
     def set_group(self, group: object) -> None:
-        """Agree over another group from now on; None for what the scaler agrees over by default.
+        """Agree over another group from now on; None for the default of the constructor.
 
         Raises
         ------
@@ -396,8 +396,8 @@ class GradScaler(TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read.
 
-        Torch's five keys; for a policy that they do not describe, also what :meth:`gradscale.GradScaler.state_dict`
-        adds to them.
+        Torch's five keys; for a policy that they do not describe, also those that
+        :meth:`gradscale.GradScaler.state_dict` adds to them.
         """
         return as_torchs_state_dict(self._scaler.state_dict(), self._scaler.parts.live.policy)
 

@@ -68,7 +68,7 @@ class TorchBackend(Backend):
         return like.device
 
     def move(self, x: Tensor, like: Tensor, /) -> Tensor:
-        """Return a 0-d tensor on the device of another one; only what comes to the CPU is waited for."""
+        """Return a 0-d tensor on the device of another one; the CPU waits only for those that come to it."""
         return moved(x, like.device)
 
     def integers(self, values: Sequence[int], like: Tensor, /) -> Tensor:
@@ -96,7 +96,7 @@ class TorchBackend(Backend):
         ----------
         grads : sequence of tensors
             Floating or complex; dense, sparse or DTensors. Those that are part of an autograd graph stay part of it
-            where new tensors are made.
+            if new tensors are made.
         state : ScaleState
             Gives the scale.
         dtype : dtype, optional

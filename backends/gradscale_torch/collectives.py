@@ -36,8 +36,8 @@ _SLICE = timedelta(seconds=0.1)
 # Seconds by which the library's own timeout is later, so that a user sees ours.
 _LATER = 10.0
 
-# What torch still reads and writes: unfinished work, even if it was given up or nobody asks for it any more, with its
-# buffer and its group.
+# Unfinished work, which torch still reads and writes, with its buffer and its group, even if it was given up or nobody
+# asks for it any more.
 _under_way: dict[int, tuple[dist.Work, Tensor, dist.ProcessGroup]] = {}
 _MANY = 8
 
@@ -45,7 +45,7 @@ _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gra
 _CPU = torch.device("cpu")
 _CPU_IN_DLPACK = 1
 _HASH_BITS, _COUNT_BITS = 47, 15
-# What says that a count does not fit.
+# Says that a count does not fit.
 _TOO_MANY = MOST_COUNTED + 1
 
 
@@ -77,7 +77,7 @@ class TorchCollectives:
 
     @property
     def identity(self) -> object:
-        """The process group, or what stands for the default group while there is none."""
+        """The process group, or an object that stands for the default group while there is none."""
         return _DEFAULT_GROUP if self._group is None else self._group.group
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
@@ -112,7 +112,7 @@ class TorchCollectives:
             whole = sent.to(where)
             buffer = torch.tensor(short_form(whole.tolist()), dtype=torch.int64, device=where)
         else:
-            # What is sent is also what is received.
+            # It is sent, and then receives the result.
             buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
         return Reduction(self, group, self.reduce(group, buffer), buffer, x, whole)
 
@@ -136,8 +136,9 @@ class TorchCollectives:
             work: dist.Work = group.group.allreduce([buffer], options)
         except Exception as error:
             raise group.failure(error) from error
-        # What is captured belongs to the graph, and during the capture nothing may be asked for.
-        if not self._is_lookalike and not is_capturing(buffer.device):
+        # Captured work belongs to the graph, and during the capture nothing may be asked for.
+        is_captured = buffer.device.type != "cpu" and is_capturing(buffer.device)
+        if not self._is_lookalike and not is_captured:
             if len(_under_way) > _MANY:
                 _forget_what_is_done()
             _under_way[id(work)] = (work, buffer, group.group)
@@ -160,7 +161,7 @@ class TorchCollectives:
             group.until(work.is_completed)
         elif not poll(work.is_completed, min(_SOON, self._timeout)):
             group.until(lambda: _is_over(work))
-        # Raises what it has failed with.
+        # Raises its failure.
         work.wait()
 
     def example(self) -> Tensor:
@@ -267,7 +268,7 @@ class Reduction:
             self._is_done = True
 
     def _order(self) -> None:
-        """Let what is put on the stream from now on come after the reduction."""
+        """Make the stream wait for the reduction."""
         try:
             self._work.wait()
         except Exception as error:

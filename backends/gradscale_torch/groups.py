@@ -40,7 +40,7 @@ HOST_BACKENDS = frozenset({"gloo", "mpi", "fake"})
 # The backend of an object that only looks like a process group.
 LOOKALIKE = "lookalike"
 
-# "For ever", and what is close to it, for libraries that count in 64-bit nanoseconds.
+# "For ever", and times close to it, for libraries that count in 64-bit nanoseconds.
 _LONGEST = 365 * 86400.0
 _LONGEST_PAUSE = 5e-2
 _CONSTRUCTION = "the construction of a ShardedGradScaler"
@@ -95,7 +95,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def resolve(group: object, timeout: float) -> dist.ProcessGroup:
-    """Return the process group behind what a user passes as ``group``: alive, with this process in it and a device.
+    """Return the process group of a user's ``group``: alive, with this process in it and a device of this machine.
 
     None is the default group. A mesh is one group of all its ranks: the default group if it covers the world, its own
     group if it has one dimension, else a group that is made once for these ranks, collectively over them.

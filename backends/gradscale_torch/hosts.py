@@ -1,4 +1,4 @@
-"""What frameworks see of a scaler: torch's states and pickles, ``_per_optimizer_states``, and methods to compile."""
+"""For frameworks that look at a scaler: torch's states and pickles, ``_per_optimizer_states``, methods to compile."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def untraced(method: _Method) -> _Method:
 
 
 def untraced_but_for_calls(method: _Method) -> _Method:
-    """Return a method that torch.compile does not look into, though it compiles what the method calls."""
+    """Return a method that torch.compile does not look into, though it compiles the functions that the method calls."""
     return _skipped(method, recursive=False)
 
 
 def _skipped(method: _Method, *, recursive: bool) -> _Method:
     if not _IS_ASKED:
         return cast(_Method, _disable_dynamo(method, recursive=recursive))
-    # As a mark of the function's code it costs nothing where nothing is compiled, as a wrapper would.
+    # As a mark of the function's code it costs nothing if nothing is compiled; a wrapper would.
     skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT
     function = cast("FunctionType", method)
     strategy = _compiler._FrameExecStrategy(skip, skip if recursive else default)

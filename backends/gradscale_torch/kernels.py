@@ -48,12 +48,12 @@ def group_tensors(tensors: Sequence[Tensor]) -> Groups:
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 where the device has it. No host read."""
+    """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 if the device has it. No host read."""
     if scale.device.type == "cpu":
         # IEEE division is rounded once, too.
         return scale.reciprocal()
     if scale.device.type == "cuda":
-        # What fails here is an error of the device, which has nothing to do with the dtype.
+        # An error here is one of the device, not of the dtype.
         return scale.double().reciprocal().float()
     if scale.device.type != "mps" and scale.device not in _without_float64:
         try:
@@ -75,7 +75,7 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
 
 
 def judge(groups: Groups, flags: Flags) -> None:
-    """Note where one of the tensors is not finite; they keep their values."""
+    """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
     for device, dtype in groups:
         one = torch.ones((), dtype=torch.float32, device=device)
         _apply(device, dtype, groups[device, dtype], flags, one)
@@ -147,7 +147,7 @@ def _widest(device: torch.device) -> torch.dtype:
 
 def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
     if device.type != "cpu":
-        # The kernel waits for memory, so that float64 costs nothing where there is float64.
+        # The kernel waits for memory, so that float64 costs nothing.
         norms = torch._foreach_norm(tensors, 2, dtype=_widest(device))
         return torch.stack(norms).square().sum()
     total = torch.stack([square.double() for square in _squares(tensors)]).sum()
@@ -174,6 +174,6 @@ def _square(tensor: Tensor) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what gradients of this norm are multiplied by, at most 1; no host read."""
+    """Return the factor that clips gradients of this norm, at most 1; no host read."""
     factor: Tensor = max_norm / (norm + _EPSILON)
     return factor.clamp(max=1.0)

@@ -44,10 +44,10 @@ class MixedPrecision(TrainersMixedPrecision):
     Notes
     -----
     Schedules with ``interval="step"`` are stepped when the optimizer is, and so hold in a batch without a loss, too.
-    With ``frequency=n`` it is the step of each n-th batch that counts. Schedules of epochs, which they all are where
-    nothing is said, are left alone.
+    With ``frequency=n`` it is the step of each n-th batch that counts. Schedules of epochs, Lightning's default, are
+    left alone.
 
-    Checkpoints hold the scaler's state where Lightning's own plugin has it, and either plugin takes the other's.
+    Checkpoints hold the scaler's state under the key of Lightning's own plugin, and either plugin takes the other's.
     """
 
     scaler: GradScaler | None
@@ -87,7 +87,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
 
     Notes
     -----
-    Fabric saves what it is given: ``fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})``.
+    Name the plugin to save it: ``fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})``.
     """
 
     scaler: GradScaler | None
@@ -166,7 +166,7 @@ class HeldSchedule:
 
 
 def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradScaler | None:
-    """Return the scaler that is given, or a new one where float16 needs it."""
+    """Return the scaler that is given, or a new one if float16 needs it."""
     if scaler is None:
         return GradScaler(device) if precision == "16-mixed" else None
     if not isinstance(scaler, GradScaler):

@@ -32,7 +32,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     init_scale, backoff_factor, growth_factor, growth_interval, enabled
         As in torch, in whose order ``backoff_factor`` comes before ``growth_factor`` here.
     process_group : ProcessGroup, optional
-        What to agree over. Default: the default group, looked up when it is first needed.
+        The ranks to agree with. Default: the default group, looked up when it is first needed.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
         Instead of ``process_group``: data, tensor, pipeline and expert groups together.
     allow_fp16_grads : bool, default True

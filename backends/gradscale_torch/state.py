@@ -35,7 +35,7 @@ class TensorState:
         self.version = 0
         self._device = device
         self._state: ScaleState | None = None
-        # What a checkpoint or the user has set before there was a tensor.
+        # Numbers that a checkpoint or the user has set before there was a tensor.
         self._restored: dict[str, float] = {}
         # The policy if torch's kernel may adapt the state by it: the growth tracker must be below the growth interval.
         self._kernels_rule: DynamicScale | None = None
@@ -116,7 +116,7 @@ class TensorState:
             if home.type != "cpu" or state.scale.item() < rule.min_scale:
                 # The kernel goes on into the subnormals, and to 0.
                 state.scale.clamp_(min=rule.min_scale)
-            # A new tuple of the same tensors: what is kept of the old one is out of date.
+            # A new tuple of the same tensors: values kept for the old one are out of date.
             self._state = ScaleState(*state)
             return
         self._kernels_rule = _as_kernels_rule(self.policy)
@@ -204,7 +204,7 @@ class TensorState:
         self._state = loaded if keep else _copied_into(self._state, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: numbers instead of tensors, so that the next tensor says where the state goes."""
+        """Return numbers to pickle instead of tensors, so that the next tensor says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten = {"_state": None, "_kernels_rule": None, "_is_replayed": False, "_floor": 0.0}
         return self.__dict__ | {"_restored": restored} | forgotten
@@ -243,7 +243,7 @@ class TensorScaling:
     def scale(self, outputs: object, iteration: Iteration, look: Callable[[Sequence[object]], None] | None) -> object:
         """Return outputs with every tensor multiplied.
 
-        Lists, tuples, named tuples and dicts come back as what they are; any other iterable as an iterator, as torch
+        Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch
         has it, so that an unconsumed one scales nothing.
         """
 

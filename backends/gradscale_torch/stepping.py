@@ -1,4 +1,4 @@
-"""Step: what happens before and after the call of ``optimizer.step``, which a compiler has to see."""
+"""Step: the work before and after the call of ``optimizer.step``, which a compiler has to see."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 class Step:
     """A step under way, entered before the optimizer is stepped with ``args`` and ``kwargs`` if ``is_made``.
 
-    ``verdict`` is None if it is read later, ``returned`` what the optimizer returned.
+    ``verdict`` is None if it is read later.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         is_over = error is None
-        # It is held by what it is called with.
+        # It holds this step.
         around, self._around = self._around, None
         if around is not None:
             is_over = bool(around.__exit__(kind, error, trace)) or is_over
@@ -124,13 +124,13 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     pending.is_read_later = may_be_late and iteration.live.at_min_scale(pending.state) is None
     if not pending.is_read_later:
         step.verdict = iteration.verdict(turn)
-    found, preset = pending.flag(), getattr(optimizer, "grad_scale", None)
-    # torch's optimizers do not wait for what they bring to the CPU.
+    found, preset = pending.count(), getattr(optimizer, "grad_scale", None)
+    # torch's optimizers do not wait for copies to the CPU.
     home = _CPU if pending.is_for_cpu else found.device
     scale = preset
     if pending.is_scaled:
         scale = moved(pending.state.scale.clone() if preset is None else pending.state.scale * preset, home)
-    # Copies: what an optimizer does to them is its own affair.
+    # Copies, which the optimizer may change.
     optimizer.grad_scale, optimizer.found_inf = scale, moved(found, home).clone()
     fresh = _without_momentum(optimizer)
     try:

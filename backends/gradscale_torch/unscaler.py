@@ -48,7 +48,7 @@ _is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_p
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What an unscaler is asked for besides.
+    """Options of an unscaling.
 
     ``is_shared``: the scaler was given groups, over which the norm of plain tensors is not defined. ``iteration``: for
     the announcement of a norm over ranks. ``may_leave``: gradients may be left to the optimizer to unscale.
@@ -174,7 +174,7 @@ class TensorUnscaler:
                     factor, norm = self._clipped(factor, gradients, request.max_norm, flags)
                 kernels.unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one)
             if gradients.uncoalesced:
-                # What the optimizer will see are the sums of duplicates.
+                # The optimizer will see the sums of duplicates.
                 kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), flags)
             count = kernels.count_nonfinite(flags, tensors)
         return TensorFound(flags, scale.device, count, number, is_left, norm)
@@ -190,7 +190,7 @@ class TensorUnscaler:
         return norm.float()
 
     def groups_of(self, optimizer: Optimizer, meshes: Sequence[DeviceMesh]) -> Sequence[Collectives]:
-        """Return what the ranks of DTensor parameters agree over, if the scaler was given no group."""
+        """Return the mesh of DTensor parameters as groups, if the scaler was given none."""
         if len(meshes) > 1:
             both = " and ".join(map(repr, meshes))
             msg = (
@@ -203,7 +203,7 @@ class TensorUnscaler:
         return () if mesh is None else [mesh]
 
     def groups_for(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Sequence[Collectives]:
-        """Return what an optimizer's ranks are gathered over: these groups, or the mesh of its parameters."""
+        """Return the groups to gather an optimizer's ranks over: these, or the mesh of its parameters."""
         if not groups:
             # Without a look at the gradients: a rank whose gradients are refused must not stay away.
             parameters = [one.parameter for one in gradients.named_gradients(optimizer)]
@@ -238,7 +238,7 @@ class TensorUnscaler:
     def _clipped(
         self, inverse: Tensor, gradients: TensorGradients, max_norm: float, flags: Flags
     ) -> tuple[Tensor, Tensor]:
-        """Return what unscales and clips at once, and the norm."""
+        """Return the factor that unscales and clips at once, and the norm."""
         iteration, mesh = gradients.request.iteration, self._mesh_of(gradients.parameters.meshes)
         # On a device the CPU waits for nobody, so that the norm is not announced.
         if mesh is not None and iteration is not None and not would_wait(inverse.device):
@@ -329,7 +329,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
     tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
     if parameters.shares_gradients:
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
-    # Thousands of plain gradients are told by their few types and layouts; dense float32 ones of the CPU at once.
+    # Thousands of plain gradients are recognised by their few types and layouts; dense float32 ones of the CPU at once.
     is_plain = set(map(type, tensors)) <= _PLAIN
     if is_plain and tensors and all(map(_is_float32_of_cpu, tensors)):
         return {_FLOAT32_OF_CPU: tensors}, ()

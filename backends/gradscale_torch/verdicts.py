@@ -1,8 +1,8 @@
-"""What was found in an optimizer's gradients, the agreed verdict on it, and how either gets from a device to the CPU.
+"""The findings in an optimizer's gradients, the agreed verdict on them, and how either gets from a device to the CPU.
 
 The CPU would compute with whatever its memory held if a copy from a device that it does not wait for were not done. And
-while a graph is captured nothing is done: no event may be asked for, no memory pinned, and what the CPU computes would
-stay as it is in every replay.
+while a graph is captured nothing is done: no event may be asked for, no memory pinned, and numbers of the CPU would
+stay the same in every replay.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ NO_READS = (
     "step an optimizer in it that skips by itself (fused=True, capturable=True), without on_skip=, on_update=, "
     'diagnose= and at_min="raise", or step after it'
 )
-"""What to do if a graph is captured and the CPU would have to read a verdict."""
+"""Advice for a capture in which the CPU would have to read a verdict."""
 
 
 def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a small tensor on another device, or itself if it is there; the CPU waits for what comes to it alone."""
+    """Return a small tensor on another device, or itself if it is there; the CPU waits only for its own copies."""
     if tensor.device == device:
         return tensor if dtype is None else tensor.to(dtype)
     if "cpu" in (tensor.device.type, device.type):
@@ -95,7 +95,7 @@ def would_wait(device: torch.device) -> bool:
 
 
 def _start_reading(values: Tensor) -> _Reader:
-    """Begin to copy a small 1-d tensor to the CPU, and return what asks for it."""
+    """Begin to copy a small 1-d tensor to the CPU, and return a function that asks for it."""
     device = values.device
     if device.type == "cpu":
         known: list[float] = values.tolist()
@@ -105,7 +105,7 @@ def _start_reading(values: Tensor) -> _Reader:
         def replayed(may_wait: bool) -> list[float] | None:
             if not may_wait:
                 return None
-            # What replays of the graph have written.
+            # Replays of the graph have written to it.
             refuse_capture(device, _READ_AFTER)
             found: list[float] = values.tolist()
             return found
@@ -130,15 +130,15 @@ def _start_reading(values: Tensor) -> _Reader:
 
 def combined(found: Mapping[torch.device, Tensor], home: torch.device) -> Tensor:
     """Return the flags of all devices as one 0-d float32, exactly 0 or 1, on one of them. No host read."""
+    if len(found) == 1 and home in found:
+        return found[home]
     flags = [moved(flag, home) for flag in found.values()]
-    if not flags:
-        return torch.zeros((), dtype=torch.float32, device=home)
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=home)
 
 
 @dataclasses.dataclass(slots=True)
 class TensorFound:
-    """What one rank has found in an optimizer's gradients.
+    """The findings of one rank in an optimizer's gradients.
 
     ``home`` is the scale's device. ``count`` (of gradients that are not finite) and ``scale`` are None if the CPU would
     have to wait for them. ``is_scaled``: they were only judged, and the optimizer unscales them.
@@ -162,8 +162,8 @@ class TensorFound:
 class TensorVerdict:
     """The agreed verdict on an optimizer's gradients, which the CPU reads in the step or when somebody asks.
 
-    See :class:`gradscale.scaler.parts.Pending`. Frameworks may look at it by device (``show``), and what they write
-    there takes its place, as in torch's scalers.
+    See :class:`gradscale.scaler.parts.Pending`. Frameworks may look at it by device (``show``), and the values
+    that they write there take its place, as in torch's scalers.
     """
 
     known: Verdict | None = None
@@ -201,7 +201,7 @@ class TensorVerdict:
         return at_min_scale is not None and bool(at_min_scale)
 
     def _message(self, packer: vector.AgreementVector, position: vector.Position) -> Tensor | list[int]:
-        """Return what this rank sends: ints if the groups take them and the CPU knows the numbers."""
+        """Return this rank's vector: ints if the groups take them and the CPU knows the numbers."""
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
             sent: Tensor = packer.pack(self._live.backend_for(state.scale), policy, state, found.nonfinite, position)
@@ -234,7 +234,7 @@ class TensorVerdict:
         return len(self.groups) > 0 and self._found.home.type == "cpu" and not self.is_read_later
 
     def verdict(self) -> Verdict:
-        """Return the verdict, read now if it is not yet, or what a framework has written in its place."""
+        """Return the verdict, read now if it is not yet, or the one that a framework has written in its place."""
         found = self.known or (self._read() if self._late is None else self._read_late(self._late))
         if self._shown is None:
             return found
@@ -260,7 +260,7 @@ class TensorVerdict:
         return found
 
     def _decoded(self, values: Sequence[float]) -> Verdict:
-        """Return the verdict from a ballot's answer and what was sent, or from a flag, the scale and at_min_scale."""
+        """Return the verdict from a ballot's answer and this rank's vector, or from flag, scale and at_min_scale."""
         if self._ballot is None:
             nonfinite, scale, *rest = values
             count = int(nonfinite) if self._found.count is None else self._found.count
@@ -295,10 +295,6 @@ class TensorVerdict:
         return self._late is None or self._late(False) is not None
 
     def count(self) -> Tensor:
-        """Return the agreed verdict for the live state: a flag."""
-        return self.flag()
-
-    def flag(self) -> Tensor:
         """Return the agreed verdict as a 0-d float32 on the scale's device, exactly 0 or 1; no host read there."""
         home = self._found.home
         if self._shown is not None:
@@ -317,7 +313,7 @@ class TensorVerdict:
         """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
         if self._shown is None:
             if self.groups:
-                flag = self.flag()
+                flag = self.count()
                 devices = self._found.flags or [self._found.home]
                 self._shown = {device: moved(flag, device).clone() for device in devices}
             else:
@@ -325,9 +321,9 @@ class TensorVerdict:
         return self._shown
 
     def override(self, shown: Flags) -> None:
-        """Take over what a framework says instead, by device."""
+        """Take over a framework's verdict instead, by device."""
         self._shown = shown
 
     def accept(self) -> None:
-        """Let what an optimizer has said of gradients that nobody else has judged be the verdict."""
+        """Take an optimizer's own verdict on gradients that nobody else has judged."""
         self.is_begun = self.is_begun or bool(self._shown)
