@@ -97,6 +97,8 @@ class TorchCollectives:
         The buffer is on the array's own device if the group carries it, else on the CPU or the group's accelerator.
         """
         group = self._usable()
+        if isinstance(x, list) and self._is_gloo_on_cpu and len(x) == LENGTH:
+            return self._start_short(group, x, x)
         sent = x if isinstance(x, Tensor) else _as_tensor(x)
         if sent.dtype != torch.int32 or sent.ndim != 1:
             msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
@@ -107,14 +109,15 @@ class TorchCollectives:
         where = self._routes[came_from]
         if where != came_from:
             refuse_capture(where if came_from.type == "cpu" else came_from, _OF_THE_DEVICE)
-        whole = None
         if where.type == "cpu" and self._is_gloo_on_cpu and len(sent) == LENGTH:
-            whole = sent.to(where)
-            buffer = torch.tensor(short_form(whole.tolist()), dtype=torch.int64, device=where)
-        else:
-            # It is sent, and then receives the result.
-            buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self, group, self.reduce(group, buffer), buffer, x, whole)
+            return self._start_short(group, x, sent.tolist())
+        # It is sent, and then receives the result.
+        buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
+        return Reduction(self, group, self.reduce(group, buffer), buffer, x)
+
+    def _start_short(self, group: GroupWait, x: Array | list[int], vector: list[int]) -> Reduction:
+        buffer = torch.tensor(short_form(vector), dtype=torch.int64, device=_CPU)
+        return Reduction(self, group, self.reduce(group, buffer), buffer, x, vector)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a 0-d float64 tensor over the ranks, on its device; every rank calls it."""
@@ -222,10 +225,10 @@ def _is_over(work: dist.Work) -> bool:
 class Reduction:
     """A reduction under way. Calling it finishes it and returns the result.
 
-    Over gloo two int64 travel for the agreement's vector, of which ``whole`` is this rank's.
+    Over gloo two int64 travel for the agreement's ``vector``.
     """
 
-    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_whole", "_work", "_x")
+    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_vector", "_work", "_x")
 
     def __init__(
         self,
@@ -234,10 +237,10 @@ class Reduction:
         work: dist.Work,
         buffer: Tensor,
         x: Array | list[int],
-        whole: Tensor | None = None,
+        vector: list[int] | None = None,
     ) -> None:
         self._collectives, self._group, self._work = collectives, group, work
-        self._buffer, self._x, self._whole = buffer, x, whole
+        self._buffer, self._x, self._vector = buffer, x, vector
         self._is_done = False
         self._result: Array = None
 
@@ -249,7 +252,8 @@ class Reduction:
                 self.wait()
             elif not self._is_done:
                 self._order()
-            self._result, self._x = _like(self._buffer, x), None
+            self._result = _like(self._buffer, x) if self._vector is None else _list_like(self._vector, x)
+            self._x = None
         return self._result
 
     def wait(self) -> None:
@@ -257,14 +261,15 @@ class Reduction:
         if not self._is_done:
             collectives, group = self._collectives, self._group
             collectives.finish(group, self._work, self._buffer.device)
-            if self._whole is not None:
+            if self._vector is not None:
                 count = told_count(self._buffer.tolist())
-                self._buffer = self._whole.clone()
                 if count is not None:
-                    self._buffer[0] = count
+                    self._vector = [count, *self._vector[1:]]
                 else:
                     # As every rank sees.
+                    self._buffer = integers(self._vector, _CPU)
                     collectives.finish(group, collectives.reduce(group, self._buffer), _CPU)
+                    self._vector = self._buffer.tolist()
             self._is_done = True
 
     def _order(self) -> None:
@@ -313,7 +318,7 @@ def _is_completed(work: dist.Work) -> bool:
 def _as_tensor(x: Array | list[int]) -> Tensor:
     """Return an array of another library, or a list, as a tensor, by DLPack or through the CPU."""
     if isinstance(x, list):
-        return torch.tensor(x, dtype=torch.int32, device=_CPU)
+        return integers(x, _CPU)
     xp = array_namespace(x)
     if x.dtype != xp.int32 or x.ndim != 1:
         msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -328,9 +333,15 @@ def _like(values: Tensor, x: Array | list[int]) -> Array:
     """Return a tensor as an array of the library and device of ``x``, or as a list."""
     if isinstance(x, Tensor):
         return values.to(x.device)
+    if isinstance(x, list) or values.device.type == "cpu":
+        return _list_like(values.tolist(), x)
+    return array_namespace(x).from_dlpack(values)
+
+
+def _list_like(values: list[int], x: Array | list[int]) -> Array:
+    """Return numbers as an array of the library and device of ``x``, or as they are."""
     if isinstance(x, list):
-        return values.tolist()
-    xp = array_namespace(x)
-    if values.device.type != "cpu":
-        return xp.from_dlpack(values)
-    return xp.asarray(values.tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))
+        return values
+    if isinstance(x, Tensor):
+        return integers(values, x.device)
+    return array_namespace(x).asarray(values, dtype=x.dtype, device=registry.backend_for(x).placement(x))
