@@ -385,7 +385,7 @@ class GradScaler(TorchGradScaler):
         scaler.iteration.require_boundary("set_group()")
         self._rejoins = group is None
         if group is None:
-            scaler.agree_over(self._default_groups())
+            scaler.agree_over(self._default_groups(self._timeout))
         elif scaler.is_enabled():
             asked = group if isinstance(group, (list, tuple)) else [group]
             wrapped = [_wrapped(one, self._timeout) for one in asked]
@@ -427,7 +427,7 @@ class GradScaler(TorchGradScaler):
         if "gradscale" in state:
             self.__dict__.update(state["gradscale"])
             if self._rejoins and self._scaler.parts.agreement.is_unjoined:
-                self._scaler.agree_over(self._default_groups())
+                self._scaler.agree_over(self._default_groups(self._timeout))
             return
         self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:
@@ -547,7 +547,7 @@ class GradScaler(TorchGradScaler):
             return 0
         return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
 
-    def _default_groups(self) -> Sequence[Collectives]:
+    def _default_groups(self, timeout: float) -> Sequence[Collectives]:  # noqa: ARG002
         return ()
 
 

@@ -95,6 +95,6 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             **options,
         )
 
-    def _default_groups(self) -> Sequence[Collectives]:
+    def _default_groups(self, timeout: float) -> Sequence[Collectives]:
         # The default group is looked up when it is needed: torch.distributed may not be initialized yet.
-        return [TorchCollectives(None, self._timeout)]
+        return [TorchCollectives(None, timeout)]
