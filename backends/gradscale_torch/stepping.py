@@ -36,6 +36,13 @@ class Step:
     ``verdict`` is None if it is read later.
     """
 
+    is_made = True
+    returned: Any = None
+    verdict: Verdict | None = None
+    retries = 0
+    _turn: Turn | None = None
+    _around: contextlib.AbstractContextManager[None] | None = None
+
     def __init__(
         self,
         replacement: GradScaler,
@@ -45,14 +52,8 @@ class Step:
         kwargs: dict[str, Any],
     ) -> None:
         self.args, self.kwargs = args, kwargs
-        self.is_made = True
-        self.returned: Any = None
-        self.verdict: Verdict | None = None
-        self.retries = 0
         self.replacement, self.optimizer = replacement, optimizer
         self._scaler = scaler
-        self._turn: Turn | None = None
-        self._around: contextlib.AbstractContextManager[None] | None = None
 
     @untraced
     def __enter__(self) -> Step:

@@ -184,23 +184,7 @@ def test_a_list_of_communicators_in_another_order_on_one_rank_is_named_on_every_
                 assert "position of the group in the list" in failure.message
 
 
-# Collectives of the user's own, and those of a mesh.
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.tier("ranks")), *later("all", 3)])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_a_collective_of_the_users_own_that_meets_ours_is_seen_on_every_rank(size: int, library: str) -> None:
-    require("torch")
-    ways = ("sum", "zero", "product", "lowest", "float", "negative")
-    # A world of three takes longer: there each way has one odd rank, in turn.
-    cases = [
-        (odd_rank, library, how) for odd_rank in range(size) for how in (ways if size == 2 else ways[odd_rank::size])
-    ]
-    for results in GlooWorld(size).run_each(scenarios.users_own_collective, cases):
-        for rank, (first, second) in enumerate(results):
-            assert_told(first, "a foreign message was met", rank, size)
-            assert second.kind == "ScaleDesyncError"
+# Collectives of a mesh.
 
 
 @pytest.mark.torch

@@ -17,7 +17,7 @@ from worlds import Failure
 
 import gradscale
 
-__all__ = ["Trainer", "differ", "grid_in_another_order", "legal", "torch_norm_on_one_rank", "users_own_collective"]
+__all__ = ["Trainer", "differ", "grid_in_another_order", "legal", "torch_norm_on_one_rank"]
 
 TIMEOUT = 20.0
 
@@ -260,36 +260,6 @@ def grid_of_mpi(comm: Any, odd_rank: int, library: str) -> list[Failure | None]:
     row.Free()
     column.Free()
     return told
-
-
-def users_own_collective(group: Any, odd_rank: int, library: str, how: str) -> list[Any]:
-    """Make an all-reduce of the user's own between unscale_ and step, on the odd rank before both; over gloo.
-
-    ``how`` says of what, and what it is reduced by.
-    """
-    import torch
-    import torch.distributed as dist
-
-    rank, size = rank_and_size(group)
-    trainer = Trainer(group, library, 1)
-    trainer.iterate((0,))
-    kind, operation, number = {
-        "sum": (torch.int64, dist.ReduceOp.SUM, 3),
-        "zero": (torch.int64, dist.ReduceOp.SUM, 0),
-        "product": (torch.int64, dist.ReduceOp.PRODUCT, 2),
-        "lowest": (torch.int64, dist.ReduceOp.MAX, -(2**63)),
-        "float": (torch.float64, dist.ReduceOp.SUM, 0.1),
-        "negative": (torch.float64, dist.ReduceOp.SUM, -1.5),
-    }[how]
-    # As long as what is sent in the place of a vector.
-    own = torch.full((1 if size == 2 else 2,), number, dtype=kind)
-    trainer.refill()
-    if rank == odd_rank:
-        dist.all_reduce(own, op=operation)
-    trainer.scaler.unscale_(trainer.optimizers[0])
-    if rank != odd_rank:
-        dist.all_reduce(own, op=operation)
-    return [failure_of(lambda: trainer.scaler.step(trainer.optimizers[0])) for _ in range(2)]
 
 
 def torch_norm_on_one_rank(group: Any, odd_rank: int) -> Failure | None:
