@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, Unpack, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,19 @@ import torch.distributed as dist
 # Looked up once: a framework may put the classes of this file in the place of torch's names.
 from torch.amp import GradScaler as TorchGradScaler
 
-import gradscale
 from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
 from gradscale.core.messages import reading, shown
-from gradscale.core.protocols import Collectives
+from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.recorder import OnSkip, OnUpdate
+from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.options import (
-    DEFAULT_TIMEOUT,
-    CommonOptions,
-    chosen_policy,
-    completed,
-    made_reports,
-    with_options,
-)
-from gradscale.scaler.scaler import Parts
+from gradscale.scaler.iteration import Parts
+from gradscale.scaler.options import DEFAULT_TIMEOUT, checked_arguments, chosen_policy, made_reports
+from gradscale.scaler.scaler import agree_over, iteration_of, scaler_of
 from gradscale_torch.groups import is_lookalike
 from gradscale_torch.hosts import (
     OptimizerStates,
@@ -63,7 +56,6 @@ _Outputs = TypeVar("_Outputs")
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
-@with_options(CommonOptions)
 class GradScaler(TorchGradScaler):
     """A replacement of :class:`torch.amp.GradScaler`; over a mesh, too, if the parameters are DTensors (FSDP2).
 
@@ -82,7 +74,15 @@ class GradScaler(TorchGradScaler):
         Whether gradients may be float16; torch refuses them.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks.
-    **options
+    policy : DynamicScale, StaticScale or a Policy of your own, optional
+        The rule that adapts the scale, instead of ``init_scale``, ``growth_factor``, ``backoff_factor`` and
+        ``growth_interval``.
+    on_skip, on_update : callable or sequence of callables, optional
+        Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
+    diagnose : {"on_overflow"}, optional
+        Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
+    history_size : int, default 1024
+        How many StepReports ``history`` keeps.
 
     Raises
     ------
@@ -118,6 +118,7 @@ class GradScaler(TorchGradScaler):
     # Whether it keeps the dtype of a loss, and torch's function takes float16, as torch's ShardedGradScaler does.
     _is_sharded = False
 
+    @checked_arguments
     def __init__(
         self,
         device: Device = "cuda",
@@ -130,28 +131,31 @@ class GradScaler(TorchGradScaler):
         group: object = None,
         allow_fp16_grads: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[CommonOptions],
+        policy: Policy | None = None,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
         _require_no_overrides(type(self))
         is_enabled = _available(device, enabled)
         self._device = device  # type: ignore[assignment]
         self._timeout = validation.timeout(timeout)
-        given = completed(options)
-        reports = made_reports(given)
-        factors = _factors(options, is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval))
+        reports = made_reports(on_skip, on_update, diagnose, history_size)
+        factors = _factors(policy, is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval))
         parts = Parts(
-            live=TensorState(chosen_policy(given["policy"], factors), device),
+            live=TensorState(chosen_policy(policy, factors), device),
             scaling=TensorScaling(keeps_dtype=self._is_sharded),
             unscaler=TensorUnscaler(device, allows_fp16=allow_fp16_grads, timeout=self._timeout),
-            steppers=(),
-            agreement=Agreement(None, diagnoses=reports.diagnoses, pending=TensorVerdict, own_rank=_own_rank),
+            agreement=Agreement(None, diagnoses=reports.diagnoses, own_rank=_own_rank),
             reports=reports,
+            begin_verdict=TensorVerdict,
         )
-        self._scaler = gradscale.GradScaler.of(parts, enabled=is_enabled)
+        self._scaler = scaler_of(parts, enabled=is_enabled)
         self.set_group(group)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(policy={self._scaler.parts.live.policy!r}, enabled={self.is_enabled()})"
+        return f"{type(self).__name__}(policy={_live(self).policy!r}, enabled={self.is_enabled()})"
 
     # The iteration.
 
@@ -210,7 +214,7 @@ class GradScaler(TorchGradScaler):
         largest = None if max_norm is None else checked_norm(max_norm)
         scaler = self._scaler
         if scaler.is_enabled():
-            iteration = scaler.iteration
+            iteration = iteration_of(scaler)
             turn = iteration.begin_unscale(optimizer)
             request = None
             if largest is not None:
@@ -219,7 +223,7 @@ class GradScaler(TorchGradScaler):
             return norm
         if largest is None:
             return None
-        unscaler = cast(TensorUnscaler, scaler.parts.unscaler)
+        unscaler = cast(TensorUnscaler, iteration_of(scaler).unscaler)
         return unscaler.clip_unscaled(optimizer, largest, _live(self))
 
     @untraced_but_for_calls
@@ -382,14 +386,14 @@ class GradScaler(TorchGradScaler):
             In the middle of an iteration, unless its agreement has failed: it is then abandoned.
         """
         scaler = self._scaler
-        scaler.iteration.require_boundary("set_group()")
+        iteration_of(scaler).require_boundary("set_group()")
         self._rejoins = group is None
         if group is None:
-            scaler.agree_over(self._default_groups(self._timeout))
+            agree_over(scaler, self._default_groups(self._timeout))
         elif scaler.is_enabled():
             asked = group if isinstance(group, (list, tuple)) else [group]
             wrapped = [_wrapped(one, self._timeout) for one in asked]
-            scaler.agree_over(registry.all_collectives_for(wrapped, self._timeout))
+            agree_over(scaler, registry.all_collectives_for(wrapped, self._timeout))
 
     # Saving and loading.
 
@@ -399,7 +403,7 @@ class GradScaler(TorchGradScaler):
         Torch's five keys; for a policy that they do not describe, also those that
         :meth:`gradscale.GradScaler.state_dict` adds to them.
         """
-        return as_torchs_state_dict(self._scaler.state_dict(), self._scaler.parts.live.policy)
+        return as_torchs_state_dict(self._scaler.state_dict(), _live(self).policy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of torch's scalers or of gradscale's; does nothing when disabled.
@@ -426,8 +430,8 @@ class GradScaler(TorchGradScaler):
         """Restore a pickle of one of these or of torch's."""
         if "gradscale" in state:
             self.__dict__.update(state["gradscale"])
-            if self._rejoins and self._scaler.parts.agreement.is_unjoined:
-                self._scaler.agree_over(self._default_groups(self._timeout))
+            if self._rejoins and iteration_of(self._scaler).agreement.is_unjoined:
+                agree_over(self._scaler, self._default_groups(self._timeout))
             return
         self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:
@@ -474,7 +478,7 @@ class GradScaler(TorchGradScaler):
                 f"{shown(states)}"
             )
             raise InvalidValueError(msg)
-        self._scaler.iteration.forget_turns()
+        iteration_of(self._scaler).forget_turns()
 
     @property
     def _init_scale(self) -> float:
@@ -526,7 +530,7 @@ class GradScaler(TorchGradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
-        iteration = self._scaler.iteration
+        iteration = iteration_of(self._scaler)
         turn = iteration.turn_of(optimizer)
         stage = turn.stage
         iteration.unscale(turn, optimizer, Request(judges_only=True, takes_fp16=True))
@@ -535,7 +539,7 @@ class GradScaler(TorchGradScaler):
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
-        iteration = self._scaler.iteration
+        iteration = iteration_of(self._scaler)
         return found_by_device(iteration, iteration.turn_of(optimizer))
 
     def _get_scale_async(self) -> Tensor | None:
@@ -551,13 +555,13 @@ class GradScaler(TorchGradScaler):
         return ()
 
 
-def _factors(options: CommonOptions, enabled: bool, given: Sequence[float]) -> dict[str, float]:
+def _factors(policy: Policy | None, enabled: bool, given: Sequence[float]) -> dict[str, float]:
     """Return the factors for a DynamicScale: those that a policy must not contradict, and none if disabled."""
     if not enabled:
         # A disabled scaler of torch's takes any.
         return {}
     factors = dict(zip(_DEFAULTS, given, strict=True))
-    if options.get("policy") is None:
+    if policy is None:
         return factors
     with reading("a factor"):
         return {name: value for name, value in factors.items() if value != _DEFAULTS[name]}
@@ -616,4 +620,4 @@ def _wrapped(group: object, timeout: float) -> object:
 
 
 def _live(replacement: GradScaler) -> TensorState:
-    return cast(TensorState, replacement._scaler.parts.live)
+    return cast(TensorState, iteration_of(replacement._scaler).live)

@@ -18,6 +18,7 @@ import gradscale
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
+from gradscale.scaler.scaler import iteration_of
 from gradscale_torch.verdicts import Flags, TensorVerdict
 
 __all__ = [
@@ -161,11 +162,11 @@ class OptimizerStates(Mapping[int, dict[str, Any]]):
         self.scaler = scaler
 
     def __getitem__(self, key: int) -> dict[str, Any]:
-        turn = self.scaler.iteration.by_id(key)
-        return _refresh_per_optimizer_state() if turn is None else OptimizerState(self.scaler.iteration, turn)
+        turn = iteration_of(self.scaler).by_id(key)
+        return _refresh_per_optimizer_state() if turn is None else OptimizerState(iteration_of(self.scaler), turn)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.scaler.iteration.ids())
+        return iter(iteration_of(self.scaler).ids())
 
     def __len__(self) -> int:
-        return len(self.scaler.iteration.ids())
+        return len(iteration_of(self.scaler).ids())

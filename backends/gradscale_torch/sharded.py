@@ -6,22 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 # Looked up once: a framework may put the class of this file in the place of torch's name.
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Collectives
+from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidValueError
-from gradscale.scaler.options import DEFAULT_TIMEOUT, CommonOptions, with_options
+from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.scaler.options import DEFAULT_TIMEOUT, checked_arguments
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.collectives import TorchCollectives
 
 __all__ = ["ShardedGradScaler"]
 
 
-@with_options(CommonOptions)
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     """A replacement of torch's ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
@@ -39,7 +39,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         Whether gradients may be float16; torch's ShardedGradScaler takes them.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks.
-    **options
+    policy, on_skip, on_update, diagnose, history_size
+        As in :class:`GradScaler`.
 
     Notes
     -----
@@ -63,6 +64,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     process_group: Any = None
     _is_sharded = True
 
+    @checked_arguments
     def __init__(
         self,
         device: Device = "cuda",
@@ -76,7 +78,11 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         group: object = None,
         allow_fp16_grads: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[CommonOptions],
+        policy: Policy | None = None,
+        on_skip: OnSkip | None = None,
+        on_update: OnUpdate | None = None,
+        diagnose: Diagnose | None = None,
+        history_size: int = HISTORY_SIZE,
     ) -> None:
         if process_group is not None and group is not None:
             msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
@@ -92,7 +98,11 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             group=process_group if group is None else group,
             allow_fp16_grads=allow_fp16_grads,
             timeout=timeout,
-            **options,
+            policy=policy,
+            on_skip=on_skip,
+            on_update=on_update,
+            diagnose=diagnose,
+            history_size=history_size,
         )
 
     def _default_groups(self, timeout: float) -> Sequence[Collectives]:

@@ -13,6 +13,7 @@ import torch
 import gradscale
 from gradscale.core.vector import Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
+from gradscale.scaler.scaler import end_step, iteration_of
 from gradscale.scaler.stepper import evaluating, find_closure
 from gradscale_torch.hosts import untraced, warn_caller
 from gradscale_torch.state import TensorState
@@ -60,7 +61,7 @@ class Step:
         optimizer = self.optimizer
         if not self._scaler.is_enabled():
             return self
-        iteration = self._scaler.iteration
+        iteration = iteration_of(self._scaler)
         skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
         if not skips_by_itself and not has_closure:
@@ -94,7 +95,7 @@ class Step:
         if around is not None:
             is_over = bool(around.__exit__(kind, error, trace)) or is_over
         if is_over:
-            self._scaler.end_step(self.optimizer, self._turn, self.verdict, self.retries)
+            end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
         return is_over
 
 
@@ -121,7 +122,7 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
         iteration.verdict(turn)
     pending = cast(TensorVerdict, turn.pending)
     # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced.
-    may_be_late = pending.may_be_late and not turn.reads_at_once
+    may_be_late = pending.may_be_late and not iteration.reports.wants_each_step
     pending.is_read_later = may_be_late and iteration.live.at_min_scale(pending.state) is None
     if not pending.is_read_later:
         step.verdict = iteration.verdict(turn)

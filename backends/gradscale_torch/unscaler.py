@@ -106,6 +106,7 @@ class TensorGradients:
             return torch.zeros((), device=self.unscaler.device)
         return first[0]
 
+    @property
     def groups(self) -> Sequence[Collectives]:
         """Return the mesh of DTensor parameters."""
         meshes = self.parameters.meshes

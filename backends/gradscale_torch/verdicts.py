@@ -188,9 +188,9 @@ class TensorVerdict:
         self.state = state
         self._found, self._live = found, live
         if groups:
-            number, agreement = iteration.number, iteration.agreement
-            position = agreement.position(number, iteration.next_message(), groups, optimizer, max_norm)
-            self._ballot = Ballot(agreement, groups, self._message(agreement.vector, position), number)
+            agreement = iteration.agreement
+            about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
+            self._ballot = Ballot(agreement, groups, self._message(about), iteration.number)
         elif found.count is None or found.scale is None or would_wait(found.home):
             return
         elif 0.0 < found.scale < math.inf:
@@ -200,15 +200,15 @@ class TensorVerdict:
         at_min_scale = self._live.policy.at_min_scale(self.state)
         return at_min_scale is not None and bool(at_min_scale)
 
-    def _message(self, packer: vector.AgreementVector, position: vector.Position) -> Tensor | list[int]:
+    def _message(self, about: Sequence[int]) -> Tensor | list[int]:
         """Return this rank's vector: ints if the groups take them and the CPU knows the numbers."""
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
-            sent: Tensor = packer.pack(self._live.backend_for(state.scale), policy, state, found.nonfinite, position)
+            sent: Tensor = vector.pack(self._live.backend_for(state.scale), policy, state, found.nonfinite, about)
             return sent
         numbers = ScaleState(*map(Tensor.item, state))
         count = min(found.count, MOST_COUNTED)
-        return packer.pack_plain(policy, numbers, count, position, at_min_scale=self._is_at_min_scale())
+        return vector.pack_plain(numbers, count, self._is_at_min_scale(), about)
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from gradscale.core import registry, vector
 from gradscale.core.backend import Backend
 from gradscale.core.identity import IdentityMap
-from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
+from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.core.vector import Verdict
 from gradscale.errors import (
     BackendError,
@@ -183,7 +183,7 @@ class Agreement:
             self._policy = policy if vector.is_fixed(policy) else None
         return self._identity
 
-    def number_of(self, optimizer: Optimizer) -> int:
+    def number_of(self, optimizer: object) -> int:
         """Return the number of an optimizer, in the order in which they are met."""
         number = self._optimizers.by_id(id(optimizer))
         if number is None:
@@ -237,15 +237,13 @@ class Ballot:
         Of the iteration, for errors.
     """
 
-    def __init__(
-        self, agreement: Agreement, groups: Sequence[Collectives], sent: Array | list[int], number: int
-    ) -> None:
+    def __init__(self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
-        self._agreed: Array | list[int] | None = None if groups else sent
+        self._agreed: Array = None if groups else sent
         self._finish = groups[0].start_max(sent) if groups else None
 
-    def agreed(self) -> Array | list[int]:
+    def agreed(self) -> Array:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""
         if self._agreed is None and self._finish is not None:
             try:

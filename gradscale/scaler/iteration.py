@@ -292,7 +292,7 @@ class Iteration:
     def position(
         self,
         groups: Sequence[Collectives],
-        optimizer: Optimizer,
+        optimizer: object,
         max_norm: float | None = None,
         purpose: Purpose = Purpose.STEP,
         index: int = 0,

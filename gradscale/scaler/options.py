@@ -37,10 +37,11 @@ def checked_arguments(constructor: Callable[_Arguments, None]) -> Callable[_Argu
         except TypeError as error:
             unknown = [name for name in kwargs if name not in options]
             what = f"unexpected keyword arguments {unknown}" if unknown else f"{error}, got {shown(args[1:])}"
-            msg = f"{what}; the options of a scaler are {options}, given by name"
-            if len(args) > 1 or not _OF_TORCH.isdisjoint(unknown):
+            msg = f"{what}; the options of a scaler are {options}"
+            if "device" not in options and (len(args) > 1 or not _OF_TORCH.isdisjoint(unknown)):
                 msg += (
-                    "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
+                    ", given by name; torch's arguments are taken by gradscale_torch.GradScaler and "
+                    "gradscale_torch.ShardedGradScaler"
                 )
             raise InvalidTypeError(msg) from None
         constructor(*args, **kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gradscale.core.backend import Backend
-from gradscale.core.protocols import Array, Collectives, Optimizer, Policy, ScaleState
+from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
 from gradscale.core.vector import Verdict
 
 __all__ = ["Found", "Gradients", "LiveState", "Pending", "Request", "Scaling", "Unscaler"]
@@ -131,7 +131,7 @@ class Found(Protocol):
 class Unscaler(Protocol):
     """Collects an optimizer's gradients; unscales, clips and judges them."""
 
-    def collect(self, optimizer: Optimizer, request: Any = None) -> Gradients:
+    def collect(self, optimizer: Any, request: Any = None) -> Gradients:
         """Return an optimizer's gradients; nothing is modified."""
         ...
 
@@ -139,11 +139,11 @@ class Unscaler(Protocol):
         """Divide gradients by the scale of a state, clip and judge them."""
         ...
 
-    def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: LiveState) -> Array | None:
+    def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any."""
         ...
 
-    def groups_for(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Sequence[Collectives]:
+    def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
         ...
 
@@ -155,11 +155,11 @@ class Unscaler(Protocol):
         """Return the shape of a gradient on this rank."""
         ...
 
-    def was_left_scaled(self, optimizer: Optimizer) -> bool:
+    def was_left_scaled(self, optimizer: Any) -> bool:
         """Tell whether the optimizer unscaled its own gradients in its last step."""
         ...
 
-    def remember_left_scaled(self, optimizer: Optimizer) -> None:
+    def remember_left_scaled(self, optimizer: Any) -> None:
         """Record that the optimizer unscales its own gradients, until they are unscaled here."""
         ...
 

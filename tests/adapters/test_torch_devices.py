@@ -16,6 +16,7 @@ import pytest
 from axes import require
 
 import gradscale
+from gradscale.scaler.scaler import iteration_of
 
 pytestmark = pytest.mark.torch
 
@@ -513,7 +514,7 @@ def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
     group = ProcessGroup(cuda)
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=2, group=group)
-    (collectives,) = scaler._scaler.parts.agreement.groups
+    (collectives,) = iteration_of(scaler._scaler).agreement.groups
     for _ in range(12):
         collectives.start_max(torch.zeros(22, dtype=torch.int32, device="cuda"))
     optimizer = optimizer_on(torch, "AdamW", "cuda", fused=True, capturable=True)

@@ -13,6 +13,7 @@ import pytest
 from axes import leave_out_gpu, require
 
 import gradscale
+from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import check_backend
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -222,7 +223,7 @@ def captured_steps(
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
     graph = torch.cuda.CUDAGraph()
     scaler.scale(source)
-    assert scaler._scaler.parts.reports.under_way
+    assert iteration_of(scaler._scaler).reports.under_way
     before()
     with torch.cuda.graph(graph):
         step()
@@ -254,7 +255,7 @@ def test_a_captured_graph_agrees_over_nccl(torch: Any, tmp_path: Path) -> None:
     try:
         scaler = ShardedGradScaler("cuda", init_scale=4.0, growth_interval=2)
         scaler.scale(torch.ones((), device="cuda"))
-        (collectives,) = scaler._scaler.parts.agreement.groups
+        (collectives,) = iteration_of(scaler._scaler).agreement.groups
         pending = []
 
         def begin_many() -> None:

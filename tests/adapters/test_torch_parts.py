@@ -14,7 +14,7 @@ from gradscale import DynamicScale, ScaleState, StaticScale
 from gradscale.core.vector import Verdict
 from gradscale.reports.recorder import Reports
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.iteration import Iteration
+from gradscale.scaler.iteration import Iteration, Parts
 
 pytestmark = pytest.mark.torch
 
@@ -123,6 +123,7 @@ def test_what_a_host_writes_to_the_scale_between_scaling_and_unscaling_holds(tor
 def test_gradients_are_unscaled_judged_and_agreed_on_alone(
     torch: Any, live: Any, form: str, bad: float, count: int
 ) -> None:
+    from gradscale_torch.state import TensorScaling
     from gradscale_torch.unscaler import TensorUnscaler
     from gradscale_torch.verdicts import TensorVerdict
 
@@ -133,11 +134,12 @@ def test_gradients_are_unscaled_judged_and_agreed_on_alone(
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     unscaler = TensorUnscaler("cpu", allows_fp16=False, timeout=1.0)
     gradients = unscaler.collect(optimizer)
-    assert (gradients.is_touched, gradients.groups(), gradients.like is parameters[0].grad) == (False, (), True)
+    assert (gradients.is_touched, gradients.groups, gradients.like is parameters[0].grad) == (False, (), True)
     found = unscaler.unscale(gradients, live, live.current())
     assert (gradients.is_touched, found.count, found.norm) == (True, count, None)
     assert parameters[0].grad.tolist() == [1.0, 1.0]
-    pending = TensorVerdict(Iteration(3, live, unscaler, Agreement(), Reports()), found, live.current(), ())
+    parts = Parts(live, TensorScaling(keeps_dtype=False), unscaler, Agreement(), Reports(), TensorVerdict)
+    pending = TensorVerdict(Iteration(3, parts), found, live.current(), ())
     assert pending.verdict() == Verdict(count, count, False, 8.0)
     assert (pending.is_read_later, pending.has_arrived(), int(pending.count())) == (False, True, count)
     [shown] = pending.show().values()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from torch_runs import assert_same
 
+from gradscale.scaler.scaler import iteration_of
+
 pytestmark = pytest.mark.torch
 
 VARIANTS = ["single", "foreach", "fused"]
@@ -258,7 +260,7 @@ def test_what_several_devices_have_found_is_more_than_one_at_torchs_and_exactly_
     scaler.scale(torch.ones(()))
     parameter.grad = torch.tensor([math.inf, 1.0])
     scaler.unscale_(optimizer)
-    scaler._scaler.iteration.turn_of(optimizer).pending._found.flags = found
+    iteration_of(scaler._scaler).turn_of(optimizer).pending._found.flags = found
     scaler.step(optimizer)
     assert parameter.tolist() == [1.0, 1.0]
 
