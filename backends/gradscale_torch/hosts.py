@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections import defaultdict
@@ -38,7 +39,7 @@ _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 _OPT_STATES = {Stage.READY: OptState.READY, Stage.UNSCALED: OptState.UNSCALED, Stage.STEPPED: OptState.STEPPED}
 
 # Between a user's line and one of ours there are frames of the compiler.
-_INSIDE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, gradscale.__file__, torch.__file__))
 
 # How the compiler treats a frame and those that it calls; not there in every version of torch.
 _compiler: Any = torch._C._dynamo.eval_frame

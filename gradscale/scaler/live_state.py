@@ -200,10 +200,10 @@ class ArrayState:
         if self._state is not None:
             self._settle_on(self._state)
 
-    def load(self, policy: Policy, numbers: dict[str, float], *, keep: bool) -> None:  # noqa: ARG002
+    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:  # noqa: ARG002
         """Go on with another policy and other numbers; the arrays of the present state are never written to."""
         self.policy = policy
-        self._largest = largest_trackers(policy, [int(numbers.get(name, 0)) for name in ScaleState._fields[1:]])
+        self._largest = largest_trackers(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         if self._state is None:
             self._restored = numbers
         else:

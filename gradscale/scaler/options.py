@@ -36,12 +36,14 @@ def checked_arguments(constructor: Callable[_Arguments, None]) -> Callable[_Argu
             signature.bind(*args, **kwargs)
         except TypeError as error:
             unknown = [name for name in kwargs if name not in options]
+            is_ours = "device" not in options
             what = f"unexpected keyword arguments {unknown}" if unknown else f"{error}, got {shown(args[1:])}"
+            if is_ours and len(args) > 1:
+                what = f"a scaler of gradscale takes its options by name, got {shown(args[1:])}"
             msg = f"{what}; the options of a scaler are {options}"
-            if "device" not in options and (len(args) > 1 or not _OF_TORCH.isdisjoint(unknown)):
+            if is_ours and (len(args) > 1 or not _OF_TORCH.isdisjoint(unknown)):
                 msg += (
-                    ", given by name; torch's arguments are taken by gradscale_torch.GradScaler and "
-                    "gradscale_torch.ShardedGradScaler"
+                    "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
                 )
             raise InvalidTypeError(msg) from None
         constructor(*args, **kwargs)

@@ -8,11 +8,11 @@ import json
 import os
 import pty
 import re
-import resource
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,21 +167,21 @@ def test_a_power_is_a_number_of_its_kind_and_has_an_end() -> None:
         assert "init_scale" in output
 
 
-def program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def program(
+    *arguments: str, start: Sequence[str] = ("-m", "gradscale"), **options: Any
+) -> subprocess.CompletedProcess[str]:
     require("cli")
-    command = [sys.executable, "-m", "gradscale", "simulate", *arguments]
+    command = [sys.executable, *start, "simulate", *arguments]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
 
 
 def test_a_device_that_never_ends_is_no_log() -> None:
-    ended = program("/dev/zero", stdout=subprocess.PIPE, preexec_fn=limit_memory)
+    # A program that reads for ever must not take the machine's memory.
+    limit = "import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32)); "
+    run = "runpy.run_module('gradscale', run_name='__main__')"
+    ended = program("/dev/zero", stdout=subprocess.PIPE, start=["-c", limit + run])
     assert ended.returncode == 2
     assert "the log must be a file or a pipe, got '/dev/zero', a device" in ended.stderr
-
-
-def limit_memory() -> None:
-    """Keep a program that reads for ever from taking the machine's memory."""
-    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 
 
 def test_a_dash_is_the_log_on_stdin() -> None:
