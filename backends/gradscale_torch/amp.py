@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -54,6 +53,42 @@ Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+_NOT_CALLED = {
+    "_unscale_grads_": "construct it with allow_fp16_grads=True to take float16 gradients",
+    "_maybe_opt_step": "construct it with group= to agree on each step with other ranks",
+}
+
+
+def _not_called(name: str) -> property:
+    """Return a property that holds torch's method of this name, and refuses another."""
+
+    def get(scaler: GradScaler) -> object:
+        return getattr(super(GradScaler, scaler), name)
+
+    def refuse(_: GradScaler, value: object) -> None:
+        raise InvalidValueError(_must_stay(name, f"got {shown(value)}"))
+
+    return property(get, refuse)
+
+
+def _must_stay(name: str, got: str) -> str:
+    return (
+        f"{name} must stay as it is, since this scaler does not call it, {got}: {_NOT_CALLED[name]}, or override "
+        f"unscale_() or step()"
+    )
+
+
+def _setting(name: str) -> property:
+    """Return a property for one of the policy's settings, 1 if it has none; torch's getters and setters use it."""
+
+    def get(scaler: GradScaler) -> float:
+        value: float = getattr(_live(scaler).policy, name, 1.0)
+        return value
+
+    def replace(scaler: GradScaler, value: float) -> None:
+        _live(scaler).replace_setting(name, value)
+
+    return property(get, replace)
 
 
 class GradScaler(TorchGradScaler):
@@ -155,7 +190,7 @@ class GradScaler(TorchGradScaler):
         self.set_group(group)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(policy={_live(self).policy!r}, enabled={self.is_enabled()})"
+        return f"{type(self).__name__}(policy={_live(self).policy!r}, enabled={self._enabled})"
 
     # The iteration.
 
@@ -345,38 +380,6 @@ class GradScaler(TorchGradScaler):
 
     # Settings.
 
-    def get_scale(self) -> float:
-        """Return the scale as a float, 1.0 when disabled. One host read."""
-        return self._scaler.get_scale()
-
-    def is_enabled(self) -> bool:
-        """Return whether the scaler is enabled."""
-        return self._scaler.is_enabled()
-
-    def get_growth_factor(self) -> float:
-        """Return the growth factor; 1.0 for a policy without one."""
-        return self._scaler.get_growth_factor()
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor: above 1."""
-        self._scaler.set_growth_factor(new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Return the backoff factor; 1.0 for a policy without one."""
-        return self._scaler.get_backoff_factor()
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor: between 0 and 1."""
-        self._scaler.set_backoff_factor(new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Return the growth interval in clean steps; 1 for a policy without one."""
-        return self._scaler.get_growth_interval()
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, in clean steps; a run that is already as long grows at its next clean step."""
-        self._scaler.set_growth_interval(new_interval)
-
     def set_group(self, group: object) -> None:
         """Agree over another group from now on; None for the default of the constructor.
 
@@ -497,32 +500,11 @@ class GradScaler(TorchGradScaler):
         tracker = validation.integer("_init_growth_tracker", value, 0, validation.LARGEST_INT32)
         _live(self).replace_first("growth_tracker", tracker)
 
-    _growth_factor = property(get_growth_factor, set_growth_factor)
-    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
-    _growth_interval = property(get_growth_interval, set_growth_interval)
-
-    @property
-    def _unscale_grads_(self) -> Callable[..., Flags]:
-        """Torch's function, which is not called here."""
-        takes_fp16 = self._is_sharded
-
-        def unscale(optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = takes_fp16) -> Flags:
-            return TorchGradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
-
-        return unscale
-
-    @_unscale_grads_.setter
-    def _unscale_grads_(self, value: object) -> None:
-        raise InvalidValueError(_not_called("_unscale_grads_", f"got {shown(value)}"))
-
-    @property
-    def _maybe_opt_step(self) -> Callable[..., float | None]:
-        """Torch's function, which is not called here."""
-        return functools.partial(TorchGradScaler._maybe_opt_step, self)
-
-    @_maybe_opt_step.setter
-    def _maybe_opt_step(self, value: object) -> None:
-        raise InvalidValueError(_not_called("_maybe_opt_step", f"got {shown(value)}"))
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
+    _unscale_grads_ = _not_called("_unscale_grads_")
+    _maybe_opt_step = _not_called("_maybe_opt_step")
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Make the state on a device, if it is not made yet."""
@@ -541,15 +523,6 @@ class GradScaler(TorchGradScaler):
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = iteration_of(self._scaler)
         return found_by_device(iteration, iteration.turn_of(optimizer))
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale
-
-    def _get_growth_tracker(self) -> int:
-        """Return the number of clean steps in a row. One host read."""
-        if not self._enabled:
-            return 0
-        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
 
     def _default_groups(self, timeout: float) -> Sequence[Collectives]:  # noqa: ARG002
         return ()
@@ -572,24 +545,11 @@ def _own_rank() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
-_NOT_CALLED = {
-    "_unscale_grads_": "construct it with allow_fp16_grads=True to take float16 gradients",
-    "_maybe_opt_step": "construct it with group= to agree on each step with other ranks",
-}
-
-
 def _require_no_overrides(kind: type[GradScaler]) -> None:
     """Refuse a class that overrides a method that is not called here."""
     for name in _NOT_CALLED:
         if inspect.getattr_static(kind, name) is not vars(GradScaler)[name]:
-            raise InvalidTypeError(_not_called(name, f"got {kind.__qualname__}, which overrides it"))
-
-
-def _not_called(name: str, got: str) -> str:
-    return (
-        f"{name} must stay as it is, since this scaler does not call it, {got}: {_NOT_CALLED[name]}, or override "
-        f"unscale_() or step()"
-    )
+            raise InvalidTypeError(_must_stay(name, f"got {kind.__qualname__}, which overrides it"))
 
 
 def _available(device: Device, enabled: object) -> bool:
