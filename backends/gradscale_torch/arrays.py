@@ -167,9 +167,8 @@ def _summarize(tensor: Tensor) -> Tensor:
     integers = _bits(tensor.permute(order).reshape(-1))
     blocks = torch.split(integers, _BLOCK // tensor.element_size()) if tensor.numel() else ()
     counting = _Counting(layout.mask)
-    return torch.tensor(
-        words(count_block(block, layout, counting) for block in blocks), dtype=torch.int32, device="cpu"
-    )
+    found = [count_block(block, layout, counting) for block in blocks]
+    return torch.tensor(words(found), dtype=torch.int32, device="cpu")
 
 
 class _Counting:

@@ -34,10 +34,6 @@ _EPSILON = 1e-6
 # Elements; smaller tensors are joined before their squares are summed, which costs less than a call for each.
 _SMALL = 1 << 14
 
-# Device types and dtypes that the kernel has refused.
-_without_kernel: set[tuple[str, torch.dtype]] = set()
-_without_float64: set[torch.device] = set()
-
 
 def group_tensors(tensors: Sequence[Tensor]) -> Groups:
     """Return tensors by device and dtype."""
@@ -49,17 +45,12 @@ def group_tensors(tensors: Sequence[Tensor]) -> Groups:
 
 def inverse_of(scale: Tensor) -> Tensor:
     """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 if the device has it. No host read."""
-    if scale.device.type == "cpu":
-        # IEEE division is rounded once, too.
-        return scale.reciprocal()
-    if scale.device.type == "cuda":
-        # An error here is one of the device, not of the dtype.
-        return scale.double().reciprocal().float()
-    if scale.device.type != "mps" and scale.device not in _without_float64:
+    if scale.device.type not in ("cpu", "mps"):
         try:
             return scale.double().reciprocal().float()
         except (RuntimeError, TypeError):
-            _without_float64.add(scale.device)
+            pass
+    # Where IEEE division is rounded once, too, or there is no float64.
     return scale.reciprocal()
 
 
@@ -68,39 +59,31 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
 
     The products must be judged again if the reciprocal may be above 1, so that they may overflow.
     """
-    for device, dtype in groups:
-        _apply(device, dtype, groups[device, dtype], flags, moved(factor, device))
+    for (device, _), tensors in groups.items():
+        _apply(device, tensors, flags, moved(factor, device))
     if judge_again:
         judge(groups, flags)
 
 
 def judge(groups: Groups, flags: Flags) -> None:
     """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
-    for device, dtype in groups:
-        one = torch.ones((), dtype=torch.float32, device=device)
-        _apply(device, dtype, groups[device, dtype], flags, one)
+    for (device, _), tensors in groups.items():
+        _apply(device, tensors, flags, torch.ones((), dtype=torch.float32, device=device))
 
 
-def _apply(device: torch.device, dtype: torch.dtype, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:
+def _apply(device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:
     flag = flags.get(device)
     if flag is None:
         flag = flags[device] = torch.zeros_like(factor)
-    kind = (device.type, dtype)
-    if kind not in _without_kernel:
-        try:
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
-        except NotImplementedError:
-            _without_kernel.add(kind)
-        except RuntimeError as error:
-            if "not implemented for" not in str(error):
-                for index, tensor in enumerate(tensors):
-                    if torch._debug_has_internal_overlap(tensor) == 1:
-                        raise overlap(index, tensor) from error
-                raise
-            _without_kernel.add(kind)
-        else:
-            return
-    _apply_without_kernel(tensors, flag, factor)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
+            for index, tensor in enumerate(tensors):
+                if torch._debug_has_internal_overlap(tensor) == 1:
+                    raise overlap(index, tensor) from error
+            raise
+        _apply_without_kernel(tensors, flag, factor)
 
 
 def _apply_without_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> None:
@@ -146,27 +129,20 @@ def _widest(device: torch.device) -> torch.dtype:
 
 
 def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
-    if device.type != "cpu":
-        # The kernel waits for memory, so that float64 costs nothing.
-        norms = torch._foreach_norm(tensors, 2, dtype=_widest(device))
-        return torch.stack(norms).square().sum()
-    total = torch.stack([square.double() for square in _squares(tensors)]).sum()
-    if torch.isfinite(total).item():
-        return total
-    # Float32 overflows at tensors whose norm is above 1.8e19.
-    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]).sum()
-
-
-def _squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Return sums of squares that add up to that of all tensors of the CPU."""
-    small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
-    large = [tensor for tensor in tensors if tensor.numel() > _SMALL] if len(small) < len(tensors) else []
-    joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
-    return [_square(tensor) for tensor in (*joined, *large)]
+    if device.type == "cpu":
+        small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
+        joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
+        joined += [tensor for tensor in tensors if tensor.numel() > _SMALL]
+        total = torch.stack([_square(tensor).double() for tensor in joined]).sum()
+        if torch.isfinite(total).item():
+            return total
+        # Float32 overflows at tensors whose norm is above 1.8e19.
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))).square().sum()
 
 
 def _square(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous():
+        # More exact than torch's norm in float32.
         flat = tensor.view(-1)
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
