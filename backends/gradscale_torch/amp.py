@@ -251,9 +251,7 @@ class GradScaler(TorchGradScaler):
         if scaler.is_enabled():
             iteration = iteration_of(scaler)
             turn = iteration.begin_unscale(optimizer)
-            request = None
-            if largest is not None:
-                request = Request(largest, is_shared=not iteration.agreement.is_alone, iteration=iteration)
+            request = None if largest is None else Request(largest, iteration=iteration)
             norm: Tensor | None = iteration.unscale(turn, optimizer, request)
             return norm
         if largest is None:

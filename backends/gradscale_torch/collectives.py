@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import math
@@ -39,7 +40,6 @@ _LATER = 10.0
 # Unfinished work, which torch still reads and writes, with its buffer and its group, even if it was given up or nobody
 # asks for it any more.
 _under_way: dict[int, tuple[dist.Work, Tensor, dist.ProcessGroup]] = {}
-_MANY = 8
 
 _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gradients that are on it"
 _CPU = torch.device("cpu")
@@ -52,7 +52,8 @@ _TOO_MANY = MOST_COUNTED + 1
 @atexit.register
 def _leave() -> None:
     """Keep groups with unfinished work alive for ever: freeing one of gloo's waits for ranks that may never come."""
-    for group in {group for work, _, group in _under_way.values() if not _is_completed(work)}:
+    _forget_what_is_done()
+    for _, _, group in _under_way.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -97,26 +98,21 @@ class TorchCollectives:
         The buffer is on the array's own device if the group carries it, else on the CPU or the group's accelerator.
         """
         group = self._usable()
-        if isinstance(x, list) and self._is_gloo_on_cpu and len(x) == LENGTH:
-            return self._start_short(group, x, x)
         sent = x if isinstance(x, Tensor) else _as_tensor(x)
         if sent.dtype != torch.int32 or sent.ndim != 1:
             msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
             raise InvalidValueError(msg)
         came_from = sent.device
-        if came_from not in self._routes:
-            self._routes[came_from] = groups.travels_on(self._carriers, came_from, group.group)
-        where = self._routes[came_from]
+        where = groups.travels_on(self._carriers, came_from, group.group)
         if where != came_from:
             refuse_capture(where if came_from.type == "cpu" else came_from, _OF_THE_DEVICE)
+        vector: list[int] | None = None
         if where.type == "cpu" and self._is_gloo_on_cpu and len(sent) == LENGTH:
-            return self._start_short(group, x, sent.tolist())
-        # It is sent, and then receives the result.
-        buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self, group, self.reduce(group, buffer), buffer, x)
-
-    def _start_short(self, group: GroupWait, x: Array | list[int], vector: list[int]) -> Reduction:
-        buffer = torch.tensor(short_form(vector), dtype=torch.int64, device=_CPU)
+            vector = sent.tolist()
+            buffer = torch.tensor(short_form(vector), dtype=torch.int64, device=_CPU)
+        else:
+            # It is sent, and then receives the result.
+            buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
         return Reduction(self, group, self.reduce(group, buffer), buffer, x, vector)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -142,8 +138,7 @@ class TorchCollectives:
         # Captured work belongs to the graph, and during the capture nothing may be asked for.
         is_captured = buffer.device.type != "cpu" and is_capturing(buffer.device)
         if not self._is_lookalike and not is_captured:
-            if len(_under_way) > _MANY:
-                _forget_what_is_done()
+            _forget_what_is_done()
             _under_way[id(work)] = (work, buffer, group.group)
         return work
 
@@ -195,7 +190,6 @@ class TorchCollectives:
         self._carriers = groups.carriers(group)
         self._is_gloo_on_cpu = self._carriers.get("cpu") == "gloo"
         self._is_lookalike = self._carriers.get("cpu") == groups.LOOKALIKE
-        self._routes: dict[torch.device, torch.device] = {}
         self.rank, self.size = group.rank(), group.size()
         # gloo's own clock goes on while the process is suspended, so its time is never over.
         timeout = math.inf if self._is_gloo_on_cpu else self._timeout + _LATER
@@ -303,16 +297,10 @@ def told_count(agreed: list[int]) -> int | None:
 
 def _forget_what_is_done() -> None:
     for key, (work, _, _) in list(_under_way.items()):
-        if _is_completed(work):
-            del _under_way[key]
-
-
-def _is_completed(work: dist.Work) -> bool:
-    try:
-        return work.is_completed()
-    except RuntimeError:
-        # The device has failed, as whoever waits for it will see.
-        return False
+        # If the device has failed, whoever waits for it will see that.
+        with contextlib.suppress(RuntimeError):
+            if work.is_completed():
+                del _under_way[key]
 
 
 def _as_tensor(x: Array | list[int]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -50,12 +50,11 @@ _is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_p
 class Request:
     """Options of an unscaling.
 
-    ``is_shared``: the scaler was given groups, over which the norm of plain tensors is not defined. ``iteration``: for
-    the announcement of a norm over ranks. ``may_leave``: gradients may be left to the optimizer to unscale.
+    ``iteration``: for the announcement of a norm over ranks. ``may_leave``: gradients may be left to the optimizer to
+    unscale.
     """
 
     max_norm: float | None = None
-    is_shared: bool = False
     iteration: Iteration | None = None
     judges_only: bool = False
     may_leave: bool = False
@@ -207,9 +206,8 @@ class TensorUnscaler:
         """Return the groups to gather an optimizer's ranks over: these, or the mesh of its parameters."""
         if not groups:
             # Without a look at the gradients: a rank whose gradients are refused must not stay away.
-            parameters = [one.parameter for one in gradients.named_gradients(optimizer)]
-            meshes = dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh"))
-            groups = self.groups_of(optimizer, tuple(meshes))
+            named = gradients.named_gradients(optimizer)
+            groups = self.groups_of(optimizer, _meshes_of(one.parameter for one in named))
         for collectives in groups:
             # The default group is looked up when it is first needed.
             resolve = getattr(collectives, "resolve", None)
@@ -291,24 +289,19 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
                 f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
             )
             raise InvalidTypeError(msg)
-    meshes = {
-        parameter.device_mesh: None
-        for parameter in listed.unique
-        if type(parameter) not in (Tensor, torch.nn.Parameter) and hasattr(parameter, "device_mesh")
-    }
     found = [parameter.grad for parameter in listed.unique if parameter.grad is not None]
     for index, gradient in enumerate(found):
-        _require_apart(index, gradient)
+        if gradient.layout == torch.strided and not gradient.is_contiguous():
+            local = local_tensor(gradient)
+            if overlaps_itself(local.shape, local.stride()):
+                raise kernels.overlap(index, local)
     shares_gradients = len(set(map(id, found))) < len(found)
-    return Parameters(listed, tuple(meshes), shares_gradients)
+    return Parameters(listed, _meshes_of(listed.unique), shares_gradients)
 
 
-def _require_apart(index: int, gradient: Tensor) -> None:
-    """Refuse a gradient in which elements share memory; looked for once."""
-    if gradient.layout == torch.strided and not gradient.is_contiguous():
-        local = local_tensor(gradient)
-        if overlaps_itself(local.shape, local.stride()):
-            raise kernels.overlap(index, local)
+def _meshes_of(parameters: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+    """Return the meshes of DTensors among some parameters."""
+    return tuple(dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")))
 
 
 def require_values(groups: Groups) -> None:
@@ -411,14 +404,15 @@ def values_of(gradient: Tensor) -> Tensor | None:
 def _require_norm(gradients: TensorGradients) -> None:
     """Refuse gradients whose norm is not defined here, before anything is modified."""
     name, parameters = type(gradients.optimizer).__name__, gradients.parameters
-    if gradients.request.is_shared and not parameters.meshes:
+    iteration = gradients.request.iteration
+    if iteration is not None and not iteration.agreement.is_alone and not parameters.meshes:
         msg = (
             f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over the ranks is defined; those of "
             f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for FSDP1, "
             f"or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
         )
         raise InvalidValueError(msg)
-    sharded = [parameter for parameter in parameters.listed.unique if hasattr(parameter, "device_mesh")]
+    sharded: list[Any] = [one for one in parameters.listed.unique if hasattr(one, "device_mesh")]
     is_mixed = parameters.meshes and len(sharded) < len(parameters.listed.unique)
     if is_mixed or len(parameters.meshes) > 1:
         what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(parameters.meshes)} meshes"
@@ -427,7 +421,7 @@ def _require_norm(gradients: TensorGradients) -> None:
             f"and clip each kind with torch.nn.utils.clip_grad_norm_"
         )
         raise InvalidValueError(msg)
-    if any(placement.is_partial() for one in sharded if one.grad is not None for placement in _placements(one.grad)):
+    if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
         msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
         raise InvalidValueError(msg)
     if gradients.uncoalesced:
@@ -436,11 +430,6 @@ def _require_norm(gradients: TensorGradients) -> None:
             f"indices in {name}: assign grad.coalesce() first"
         )
         raise InvalidValueError(msg)
-
-
-def _placements(tensor: Any) -> Sequence[Any]:
-    placements: Sequence[Any] = tensor.placements
-    return placements
 
 
 def _is_counted_here(gradient: Any) -> bool:
