@@ -554,20 +554,18 @@ def _available(device: Device, enabled: object) -> bool:
     """Check the device, and tell whether to be enabled: as in torch, not on cuda without CUDA."""
     is_wanted = validation.truth("enabled", enabled)
     # The number of an accelerator, or torch's default device: torch looks at neither.
-    kind = "" if device is None or type(device) is int else _type_of(device)
-    if is_wanted and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
-        warn_caller("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning)
-        return False
-    return is_wanted
-
-
-def _type_of(device: Any) -> str:
+    if device is None or type(device) is int:
+        return is_wanted
     try:
-        return torch.device(device).type
+        kind = torch.device(device).type
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         msg = f'device must be a device or its type, such as "cuda" or "cpu", got {shown(device)}: {reason}'
         raise InvalidValueError(msg) from error
+    if is_wanted and kind == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+        warn_caller("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning)
+        return False
+    return is_wanted
 
 
 def _wrapped(group: object, timeout: float) -> object:

@@ -47,9 +47,6 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def __reduce__(self) -> tuple[type[TorchBackend], tuple[()]]:
-        return type(self), ()
-
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
         """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
         from gradscale_torch.collectives import TorchCollectives
@@ -79,13 +76,26 @@ class TorchBackend(Backend):
 
     def bits(self, x: Tensor, /) -> Tensor | None:
         """Return the bits of real values as signed integers; None for float8."""
-        return _bits(x)
+        # A lazily negated tensor has no view of another type.
+        return x.resolve_neg().view(_WORDS[x.dtype]) if x.dtype in _WORDS else None
 
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
         """Summarize dense tensors, as :meth:`gradscale.Backend.summarize` does."""
         with torch.no_grad():
-            home = arrays[0].device
-            return torch.cat([_summarize(array.detach()).to(home) for array in arrays])
+            return torch.cat([self._summary(array.detach()).to(arrays[0].device) for array in arrays])
+
+    def _summary(self, tensor: Tensor) -> Tensor:
+        """Return 1-d int32: of the CPU's IEEE numbers block by block, of all others without a wait."""
+        layout = layout_of(tensor.dtype)
+        if layout is None or tensor.device.type != "cpu":
+            summary: Tensor = summarize_arrays([tensor], self.bits)
+            return summary
+        # In the order of the memory, which needs no copy if that has no gaps.
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        integers = tensor.permute(order).reshape(-1).resolve_neg().view(_WORDS[tensor.dtype])
+        blocks = torch.split(integers, _BLOCK // tensor.element_size()) if tensor.numel() else ()
+        found = [count_block(block, layout, _Counting(layout.mask)) for block in blocks]
+        return torch.tensor(words(found), dtype=torch.int32, device="cpu")
 
     def unscale(
         self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
@@ -148,27 +158,6 @@ class TorchBackend(Backend):
 def _fits(grad: Tensor, target: Tensor) -> bool:
     """Tell whether copying a gradient first and unscaling the copy gives the same bits."""
     return grad is target or grad.dtype == target.dtype or (target.dtype == torch.float32 and grad.dtype in _NARROW)
-
-
-def _bits(x: Tensor) -> Tensor | None:
-    """Return the bits of real values as signed integers; None for float8."""
-    # A lazily negated tensor has no view of another type.
-    return x.resolve_neg().view(_WORDS[x.dtype]) if x.dtype in _WORDS else None
-
-
-def _summarize(tensor: Tensor) -> Tensor:
-    """Return 1-d int32: of the CPU's IEEE numbers block by block, of all others without a wait."""
-    layout = layout_of(tensor.dtype)
-    if layout is None or tensor.device.type != "cpu":
-        summary: Tensor = summarize_arrays([tensor], _bits)
-        return summary
-    # In the order of the memory, which needs no copy if that has no gaps.
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    integers = _bits(tensor.permute(order).reshape(-1))
-    blocks = torch.split(integers, _BLOCK // tensor.element_size()) if tensor.numel() else ()
-    counting = _Counting(layout.mask)
-    found = [count_block(block, layout, counting) for block in blocks]
-    return torch.tensor(words(found), dtype=torch.int32, device="cpu")
 
 
 class _Counting:
