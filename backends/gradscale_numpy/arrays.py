@@ -18,7 +18,7 @@ from gradscale.core import arithmetic
 from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError
-from gradscale_numpy import kernels, summaries
+from gradscale_numpy import kernels
 
 __all__ = ["NumpyBackend"]
 
@@ -78,14 +78,6 @@ class NumpyBackend(Backend):
             return compiled.unscale_all
         return kernels.unscale_all
 
-    @functools.cached_property
-    def _count_words(self) -> summaries.CountWords | None:
-        if not self.is_compiled:
-            return None
-        from gradscale_numpy import fast as compiled
-
-        return compiled.count_words
-
     def __reduce__(self) -> tuple[type[NumpyBackend], tuple[bool | None]]:
         return type(self), (self._fast,)
 
@@ -95,11 +87,11 @@ class NumpyBackend(Backend):
 
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""
-        return summaries.bits(np.asarray(x))
+        return kernels.bits(np.asarray(x))
 
     def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
         """Return what :func:`gradscale.core.summaries.summarize_arrays` does, from the bits of the arrays."""
-        return np.array(summaries.summarize_all(arrays, self._count_words), dtype=np.int32)
+        return np.array([word for x in arrays for word in kernels.summarize(np.asarray(x))], dtype=np.int32)
 
     def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:
         """Multiply arrays by the scale: new arrays of the same dtypes, but float32 for 0-d ones of half precision."""

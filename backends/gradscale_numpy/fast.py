@@ -1,4 +1,4 @@
-"""Unscale, judge and summarize NumPy arrays in one pass, with loops that Numba compiles: the same bits as `kernels`.
+"""Unscale and judge NumPy arrays in one pass, with loops that Numba compiles: the same bits as `kernels`.
 
 float8, long double, strided and byte-swapped arrays, and casts to a narrower type are left to `kernels`.
 """
@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscale.core.summaries import Layout, Summary, value_of
 from gradscale.extras import needs
 from gradscale_numpy import kernels
 
 with needs("gradscale_numpy.fast", "fast"):
     import numba
 
-__all__ = ["count_words", "is_enabled", "unscale_all"]
+__all__ = ["is_enabled", "unscale_all"]
 
 Array = NDArray[Any]
 
@@ -28,13 +27,9 @@ _BLOCK = 1 << 17
 # Arrays of one call: the call takes longer than a small array.
 _TOGETHER = 32
 
-# Elements that are counted in 32 bits, in which more are counted at once than in 64.
-_COUNTED = 1 << 16
-
 _SINGLE = np.dtype(np.float32)
 
 _f4 = np.float32
-_i4 = np.int32
 _u2 = np.uint16
 _u4 = np.uint32
 
@@ -164,29 +159,6 @@ def _widen_bfloats(source: Array, out: Array, factor: np.float32) -> bool:
     return nonfinite
 
 
-@_compiled
-def _count_magnitudes(
-    words: Array, magnitude: np.integer, infinity: np.integer, smallest_normal: np.integer, counts: Array
-) -> np.integer:
-    """Add how many magnitudes are infinite, NaN, zero and subnormal or zero to the counts; return the largest."""
-    nothing = magnitude ^ magnitude
-    largest = nothing
-    for start in range(0, words.size, _COUNTED):
-        inf, nan, zeros, small = _i4(0), _i4(0), _i4(0), _i4(0)
-        for i in range(start, min(start + _COUNTED, words.size)):
-            value = words[i] & magnitude
-            largest = max(largest, value if value < infinity else nothing)
-            inf = _i4(inf + _i4(value == infinity))
-            nan = _i4(nan + _i4(value > infinity))
-            zeros = _i4(zeros + _i4(value == nothing))
-            small = _i4(small + _i4(value < smallest_normal))
-        counts[0] += inf
-        counts[1] += nan
-        counts[2] += zeros
-        counts[3] += small
-    return largest
-
-
 class _Loop(NamedTuple):
     """A loop for a pair of types, and what it sees the arrays and the factor as."""
 
@@ -271,12 +243,3 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
         block[...] = values[start : start + _BLOCK]
         nonfinite |= loop.run(block, factor)
     return nonfinite
-
-
-def count_words(words: Array, layout: Layout) -> Summary:
-    """Summarize a contiguous array of words."""
-    counts = np.zeros(4, np.int64)
-    mask, infinity, smallest_normal, _ = map(words.dtype.type, layout)
-    largest = _count_magnitudes(words, mask, infinity, smallest_normal, counts)
-    inf, nan, zeros, small = counts.tolist()
-    return Summary(words.size, inf, nan, zeros, small - zeros, value_of(int(largest), layout))

@@ -1,4 +1,4 @@
-"""Unscale and judge NumPy arrays in bounded memory, with NumPy alone.
+"""Unscale, judge and summarize NumPy arrays in bounded memory, with NumPy alone.
 
 A block is multiplied and judged while it is in the processor's cache, so that the verdict costs no second pass through
 memory and no temporary of the array's size. Small arrays of one type are judged together.
@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SMALL", "are_singles", "sum_of_squares", "unscale_all", "unscale_one"]
+from gradscale.core.summaries import Summary, count_block, layout_of, summarize_arrays, summary_of, words
+
+__all__ = ["SMALL", "are_singles", "bits", "sum_of_squares", "summarize", "unscale_all", "unscale_one"]
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
@@ -27,6 +29,8 @@ SMALL = 1 << 10
 
 # Elements of one block: two MiB of float32, which stay in a cache between the product and the verdict.
 _BLOCK = 1 << 19
+# Elements of one block that is counted: a few that stay in a cache, and enough to hide what a call costs.
+_COUNTED_BLOCK = 1 << 16
 # Elements of one dot product: few enough for a BLAS library to stay in the calling thread.
 _ROW = 1 << 13
 
@@ -199,3 +203,65 @@ def _is_finite(block: Array) -> bool:
             if np.isfinite(sums_of_squares).all():
                 return True
     return bool(np.isfinite(block).all())
+
+
+def bits(x: Array) -> Array | None:
+    """Return the bits of real values, of any strides and byte order, as integers; None for float8 and long double."""
+    if layout_of(x.dtype.newbyteorder("=")) is None:
+        return None
+    return x.view(np.dtype(f"i{x.itemsize}").newbyteorder(x.dtype.byteorder))
+
+
+def summarize(array: Array) -> list[int]:
+    """Return the words of :func:`gradscale.core.summaries.summarize_arrays` for one array, counted block by block."""
+    if array.dtype.type is np.longdouble:
+        # Taking its largest magnitude apart takes longer than counting a block.
+        found: list[int] = summarize_arrays([array]).tolist()
+        return found
+    return words(map(_summarize_block, _contiguous_blocks(array)))
+
+
+def _contiguous_blocks(array: Array) -> Iterator[Array]:
+    """Yield the elements in blocks that are contiguous and native."""
+    if array.flags.forc and array.flags.aligned and array.dtype.isnative:
+        flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
+        for start in range(0, flat.size, _COUNTED_BLOCK):
+            yield flat[start : start + _COUNTED_BLOCK]
+        return
+    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
+    needs: Any = [["readonly", "nbo", "aligned", "contig"]]
+    walk: Any = np.nditer(array, flags, needs, order="K", buffersize=_COUNTED_BLOCK)
+    for block in walk:
+        if block.size:
+            yield np.ascontiguousarray(block)
+
+
+def _summarize_block(block: Array) -> Summary:
+    layout = layout_of(block.dtype)
+    if layout is None:
+        return summary_of(block.size, summarize_arrays([block], bits).tolist())
+    return count_block(block.view(f"i{block.itemsize}"), layout, _Counting(layout.mask))
+
+
+class _Counting:
+    """Counts by comparisons and reductions, of which ``min`` takes twice as long as any other."""
+
+    def __init__(self, mask: int) -> None:
+        self._mask = mask
+
+    def magnitudes(self, bits: Array) -> Array:
+        return bits & self._mask
+
+    def extent(self, x: Array, limit: int) -> tuple[int, int, int]:
+        small = int(np.count_nonzero(x < limit))
+        zeros = x.size - int(np.count_nonzero(x)) if small else 0
+        return zeros, small, int(x.max())
+
+    def around(self, x: Array, limit: int) -> tuple[int, int, int]:
+        below, equal = int(np.count_nonzero(x < limit)), int(np.count_nonzero(x == limit))
+        if not below:
+            return 0, equal, 0
+        # Without a sign, where they wrap, those below the limit are above all others.
+        np.subtract(x, limit, out=x)
+        greatest = int(x.view(f"u{x.itemsize}").max()) - (1 << 8 * x.itemsize) + limit
+        return below, equal, greatest

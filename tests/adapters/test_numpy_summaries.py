@@ -1,4 +1,4 @@
-"""What NumPy's adapter counts, without numba and with it: any layout, byte order and type, to the oracle's numbers."""
+"""What NumPy's adapter counts: any layout, byte order and type, to the oracle's numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from axes import require
 from exactness import LAYOUTS, bit_patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +26,9 @@ KINDS += [np.dtype(kind) for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e5m2,
 KINDS += [np.dtype(ml_dtypes.float8_e4m3fnuz), np.dtype(">c8"), np.dtype(ml_dtypes.bfloat16).newbyteorder(">")]
 
 
-@pytest.fixture(params=[False, True], ids=["without numba", "with numba"])
-def backend(request: pytest.FixtureRequest) -> NumpyBackend:
-    if request.param:
-        require("fast")
-    return NumpyBackend(fast=request.param)
+@pytest.fixture
+def backend() -> NumpyBackend:
+    return NumpyBackend()
 
 
 def summaries(backend: Any, *arrays: Any) -> Any:

@@ -6,7 +6,6 @@ library computes slower than a copy.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import numpy as np
 
 import gradscale
 from benchmarks.measure import Call, Row, interleaved
-from gradscale_numpy import NumpyBackend
 
 __all__ = ["CASES"]
 
@@ -24,11 +22,11 @@ _READS = 6.0
 _COUNT, _SIZE = 30, 1 << 20
 
 
-def _diagnosis(gradients: Sequence[Any], like: Any, backend: NumpyBackend | None = None) -> Call:
+def _diagnosis(gradients: Sequence[Any], like: Any) -> Call:
     """Return a call of GradScaler.diagnose on a plain optimizer."""
     parameters = [SimpleNamespace(grad=gradient) for gradient in gradients]
     optimizer = SimpleNamespace(param_groups=[{"params": parameters}], step=lambda: None)
-    scaler = gradscale.GradScaler(backend=backend)
+    scaler = gradscale.GradScaler()
     scaler.scale(like)
     return Call(lambda: scaler.diagnose(optimizer))
 
@@ -57,17 +55,16 @@ def _kinds(quick: bool) -> dict[str, list[Any]]:
 
 
 def with_numpy(quick: bool) -> list[Row]:
-    """Diagnose NumPy gradients without numba, and with it where it is installed."""
-    backends = {"without numba": NumpyBackend(fast=False)}
-    if importlib.util.find_spec("numba") is not None:
-        backends["with numba"] = NumpyBackend(fast=True)
+    """Diagnose NumPy gradients."""
     rows = []
     for kind, gradients in _kinds(quick).items():
-        calls = {name: _diagnosis(gradients, np.float32(1), backend) for name, backend in backends.items()}
-        calls["read"] = Call(partial(_read_numpy, gradients))
+        calls = {
+            "diagnose": _diagnosis(gradients, np.float32(1)),
+            "read": Call(partial(_read_numpy, gradients)),
+        }
         times = interleaved(calls, 7 if quick else 21)
-        case = f"diagnose, {_COUNT} float32 arrays of {gradients[0].size >> 10} Ki, {kind}, {{}} / one read"
-        rows += [Row(case.format(name), times[name], times["read"], "s", _READS) for name in backends]
+        case = f"diagnose, {_COUNT} float32 arrays of {gradients[0].size >> 10} Ki, {kind} / one read"
+        rows.append(Row(case, times["diagnose"], times["read"], "s", _READS))
     return rows
 
 
