@@ -8,10 +8,9 @@ from gradscale.extras import needs
 
 with needs("gradscale_jax", "jax"):
     from gradscale_jax.arrays import JaxBackend
-    from gradscale_jax.collectives import AxisCollectives, agree
+    from gradscale_jax.collectives import AxisCollectives, Verdict, agree
     from gradscale_jax.gradients import Scaled, value_and_grad
     from gradscale_jax.trees import scale, select, unscale
-    from gradscale_jax.verdict import Verdict
 
 if TYPE_CHECKING:
     from gradscale_jax.transformation import ScaledOptimizerState, scale_state, scaled, verdict_of

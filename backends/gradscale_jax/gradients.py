@@ -20,8 +20,7 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
-from gradscale_jax.collectives import agree
-from gradscale_jax.verdict import Verdict
+from gradscale_jax.collectives import Verdict, agree
 
 __all__ = ["Scaled", "value_and_grad"]
 

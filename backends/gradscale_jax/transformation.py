@@ -18,8 +18,7 @@ from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
-from gradscale_jax.collectives import agree
-from gradscale_jax.verdict import Verdict
+from gradscale_jax.collectives import Verdict, agree
 
 __all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]
 
