@@ -30,6 +30,8 @@ __all__ = [
     "has_float64",
     "inverse_factors",
     "kind_of",
+    "lacks",
+    "library_name",
     "multiply",
     "multiply_arrays",
     "nonfinite_flag",
@@ -73,6 +75,10 @@ STANDARD_MEMBERS = (
 )
 
 _NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
+
+
+# An array of a device is asked for it, and moved, by array_api_compat, which knows what some libraries say instead.
+_BY_FUNCTION = ("device", "to_device")
 
 
 class Kind(enum.Enum):
@@ -278,6 +284,28 @@ def multiply(x: Array, factor: Array) -> Array:
     if x.dtype != factor.dtype:
         factor = xp.astype(factor, xp.real(x).dtype if kind_of(x) is Kind.COMPLEX else x.dtype)
     return as_0d_array(xp, x * factor)
+
+
+def library_name(xp: Namespace) -> str:
+    """Return the name of an array namespace's library as people write it: ``numpy``, ``jax``, ``dask``."""
+    return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def lacks(like: Array) -> dict[str, list[str]]:
+    """Return by kind the functions, dtypes and members of arrays that a library lacks of those that the core needs."""
+    xp = array_namespace(like)
+    functions = [name for name in STANDARD_FUNCTIONS if not hasattr(xp, name)]
+    dtypes = [name for name in STANDARD_DTYPES if name != "float64" and not hasattr(xp, name)]
+    members = [name for name in STANDARD_MEMBERS if name not in _BY_FUNCTION and not hasattr(like, name)]
+    if "__int__" in members and (hasattr(like, "compute") or hasattr(like, "tolist")):
+        # Backend.read gets the values otherwise.
+        members.remove("__int__")
+    try:
+        device(like)
+    except AttributeError:
+        members.append("device")
+    found = {"functions": functions, "dtypes": dtypes, "members of arrays": members}
+    return {kind: names for kind, names in found.items() if names}
 
 
 def as_0d_array(xp: Namespace, x: Array) -> Array:

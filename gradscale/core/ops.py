@@ -9,10 +9,9 @@ from typing import TypeAlias, TypeVar, cast
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
-from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of
+from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of, library_name
 from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array, Namespace, ScaleState
-from gradscale.core.standard import library_name
 from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core import standard
+from gradscale.core import arithmetic
 from gradscale.core.backend import Backend
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Collectives, GroupBackend
@@ -169,9 +169,9 @@ def backend_for(x: Array) -> Backend:
 
 def _require_standard(x: Array) -> None:
     """Refuse an array whose library has neither an adapter nor the names that the pure core needs."""
-    missing = standard.lacks(x) if is_array_api_obj(x) else {}
+    missing = arithmetic.lacks(x) if is_array_api_obj(x) else {}
     if missing:
-        library = standard.library_name(array_namespace(x))
+        library = arithmetic.library_name(array_namespace(x))
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
         msg = (
             f"{library} has no adapter for gradscale, and lacks what it needs of the array API standard, got {listed} "

@@ -19,19 +19,21 @@ import dataclasses
 import enum
 import functools
 import itertools
+import math
+import numbers
 import operator
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from array_api_compat import array_namespace
 
-from gradscale.core import canonical
 from gradscale.core.backend import Backend
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits, round_to_float32
-from gradscale.errors import ScaleDesyncError
+from gradscale.errors import InvalidTypeError, ScaleDesyncError
 
 __all__ = [
     "ABOUT",
@@ -53,6 +55,12 @@ __all__ = [
     "shifts",
     "verdict",
 ]
+
+_Form: TypeAlias = "str | bytes | tuple[_Form, ...] | None"
+
+_MAIN = "__main__"
+# The name that the program's module has in a spawned process.
+_SPAWNED_MAIN = "__mp_main__"
 
 _STATE = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker")
 _FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_norm")
@@ -210,10 +218,70 @@ def identify(policy: object) -> int:
         For a setting that has no value which is the same in every process; it names the field.
     """
     if dataclasses.is_dataclass(policy):
-        text = canonical.canonical(policy, f"the policy {type(policy).__qualname__}")
+        text = _canonical(policy, f"the policy {type(policy).__qualname__}")
     else:
         text = type(policy).__qualname__.encode()
     return zlib.crc32(text) & 0x7FFFFFFF
+
+
+def _canonical(policy: Any, what: str) -> bytes:
+    """Return bytes of a dataclass's name and compared fields that are the same in every process.
+
+    The fields are numbers, text, bytes, enumerations, None, classes, tuples and frozen dataclasses of these;
+    InvalidTypeError names any other one, after ``what``.
+    """
+    try:
+        # Not repr: which characters it escapes depends on the version of Python.
+        return ascii(_fields(policy, what)).encode()
+    except RecursionError as error:
+        msg = f"{what} must be the same value in every process, got one that is too deep or holds itself"
+        raise InvalidTypeError(msg) from error
+
+
+def _fields(value: Any, what: str) -> _Form:
+    compared = [field.name for field in dataclasses.fields(value) if field.compare]
+    forms = [(name, _form(getattr(value, name), f"{what}.{name}")) for name in compared]
+    return ("dataclass", type(value).__qualname__, *forms)
+
+
+def _form(value: object, what: str) -> _Form:
+    """Return a value as nested tuples of text."""
+    if value is None:
+        return None
+    if isinstance(value, numbers.Complex):
+        return ("number", _real(value.real), _real(value.imag))
+    if isinstance(value, str):
+        return ("text", value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes):
+        return ("bytes", bytes(value))
+    if isinstance(value, enum.Enum):
+        return ("enumeration", _name(type(value)), str(value.name))
+    if isinstance(value, type):
+        return ("class", _name(value))
+    if isinstance(value, tuple):
+        return ("tuple", *(_form(item, f"{what}[{index}]") for index, item in enumerate(value)))
+    settings = getattr(type(value), "__dataclass_params__", None)
+    if dataclasses.is_dataclass(value) and settings is not None and settings.frozen:
+        return _fields(value, what)
+    msg = (
+        f"{what} must be the same value in every process, so that ranks can tell whether they hold one policy, got "
+        f"{shown(value)}: make it a number, text, bytes, an enumeration, a class, or a tuple or frozen dataclass of "
+        f"these, or leave the field out with dataclasses.field(compare=False)"
+    )
+    raise InvalidTypeError(msg)
+
+
+def _real(value: SupportsFloat) -> str:
+    """Return a real number as its exact ratio, in digits that Python does not limit; or as inf or nan."""
+    if isinstance(value, numbers.Rational):
+        return f"{value.numerator:x}/{value.denominator:x}"
+    wide = float(value)
+    return "{:x}/{:x}".format(*wide.as_integer_ratio()) if math.isfinite(wide) else str(wide)
+
+
+def _name(kind: type) -> str:
+    module = _MAIN if kind.__module__ == _SPAWNED_MAIN else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], list[int]]:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import ops, tree, validation
-from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.arithmetic import Kind, kind_of, library_name
 from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.standard import library_name
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import InvalidTypeError

@@ -12,7 +12,7 @@ from typing import NoReturn
 from array_api_compat import array_namespace, is_array_api_obj, to_device
 from array_api_compat import device as device_of
 
-from gradscale.core import arithmetic, clipping, ops, registry, standard, summaries, validation
+from gradscale.core import arithmetic, clipping, ops, registry, summaries, validation
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
@@ -338,13 +338,13 @@ def check_library(like: Array) -> None:
             raise
         except Exception as error:
             what = check.__name__.removeprefix("_check_")
-            msg = f"{standard.library_name(xp)} fails in gradscale's {what}, got {error!r}: write an adapter for it"
+            msg = f"{arithmetic.library_name(xp)} fails in gradscale's {what}, got {error!r}: write an adapter for it"
             raise BackendNotAvailableError(msg) from error
 
 
 def _require(xp: ModuleType, like: Array) -> None:
     """Raise for the names that are missing, and for functions that do not take what the core gives them."""
-    missing = standard.lacks(like)
+    missing = arithmetic.lacks(like)
     others = {*clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS} - set(missing.get("functions", ()))
     if absent := sorted(name for name in others if not hasattr(xp, name)):
         missing["functions for clipping and diagnoses"] = absent
@@ -354,7 +354,7 @@ def _require(xp: ModuleType, like: Array) -> None:
     lines += [f"{name} raised {answer}" for name, answer in _failing(xp, device).items() if name not in known]
     if lines:
         msg = (
-            f"{standard.library_name(xp)} lacks what gradscale needs of the array API standard, got "
+            f"{arithmetic.library_name(xp)} lacks what gradscale needs of the array API standard, got "
             f"{'; '.join(lines)}: write an adapter for it, derived from gradscale.Backend"
         )
         raise BackendNotAvailableError(msg)

@@ -11,7 +11,7 @@ from libraries import Library
 
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
-from gradscale.core import arithmetic, clipping, standard, summaries
+from gradscale.core import arithmetic, clipping, summaries
 from gradscale.policies.plain import plain_rule
 from gradscale.testing import check_library
 
@@ -77,7 +77,7 @@ def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[...,
 def test_each_member_that_is_missing_is_named(strict: Library, name: str) -> None:
     had = dict.fromkeys({*arithmetic.STANDARD_MEMBERS} - COMPARISONS - {name}, ())
     kind = type("Array", (), {**had, "__array_namespace__": lambda _self, **_options: strict.xp})
-    assert standard.lacks(kind()) == {"members of arrays": [name]}
+    assert arithmetic.lacks(kind()) == {"members of arrays": [name]}
 
 
 def test_a_function_that_does_not_take_what_the_core_gives_is_named(
@@ -145,7 +145,7 @@ def test_libraries_are_called_as_people_write_them() -> None:
         "array_api_compat.dask.array": "dask",
         "torch": "torch",
     }
-    assert {name: standard.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names
+    assert {name: arithmetic.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names
 
 
 def test_symbols_that_policies_are_traced_by_are_not_held_to_the_rest_of_the_core() -> None:
