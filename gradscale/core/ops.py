@@ -22,8 +22,6 @@ _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
 _dtype_of = operator.attrgetter("dtype")
 _reading_leaves = reading("an array")
-# Whether arrays of a type, a dtype and a namespace are floating arrays of that namespace.
-_known: dict[tuple[type, object, Namespace], bool] = {}
 
 
 def scale(outputs: _T, state: ScaleState) -> _T:
@@ -275,22 +273,10 @@ def _chosen_leaves(leaves: Sequence[Array], home: Namespace, what: str, rebuild:
 
 def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     """Tell quickly whether leaves are floating arrays of one type and library."""
-    kinds = set(map(type, leaves))
-    if len(kinds) != 1 or not hasattr(leaves[0], "dtype"):
+    if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
         return False
-    (kind,) = kinds
-    for dtype in set(map(_dtype_of, leaves)):
-        key = kind, dtype, home
-        if key not in _known:
-            example = next(leaf for leaf in leaves if leaf.dtype == dtype)
-            _known[key] = (
-                is_array_api_obj(example)
-                and array_namespace(example) is home
-                and dtype_kind(dtype, home) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX)
-            )
-        if not _known[key]:
-            return False
-    return True
+    kinds = {dtype_kind(dtype, home) for dtype in set(map(_dtype_of, leaves))}
+    return kinds.isdisjoint((Kind.INTEGRAL, Kind.UNKNOWN))
 
 
 def _path(leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:

@@ -79,8 +79,6 @@ def refresh() -> None:
     """
     _entry_points.cache_clear()
     get.cache_clear()
-    array_backend.cache_clear()
-    _registered_name.cache_clear()
     _backends.clear()
 
 
@@ -108,7 +106,10 @@ def get(name: str) -> Any:
         msg = f"no gradscale adapter is registered for {name!r}; {hint}. Registered: {', '.join(names()) or 'none'}"
         raise BackendNotAvailableError(msg)
     if len(candidates) > 1:
-        both = " and ".join(f"{entry.value} (from {_distribution(entry)})" for entry in candidates)
+        both = " and ".join(
+            f"{entry.value} (from {entry.dist.name if entry.dist else 'an unknown distribution'})"
+            for entry in candidates
+        )
         msg = f"{len(candidates)} gradscale adapters are registered for {name!r}: {both}; uninstall all but one"
         raise BackendError(msg)
     entry = candidates[0]
@@ -126,11 +127,6 @@ def get(name: str) -> Any:
         raise BackendError(msg) from error
 
 
-def _distribution(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "an unknown distribution"
-
-
-@cache
 def _registered_name(kind: type) -> str | None:
     """Return the first top-level module along a type's MRO that has an adapter."""
     for base in kind.__mro__:
@@ -180,7 +176,6 @@ def _require_standard(x: Array) -> None:
         raise BackendNotAvailableError(msg)
 
 
-@cache
 def array_backend(name: str) -> Backend:
     """Return the adapter of one name, checked to be one for arrays.
 

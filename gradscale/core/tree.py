@@ -96,46 +96,41 @@ class _Container(NamedTuple):
 _Plan = list[_Container | None]
 
 
-def _unfold(tree: object, is_leaf: Callable[[Any], bool]) -> tuple[list[Array], _Plan]:
+def _walked(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Array], _Plan]:
     """Return the leaves of a tree, and its plan; InvalidValueError for one that has no end."""
     leaves: list[Array] = []
     plan: _Plan = []
     waiting: list[object] = [tree]
     # The containers from the root to the present place.
     above: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if type(node) is _Container:
-            above.discard(id(node.node))
-            plan.append(node)
-        elif node is None or hasattr(node, "shape") or is_leaf(node):
-            leaves.append(node)
-            plan.append(None)
-        elif id(node) in above:
-            raise _endless(node, "holds itself: build it without the way back")
-        elif len(above) >= _DEEPEST:
-            raise _endless(node, f"is below {_DEEPEST} others: make it anew from its own leaves")
-        else:
-            children = _values(node)
-            above.add(id(node))
-            waiting.append(_Container(node, len(children)))
-            waiting.extend(reversed(children))
-    return leaves, plan
-
-
-def _endless(node: object, what: str) -> InvalidValueError:
-    return InvalidValueError(f"nested containers of arrays must have an end, got a {type(node).__name__} that {what}")
-
-
-def _walked(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Array], _Plan]:
-    """Call ``_unfold``; InvalidTypeError for whatever else a container raises."""
     try:
-        return _unfold(tree, is_leaf)
+        while waiting:
+            node = waiting.pop()
+            if type(node) is _Container:
+                above.discard(id(node.node))
+                plan.append(node)
+            elif node is None or hasattr(node, "shape") or is_leaf(node):
+                leaves.append(node)
+                plan.append(None)
+            elif id(node) in above:
+                raise _endless(node, "holds itself: build it without the way back")
+            elif len(above) >= _DEEPEST:
+                raise _endless(node, f"is below {_DEEPEST} others: make it anew from its own leaves")
+            else:
+                children = _values(node)
+                above.add(id(node))
+                waiting.append(_Container(node, len(children)))
+                waiting.extend(reversed(children))
     except InvalidValueError:
         raise
     except Exception as error:
         refusal = unreadable("a container of arrays", error)
         raise refusal from error
+    return leaves, plan
+
+
+def _endless(node: object, what: str) -> InvalidValueError:
+    return InvalidValueError(f"nested containers of arrays must have an end, got a {type(node).__name__} that {what}")
 
 
 def _folded(plan: _Plan, leaves: Iterable[_Result], combine: Callable[[object, list[_Result]], _Result]) -> _Result:
