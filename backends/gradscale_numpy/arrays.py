@@ -136,26 +136,12 @@ class NumpyBackend(Backend):
             If an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
         """
         inverse = np.float32(1.0 / float(state.scale))
-        if out is grads and _own_their_memory(grads):
-            unscaled, nonfinite = grads, self._unscale_all(grads, grads, inverse)
-        else:
-            unscaled, nonfinite = self._unscale_into(grads, inverse, dtype, out)
-        return unscaled, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
-
-    def _unscale_into(
-        self,
-        grads: Sequence[NumpyArray],
-        inverse: np.float32,
-        dtype: object,
-        out: Sequence[NumpyArray] | None,
-    ) -> tuple[Sequence[NumpyArray], int]:
-        """Unscale into new arrays or into checked ones."""
+        sources, targets, returned = grads, grads, grads
         if out is None:
             check_real_dtype(self.example(), dtype)
             sources = [np.asarray(grad) for grad in grads]
-            targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
-            returned = targets
-        else:
+            returned = targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
+        elif out is not grads or not _own_their_memory(grads):
             _require_disjoint(grads, out)
             targets = [_writable(index, target) for index, target in enumerate(out)]
             # The kernels see by identity that they overwrite.
@@ -166,7 +152,8 @@ class NumpyBackend(Backend):
             returned = [
                 target if isinstance(given, np.generic) else given for given, target in zip(out, targets, strict=True)
             ]
-        return returned, self._unscale_all(sources, targets, inverse)
+        nonfinite = self._unscale_all(sources, targets, inverse)
+        return returned, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
 
     def unscale_with_squares(
         self,

@@ -188,21 +188,14 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     if sources is outs and kernels.are_singles(outs):
         return _scale_all(outs, inverse)
     nonfinite = 0
-    singles: list[Array] = []
-    small_sources: list[Array] = []
-    small_outs: list[Array] = []
+    small: list[tuple[Array, Array]] = []
     with np.errstate(all="ignore"):
         for source, out in zip(sources, outs, strict=True):
-            if source is out and out.dtype is _SINGLE and out.flags.carray:
-                singles.append(out)
-            elif out.size > kernels.SMALL:
+            if out.size > kernels.SMALL:
                 nonfinite += _unscale_one(source, out, inverse)
             else:
-                small_sources.append(source)
-                small_outs.append(out)
-    if small_outs:
-        nonfinite += kernels.unscale_all(small_sources, small_outs, inverse)
-    return nonfinite + _scale_all(singles, inverse)
+                small.append((source, out))
+    return nonfinite + (kernels.unscale_all(*zip(*small, strict=True), inverse) if small else 0)
 
 
 def _scale_all(singles: Sequence[Array], inverse: np.float32) -> int:

@@ -36,8 +36,6 @@ _Buffer: TypeAlias = "_Vector | array.array[int]"
 _B = TypeVar("_B", bound="_Buffer")
 _R = TypeVar("_R")
 
-# The first tests, which find an answer that is there already.
-_BUSY_TESTS = 8
 # DLPack's number of the host.
 _HOST = 1
 # Seconds between two looks at a device that is still busy.
@@ -287,14 +285,8 @@ class MPICollectives:
     def _wait(self, request: MPI.Request, operation: str) -> None:
         """Poll a request until it is done or the time is over."""
         _require_not_finalized()
-        self._group.run(self._poll, request.Test, operation)
+        self._group.run(self._group.until, request.Test, operation)
         _under_way.pop(id(request), None)
-
-    def _poll(self, test: Callable[[], bool], operation: str) -> None:
-        for _ in range(_BUSY_TESTS):
-            if test():
-                return
-        self._group.until(test, operation)
 
 
 def _shared_with_host(x: Array) -> _Vector | None:
