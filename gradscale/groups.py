@@ -59,31 +59,16 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
     return True
 
 
-class _Process:
-    """The number of this process; a child after fork has another one."""
-
-    number = os.getpid()
-
-    @classmethod
-    def note(cls, _: int) -> None:
-        """Note the number of a child."""
-        cls.number = os.getpid()
-
-
 def on_fork(note: Callable[[int], object]) -> None:
     """Call something in every child after fork, with the process id of its parent."""
-    # Asking the system for the id in each collective would take longer than packing the message.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: note(os.getppid()))
-
-
-on_fork(_Process.note)
 
 
 def refuse_forked(library: str, owner: str) -> NoReturn:
     """Raise BackendError in a child after fork that uses its parent's group; ``owner`` is a sentence."""
     msg = (
-        f"a process group belongs to the process that made it: {owner}, got process {_Process.number}, a child after "
+        f"a process group belongs to the process that made it: {owner}, got process {os.getpid()}, a child after "
         f"fork, which cannot use {library} in its parent's place. Call the scaler in the parent alone, or start the "
         f'child by multiprocessing.get_context("spawn"), with a group or a scaler of its own'
     )
@@ -137,11 +122,11 @@ class GroupWait:
         self._refusal = refusal
         self._describe = describe
         self.on_give_up = on_give_up
-        self._process = _Process.number
+        self._process = os.getpid()
 
     def require_own(self) -> None:
         """Raise BackendError in a child after fork: its messages would be taken for those of its parent."""
-        if self._process != _Process.number:
+        if self._process != os.getpid():
             refuse_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
 
     def require_usable(self) -> None:
