@@ -84,10 +84,6 @@ class CupyBackend(Backend):
         """Raise CallOrderError while the current stream is capturing a CUDA graph."""
         refuse_capture(what)
 
-    def placement(self, like: Array, /) -> cupy.cuda.Device:
-        """Return the array's device."""
-        return like.device
-
     def example(self) -> Array:
         """Return a 0-d float32 array on the current device."""
         with explained("an array was made on the current device"):
@@ -208,10 +204,7 @@ def _unscale_there(
     total: Array | None,
 ) -> None:
     """Unscale arrays of the current device into arrays there, and add to a verdict and a sum of squares there."""
-    if total is None:
-        launch.unscale(prepared, state.scale, nonfinite)
-    else:
-        launch.unscale_with_squares(prepared, state.scale, nonfinite, total)
+    launch.unscale(prepared, state.scale, nonfinite, total)
     if prepared.others:
         rest = [targets[index] for index in prepared.others]
         made, bad = unscale_arrays([sources[index] for index in prepared.others], state, out=rest)

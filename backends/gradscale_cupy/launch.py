@@ -15,7 +15,7 @@ from gradscale.core.protocols import Array
 from gradscale.errors import InvalidValueError
 from gradscale_cupy.plan import CHUNK, Arrays, plan, require_disjoint
 
-__all__ = ["Prepared", "clip", "prepare", "unscale", "unscale_with_squares"]
+__all__ = ["Prepared", "clip", "prepare", "unscale"]
 
 # Threads of a block, as the kernels are compiled for.
 _THREADS = 256
@@ -90,17 +90,18 @@ def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: 
     return Prepared(tables, others, squares)
 
 
-def unscale(prepared: Prepared, scale: Array, nonfinite: Array) -> None:
-    """Divide arrays by a 0-d float32; a 0-d int32 becomes 1 if a result is not finite."""
-    for table in prepared.tables:
-        _launch(f"unscale_{table.pair}", table, scale, nonfinite)
+def unscale(prepared: Prepared, scale: Array, nonfinite: Array, total: Array | None = None) -> None:
+    """Divide arrays by a 0-d float32; a 0-d int32 becomes 1 if a result is not finite.
 
-
-def unscale_with_squares(prepared: Prepared, scale: Array, nonfinite: Array, total: Array) -> None:
-    """Like ``unscale``, and store the sum of the squares of the results in a 0-d float64."""
+    ``total``, a 0-d float64, becomes the sum of the squares of the results.
+    """
     for table in prepared.tables:
-        _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares)
-    _kernel("add_squares")((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
+        if total is None:
+            _launch(f"unscale_{table.pair}", table, scale, nonfinite)
+        else:
+            _launch(f"square_{table.pair}", table, scale, nonfinite, table.squares)
+    if total is not None:
+        _kernel("add_squares")((1,), (_THREADS,), (prepared.squares, np.int64(prepared.squares.size), total))
 
 
 def clip(prepared: Prepared, factor: Array) -> None:

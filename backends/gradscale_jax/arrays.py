@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
-from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, multiply, reciprocal, widened
+from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, multiply_arrays, reciprocal, sum_of_squares
 from gradscale.core.summaries import summarize_arrays
 from gradscale.errors import InvalidTypeError
 
@@ -128,7 +128,9 @@ class JaxBackend(Backend):
         """
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         groups = self._by_placement(unscaled)
-        squares = [_sum_of_squares([unscaled[index] for index in indices]) for indices in groups.values()]
+        squares = [
+            _sum_of_squares([unscaled[index] for index in indices], unscaled[indices[0]]) for indices in groups.values()
+        ]
         return unscaled, nonfinite, self._total(squares, float, groups, state)
 
     def multiply_in_place(self, arrays: Sequence[jax.Array], factor: jax.Array, /) -> list[jax.Array]:
@@ -207,22 +209,9 @@ def _factor_and_divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
-
-
+_multiply = jax.jit(multiply_arrays)
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
-@jax.jit
-def _sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
-    total = jnp.zeros((), dtype=float)
-    for x in arrays:
-        for part in (x.real, x.imag) if kind_of(x) is Kind.COMPLEX else (x,):
-            wide = part.astype(float)
-            total = total + jnp.sum(wide * wide)
-    return total
-
-
-@jax.jit
-def _multiply(arrays: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    return [multiply(widened(x), factor).astype(x.dtype) for x in arrays]
+_sum_of_squares = jax.jit(sum_of_squares)
 
 
 @jax.jit

@@ -140,7 +140,7 @@ class NumpyBackend(Backend):
         if out is None:
             check_real_dtype(self.example(), dtype)
             sources = [np.asarray(grad) for grad in grads]
-            returned = targets = [np.empty_like(source, dtype=_stored_dtype(source, dtype)) for source in sources]
+            returned = targets = [np.empty_like(x, dtype=None if x.dtype.kind == "c" else dtype) for x in sources]
         elif out is not grads or not _own_their_memory(grads):
             _require_disjoint(grads, out)
             targets = [_writable(index, target) for index, target in enumerate(out)]
@@ -228,7 +228,3 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
         )
         raise InvalidValueError(msg)
     return array.view(np.ndarray)
-
-
-def _stored_dtype(grad: NumpyArray, dtype: Any) -> np.dtype[Any]:
-    return grad.dtype if dtype is None or grad.dtype.kind == "c" else np.dtype(dtype)

@@ -182,12 +182,7 @@ def _widest(xp: Namespace, where: object) -> object:
 def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays."""
     there = DeviceReplicas(factor)
-    made = []
-    for x in arrays:
-        xp = array_namespace(x)
-        product = multiply(widened(x), there.on(x))
-        made.append(product if product.dtype == x.dtype else xp.astype(product, x.dtype))
-    return made
+    return [array_namespace(x).astype(multiply(widened(x), there.on(x)), x.dtype, copy=False) for x in arrays]
 
 
 def check_real_dtype(like: Array, dtype: object) -> None:
