@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.exceptions import TooHardError
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
@@ -106,7 +106,7 @@ class NumpyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: object = None,
+        dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int]:
         """Divide arrays by the scale and count those with a non-finite value, as :meth:`gradscale.Backend.unscale`.
@@ -161,7 +161,7 @@ class NumpyBackend(Backend):
         state: ScaleState,
         /,
         *,
-        dtype: object = None,
+        dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray | int, NumpyArray]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""

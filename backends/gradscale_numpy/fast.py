@@ -195,7 +195,7 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
                 nonfinite += _unscale_one(source, out, inverse)
             else:
                 small.append((source, out))
-    return nonfinite + (kernels.unscale_all(*zip(*small, strict=True), inverse) if small else 0)
+    return nonfinite + kernels.unscale_all([source for source, _ in small], [out for _, out in small], inverse)
 
 
 def _scale_all(singles: Sequence[Array], inverse: np.float32) -> int:
