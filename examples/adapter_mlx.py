@@ -2,9 +2,9 @@
 
     python examples/adapter_mlx.py
 
-MLX follows the array API standard but for devices, of which its arrays and constructors know nothing, and for
-``sum(dtype=)``: ``gradscale.testing.check_library(mx.zeros(1))`` says so. This adds them; an adapter of a library that
-has all of the standard is ``MlxBackend`` alone. README_ADAPTER.md beside this file says what is needed.
+MLX follows the array API standard but for devices, of which its arrays and constructors know nothing, as
+``gradscale.testing.check_library(mx.zeros(1))`` says, and for ``sum(dtype=)``. This adds them; an adapter of a library
+that has all of the standard is ``MlxBackend`` alone. README_ADAPTER.md beside this file says what is needed.
 
 Needs, from a clone of gradscale: python -m pip install '.[mlx]'.
 """

@@ -80,19 +80,13 @@ def test_each_member_that_is_missing_is_named(strict: Library, name: str) -> Non
     assert arithmetic.lacks(kind()) == {"members of arrays": [name]}
 
 
-def test_a_function_that_does_not_take_what_the_core_gives_is_named(
-    strict: Library, cripple: Callable[..., Any]
-) -> None:
+def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Callable[..., Any]) -> None:
     def stack(_arrays: Any) -> Any:
         msg = "only twins can be stacked"
         raise ValueError(msg)
 
-    def zeros(shape: Any, *, dtype: Any) -> Any:
-        return strict.xp.zeros(shape, dtype=dtype)
-
-    with pytest.raises(BackendNotAvailableError) as info:
-        check_library(cripple(stack=stack, zeros=zeros))
-    assert "stack raised ValueError('only twins can be stacked'); zeros raised TypeError" in str(info.value)
+    with pytest.raises(BackendNotAvailableError, match="crippled fails in gradscale's bits.*only twins can be stacked"):
+        check_library(cripple(stack=stack))
 
 
 # What each function does instead of its own work.
