@@ -54,35 +54,21 @@ class Group(StrEnum):
     torch = "torch"
 
 
-class Transport(StrEnum):
-    """A backend of torch.distributed."""
-
-    gloo = "gloo"
-    nccl = "nccl"
-
-
 def check(
     group: Annotated[
         Group | None, typer.Option(help="What to agree over. Default: what the ranks were started with.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds to wait for a rank.")] = 60.0,
-    backend: Annotated[
-        Transport | None,
-        typer.Option(help="Of torch.distributed. Default: nccl if each rank has a CUDA device, else gloo."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Test agreement over the real group: every rank runs this command.
 
     The ranks report in; an inf and a NaN on each rank in turn must make all of them skip; clean gradients must let all
     of them step; another scale on each rank in turn must be found by all; a late rank must be waited for; and the
-    latency of one agreement is measured. Rank 0 prints one page. The exit code is 1 on every rank if anything failed,
-    and the rank to blame is named.
+    latency of one agreement is measured. torch.distributed uses nccl if each rank has a CUDA device, else gloo. Rank 0
+    prints one page. The exit code is 1 on every rank if anything failed, and the rank to blame is named.
     """
     chosen = group or _detect()
-    if backend is not None and chosen is not Group.torch:
-        msg = f"--backend is for --group torch, got --backend {backend} with --group {chosen}"
-        raise typer.BadParameter(msg)
     with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
         pass
 
@@ -99,7 +85,7 @@ def check(
         # All that a rank imports takes its time.
         starting = f"starting {_ranks(size)} over {_GROUPS[chosen][0]}, with up to {timeout:g} s for each stage"
         print(f"gradscale check: {starting}", file=sys.stderr, flush=True)
-    settings = Settings(group=chosen, timeout=timeout, backend=backend, rank=rank, size=size, descriptor=-1)
+    settings = Settings(group=chosen, timeout=timeout, rank=rank, size=size, descriptor=-1)
     raise typer.Exit(_supervise(settings, show))
 
 

@@ -28,7 +28,7 @@ import gradscale
 from gradscale.cli.probe import mpi_library
 from gradscale.core import registry
 from gradscale.core.protocols import Array, Collectives
-from gradscale.errors import BackendError, BackendNotAvailableError, CollectiveTimeoutError
+from gradscale.errors import BackendError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,7 +56,6 @@ class Settings(TypedDict):
 
     group: str
     timeout: float
-    backend: str | None
     rank: int
     size: int
     descriptor: int
@@ -200,7 +199,7 @@ class _TorchWorld:
 
     entrance = "the connection to the store"
 
-    def __init__(self, backend: str | None, timeout: float) -> None:
+    def __init__(self, timeout: float) -> None:
         import torch
         import torch.distributed as dist
 
@@ -211,16 +210,10 @@ class _TorchWorld:
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
         )
         has_nccl = torch.cuda.is_available() and torch.cuda.device_count() >= here and dist.is_nccl_available()
-        self._backend = backend or ("nccl" if has_nccl else "gloo")
+        self._backend = "nccl" if has_nccl else "gloo"
         self._device = torch.device("cpu")
         self.device = "cpu"
-        if self._backend == "nccl":
-            if not has_nccl:
-                msg = (
-                    f"nccl needs a CUDA device for each rank of this machine, got {torch.cuda.device_count()} for "
-                    f"{here}; leave --backend out, or give --backend gloo"
-                )
-                raise BackendNotAvailableError(msg)
+        if has_nccl:
             self._device = torch.device("cuda", place)
             torch.cuda.set_device(self._device)
             self.device = f"{self._device} {torch.cuda.get_device_name(self._device)}"
@@ -396,10 +389,6 @@ class Stages:
         return {"median": statistics.median(taken), "p95": taken[math.ceil(0.95 * len(taken)) - 1]}
 
 
-def _problem(rank: int, text: str) -> Problem:
-    return {"rank": rank, "problem": text}
-
-
 class _Supervisor:
     """The process that started this one: it knows the stage of this one, prints the page, and outlives it."""
 
@@ -463,7 +452,9 @@ class Conversation:
         seconds = round(time.monotonic() - begin, 3)
         page = self.page
         page["stages"].append({"name": stage.name, "kind": stage.kind, "ok": not problems, "seconds": seconds})
-        page["problems"] += [_problem(one["rank"], f"{one['problem']}, in: {stage.name}") for one in problems]
+        page["problems"] += [
+            Problem(rank=one["rank"], problem=f"{one['problem']}, in: {stage.name}") for one in problems
+        ]
         page["ok"] = not problems
         if number == 0:
             page["ranks"] = [{"rank": rank, **report} for rank, report in reports.items()]
@@ -492,7 +483,7 @@ class Conversation:
                     self._words += 1
                     return word["goes_on"]
         text = f"did not answer rank {rank} within {self._timeout:g} s, in: {stage.name}"
-        self.page["ok"], self.page["problems"] = False, [_problem(0, text)]
+        self.page["ok"], self.page["problems"] = False, [Problem(rank=0, problem=text)]
         self.is_deputy = rank == 1
         if self.is_deputy:
             self._supervisor.show(self.page)
@@ -504,16 +495,18 @@ class Conversation:
         """Return the errors in the reports of a stage, or that some are missing."""
         missing = [rank for rank in range(self._world.size) if rank not in reports]
         if missing:
-            return [_problem(rank, f"did not answer within {self._timeout:g} s") for rank in missing]
+            return [Problem(rank=rank, problem=f"did not answer within {self._timeout:g} s") for rank in missing]
         failed = {rank: report for rank, report in reports.items() if "error" in report}
         # A rank that waited in vain for one that failed is not to blame.
         blamed = {rank: report for rank, report in failed.items() if not report.get("is_consequence")} or failed
         if blamed:
-            return [_problem(rank, report["error"]) for rank, report in blamed.items()]
+            return [Problem(rank=rank, problem=report["error"]) for rank, report in blamed.items()]
         right = reports[0].get("gradscale")
         versions = {rank: report.get("gradscale") for rank, report in reports.items()}
         return [
-            _problem(rank, f"has gradscale {version}, and rank 0 has {right}: install one version everywhere")
+            Problem(
+                rank=rank, problem=f"has gradscale {version}, and rank 0 has {right}: install one version everywhere"
+            )
             for rank, version in versions.items()
             if version != right
         ]
@@ -559,7 +552,7 @@ def main(settings: Settings) -> None:
     group, timeout = settings["group"], settings["timeout"]
     supervisor = _Supervisor(settings["descriptor"])
     try:
-        world: _World = _MPIWorld() if group == "mpi" else _TorchWorld(settings["backend"], timeout)
+        world: _World = _MPIWorld() if group == "mpi" else _TorchWorld(timeout)
         stages = Stages(world, settings)
         stages.warm_up()
         supervisor.tell(stage=world.entrance, limit=timeout + MARGIN)

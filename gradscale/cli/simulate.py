@@ -114,11 +114,10 @@ def _read(trace: str) -> Gradients:
         msg = f"the log must be a file or a pipe, got {trace!r}, a device"
         raise InvalidValueError(msg)
     rows = read_log("/dev/stdin" if trace == "-" else trace)
-    if all(row.get("magnitude") is not None for row in rows):
-        magnitudes = [_magnitude(trace, row) for row in rows]
-        if not any(map(_is_unexplained, rows)):
-            return measured(magnitudes)
-    return recorded([_is_overflow(trace, row) for row in rows])
+    magnitudes = [row.get("magnitude") for row in rows]
+    if None in magnitudes or any(map(_is_unexplained, rows)):
+        return recorded(row.get("skipped", row.get("overflow")) for row in rows)
+    return measured(magnitudes)
 
 
 def _is_unexplained(row: dict[str, object]) -> bool:
@@ -129,48 +128,32 @@ def _is_unexplained(row: dict[str, object]) -> bool:
     return isinstance(magnitude, (int, float)) and magnitude <= LARGEST_FLOAT16 / scale
 
 
-def _magnitude(trace: str, row: dict[str, object]) -> float:
-    value = row["magnitude"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        msg = f"line {row['line']} of {trace!r} must have a magnitude that is a number from 0 on, got {value!r}"
-        raise InvalidValueError(msg)
-    return value
-
-
-def _is_overflow(trace: str, row: dict[str, object]) -> bool:
-    value = row.get("skipped", row.get("overflow"))
-    if isinstance(value, bool):
-        return value
-    shown = {name: value for name, value in row.items() if name != "line"}
-    msg = f"line {row['line']} of {trace!r} must have 'skipped' or 'overflow' as true or false, got {shown!r:.120}"
-    raise InvalidValueError(msg)
-
-
 def _print(results: list[Simulation]) -> None:
     """Print the totals: a row for each run, or a list for each if the terminal is too narrow for that."""
-    titles = ("preset", "skipped", "% skipped", "final scale", "smallest", "largest", "raised in step")
     rows = [_cells(result) for result in results]
-    made = table(*titles)
+    made = table(*rows[0])
     for column in made.columns[1:]:
         column.justify = "right"
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*row.values())
     out = console()
     if out.measure(made, options=out.options.update(max_width=_WIDEST)).maximum <= out.width:
         out.print(made)
         return
     for row in rows:
-        out.print(f"\n{row[0]}")
-        for title, cell in zip(titles[1:], row[1:], strict=True):
+        out.print()
+        for title, cell in row.items():
             if cell:
-                out.print(f"  {title:14}  {cell}")
+                out.print(f"{title:14}  {cell}")
 
 
-def _cells(result: Simulation) -> tuple[str, ...]:
-    return (
-        result.name,
-        f"{result.skipped_steps:,} of {result.steps:,}",
-        f"{100 * result.skipped_steps / result.steps:.3g}",
-        *(f"{scale:.10g}" for scale in (result.final_scale, min(result.scale), max(result.scale))),
-        "" if result.raised_at is None else f"{result.raised_at:,}",
-    )
+def _cells(result: Simulation) -> dict[str, str]:
+    return {
+        "preset": result.name,
+        "skipped": f"{result.skipped_steps:,} of {result.steps:,}",
+        "% skipped": f"{100 * result.skipped_steps / result.steps:.3g}",
+        "final scale": f"{result.final_scale:.10g}",
+        "smallest": f"{min(result.scale):.10g}",
+        "largest": f"{max(result.scale):.10g}",
+        "raised in step": "" if result.raised_at is None else f"{result.raised_at:,}",
+    }

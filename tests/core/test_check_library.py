@@ -85,7 +85,9 @@ def test_a_function_that_does_not_take_what_the_core_gives_is_named(cripple: Cal
         msg = "only twins can be stacked"
         raise ValueError(msg)
 
-    with pytest.raises(BackendNotAvailableError, match="crippled fails in gradscale's bits.*only twins can be stacked"):
+    with pytest.raises(
+        BackendNotAvailableError, match=r"crippled fails in gradscale's bits.*only twins can be stacked"
+    ):
         check_library(cripple(stack=stack))
 
 
