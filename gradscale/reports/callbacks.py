@@ -76,8 +76,6 @@ class LogUpdates:
         For skipped steps.
     summary_every : int, default 0
         After how many updates a line says how many of them were skipped; 0 for no such line.
-    every_rank : bool, default False
-        Log on every rank, and not on rank 0 alone.
 
     Examples
     --------
@@ -93,28 +91,24 @@ class LogUpdates:
         *,
         skip_level: int = logging.WARNING,
         summary_every: int = 0,
-        every_rank: bool = False,
     ) -> None:
         if logger is not None and not isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
             msg = f"logger must be a logging.Logger, such as logging.getLogger(__name__), got {logger!r}"
             raise InvalidTypeError(msg)
-        self.every_rank = validation.boolean("every_rank", every_rank)
         self._logger = logging.getLogger("gradscale") if logger is None else logger
         self._level = validation.integer("level", level, 0, validation.LARGEST_INT32)
         self._skip_level = validation.integer("skip_level", skip_level, 0, validation.LARGEST_INT32)
         self._summary_every = validation.integer("summary_every", summary_every, 0, validation.LARGEST_INT32)
         self._scale: float | None = None
-        self._told: list[StepReport] = []
+        # The iteration whose skipped steps it has logged as on_skip.
+        self._told: int | None = None
         self._updates = self._skipped = 0
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
         """Log a report's lines, if it has any."""
         if isinstance(report, StepReport):
             self._tell_skip(report)
-            # As on_skip alone no update comes that clears them.
-            if self._told and self._told[0].iteration != report.iteration:
-                self._told.clear()
-            self._told.append(report)
+            self._told = report.iteration
             return
         at = f"iteration {report.iteration}:"
         if self._scale is not None and report.scale != self._scale:
@@ -122,13 +116,12 @@ class LogUpdates:
             self._log(self._level, f"{at} scale was set, {self._scale:g} -> {report.scale:g}")
         self._scale = report.scale if report.new_scale is None else report.new_scale
         skipped = [step for step in report.steps if step.skipped]
-        for step in skipped:
-            if not any(step is told for told in self._told):
-                self._tell_skip(step)
+        for step in skipped if self._told != report.iteration else ():
+            self._tell_skip(step)
         if report.skipped and not skipped:
             # The gradients were unscaled, and the loop did not call step().
             self._log(self._skip_level, f"{at} overflow at scale {report.scale:g}")
-        self._told.clear()
+        self._told = None
         if self._scale != report.scale:
             change = "grew" if self._scale > report.scale else "backed off"
             self._log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")
@@ -173,12 +166,8 @@ class TensorBoard:
         torch.utils.tensorboard.SummaryWriter, tensorboardX.SummaryWriter, ...; close it yourself.
     prefix : str, default "gradscale/"
         Before each tag.
-    every : int, default 1
-        Write one of so many updates, and each that was skipped.
     window : int, default 1000
         How many updates ``skip_rate`` counts.
-    every_rank : bool, default False
-        Write on every rank, and not on rank 0 alone; each needs a writer with its own folder.
 
     Raises
     ------
@@ -196,25 +185,15 @@ class TensorBoard:
     1 amp/scale 65536.0
     """
 
-    def __init__(
-        self,
-        writer: SummaryWriter,
-        prefix: str = "gradscale/",
-        *,
-        every: int = 1,
-        window: int = 1000,
-        every_rank: bool = False,
-    ) -> None:
+    def __init__(self, writer: SummaryWriter, prefix: str = "gradscale/", *, window: int = 1000) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             msg = (
                 f"writer must have add_scalar(tag, value, step), as torch.utils.tensorboard.SummaryWriter() has, "
                 f"got {writer!r}"
             )
             raise InvalidTypeError(msg)
-        self.every_rank = validation.boolean("every_rank", every_rank)
         self._writer = writer
         self._prefix = prefix
-        self._every = validation.integer("every", every, 1, validation.LARGEST_INT32)
         window = validation.integer("window", window, 1, validation.LARGEST_INT32)
         self._recent: collections.deque[bool] = collections.deque(maxlen=window)
 
@@ -224,8 +203,6 @@ class TensorBoard:
             msg = f"TensorBoard must be given as on_update=, got a {type(report).__name__}"
             raise InvalidTypeError(msg)
         self._recent.append(report.skipped)
-        if not report.skipped and report.iteration % self._every:
-            return
         scalars = {
             "scale": report.scale,
             "log2_scale": math.log2(report.scale),

@@ -63,7 +63,6 @@ def history(
     path: str | os.PathLike[str] | None = None,
     *,
     ax: Axes | None = None,
-    title: str | None = None,
 ) -> Figure:
     """Draw the scale of a run on a log2 axis, and mark the skipped steps.
 
@@ -79,8 +78,6 @@ def history(
         A file to save to; its suffix gives the format.
     ax : matplotlib.axes.Axes, optional
         Draw the scale alone, in there.
-    title : str, optional
-        Default: how many steps were skipped.
 
     Returns
     -------
@@ -119,18 +116,13 @@ def history(
     skipped = [index for index, row in enumerate(rows) if row.skipped]
     _draw_scale(axes[0], [row.x for row in rows], scales, skipped, last)
     _style(axes[0], scales if last is None else [*scales, last])
-    axes[0].set_title(_share(len(skipped), len(rows)) if title is None else title, loc="left", fontsize=11)
+    axes[0].set_title(_share(len(skipped), len(rows)), loc="left", fontsize=11)
     axes[0].set_ylabel("scale")
     axes[-1].set_xlabel(x_label)
     return _saved(figure, path)
 
 
-def simulation(
-    results: Simulation | Sequence[Simulation],
-    path: str | os.PathLike[str] | None = None,
-    *,
-    title: str | None = None,
-) -> Figure:
+def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLike[str] | None = None) -> Figure:
     """Draw the scales of simulated runs as :func:`history` does, each in a panel with an axis of its own.
 
     Parameters
@@ -139,8 +131,6 @@ def simulation(
         From :func:`gradscale.policies.simulation.simulate`.
     path : str or os.PathLike, optional
         A file to save to; its suffix gives the format.
-    title : str, optional
-        Above the picture. Default: none.
 
     Returns
     -------
@@ -170,15 +160,10 @@ def simulation(
         _draw_scale(ax, range(1, run.steps + 1), run.scale, skipped, color=_COLOURS[index % len(_COLOURS)])
         # A scale that moves little must not look as if it moved much.
         _style(ax, [*run.scale, high / _LOWEST_SPAN])
-        ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}", loc="left", fontsize=10)
+        raised = "" if run.raised_at is None else f", raised in step {run.raised_at:,}"
+        ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}{raised}", loc="left", fontsize=10)
         ax.set_ylabel("scale")
-        if run.raised_at is not None:
-            end = (run.raised_at, run.scale[-1])
-            ax.plot(*end, "X", color=_SKIPPED, markersize=10, markeredgecolor="white", zorder=4)
-            ax.annotate(f"raised in step {run.raised_at:,}", end, xytext=(9, 4), textcoords="offset points", fontsize=9)
     axes[-1].set_xlabel("step")
-    if title is not None:
-        figure.suptitle(title)
     return _saved(figure, path)
 
 
