@@ -77,22 +77,7 @@ class BoundedScale:
     LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
 
     def __post_init__(self) -> None:
-        # The bound of the interval depends on the settings of the rule.
         for name, value in self.checked_settings().items():
-            object.__setattr__(self, name, value)
-        checked: dict[str, object] = {
-            "init_scale": validation.scale("init_scale", self.init_scale),
-            "growth_factor": validation.number(
-                "growth_factor", self.growth_factor, above=1.0, at_most=self.LARGEST_GROWTH
-            ),
-            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
-            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.largest_interval),
-            "min_scale": validation.scale("min_scale", self.min_scale),
-            "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
-        }
-        if self.max_scale is not None:
-            checked["max_scale"] = validation.scale("max_scale", self.max_scale)
-        for name, value in checked.items():
             object.__setattr__(self, name, value)
         if not self.min_scale <= self.init_scale <= self.largest_scale:
             msg = (
@@ -102,8 +87,18 @@ class BoundedScale:
             raise InvalidValueError(msg)
 
     def checked_settings(self) -> dict[str, object]:
-        """Return the checked values of the fields that a rule adds."""
-        return {}
+        """Return the checked values of all fields; a rule checks those that it adds first, and then these."""
+        return {
+            "init_scale": validation.scale("init_scale", self.init_scale),
+            "growth_factor": validation.number(
+                "growth_factor", self.growth_factor, above=1.0, at_most=self.LARGEST_GROWTH
+            ),
+            "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.largest_interval),
+            "min_scale": validation.scale("min_scale", self.min_scale),
+            "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
+            "max_scale": None if self.max_scale is None else validation.scale("max_scale", self.max_scale),
+        }
 
     @property
     def largest_interval(self) -> int:
@@ -124,6 +119,28 @@ class BoundedScale:
         """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
         return _first_state(self.init_scale, like)
 
+    @verdict_by_name
+    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
+        """Return the state after a step: backed off, grown, or with its trackers advanced.
+
+        Parameters
+        ----------
+        state : ScaleState
+            The state that the step's gradients were scaled and unscaled with; unchanged.
+        nonfinite : array
+            0-d and of any numeric or bool dtype; anything but zero is an overflow. On any device of the library.
+
+        Returns
+        -------
+        ScaleState
+            New arrays. No host read, no collective.
+        """
+        return self.next_state(array_namespace(state.scale), state, overflow_flag(nonfinite, state.scale))
+
+    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
+        """Return the state after a step; each rule has its own."""
+        raise NotImplementedError
+
     def clamp(self, scale: float) -> float:
         """Return a scale moved into ``[min_scale, max_scale]``."""
         return min(max(scale, self.min_scale), self.largest_scale)
@@ -137,6 +154,10 @@ class BoundedScale:
     def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
+
+    def next_scale(self, xp: ModuleType, scale: Array, lower: Array, grow: Array) -> Array:
+        """Return a scale backed off, grown, or as it is."""
+        return xp.where(lower, self.lowered_scale(xp, scale), xp.where(grow, self.raised_scale(xp, scale), scale))
 
     def lowered_scale(self, xp: ModuleType, scale: Array) -> Array:
         """Return a scale backed off once, as ``at_min`` says. No host read."""
@@ -246,28 +267,11 @@ class DynamicScale(BoundedScale):
             if checked["hysteresis"] != 1:
                 msg = f"give hysteresis= or tolerance=, not both, got {self.hysteresis!r} and {self.tolerance!r}"
                 raise InvalidValueError(msg)
-        return checked
+        return checked | super().checked_settings()
 
-    @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step: backed off, grown, or with its trackers advanced.
-
-        Parameters
-        ----------
-        state : ScaleState
-            The state that the step's gradients were scaled and unscaled with; unchanged.
-        nonfinite : array
-            0-d and of any numeric or bool dtype; anything but zero is an overflow. On any device of the library.
-
-        Returns
-        -------
-        ScaleState
-            New arrays. No host read, no collective.
-        """
-        xp = array_namespace(state.scale)
-        overflow = overflow_flag(nonfinite, state.scale)
+    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
+        """Return the state after a step."""
         clean = xp.logical_not(overflow)
-
         threshold = self.growth_interval + (self.growth_after != "interval")
         run = next_count(xp, state.growth_tracker, threshold)
         grow = xp.logical_and(clean, run >= xp.full_like(run, threshold))
@@ -277,11 +281,7 @@ class DynamicScale(BoundedScale):
 
         backoff = xp.logical_and(overflow, self._backoff_due(xp, state))
         overflow_tracker, rescale_tracker = self._next_trackers(xp, state, overflow, grow, backoff)
-        scale = xp.where(
-            backoff,
-            self.lowered_scale(xp, state.scale),
-            xp.where(grow, self.raised_scale(xp, state.scale), state.scale),
-        )
+        scale = self.next_scale(xp, state.scale, backoff, grow)
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
     def at_min_scale(self, state: ScaleState) -> Array | None:

@@ -20,9 +20,7 @@ from gradscale.policies.dynamic import (
     is_reached,
     new_state,
     next_count,
-    overflow_flag,
     times,
-    verdict_by_name,
 )
 
 __all__ = ["DelayedScale", "GradualScale", "WideningScale"]
@@ -48,17 +46,12 @@ class DelayedScale(BoundedScale):
         """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
         return self.growth_interval, 1, 0
 
-    @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
-        xp = array_namespace(state.scale)
-        overflow = overflow_flag(nonfinite, state.scale)
+    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
+        """Return the state after a step."""
         zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
         lower = state.overflow_tracker != zero
         grow = state.growth_tracker >= xp.full_like(zero, self.growth_interval)
-        scale = xp.where(
-            lower, self.lowered_scale(xp, state.scale), xp.where(grow, self.raised_scale(xp, state.scale), state.scale)
-        )
+        scale = self.next_scale(xp, state.scale, lower, grow)
         run = xp.where(grow, one, next_count(xp, state.growth_tracker, self.growth_interval))
         return new_state(xp, scale, xp.where(overflow, zero, run), xp.where(overflow, one, zero), zero)
 
@@ -75,26 +68,22 @@ class WideningScale(BoundedScale):
     tolerance: float = 0.0
 
     def checked_settings(self) -> dict[str, object]:
-        """Return the checked values of the fields that this rule adds."""
-        return {"tolerance": validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)}
+        """Return the checked values of all fields."""
+        tolerance = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
+        return {"tolerance": tolerance} | super().checked_settings()
 
     @property
     def largest_interval(self) -> int:
         """The largest growth interval that its tracker can count."""
         return _LARGEST_INTERVAL
 
-    @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
-        xp = array_namespace(state.scale)
-        return self._step(xp, state, overflow_flag(nonfinite, state.scale), self.tolerance)
-
     def backoff(self, state: ScaleState) -> ScaleState:
         """Return the state with the scale and the interval lowered once, even if the overflow is tolerated."""
-        xp = array_namespace(state.scale)
-        return self._step(xp, state, overflow_flag(xp.full_like(state.growth_tracker, 1), state.scale), 0.0)
+        overflow = array_namespace(state.scale).full_like(state.growth_tracker, 1)
+        return dataclasses.replace(self, tolerance=0.0).update(state, nonfinite=overflow)
 
-    def _step(self, xp: ModuleType, state: ScaleState, overflow: Array, tolerance: float) -> ScaleState:
+    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
+        """Return the state after a step."""
         overflows, levels = _split(xp, state.overflow_tracker, _LEVELS * _LEVELS)
         halvings, doublings = _split(xp, levels, _LEVELS)
         interval = self._interval(xp, halvings, doublings)
@@ -102,10 +91,8 @@ class WideningScale(BoundedScale):
 
         run = next_count(xp, state.growth_tracker, validation.LARGEST_INT32)
         grow = xp.logical_and(xp.logical_not(overflow), run >= interval)
-        lower = xp.logical_and(overflow, is_reached(xp, tolerance, overflows, state.rescale_tracker))
-        scale = xp.where(
-            lower, self.lowered_scale(xp, state.scale), xp.where(grow, self.raised_scale(xp, state.scale), state.scale)
-        )
+        lower = xp.logical_and(overflow, is_reached(xp, self.tolerance, overflows, state.rescale_tracker))
+        scale = self.next_scale(xp, state.scale, lower, grow)
 
         # An interval that has been doubled is halved by taking a doubling back, which loses no remainder.
         widens = xp.logical_and(grow, interval <= xp.full_like(interval, _LARGEST_INTERVAL // 2))
@@ -160,8 +147,8 @@ class GradualScale(BoundedScale):
     LARGEST_GROWTH: ClassVar[float] = 2.0
 
     def checked_settings(self) -> dict[str, object]:
-        """Return the checked values of the fields that this rule adds."""
-        return {"fast_start": validation.boolean("fast_start", self.fast_start)}
+        """Return the checked values of all fields."""
+        return {"fast_start": validation.boolean("fast_start", self.fast_start)} | super().checked_settings()
 
     @property
     def largest_interval(self) -> int:
@@ -174,18 +161,12 @@ class GradualScale(BoundedScale):
         # A ratio is at most 1, in its unit.
         return self.growth_interval, 1, 2**30
 
-    @verdict_by_name
-    def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
-        """Return the state after a step; parameters and result are those of :meth:`gradscale.DynamicScale.update`."""
-        xp = array_namespace(state.scale)
-        return self._step(xp, state, overflow_flag(nonfinite, state.scale))
-
     def backoff(self, state: ScaleState) -> ScaleState:
         """Return the state after an overflow, each of which backs off."""
-        xp = array_namespace(state.scale)
-        return self._step(xp, state, overflow_flag(xp.full_like(state.growth_tracker, 1), state.scale))
+        return self.update(state, nonfinite=array_namespace(state.scale).full_like(state.growth_tracker, 1))
 
-    def _step(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
+    def next_state(self, xp: ModuleType, state: ScaleState, overflow: Array) -> ScaleState:
+        """Return the state after a step."""
         zero, one = xp.zeros_like(state.growth_tracker), xp.full_like(state.growth_tracker, 1)
         real = xp.float64 if has_float64(xp, device(state.scale)) else xp.float32
         base, phase = self._recall(xp, state, real)
