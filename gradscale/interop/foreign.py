@@ -73,8 +73,6 @@ _ZERO = (*_WINDOW, "min_scale", "delayed_shift", "consecutive_hysteresis", "rais
 _STAGE0_NOTE = "DeepSpeed's without ZeRO; apex's FP16_Optimizer saves the same keys: format='apex'"
 _AMP_NOTE = "amp's dynamic scaler; a static one saves the same keys: gradscale.StaticScale"
 _LOST = dict.fromkeys(("growth_tracker", "overflow_tracker", "rescale_tracker"), 0)
-_FLAX = _Layout("flax", presets.flax, ("scale", "fin_steps"), (*_FACTORS, "minimum_scale"))
-_JMP = _Layout("jmp", presets.jmp, ("loss_scale", "counter"), ("factor", "period", "min_loss_scale"))
 _LAYOUTS = (
     _Layout("torch", presets.torch, _TORCH),
     _Layout("nemo", presets.apex_hysteresis, (*_TORCH, "_hysteresis_tracker")),
@@ -92,17 +90,9 @@ _LAYOUTS = (
     _Layout("apex", presets.apex, (*_ITERATIONS, *_WINDOW), fixed={"min_scale": 1.0, "max_scale": None}),
     _Layout("fairseq", presets.fairseq, ("loss_scale",), assumed=_LOST),
     _Layout("keras", presets.keras, ("dynamic_scale", "step_counter"), ("dynamic_growth_steps",)),
-    _FLAX,
-    _JMP,
+    _Layout("flax", presets.flax, ("scale", "fin_steps"), (*_FACTORS, "minimum_scale")),
+    _Layout("jmp", presets.jmp, ("loss_scale", "counter"), ("factor", "period", "min_loss_scale")),
 )
-# Recognised by its class alone: as a mapping it could be fairseq's.
-_JMP_STATIC = _Layout("jmp", StaticScale, ("loss_scale",))
-_OBJECTS = {
-    ("flax", "DynamicScale"): _FLAX,
-    ("jmp", "DynamicLossScale"): _JMP,
-    ("jmp", "StaticLossScale"): _JMP_STATIC,
-    ("jmp", "NoOpLossScale"): _JMP_STATIC,
-}
 _SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
 _KNOWN_KEYS = frozenset(key for layout in _LAYOUTS for key in layout.vocabulary)
 # The numbers of Keras' variables; 0 and 1 are the iteration and the learning rate, which every optimizer has.
@@ -129,12 +119,11 @@ def _recognise(fields: _Fields, system: str | None) -> _Layout:
         raise StateDictError(msg)
     candidates = [layout for layout in _LAYOUTS if system in (None, layout.system)]
     found = [layout for layout in candidates if fields.keys() >= set(layout.required)]
-    if system is not None and found:
+    if system is None:
         # Other keys do not matter to somebody who names the format.
+        found = [layout for layout in found if fields.keys() & _KNOWN_KEYS <= layout.vocabulary]
+    if len(found) == 1 or (found and system):
         return max(found, key=lambda layout: len(layout.required))
-    found = [layout for layout in found if fields.keys() & _KNOWN_KEYS <= layout.vocabulary]
-    if len(found) == 1:
-        return found[0]
     formats = "; ".join(f"{layout.system}: {', '.join(layout.required)}" for layout in candidates)
     if system is not None:
         msg = f"the {system} state is cut short, {got}; it must have these keys: {formats}"
@@ -193,6 +182,7 @@ class ForeignState:
         return "\n".join(lines)
 
 
+@reading("the state")
 def load_foreign_state(
     state: object,
     format: str | None = None,  # noqa: A002
@@ -209,12 +199,12 @@ def load_foreign_state(
 
     Parameters
     ----------
-    state : mapping, or a flax DynamicScale, or a jmp LossScale
+    state : mapping
         Of torch (``state_dict()``; NeMo's, too), Megatron (``state_dict()``), DeepSpeed (the optimizer's without ZeRO,
         or ``vars()`` of its loss scaler), apex (``amp.state_dict()``, FP16_Optimizer's, or ``vars()`` of its loss
         scaler), fairseq (the optimizer's), Keras (LossScaleOptimizer's variables by name, or by number as saved), flax
-        (``to_state_dict``), or jmp (``vars()``). Values are Python numbers or arrays of one element, which are read
-        from their device. Not modified.
+        (``to_state_dict``, or ``vars()``), or jmp (``vars()``). Values are Python numbers or arrays of one element,
+        which are read from their device. Not modified.
     format : str, optional
         ``"torch"``, ``"nemo"``, ``"megatron"``, ``"deepspeed"``, ``"apex"``, ``"fairseq"``, ``"keras"``, ``"flax"`` or
         ``"jmp"``. Default: recognised by the keys, if they are those of one format.
@@ -246,18 +236,6 @@ def load_foreign_state(
     if format is not None and not (isinstance(format, str) and format in _SYSTEMS):
         msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{_nearest(format, _SYSTEMS)}"
         raise InvalidValueError(msg)
-    with reading("the state"):
-        return _loaded(state, format, loss_id, settings)
-
-
-def _loaded(state: object, system: str | None, loss_id: int | None, settings: dict[str, object]) -> ForeignState:
-    """Return the result of ``load_foreign_state``."""
-    layout = _OBJECTS.get((type(state).__module__.partition(".")[0], type(state).__name__))
-    if layout is not None:
-        if system not in (None, layout.system):
-            msg = f"the state is {layout.system}'s, got format={system!r}; leave it out"
-            raise InvalidValueError(msg)
-        return _translate({key: getattr(state, key, None) for key in layout.vocabulary}, layout, settings)
     if isinstance(state, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(state, "read"):
         msg = (
             f"state must be what was loaded from a file, got {shown(state)}; load it without running what it may hold: "
@@ -267,15 +245,15 @@ def _loaded(state: object, system: str | None, loss_id: int | None, settings: di
         raise InvalidTypeError(msg)
     if not isinstance(state, Mapping):
         msg = (
-            f"state must be a mapping, or a DynamicScale of flax or a loss scale of jmp, got {shown(state)} of type "
-            f"{type(state).__name__}; pass its state_dict(), or vars() of it"
+            f"state must be a mapping, got {shown(state)} of type {type(state).__name__}; pass its state_dict(), or "
+            f"vars() of it"
         )
         raise InvalidTypeError(msg)
     fields: _Fields = validation.mapping("state", state)
     # apex's amp numbers the scalers of its losses; Keras numbers its variables.
-    names = [key for key in fields if isinstance(key, str)]
+    system, names = format, [key for key in fields if isinstance(key, str)]
     if scalers := [name for name in names if re.fullmatch(r"loss_scaler\d+", name)]:
-        system, fields = system or "apex", _scaler_of(fields, scalers, loss_id)
+        system, fields = format or "apex", _scaler_of(fields, scalers, loss_id)
     elif loss_id is not None:
         which = "apex's 'loss_scaler0', 'loss_scaler1', ..."
         msg = f"loss_id= chooses among {which}, got {shown(loss_id)} and the keys {key_names(fields)}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
 from libraries import Library
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StateDictError, StaticScale
@@ -99,16 +98,6 @@ def test_a_static_scale_stays_static(state: Any, system: str) -> None:
     scaler = GradScaler()
     scaler.load_state_dict(loaded.state_dict)
     assert scaler.get_scale() == 128.0
-
-
-@pytest.mark.jax
-def test_the_static_objects_of_jmp_are_static() -> None:
-    jmp, jnp = require("jmp"), require("jax").numpy
-    assert load_foreign_state(jmp.StaticLossScale(jnp.float32(8.0))).policy == StaticScale(8.0)
-    assert load_foreign_state(jmp.NoOpLossScale()).policy == StaticScale(1.0)
-    assert load_foreign_state(jmp.NoOpLossScale(), "jmp").format == "jmp"
-    with pytest.raises(InvalidValueError, match="the state is jmp's, got format='flax'"):
-        load_foreign_state(jmp.NoOpLossScale(), "flax")
 
 
 # What was missing.
