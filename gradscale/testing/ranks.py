@@ -12,7 +12,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
-from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError
 
 __all__ = ["RankFailedError", "ThreadCollectives", "run_ranks"]
 
@@ -95,7 +95,7 @@ class ThreadCollectives:
             with world.changed:
                 world.changed.wait_for(lambda: this.result is not None or world.failed_rank is not None, self._timeout)
             if isinstance(this.result, GradscaleError):
-                raise type(this.result)(*this.result.args) from this.result.__cause__
+                raise type(this.result)(*this.result.args)
             if this.result is not None:
                 return array_namespace(x).asarray(this.result, copy=True)
             if world.failed_rank is not None:
@@ -117,12 +117,7 @@ def _maximum(arrays: dict[int, Array]) -> Array | GradscaleError:
                 f"{one} on rank {rank}"
             )
     xs = list(arrays.values())
-    try:
-        return functools.reduce(array_namespace(xs[0]).maximum, xs)
-    except Exception as error:
-        failed = BackendError(f"{sent[0][0]} failed to compute a maximum of {shown(xs[0])}: {error}")
-        failed.__cause__ = error
-        return failed
+    return functools.reduce(array_namespace(xs[0]).maximum, xs)
 
 
 def run_ranks(
