@@ -7,40 +7,24 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypedDict
+from typing import Any, BinaryIO, Self
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.reports.steps import StepReport, UpdateReport
 
-__all__ = ["JSONLines", "Row", "read_log", "row_of"]
+__all__ = ["JSONLines", "read_log", "row_of"]
 
 _RANK = "{rank}"
 
 
-class Row(TypedDict):
-    """A report as a line of a log.
+def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
+    """Return a report as a line of a log, of plain values.
 
-    ``scale`` is the one before the iteration's update, ``new_scale`` the one after it. ``magnitude`` is the largest
-    finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and ``cause`` that of an
-    OverflowReport: None without one. A StepReport has no rank and no ``new_scale``.
+    ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and
+    ``cause`` that of an OverflowReport: None without one. A StepReport has no rank and no ``new_scale``.
     """
-
-    iteration: int
-    rank: int | None
-    scale: float
-    new_scale: float | None
-    skipped: bool
-    nonfinite: int
-    retries: int
-    magnitude: float | None
-    parameter: str | None
-    cause: str | None
-
-
-def row_of(report: UpdateReport | StepReport) -> Row:
-    """Return a report as a row of plain values."""
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]

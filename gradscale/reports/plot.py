@@ -181,7 +181,7 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
             msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
             raise InvalidTypeError(msg)
-        found = [{**row_of(report)} for report in reports]
+        found = [row_of(report) for report in reports]
         if found and last is not None:
             found[-1]["new_scale"] = last
     if not found:
