@@ -205,10 +205,9 @@ class _TorchWorld:
 
         self._dist: Any = dist
         torch.set_num_threads(1)
-        self.rank, self.size, place, here = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-        )
+        # Known once it is entered.
+        self.rank, self.size = 0, 1
+        place, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         has_nccl = torch.cuda.is_available() and torch.cuda.device_count() >= here and dist.is_nccl_available()
         self._backend = "nccl" if has_nccl else "gloo"
         self._device = torch.device("cpu")
@@ -220,19 +219,8 @@ class _TorchWorld:
         self._timeout = timedelta(seconds=timeout)
 
     def enter(self) -> None:
-        # torchrun keeps the store itself; other launchers leave that to rank 0.
-        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = self._dist.TCPStore(
-            os.environ.get("MASTER_ADDR", "localhost"),
-            int(os.environ.get("MASTER_PORT", "0")),
-            self.size,
-            self.rank == 0 and not is_kept,
-            self._timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        prefix = f"gradscale check {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store = self._dist.PrefixStore(prefix, store)
+        # As init_process_group does it by default: by what torchrun leaves in the environment.
+        self._store, self.rank, self.size = next(self._dist.rendezvous("env://", timeout=self._timeout))
 
     def join(self) -> object:
         store = self._dist.PrefixStore("group", self._store)
