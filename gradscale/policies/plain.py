@@ -88,29 +88,23 @@ def _pair(x: Operand, y: Operand, dtypes: Sequence[str] = _DTYPES) -> tuple[Symb
     return _astype(x, dtype), _astype(y, dtype), dtype
 
 
-def _arithmetic(
-    template: str, dtypes: Sequence[str] = _NUMERIC, *, is_exact: bool = False
+def _operator(
+    template: str, dtypes: Sequence[str] = _NUMERIC, *, rounds: bool = False, decisive: bool | None = None
 ) -> Callable[[Operand, Operand], Symbol]:
+    """Return an operation on two operands; ``decisive`` is the bool that decides its result whatever the other is."""
+
     def apply(x: Operand, y: Operand) -> Symbol:
         first, second, dtype = _pair(x, y, dtypes)
-        return _record(template if is_exact else _ROUNDED[dtype].format(template), (first, second), dtype)
+        for one, other in ((first, second), (second, first)):
+            if dtype == "bool" and one.value is not None:
+                return one if one.value is decisive else other
+        return _record(_ROUNDED[dtype].format(template) if rounds else template, (first, second), dtype)
 
     return apply
 
 
 def _comparison(template: str) -> Any:
     return lambda x, y: _record(template, _pair(x, y)[:2], "bool")
-
-
-def _bitwise(template: str, decisive: bool, dtypes: Sequence[str]) -> Callable[[Operand, Operand], Symbol]:
-    def apply(x: Operand, y: Operand) -> Symbol:
-        first, second, dtype = _pair(x, y, dtypes)
-        for one, other in ((first, second), (second, first)):
-            if dtype == "bool" and one.value is not None:
-                return one if one.value is decisive else other
-        return _record(template, (first, second), dtype)
-
-    return apply
 
 
 class Symbol:
@@ -147,20 +141,20 @@ class Symbol:
     __bool__ = __int__ = __float__ = __index__ = __complex__ = _refuse
     __len__ = __iter__ = __contains__ = __getitem__ = _refuse
 
-    __add__ = __radd__ = _arithmetic("{} + {}")
-    __sub__ = _arithmetic("{} - {}")
-    __rsub__ = _arithmetic("{1} - {0}")
-    __mul__ = __rmul__ = _arithmetic("{} * {}")
-    __truediv__ = _arithmetic("divide({}, {})", ("float32", "float64"))
-    __rtruediv__ = _arithmetic("divide({1}, {0})", ("float32", "float64"))
+    __add__ = __radd__ = _operator("{} + {}", rounds=True)
+    __sub__ = _operator("{} - {}", rounds=True)
+    __rsub__ = _operator("{1} - {0}", rounds=True)
+    __mul__ = __rmul__ = _operator("{} * {}", rounds=True)
+    __truediv__ = _operator("divide({}, {})", ("float32", "float64"), rounds=True)
+    __rtruediv__ = _operator("divide({1}, {0})", ("float32", "float64"), rounds=True)
     __eq__ = _comparison("{} == {}")
     __ne__ = _comparison("{} != {}")
     __lt__ = _comparison("{} < {}")
     __le__ = _comparison("{} <= {}")
     __gt__ = _comparison("{} > {}")
     __ge__ = _comparison("{} >= {}")
-    __and__ = __rand__ = _bitwise("{} & {}", False, ("bool", "int32"))
-    __or__ = __ror__ = _bitwise("{} | {}", True, ("bool", "int32"))
+    __and__ = __rand__ = _operator("{} & {}", ("bool", "int32"), decisive=False)
+    __or__ = __ror__ = _operator("{} | {}", ("bool", "int32"), decisive=True)
 
     def __invert__(self) -> Symbol:
         return _record("~{}", (self,), "int32") if self.dtype == "int32" else _logical_not(self)
@@ -266,12 +260,12 @@ _NAMESPACE = _Namespace(
     full_like=_full_like,
     isdtype=_isdtype,
     isfinite=lambda x: _record("isfinite({})", (x,), "bool"),
-    logical_and=_bitwise("{} & {}", decisive=False, dtypes=("bool",)),
+    logical_and=_operator("{} & {}", ("bool",), decisive=False),
     logical_not=_logical_not,
-    logical_or=_bitwise("{} | {}", decisive=True, dtypes=("bool",)),
+    logical_or=_operator("{} | {}", ("bool",), decisive=True),
     # A NaN in either is the result.
-    maximum=_arithmetic("{1} if {1} > {0} or {1} != {1} else {0}", is_exact=True),
-    minimum=_arithmetic("{1} if {1} < {0} or {1} != {1} else {0}", is_exact=True),
+    maximum=_operator("{1} if {1} > {0} or {1} != {1} else {0}"),
+    minimum=_operator("{1} if {1} < {0} or {1} != {1} else {0}"),
     real=_same,
     reshape=_same,
     where=_where,

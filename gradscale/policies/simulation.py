@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from gradscale.core import validation
@@ -145,21 +146,12 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
     2147483648.0
     """
     if isinstance(overflows, str):
-        steps = _from_letters(overflows)
-    else:
-        steps = [validation.boolean(f"step {number}", value) for number, value in _numbered(overflows, "True or False")]
-    return Gradients([math.inf if overflow else 0.0 for overflow in steps])
-
-
-def _from_letters(text: str) -> list[bool]:
-    steps = []
-    for position, letter in enumerate(text, 1):
-        if letter in "cCoO":
-            steps.append(letter in "oO")
-        elif not letter.isspace():
-            msg = f"a trace must hold C (clean) and O (overflow) alone, got {letter!r} at position {position}"
+        if wrong := re.search(r"[^cCoO\s]", overflows):
+            msg = f"a trace must hold C (clean) and O (overflow) alone, got {wrong[0]!r} at position {wrong.end()}"
             raise InvalidValueError(msg)
-    return steps
+        overflows = [letter in "oO" for letter in "".join(overflows.split())]
+    steps = [validation.boolean(f"step {number}", value) for number, value in _numbered(overflows, "True or False")]
+    return Gradients([math.inf if overflow else 0.0 for overflow in steps])
 
 
 def measured(magnitudes: Iterable[float]) -> Gradients:
