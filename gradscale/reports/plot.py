@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["history", "simulation"]
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+# Okabe and Ito's blue and vermilion, which colour-blind people can tell apart.
+_BLUE = "#0072B2"
 _SKIPPED = "#D55E00"
 _GREY = "#666666"
 
@@ -154,10 +154,10 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
         raise InvalidTypeError(msg)
     figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    for index, (ax, run) in enumerate(zip(axes, runs, strict=True)):
+    for ax, run in zip(axes, runs, strict=True):
         skipped = [index for index, is_skipped in enumerate(run.skipped) if is_skipped]
         high = max(run.scale)
-        _draw_scale(ax, range(1, run.steps + 1), run.scale, skipped, color=_COLOURS[index % len(_COLOURS)])
+        _draw_scale(ax, range(1, run.steps + 1), run.scale, skipped)
         # A scale that moves little must not look as if it moved much.
         _style(ax, [*run.scale, high / _LOWEST_SPAN])
         raised = "" if run.raised_at is None else f", raised in step {run.raised_at:,}"
@@ -248,18 +248,13 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def _draw_scale(
-    ax: Axes,
-    x: Sequence[int],
-    scales: Sequence[float],
-    skipped: Sequence[int],
-    last: float | None = None,
-    color: str = _COLOURS[0],
+    ax: Axes, x: Sequence[int], scales: Sequence[float], skipped: Sequence[int], last: float | None = None
 ) -> None:
     """Draw a scale as a line, and crosses on it at the indices of skipped steps."""
     turns = _visible([i for i in range(len(scales)) if i == 0 or scales[i] != scales[i - 1]], x, scales)
     # The last step is as wide as the others, and ends at the scale after its update.
     heights = [*(scales[i] for i in turns), scales[-1] if last is None else last]
-    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=color, label="scale")
+    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=_BLUE, label="scale")
     if skipped:
         marks = _visible(skipped, x, scales)
         at = [x[i] for i in marks], [scales[i] for i in marks]
@@ -278,7 +273,7 @@ def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
     """Draw the largest finite gradients times their scale, and fp16's limits."""
     scaled = [(row.magnitude or 0.0) * row.scale for row in rows]
     size = 16 if len(rows) < 300 else 5
-    ax.scatter([row.x for row in rows], scaled, s=size, color=_COLOURS[0], label="largest finite gradient")
+    ax.scatter([row.x for row in rows], scaled, s=size, color=_BLUE, label="largest finite gradient")
     for value, text, side in _LIMITS:
         ax.axhline(value, color=_GREY, linewidth=0.9, linestyle=(0, (4, 2)))
         at, right = value * (2.0 if side == "bottom" else 0.5), ax.get_yaxis_transform()
