@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -114,10 +114,10 @@ def _read(trace: str) -> Gradients:
         msg = f"the log must be a file or a pipe, got {trace!r}, a device"
         raise InvalidValueError(msg)
     rows = read_log("/dev/stdin" if trace == "-" else trace)
-    magnitudes = [row.get("magnitude") for row in rows]
-    if None in magnitudes or any(map(_is_unexplained, rows)):
-        return recorded(row.get("skipped", row.get("overflow")) for row in rows)
-    return measured(magnitudes)
+    if all(row.get("magnitude") is not None for row in rows) and not any(map(_is_unexplained, rows)):
+        return measured(row["magnitude"] for row in rows)
+    steps: list[Any] = [row.get("skipped", row.get("overflow")) for row in rows]
+    return recorded(steps)
 
 
 def _is_unexplained(row: dict[str, object]) -> bool:
