@@ -23,12 +23,19 @@ from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.iteration import Parts
-from gradscale.scaler.options import DEFAULT_TIMEOUT, checked_arguments, chosen_policy, made_reports
-from gradscale.scaler.scaler import agree_over, iteration_of, scaler_of
+from gradscale.scaler.parts import Pending
+from gradscale.scaler.scaler import (
+    DEFAULT_TIMEOUT,
+    agree_over,
+    checked_arguments,
+    chosen_policy,
+    iteration_of,
+    scaler_of,
+)
 from gradscale_torch.groups import is_lookalike
 from gradscale_torch.hosts import (
     OptimizerStates,
@@ -176,7 +183,7 @@ class GradScaler(TorchGradScaler):
         is_enabled = _available(device, enabled)
         self._device = device  # type: ignore[assignment]
         self._timeout = validation.timeout(timeout)
-        reports = made_reports(on_skip, on_update, diagnose, history_size)
+        reports: Reports[Pending] = Reports(on_skip, on_update, diagnose=diagnose, history_size=history_size)
         factors = _factors(policy, is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval))
         parts = Parts(
             live=TensorState(chosen_policy(policy, factors), device),

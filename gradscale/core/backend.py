@@ -19,11 +19,9 @@ class HostRead(Protocol):
 
     def is_done(self) -> bool:
         """Tell whether the host has it; no wait."""
-        ...
 
     def __call__(self) -> list[int]:
         """Return the values; waits for the device."""
-        ...
 
 
 class Backend:

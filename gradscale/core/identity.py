@@ -41,10 +41,6 @@ class IdentityMap(Generic[_Value]):
             reference = key
         self._entries[identity] = (reference, value)
 
-    def pop(self, key: object) -> _Value:
-        """Remove an object, and return its value."""
-        return self._entries.pop(id(key))[1]
-
     def __contains__(self, key: object) -> bool:
         return id(key) in self._entries
 
@@ -52,10 +48,6 @@ class IdentityMap(Generic[_Value]):
         """Return the value of the object with this ``id()``; None without one."""
         entry = self._entries.get(identity)
         return None if entry is None else entry[1]
-
-    def ids(self) -> list[int]:
-        """Return the ``id()`` of each object."""
-        return list(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)

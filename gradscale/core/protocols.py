@@ -125,7 +125,6 @@ class Collectives(Protocol):
         :class:`~gradscale.CollectiveTimeoutError` when a rank does not come in time, and
         :class:`~gradscale.BackendError` for failures of the group's library.
         """
-        ...
 
 
 @runtime_checkable
@@ -150,13 +149,11 @@ class GroupBackend(Protocol):
 
     def collectives(self, group: object, /, *, timeout: float) -> Collectives:
         """Wrap a communicator; ``timeout`` in seconds. May be collective over the group (duplicating it is)."""
-        ...
 
 
 class _Steps(Protocol):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Update the parameters from the gradients."""
-        ...
 
 
 @runtime_checkable
@@ -166,7 +163,6 @@ class OptimizerWithGroups(_Steps, Protocol):
     @property
     def param_groups(self) -> Iterable[Mapping[str, Any]]:
         """Dicts whose ``"params"`` have ``.grad``; ``None`` is skipped."""
-        ...
 
 
 @runtime_checkable
@@ -212,27 +208,21 @@ class Policy(Protocol):
     @property
     def init_scale(self) -> float:
         """The first scale."""
-        ...
 
     def init(self, like: Array) -> ScaleState:
         """Return the first state, in the library and on the device of ``like``."""
-        ...
 
     def update(self, state: ScaleState, *, nonfinite: Array) -> ScaleState:
         """Return the state after a step whose gradients had ``nonfinite`` bad leaves (0 for a clean step).
 
         Always called with ``nonfinite=``, since other libraries take the opposite flag in its place.
         """
-        ...
 
     def backoff(self, state: ScaleState) -> ScaleState:
         """Return the state with the scale lowered once, whatever is tolerated (a closure is tried again)."""
-        ...
 
     def clamp(self, scale: float) -> float:
         """Return a scale moved into the range that the policy allows (a checkpoint's, or one set by hand)."""
-        ...
 
     def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: would one more overflow have to be raised; None if the policy never raises."""
-        ...

@@ -146,18 +146,15 @@ class Counting(Protocol):
 
     def magnitudes(self, bits: Array) -> Array:
         """Return the bits without the sign, in memory that may be used again for the next block."""
-        ...
 
     def extent(self, x: Array, limit: int) -> tuple[int, int, int]:
         """Return how many magnitudes are 0 and how many less than a limit, and the greatest of all."""
-        ...
 
     def around(self, x: Array, limit: int) -> tuple[int, int, int]:
         """Return how many magnitudes are less than a limit and how many equal it, and the greatest of the former, or 0.
 
         ``x`` may be overwritten.
         """
-        ...
 
 
 def count_block(bits: Array, layout: Layout, counting: Counting) -> Summary:

@@ -53,7 +53,6 @@ __all__ = [
     "read_verdict",
     "shifted",
     "shifts",
-    "verdict",
 ]
 
 _Form: TypeAlias = "str | bytes | tuple[_Form, ...] | None"
@@ -113,10 +112,6 @@ class Verdict(NamedTuple):
     """Whether an overflow now must be raised, as the policy says."""
     scale: float
     """The scale that all ranks hold."""
-
-
-verdict: Callable[[tuple[int, int, bool, float]], Verdict] = Verdict._make
-"""Makes a Verdict of its four values."""
 
 
 def pack(backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, about: Sequence[int]) -> Array:
@@ -313,7 +308,7 @@ def read_verdict(
     # Where both a field and its negative are this rank's, they are everybody's.
     if values[2:] != own[2:]:
         _require_one_state(values, own, policy, where, moved)
-    return verdict((values[0], own[0], bool(values[1]), float32_from_bits(values[2])))
+    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
 
 
 def _require_one_state(

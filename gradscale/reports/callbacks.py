@@ -34,7 +34,6 @@ class SummaryWriter(Protocol):
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
         """Write a number."""
-        ...
 
 
 def every_rank(callback: Callable[[_Report], object]) -> Callable[[_Report], object]:

@@ -30,15 +30,12 @@ class Deferrable(Protocol):
     @property
     def is_captured(self) -> bool:
         """Whether each replay of a captured graph overwrites it."""
-        ...
 
     def has_arrived(self) -> bool:
         """Tell whether it can be read without waiting."""
-        ...
 
     def verdict(self) -> Verdict:
         """Read it."""
-        ...
 
 
 _Pending = TypeVar("_Pending", bound=Deferrable)
@@ -64,10 +61,12 @@ class Reports(Generic[_Pending]):
         on_skip: OnSkip | None = None,
         on_update: OnUpdate | None = None,
         *,
-        diagnoses: bool = False,
+        diagnose: Diagnose | None = None,
         history_size: int = HISTORY_SIZE,
     ) -> None:
-        self.diagnoses = diagnoses
+        if diagnose is not None:
+            validation.choice("diagnose", diagnose, ("on_overflow",))
+        self._diagnose, self.diagnoses = diagnose, diagnose is not None
         self._on_skip = _as_tuple("on_skip", on_skip)
         self._on_update = _as_tuple("on_update", on_update)
         self._note_wishes()
@@ -156,7 +155,7 @@ class Reports(Generic[_Pending]):
 
     def __reduce__(self) -> tuple[Callable[[], Reports[_Pending]], tuple[()]]:
         """Pickle the settings: no reports, and no callbacks."""
-        return functools.partial(type(self), diagnoses=self.diagnoses, history_size=self._size), ()
+        return functools.partial(type(self), diagnose=self._diagnose, history_size=self._size), ()
 
 
 def step_report(

@@ -15,7 +15,7 @@ from gradscale.errors import (
     ScaleUnderflowError,
 )
 from gradscale.scaler.agreement import Agreement, Ballot, whereabouts
-from gradscale.scaler.options import DEFAULT_TIMEOUT
+from gradscale.scaler.scaler import DEFAULT_TIMEOUT
 
 __all__ = ["GroupAgreement"]
 

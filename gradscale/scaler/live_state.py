@@ -183,8 +183,7 @@ class ArrayState:
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
-        scale: float = self.numbers()["scale"]
-        return scale
+        return self.numbers()["scale"]
 
     def replace_scale(self, scale: float) -> None:
         """Set the scale and keep the trackers."""

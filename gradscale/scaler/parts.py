@@ -20,77 +20,59 @@ class LiveState(Protocol):
     @property
     def is_made(self) -> bool:
         """Whether there is a state; before, there are numbers at most, which a checkpoint has left."""
-        ...
 
     @property
     def is_known(self) -> bool:
         """Whether something is known of the scale: there is a state, or numbers that were loaded or set."""
-        ...
 
     @property
     def version(self) -> int:
         """A number that rises when the state is adapted, by one each time, and when its scale is set."""
-        ...
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
-        ...
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None if it has none."""
-        ...
 
     def current(self, like: Array | None = None) -> ScaleState:
         """Return the state, made in the library and on the device of ``like`` if there is none yet."""
-        ...
 
     def arrays(self, state: ScaleState) -> ScaleState:
         """Return a state as arrays, which one of numbers is made into."""
-        ...
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised: a bool for a state of numbers; None if never."""
-        ...
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
-        ...
 
     def advance(self, counts: Sequence[Array | int]) -> None:
         """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
-        ...
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one if the policy cannot."""
-        ...
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Replace a lazy state by the values just read."""
-        ...
 
     def observe(self, scale: float, version: int) -> None:
         """Record the scale that a verdict carries, which was the one of that version."""
-        ...
 
     def numbers(self) -> dict[str, float]:
         """Return the state as numbers, by the names of its fields. One host read."""
-        ...
 
     def scale(self) -> float:
         """Return the scale as a number. One host read."""
-        ...
 
     def replace_scale(self, scale: float) -> None:
         """Set the scale and keep the trackers."""
-        ...
 
     def replace_setting(self, name: str, value: float) -> None:
         """Set one of a DynamicScale's settings."""
-        ...
 
     def load(self, policy: Policy, numbers: dict[str, float], *, keep: bool) -> None:
         """Go on with another policy and other numbers; ``keep`` says that the present state is still in use."""
-        ...
 
 
 class Request(Protocol):
@@ -99,7 +81,6 @@ class Request(Protocol):
     @property
     def max_norm(self) -> float | None:
         """What the gradients are clipped to, if at all."""
-        ...
 
 
 class Gradients(Protocol):
@@ -111,12 +92,10 @@ class Gradients(Protocol):
     @property
     def like(self) -> Array | None:
         """An array that says in which library and on which device the state belongs; None without any."""
-        ...
 
     @property
     def groups(self) -> Sequence[Collectives]:
         """The groups that the gradients themselves are spread over, for a scaler that was given none."""
-        ...
 
 
 class Found(Protocol):
@@ -125,7 +104,6 @@ class Found(Protocol):
     @property
     def norm(self) -> Array | None:
         """The norm before clipping, 0-d float32; None if nothing was clipped."""
-        ...
 
 
 class Unscaler(Protocol):
@@ -133,35 +111,27 @@ class Unscaler(Protocol):
 
     def collect(self, optimizer: Any, request: Any = None) -> Gradients:
         """Return an optimizer's gradients; nothing is modified."""
-        ...
 
     def unscale(self, gradients: Any, live: Any, state: ScaleState) -> Found:
         """Divide gradients by the scale of a state, clip and judge them."""
-        ...
 
     def clip_unscaled(self, optimizer: Any, max_norm: float, live: Any) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any."""
-        ...
 
     def groups_for(self, optimizer: Any, groups: Sequence[Collectives]) -> Sequence[Collectives]:
         """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
-        ...
 
     def values_of(self, gradient: Array) -> Array | None:
         """Return the array that holds a gradient's values on this rank; None if it has none."""
-        ...
 
     def shape_of(self, gradient: Array) -> tuple[int, ...]:
         """Return the shape of a gradient on this rank."""
-        ...
 
     def was_left_scaled(self, optimizer: Any) -> bool:
         """Tell whether the optimizer unscaled its own gradients in its last step."""
-        ...
 
     def remember_left_scaled(self, optimizer: Any) -> None:
         """Record that the optimizer unscales its own gradients, until they are unscaled here."""
-        ...
 
 
 class Pending(Protocol):
@@ -186,15 +156,12 @@ class Pending(Protocol):
 
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""
-        ...
 
     def count(self) -> Array | int:
         """Return the agreed count, for the live state; no host read."""
-        ...
 
     def has_arrived(self) -> bool:
         """Tell whether the verdict can be read without waiting."""
-        ...
 
 
 class Scaling(Protocol):
@@ -202,4 +169,3 @@ class Scaling(Protocol):
 
     def scale(self, outputs: Any, iteration: Any, look: Callable[[Sequence[Array]], None] | None) -> Any:
         """Return outputs multiplied by the iteration's scale; ``look`` is called with the unscaled leaves then."""
-        ...

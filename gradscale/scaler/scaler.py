@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
@@ -13,9 +15,10 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleUnderflowError
+from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.plain import plain_rule
 from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, step_report
+from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler import checkpoint, stepper
 from gradscale.scaler.agreement import Agreement
@@ -23,15 +26,76 @@ from gradscale.scaler.diagnosis import Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.live_state import ArrayState, checked_scale
-from gradscale.scaler.options import DEFAULT_TIMEOUT, checked_arguments, chosen_policy, made_reports
 from gradscale.scaler.parts import Pending
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip
 from gradscale.scaler.verdict import PendingVerdict
 
-__all__ = ["GradScaler", "ShardedGradScaler", "agree_over", "end_step", "iteration_of", "scaler_of"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "GradScaler",
+    "ShardedGradScaler",
+    "agree_over",
+    "checked_arguments",
+    "chosen_policy",
+    "end_step",
+    "iteration_of",
+    "scaler_of",
+]
 
 _Outputs = TypeVar("_Outputs")
+_Arguments = ParamSpec("_Arguments")
+
+DEFAULT_TIMEOUT = 1800.0
+
+# What torch's scalers take besides.
+_OF_TORCH = {"device", "process_group"}
+_POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
+
+
+def checked_arguments(constructor: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Let a constructor refuse arguments that it does not take with an InvalidTypeError that names its options."""
+    signature = inspect.signature(constructor)
+    options = [name for name in signature.parameters if name != "self"]
+
+    @functools.wraps(constructor)
+    def construct(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = [name for name in kwargs if name not in options]
+            is_ours = "device" not in options
+            what = f"unexpected keyword arguments {unknown}" if unknown else f"{error}, got {shown(args[1:])}"
+            if is_ours and len(args) > 1:
+                what = f"a scaler of gradscale takes its options by name, got {shown(args[1:])}"
+            msg = f"{what}; the options of a scaler are {options}"
+            if is_ours and (len(args) > 1 or not _OF_TORCH.isdisjoint(unknown)):
+                msg += (
+                    "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
+                )
+            raise InvalidTypeError(msg) from None
+        constructor(*args, **kwargs)
+
+    return construct
+
+
+def chosen_policy(policy: Policy | None, factors: Mapping[str, float | None]) -> Policy:
+    """Return a policy, or a DynamicScale of the factors that are given.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For a policy together with a factor, what is no policy, or a factor that is out of range.
+    """
+    given = {name: value for name, value in factors.items() if value is not None}
+    if policy is None:
+        return DynamicScale(**given)  # type: ignore[arg-type]
+    if given:
+        either = f"policy= or {', '.join(f'{name}=' for name in given)}"
+        msg = f"give {either}, not both, got {shown(policy)} and {shown(given)}"
+        raise InvalidValueError(msg)
+    found: Policy = validation.policy(policy, _POLICY_MEMBERS)
+    return found
 
 
 class GradScaler:
@@ -105,7 +169,7 @@ class GradScaler:
         }
         live = ArrayState(chosen_policy(policy, factors), backend)
         is_enabled = validation.boolean("enabled", enabled)
-        reports = made_reports(on_skip, on_update, diagnose, history_size)
+        reports: Reports[Pending] = Reports(on_skip, on_update, diagnose=diagnose, history_size=history_size)
         agreement = Agreement(diagnoses=reports.diagnoses)
         self._assemble(Parts(live, ArrayScaling(), ArrayUnscaler(), agreement, reports, PendingVerdict), is_enabled)
 

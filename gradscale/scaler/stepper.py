@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from gradscale.core.protocols import Optimizer
 from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
-__all__ = ["Outcome", "evaluating", "find_closure", "step"]
+__all__ = ["evaluating", "find_closure", "step"]
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
 
 
-Outcome: TypeAlias = tuple[object, Verdict | None, int]
-"""What ``optimizer.step`` returned, None for a skipped step; its verdict; how often a closure was evaluated again."""
-
-
 def step(
     iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Outcome:
+) -> tuple[object, Verdict | None, int]:
     """Step an optimizer unless a gradient is not finite. One host read, or one for each evaluation of a closure.
+
+    Returns the result of ``optimizer.step`` (None for a skipped step), the verdict, and how often a closure was
+    evaluated again.
 
     Raises
     ------

@@ -56,7 +56,7 @@ class PendingVerdict:
         self._is_plain = isinstance(count, int)
         at_min_scale = self._is_plain and live.at_min_scale(state) is True
         if self._is_plain and not groups:
-            self.known = vector.verdict((count, count, at_min_scale, state.scale))
+            self.known = Verdict(count, count, at_min_scale, state.scale)
             return
         self._live, self._state = live, state
         agreement = iteration.agreement

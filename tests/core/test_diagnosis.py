@@ -37,7 +37,7 @@ def snapshot(arrays: Library, scaler: GradScaler, optimizer: Any) -> Any:
     kept = [
         *(repr(part) for part in iteration.parts),
         *({name: repr(value) for name, value in vars(part).items()} for part in (live, agreement, iteration)),
-        *(scaler.history, reports._last.ids(), iteration.steps, scaler.is_enabled()),
+        *(scaler.history, len(reports._last), iteration.steps, scaler.is_enabled()),
     ]
     return (
         grads,

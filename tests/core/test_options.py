@@ -10,7 +10,7 @@ from axes import require
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
-from gradscale.scaler.options import chosen_policy
+from gradscale.scaler.scaler import chosen_policy
 
 
 def constructors() -> list[Any]:
