@@ -49,7 +49,7 @@ class ScaledOptimizerState(NamedTuple):
     """
 
     scale_state: ScaleState
-    inner_state: optax.OptState
+    inner_state: Any
     verdict: Verdict
     skipped: jax.Array
 
