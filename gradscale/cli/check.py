@@ -214,7 +214,7 @@ def _describe(problem: Problem) -> str:
 
 
 def _notes(page: Page) -> list[str]:
-    """Return what a reader should know besides the result."""
+    """Return notes for the reader of the result."""
     found = []
     ranks = page["ranks"]
     if page["size"] == 1:

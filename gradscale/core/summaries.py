@@ -276,7 +276,7 @@ def _fields(bits: int | Array, layout: Layout) -> tuple[Array, Array, Array]:
 
 
 def _dissect(x: Array) -> list[Array]:
-    """Return what ``_fields`` does of a 0-d float that is finite and not negative, as int32."""
+    """Return a 0-d float that is finite and not negative as ``_fields`` does, as int32."""
     xp = array_namespace(x)
     significand, exponent = significand_and_exponent(x)
     half = xp.full_like(x, 2.0**_HALF_BITS)

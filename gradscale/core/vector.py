@@ -165,7 +165,7 @@ def _place(scaler: int, group: int) -> int:
 
 
 def shifts(scalers: Sequence[int]) -> list[int]:
-    """Return what changes in ``place`` from each group of a list to the next; ``scalers``: its number over each."""
+    """Return the change of ``place`` from each group of a list to the next; ``scalers``: its number over each."""
     places = [_place(scaler, group) for group, scaler in enumerate(scalers)]
     return [after - before for before, after in itertools.pairwise(places)]
 

@@ -145,7 +145,7 @@ class Agreement:
         self.failure = None
 
     def usable_groups(self) -> Sequence[Collectives]:
-        """Return what is agreed over; BackendError if the group was lost."""
+        """Return the groups to agree over; BackendError if one was lost."""
         if self._groups and self._lost is not None:
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
@@ -204,7 +204,7 @@ class Agreement:
         return number
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is pickled: without groups, which do not travel."""
+        """Return the state to pickle: without groups, which do not travel."""
         fresh = Agreement(() if self.is_alone else None, diagnoses=self._diagnoses, own_rank=self._own_rank)
         return fresh.__dict__
 

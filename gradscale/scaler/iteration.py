@@ -277,7 +277,7 @@ class Iteration:
         return self.verdict(turn)
 
     def judged(self) -> tuple[list[Pending], list[Verdict]]:
-        """Return what counts in the update, and the verdicts of it, without those that the CPU reads later."""
+        """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
         pending, verdicts = [], []
         for turn in self.turns:
             one = turn.pending
@@ -297,7 +297,7 @@ class Iteration:
         purpose: Purpose = Purpose.STEP,
         index: int = 0,
     ) -> Position:
-        """Return what the next message of this iteration is about."""
+        """Return the position of the next message of this iteration."""
         self._messages += 1
         agreement = self.agreement
         return vector.position(

@@ -209,7 +209,7 @@ class ArrayState:
             self._settle_on(replaced(self._state, numbers))
 
     def __getstate__(self) -> dict[str, float]:
-        """Return what is pickled: numbers in place of arrays; the next array says where the state goes."""
+        """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten = dict.fromkeys(("_state", "home", "_rule", "_like"))
         kept = {name: value for name, value in self.__dict__.items() if name != "backend"}
@@ -265,7 +265,7 @@ def _possible(values: Sequence[int], largest: Trackers, library: Any) -> dict[st
 
 
 def largest_trackers(policy: Policy, reached: Sequence[int] = ()) -> Trackers:
-    """Return what the trackers of a policy's states can reach, or have reached before."""
+    """Return the largest values that the trackers of a policy's states can have."""
     said: Trackers = getattr(policy, "largest_trackers", ANY_TRACKERS)
     return tuple(map(max, said, reached)) if reached else said
 

@@ -377,7 +377,7 @@ class GradScaler:
         after: float = rule.update(known, max(verdict.nonfinite for verdict in verdicts)).scale
         return after
 
-    # What is told.
+    # Reports.
 
     def last_step(self, optimizer: Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
@@ -574,7 +574,7 @@ class GradScaler:
         live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is pickled: settings and numbers, without arrays, groups, callbacks and reports.
+        """Return the state to pickle: settings and numbers, without arrays, groups, callbacks and reports.
 
         Raises
         ------
@@ -602,7 +602,7 @@ class GradScaler:
             self._iteration.loss_nonfinite += (count,)
 
     def _checked_clip(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Clip | None:
-        """Return what to clip to, having looked at the arguments before anything is modified.
+        """Check the arguments before anything is modified, and return the norm to clip to.
 
         Raises
         ------
