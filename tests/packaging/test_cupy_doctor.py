@@ -55,8 +55,10 @@ def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("status", "driver", "reason"),
     [
         pytest.param(100, 12020, "CUDA finds no device (driver of CUDA 12.2, CuPy for CUDA 12.9): ", id="no-device"),
-        pytest.param(35, 11040, "CUDA driver 11.4 is older than the runtime 12.9 that CuPy", id="old-driver"),
-        pytest.param(35, 0, "there is no CUDA driver here, and CuPy was built for CUDA 12.9: ", id="no-driver"),
+        pytest.param(
+            35, 11040, "CUDA's driver is too old (driver of CUDA 11.4, CuPy for CUDA 12.9): update it", id="old-driver"
+        ),
+        pytest.param(35, 0, "there is no CUDA driver here: install NVIDIA's driver", id="no-driver"),
     ],
 )
 def test_without_a_device_the_reason_says_what_to_do_and_no_other_command_is_given(
