@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 class Step:
-    """A step under way, entered before the optimizer is stepped with ``args`` and ``kwargs`` if ``is_made``.
+    """A context in which to call ``optimizer.step(*args, **kwargs)`` if ``is_made``.
 
     ``verdict`` is None if it is read later.
     """

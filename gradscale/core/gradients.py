@@ -108,7 +108,7 @@ def name_gradients(located: Sequence[NamedGradient], names: object) -> list[Name
             raise InvalidValueError(msg)
         return [one._replace(name=name) for one, name in zip(located, listed, strict=True)]
     by_parameter: dict[int, str] = {}
-    # Of strings with something else among them, that is at fault.
+    # If there are strings and something else, report what is no string.
     for item in sorted(listed, key=lambda item: isinstance(item, str)):
         if (
             not isinstance(item, tuple)

@@ -9,8 +9,8 @@ when all ranks hold one value, so that a rank that has drifted is found in the s
 travels: MAX over floats gives ranks different answers when one of them holds a NaN.
 
 The fields are whatever the ranks must hold in common: the four of the state, the policy, and a :func:`position`, which
-says what the message is about. Small numbers share an int32: the least and the greatest value of a packed field are
-those of some rank too, so an error can name what differs in it.
+says what the message is about. Small numbers share an int32; the least and the greatest value of such a field are those
+of some rank, so an error can take them apart.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ _PLACE = _FIELDS.index("place")
 # Of "message", from the lowest: the optimizer, the call of the iteration, the purpose.
 _OPTIMIZER_BITS = 15
 _CALL_BITS = 12
-# Of "place", from the lowest: what float32 lacks of max_norm, the position of the group in the list, the scaler.
+# Of "place", from the lowest: a checksum of the digits of max_norm that float32 lacks, the position of the group in the
+# list, the scaler.
 _REST_BITS = 12
 _GROUP_BITS = 5
 _SCALER_BITS = 14
@@ -305,7 +306,7 @@ def read_verdict(
     ScaleDesyncError
         If the ranks differ, or have met a message that is not gradscale's; it names the fields.
     """
-    # Where both a field and its negative are this rank's, they are everybody's.
+    # If MAX has changed neither a field nor its negative, all ranks have sent the same.
     if values[2:] != own[2:]:
         _require_one_state(values, own, policy, where, moved)
     return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))

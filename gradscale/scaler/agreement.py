@@ -48,7 +48,7 @@ class Agreement:
     groups : sequence of Collectives or None, default ()
         What to agree over, in turn; empty for a process that decides alone, None while it is not known.
     diagnoses : bool, default False
-        Whether the scaler makes more collectives after an overflow, which has to be the same on every rank.
+        Whether overflows are diagnosed, which takes more collectives; the same on every rank.
     own_rank : callable, optional
         Returns the rank of this process for reports, or None for the one that its groups give it.
 
@@ -75,12 +75,12 @@ class Agreement:
         self.failure: GradscaleError | None = None
         # Why the groups can no longer be used.
         self._lost: BackendError | CollectiveTimeoutError | None = None
-        # By the library's own group, the number of this scaler, which it has again when it joins that group again.
+        # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._had: IdentityMap[int] = IdentityMap()
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
-        """Begin with the numbers that all ranks begin with, which join one group."""
+        """Reset the counters, as every rank does that joins a group."""
         self.steps = 0
         self.takes_lists = take_lists(self._groups or ())
         self._optimizers: IdentityMap[int] = IdentityMap()
@@ -133,7 +133,7 @@ class Agreement:
     # Why the ranks cannot agree.
 
     def fail(self, error: BackendError | CollectiveTimeoutError | ScaleDesyncError, iteration: int) -> None:
-        """Keep what the ranks could not agree for: they would not fail alike a second time."""
+        """Keep the error that ended an agreement; another try could fail differently on each rank."""
         if isinstance(error, CollectiveTimeoutError):
             error.iteration = iteration
         self.failure = error
@@ -149,7 +149,7 @@ class Agreement:
         if self._groups and self._lost is not None:
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
-        return self.groups if self._groups is None else self._groups
+        return self.groups
 
     def example(self, live: LiveState, number: int) -> Array | None:
         """Return an array for a rank that has none; None if it need not take part.
@@ -212,7 +212,7 @@ class Agreement:
         # A copy in the same process talks to the same ranks.
         copied = Agreement(self._groups, diagnoses=self._diagnoses, own_rank=self._own_rank)
         copied._lost = self._lost
-        # Nothing tells it from this one, which it may replace on some ranks.
+        # The same numbers, since some ranks may go on with a copy and others with the original.
         copied.steps, copied._optimizers, copied._next = self.steps, self._optimizers, self._next
         copied._own_numbers, copied._had = self._own_numbers, self._had
         return copied
@@ -241,7 +241,11 @@ class Ballot:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
         self._agreed: Array = None if groups else sent
-        self._finish = groups[0].start_max(sent) if groups else None
+        try:
+            self._finish = groups[0].start_max(sent) if groups else None
+        except (BackendError, CollectiveTimeoutError) as error:
+            agreement.fail(error, number)
+            raise
 
     def agreed(self) -> Array:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""

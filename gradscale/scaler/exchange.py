@@ -12,7 +12,7 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """A MAX of a few integers over one group, announced by a message that is as long as every other.
+    """A MAX of a few integers over one group, after a message of the usual length that announces it.
 
     ``index`` is the position of the group in the scaler's list.
     """

@@ -110,7 +110,7 @@ class Iteration:
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
-        # By the optimizer's id, with what returns the optimizer, or None once it is deleted.
+        # By id(optimizer): a weak reference to it, and its turn.
         self._known: dict[int, tuple[Callable[[], Optimizer | None], Turn]] = {}
         self._closure_state: ScaleState | None = None
         self._messages = 0
@@ -118,7 +118,7 @@ class Iteration:
     # Turns.
 
     def turn_of(self, optimizer: Optimizer) -> Turn:
-        """Return an optimizer's turn; raise again what the ranks could not agree for."""
+        """Return an optimizer's turn; after a failed agreement, raise its error again."""
         if self.agreement.failure is not None:
             raise self.agreement.failure
         known = self._known.get(id(optimizer))
@@ -241,7 +241,7 @@ class Iteration:
         try:
             found = self.unscaler.unscale(gradients, live, state)
         except BaseException:
-            # Whatever fails may have unscaled some gradients, but for a refusal before.
+            # After a failure some gradients may be divided already, but not after a refusal.
             if not gradients.is_touched:
                 turn.stage = before
             raise
@@ -314,7 +314,7 @@ class Iteration:
     # What ranks and callers do wrong.
 
     def require_sound(self) -> None:
-        """Raise again what the ranks could not agree for."""
+        """After a failed agreement, raise its error again."""
         if self.agreement.failure is not None:
             raise self.agreement.failure
 

@@ -39,7 +39,7 @@ class LiveState(Protocol):
         """Return the state, made in the library and on the device of ``like`` if there is none yet."""
 
     def arrays(self, state: ScaleState) -> ScaleState:
-        """Return a state as arrays, which one of numbers is made into."""
+        """Return a state as arrays, converted from numbers if it is of numbers."""
 
     def at_min_scale(self, state: ScaleState) -> Array | bool | None:
         """Return whether an overflow now must be raised: a bool for a state of numbers; None if never."""

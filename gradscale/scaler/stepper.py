@@ -44,7 +44,7 @@ def step(
 def evaluating(
     iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Iterator[Evaluation]:
-    """Give the arguments for ``optimizer.step`` with its closure wrapped, and end what it raises to skip the step.
+    """Give the arguments for ``optimizer.step`` with its closure wrapped, and catch the exception that skips the step.
 
     LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. After
     each evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure

@@ -77,7 +77,7 @@ class PendingVerdict:
             live, ballot = self._live, self._ballot
             agreed, sent = ballot.read(live.backend_for)
             if not self.groups:
-                # Nobody else has had a hand in it: what cannot be is the library's.
+                # No other rank has contributed, so an impossible value is the array library's fault.
                 live.checked(agreed[2:6])
             if not self._is_plain:
                 self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])

@@ -333,3 +333,25 @@ def test_callbacks_are_called_on_rank_0_and_where_they_want_it() -> None:
     assert told == [("first", 0), ("everywhere", 0), ("everywhere", 2)]
     copied = pickle.loads(pickle.dumps(Reports(diagnose="on_overflow", history_size=3)))
     assert (copied.on_skip, copied.on_update, copied.history, copied.wants_each_step) == (None, None, [], True)
+
+
+class Refusing:
+    """A group whose library refuses each message."""
+
+    rank, size = 0, 2
+
+    def start_max(self, _: Any) -> Any:
+        msg = "the process group was destroyed"
+        raise gradscale.BackendError(msg)
+
+
+@pytest.mark.numpy
+def test_a_message_that_cannot_be_sent_ends_the_iteration_as_one_that_is_not_answered() -> None:
+    scaler, optimizer = gradscale.ShardedGradScaler(group=Refusing(), init_scale=1024.0), Tree()
+    scaler.scale(np.float32(1.0))
+    optimizer.grads = [np.float32([math.inf])]
+    for call in (lambda: scaler.step(optimizer), lambda: scaler.step(optimizer), scaler.update):
+        with pytest.raises(gradscale.BackendError, match="destroyed"):
+            call()
+    assert (scaler.get_scale(), optimizer.steps) == (1024.0, 0)
+    scaler.set_group(Lost())
