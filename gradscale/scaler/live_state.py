@@ -112,10 +112,10 @@ class ArrayState:
             self._restored = {}
             self._like, self.home = state.scale, array_namespace(state.scale)
             self.backend = self.backend_for(state.scale)
-            self._settle_on(state)
+            self.take(state)
         return self._state  # type: ignore[return-value]
 
-    def _settle_on(self, state: ScaleState) -> None:
+    def take(self, state: ScaleState) -> None:
         """Make a state the present one: as numbers if the policy allows it, else as arrays."""
         self._rule = plain_rule(self.policy) if self.backend.computes_on_host else None
         self._state = self.arrays(state) if self._rule is None else self._numbers_of(state)
@@ -141,10 +141,6 @@ class ArrayState:
             return found
         xp = self.home
         return self.backend.read(xp.reshape(xp.astype(found, xp.int32), (1,)))[0] > 0
-
-    def take(self, state: ScaleState) -> None:
-        """Go on with a state from elsewhere, such as a lowered one."""
-        self._settle_on(state)
 
     def advance(self, counts: Sequence[Array | int]) -> None:
         """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
@@ -197,7 +193,7 @@ class ArrayState:
         self.policy = with_setting(self.policy, name, value)
         self._largest = largest_trackers(self.policy, self._largest)
         if self._state is not None:
-            self._settle_on(self._state)
+            self.take(self._state)
 
     def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:  # noqa: ARG002
         """Go on with another policy and other numbers; the arrays of the present state are never written to."""
@@ -206,7 +202,7 @@ class ArrayState:
         if self._state is None:
             self._restored = numbers
         else:
-            self._settle_on(replaced(self._state, numbers))
+            self.take(replaced(self._state, numbers))
 
     def __getstate__(self) -> dict[str, float]:
         """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
