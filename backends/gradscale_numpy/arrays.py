@@ -115,7 +115,6 @@ class NumpyBackend(Backend):
         ----------
         grads : sequence of arrays
             float16, float32, float64, longdouble, complex, and the dtypes of ml_dtypes; any strides, any byte order.
-            Each once.
         state : ScaleState
             Gives the scale.
         dtype : dtype, optional
@@ -178,8 +177,9 @@ class NumpyBackend(Backend):
 
 
 def _own_their_memory(arrays: Sequence[NumpyArray]) -> bool:
-    """Tell quickly whether all are plain arrays that own their memory: then no two share any, and all are writable."""
-    return _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
+    """Tell quickly whether all are plain arrays that own their memory, each once: then no two share any."""
+    is_owner = _ONLY_ARRAYS.issuperset(map(type, arrays)) and _OWN_AND_PLAIN.issuperset(map(_flags, arrays))
+    return is_owner and len(set(map(id, arrays))) == len(arrays)
 
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:

@@ -85,11 +85,11 @@ def _must_stay(name: str, got: str) -> str:
     )
 
 
-def _setting(name: str) -> property:
+def _setting(name: str, default: float = 1.0) -> property:
     """Return a property for one of the policy's settings, 1 if it has none; torch's getters and setters use it."""
 
     def get(scaler: GradScaler) -> float:
-        value: float = getattr(_live(scaler).policy, name, 1.0)
+        value: float = getattr(_live(scaler).policy, name, default)
         return value
 
     def replace(scaler: GradScaler, value: float) -> None:
@@ -507,7 +507,7 @@ class GradScaler(TorchGradScaler):
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
-    _growth_interval = _setting("growth_interval")
+    _growth_interval = _setting("growth_interval", 1)
     _unscale_grads_ = _not_called("_unscale_grads_")
     _maybe_opt_step = _not_called("_maybe_opt_step")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidValueError
+from gradscale.errors import GradscaleError, InvalidValueError
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 
@@ -121,7 +121,7 @@ def _walked(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[li
                 above.add(id(node))
                 waiting.append(_Container(node, len(children)))
                 waiting.extend(reversed(children))
-    except InvalidValueError:
+    except GradscaleError:
         raise
     except Exception as error:
         refusal = unreadable("a container of arrays", error)

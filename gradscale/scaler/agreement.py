@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gradscale.core import registry, vector
 from gradscale.core.backend import Backend
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.core.vector import Verdict
-from gradscale.errors import (
-    BackendError,
-    CallOrderError,
-    CollectiveTimeoutError,
-    GradscaleError,
-    ScaleDesyncError,
-)
+from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
 from gradscale.scaler.parts import LiveState
 
 __all__ = ["Agreement", "Ballot", "take_lists", "whereabouts"]
@@ -132,13 +127,20 @@ class Agreement:
 
     # Why the ranks cannot agree.
 
-    def fail(self, error: BackendError | CollectiveTimeoutError | ScaleDesyncError, iteration: int) -> None:
-        """Keep the error that ended an agreement; another try could fail differently on each rank."""
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Keep the error that ends an agreement; another try could fail differently on each rank."""
+        try:
+            yield
+        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
+            self.failure = error
+            raise
+
+    def lose(self, error: BackendError | CollectiveTimeoutError, iteration: int) -> None:
+        """Use the groups no more."""
         if isinstance(error, CollectiveTimeoutError):
             error.iteration = iteration
-        self.failure = error
-        if not isinstance(error, ScaleDesyncError):
-            self._lost = error
+        self._lost = error
 
     def recover(self) -> None:
         """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
@@ -241,11 +243,7 @@ class Ballot:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
         self._agreed: Array = None if groups else sent
-        try:
-            self._finish = groups[0].start_max(sent) if groups else None
-        except (BackendError, CollectiveTimeoutError) as error:
-            agreement.fail(error, number)
-            raise
+        self._finish = groups[0].start_max(sent) if groups else None
 
     def agreed(self) -> Array:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""
@@ -256,7 +254,7 @@ class Ballot:
                     backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
                     agreed = group.start_max(vector.shifted(backend, agreed, by))()
             except (BackendError, CollectiveTimeoutError) as error:
-                self._agreement.fail(error, self._number)
+                self._agreement.lose(error, self._number)
                 raise
             self._agreed = agreed
         return self._agreed
@@ -270,13 +268,9 @@ class Ballot:
 
     def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy) -> Verdict:
         """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ."""
-        try:
-            return vector.read_verdict(
-                agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts)
-            )
-        except ScaleDesyncError as error:
-            self._agreement.fail(error, self._number)
-            raise
+        return vector.read_verdict(
+            agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts)
+        )
 
 
 def take_lists(groups: Sequence[Collectives]) -> bool:

@@ -110,8 +110,9 @@ class GroupAgreement:
         position = vector.position(self._calls, purpose=Purpose.GROUP_AGREEMENT, scaler=scaler)
         about = (agreement.identify(self._policy), *position)
         sent = vector.pack(backend, self._policy, state, nonfinite, about)
-        ballot = Ballot(agreement, self._groups, sent, self._calls)
-        verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
+        with agreement.failing():
+            ballot = Ballot(agreement, self._groups, sent, self._calls)
+            verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:
             msg = (

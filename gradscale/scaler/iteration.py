@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 from gradscale.core import vector
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.vector import Position, Purpose, Verdict
-from gradscale.errors import BackendError, CallOrderError
+from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, ScaleDesyncError
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
@@ -157,8 +157,6 @@ class Iteration:
         CallOrderError
             If there is neither a state nor an array.
         """
-        if self.agreement.failure is not None:
-            raise self.agreement.failure
         state = self._closure_state or self.state
         if state is not None:
             return state
@@ -212,7 +210,8 @@ class Iteration:
         """Look at the late verdicts that have arrived: ranks may differ, and the scale is known for a while."""
         if self.reports.under_way:
             for pending in self.reports.poll():
-                self.live.observe(pending.verdict().scale, pending.version)
+                with self.agreement.failing():
+                    self.live.observe(pending.verdict().scale, pending.version)
 
     def unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None = None) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
@@ -246,7 +245,11 @@ class Iteration:
                 turn.stage = before
             raise
         max_norm = None if request is None else request.max_norm
-        turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm)
+        try:
+            turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm)
+        except (BackendError, CollectiveTimeoutError) as error:
+            agreement.failure = error
+            raise
         return found.norm
 
     def verdict(self, turn: Turn) -> Verdict:
@@ -265,8 +268,7 @@ class Iteration:
             self.wrong_order("the gradients of this optimizer could not be unscaled completely before")
         try:
             return pending.verdict()
-        except BackendError as error:
-            # Also a scale that no policy makes, over no group.
+        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
             self.agreement.failure = error
             raise
 

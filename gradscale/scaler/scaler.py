@@ -204,9 +204,9 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        parts = self._parts
-        look = self._count_nonfinite if parts.reports.diagnoses else None
-        scaled: _Outputs = parts.scaling.scale(outputs, self._iteration, look)
+        self._iteration.require_sound()
+        look = self._count_nonfinite if self._parts.reports.diagnoses else None
+        scaled: _Outputs = self._parts.scaling.scale(outputs, self._iteration, look)
         return scaled
 
     def unscale_(

@@ -25,6 +25,8 @@ __all__ = ["ArrayFound", "ArrayGradients", "ArrayUnscaler", "Clip"]
 
 _INFINITY_BITS = 0x7F800000
 _LOWEST_INT32 = -(2**31)
+# Dividing by it changes nothing.
+_ONE = StaticScale(1.0)
 
 
 class Clip(NamedTuple):
@@ -106,8 +108,7 @@ class ArrayUnscaler:
         like = gradients.like
         if like is None:
             return None
-        # Dividing by one changes nothing.
-        one = ArrayState(StaticScale(1.0), live.backend_for(like))
+        one = ArrayState(_ONE, live.backend_for(like))
         return self.unscale(gradients, one, one.current(like)).norm
 
     def groups_for(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Sequence[Collectives]:  # noqa: ARG002

@@ -387,3 +387,13 @@ def test_several_losses_come_back_in_their_order(backend: NumpyBackend) -> None:
         (np.ndarray, np.float32, 4.0 * x) for x in (1.0, 2.0, 3.0, 4.0)
     ]
     assert [x.tolist() for x in backend.scale(losses[2:3] * 2, ScaleState(2.0, 0, 0, 0))] == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("fast", [False, None], ids=["numpy", "fast if there"])
+def test_an_array_that_is_listed_twice_is_refused(fast: bool | None) -> None:
+    array = np.float32([4.0, 8.0])
+    arrays = [array, array]
+    state = DynamicScale(init_scale=4.0).init(np.zeros(()))
+    with pytest.raises(InvalidValueError, match="share memory"):
+        NumpyBackend(fast=fast).unscale(arrays, state, out=arrays)
+    assert array.tolist() == [4.0, 8.0]

@@ -355,3 +355,51 @@ def test_a_message_that_cannot_be_sent_ends_the_iteration_as_one_that_is_not_ans
             call()
     assert (scaler.get_scale(), optimizer.steps) == (1024.0, 0)
     scaler.set_group(Lost())
+
+
+@pytest.mark.numpy
+def test_an_exchange_that_cannot_be_sent_leaves_a_scaler_that_can_be_given_another_group() -> None:
+    scaler, optimizer = gradscale.ShardedGradScaler(group=Refusing(), init_scale=1024.0), Tree()
+    scaler.scale(np.float32(1.0))
+    optimizer.grads = [np.float32([1024.0])]
+    for call in (lambda: scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"), lambda: scaler.step(optimizer)):
+        with pytest.raises(gradscale.BackendError, match="destroyed"):
+            call()
+    scaler.set_group(Lost())
+    agree = gradscale.GroupAgreement(Refusing(), DynamicScale())
+    state = DynamicScale().init(np.float32(1.0))
+    for message in ("destroyed", "construct a new GroupAgreement"):
+        with pytest.raises(gradscale.BackendError, match=message):
+            agree(np.asarray(0, np.int32), state)
+
+
+@pytest.mark.numpy
+def test_gradients_may_be_diagnosed_after_ranks_have_differed() -> None:
+    def rank(group: ThreadCollectives) -> Any:
+        scaler, optimizer = gradscale.ShardedGradScaler(group=group, init_scale=4.0 * (1 + group.rank)), Tree()
+        scaler.scale(np.float32(1.0))
+        optimizer.grads = [np.float32([8.0])]
+        with pytest.raises(gradscale.ScaleDesyncError):
+            scaler.step(optimizer)
+        with pytest.raises(gradscale.ScaleDesyncError):
+            scaler.scale(np.float32(1.0))
+        return len(scaler.diagnose(optimizer).entries)
+
+    assert run_ranks(2, rank) == [1, 1]
+
+
+@pytest.mark.numpy
+def test_a_verdict_of_before_a_loaded_state_ends_no_later_iteration() -> None:
+    def rank(group: ThreadCollectives) -> Any:
+        agreement, live = Agreement([group]), ArrayState(DynamicScale(init_scale=4.0 * (1 + group.rank)))
+        state = live.current(np.float32(1.0))
+        old = PendingVerdict(Iteration(1, parts(live, agreement)), found(0), state, agreement.groups, Tree())
+        for _ in range(2):
+            with pytest.raises(gradscale.ScaleDesyncError):
+                old.verdict()
+            agreement.recover()
+        with pytest.raises(gradscale.ScaleDesyncError):
+            old.verdict()
+        return agreement.failure
+
+    assert run_ranks(2, rank) == [None, None]
