@@ -119,9 +119,9 @@ class NCCLCollectives:
             event = cupy.cuda.Event(disable_timing=True)
             self._start(send, result, cupy.cuda.get_current_stream(), event)
 
-        # It holds what NCCL reads until the device is through with it.
+        # It holds the array that NCCL reads until the device is done with it.
         @functools.cache
-        def finish() -> Array:
+        def finish(_held: Array = send) -> Array:
             self.require_usable()
             self._group.run(lambda: self._poll(lambda: is_over(event)))
             if is_ours:

@@ -120,7 +120,7 @@ def test_a_scaler_over_mpi_does_not_wait_before_the_step(cupy: Any, comm: Any) -
 
 
 def test_a_copy_that_ctrl_c_interrupts_keeps_its_place(cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy.host import HostCopy
+    from gradscale_cupy.arrays import HostCopy
 
     collectives = collectives_for(comm, 5.0)
     sent = watched(collectives)
@@ -140,7 +140,7 @@ def test_a_copy_that_ctrl_c_interrupts_keeps_its_place(cupy: Any, comm: Any, mon
 
 
 def test_a_copy_that_fails_takes_the_group_with_it(cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy.host import HostCopy
+    from gradscale_cupy.arrays import HostCopy
 
     collectives = collectives_for(comm, 5.0)
     sent = watched(collectives)
@@ -162,7 +162,7 @@ def test_a_copy_that_fails_takes_the_group_with_it(cupy: Any, comm: Any, monkeyp
 def test_a_device_that_never_comes_to_the_copy_is_a_timeout(
     cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradscale_cupy.host import HostCopy
+    from gradscale_cupy.arrays import HostCopy
 
     monkeypatch.setattr(HostCopy, "is_done", lambda _self: False)
     finish = collectives_for(comm, 0.1).start_max(array(cupy, 1))

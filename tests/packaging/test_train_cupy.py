@@ -217,7 +217,7 @@ REFUSALS = {
         r"examples/train_cupy\.py needs cupy, got: .*; from a clone of gradscale: "
         r"python -m pip install '\.\[cupy,examples\]'",
     ),
-    "no-device": ("devices=0", r"\S+: there is no CUDA driver here, and CuPy was built for CUDA 13\.2: .*"),
+    "no-device": ("devices=0", r"\S+: there is no CUDA driver here: install NVIDIA's driver, .*"),
     "no-nccl": ("has_nccl=False", r"CuPy 14.2.0 finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13"),
     "too-few-gpus": (
         "devices=1",
