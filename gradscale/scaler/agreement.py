@@ -175,7 +175,7 @@ class Agreement:
         )
         raise CallOrderError(msg)
 
-    # What a message says.
+    # The contents of a message.
 
     def identify(self, policy: Policy) -> int:
         """Return the number that tells policies apart, and whether the scaler diagnoses."""

@@ -313,7 +313,7 @@ class Iteration:
             max_norm=max_norm,
         )
 
-    # What ranks and callers do wrong.
+    # Errors of ranks and callers.
 
     def require_sound(self) -> None:
         """After a failed agreement, raise its error again."""

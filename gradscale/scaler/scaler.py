@@ -48,7 +48,7 @@ _Arguments = ParamSpec("_Arguments")
 
 DEFAULT_TIMEOUT = 1800.0
 
-# What torch's scalers take besides.
+# Arguments of torch's scalers alone.
 _OF_TORCH = {"device", "process_group"}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 
@@ -648,9 +648,9 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 88 bytes for each optimizer, iteration and group, on every rank, whatever it found
-    and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has drifted
-    is an error on every rank instead of a silent divergence.
+    parallelism. One collective of at most 88 bytes for each optimizer, iteration and group, on every rank, whatever it
+    found and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has
+    drifted is an error on every rank instead of a silent divergence.
 
     Parameters
     ----------
