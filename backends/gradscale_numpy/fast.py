@@ -5,6 +5,7 @@ float8, long double, strided and byte-swapped arrays, and casts to a narrower ty
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -26,8 +27,6 @@ _BLOCK = 1 << 17
 
 # Arrays of one call: the call takes longer than a small array.
 _TOGETHER = 32
-
-_SINGLE = np.dtype(np.float32)
 
 _f4 = np.float32
 _u2 = np.uint16
@@ -200,7 +199,8 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
 
 def _scale_all(singles: Sequence[Array], inverse: np.float32) -> int:
     nonfinite = 0
-    flat = [array if array.ndim == 1 else array.reshape(-1) for array in singles]
+    is_flat = {1}.issuperset(map(operator.attrgetter("ndim"), singles))
+    flat = singles if is_flat else [array.reshape(-1) for array in singles]
     whole = len(flat) - len(flat) % _TOGETHER
     for start in range(0, whole, _TOGETHER):
         nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
