@@ -1,10 +1,10 @@
-"""The vector that ranks agree on: 22 int32 (88 bytes) with the verdict and a fingerprint of the state.
+"""The vector that ranks agree on: 25 int32 (100 bytes) with the verdict and a fingerprint of the state.
 
 ::
 
-    [nonfinite, at_min_scale, f1 .. f10, -f1 .. -f10]
+    [nonfinite, at_min_scale, has_gradients, f1 .. f11, -f1 .. -f11]
 
-After an element-wise MAX over the ranks, the first two are what any rank found, and ``max(f) == -max(-f)`` exactly
+After an element-wise MAX over the ranks, the first three are what any rank found, and ``max(f) == -max(-f)`` exactly
 when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. Only int32
 travels: MAX over floats gives ranks different answers when one of them holds a NaN.
 
@@ -37,6 +37,7 @@ from gradscale.errors import InvalidTypeError, ScaleDesyncError
 
 __all__ = [
     "ABOUT",
+    "FLAGS",
     "LENGTH",
     "Position",
     "Purpose",
@@ -62,9 +63,11 @@ _MAIN = "__main__"
 _SPAWNED_MAIN = "__mp_main__"
 
 _STATE = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker")
-_FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_norm")
+_FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_norm", "kind")
 _COUNT = len(_FIELDS)
-LENGTH = 2 + 2 * _COUNT
+FLAGS = 3
+"""How many values are what any rank found: ``nonfinite``, ``at_min_scale`` and ``has_gradients``."""
+LENGTH = FLAGS + 2 * _COUNT
 ABOUT = _COUNT - len(_STATE)
 """How many fields say which policy there is and what a message is about."""
 _PLACE = _FIELDS.index("place")
@@ -98,7 +101,7 @@ _CALLS = {
     Purpose.COMPILED: "gradscale_jax.agree",
 }
 
-Position: TypeAlias = tuple[int, int, int, int, int]
+Position: TypeAlias = tuple[int, int, int, int, int, int]
 """The last fields of the fingerprint: what a message is about. Made by :func:`position`."""
 
 
@@ -113,24 +116,37 @@ class Verdict(NamedTuple):
     """Whether an overflow now must be raised, as the policy says."""
     scale: float
     """The scale that all ranks hold."""
+    has_gradients: bool = True
+    """Whether any rank has a gradient."""
 
 
-def pack(backend: Backend, policy: Policy, state: ScaleState, nonfinite: Array, about: Sequence[int]) -> Array:
+def pack(
+    backend: Backend,
+    policy: Policy,
+    state: ScaleState,
+    nonfinite: Array,
+    about: Sequence[int],
+    *,
+    has_gradients: bool = True,
+) -> Array:
     """Return the vector of a state of arrays, 1-d int32; ``about`` is the policy's number and the position."""
     xp = array_namespace(state.scale)
     at_min_scale = policy.at_min_scale(state)
+    flags = [xp.reshape(nonfinite, (1,))]
     if at_min_scale is None:
-        is_at_min_scale = backend.integers((0,), state.scale)
+        flags.append(backend.integers((0, has_gradients), state.scale))
     else:
-        is_at_min_scale = xp.reshape(xp.astype(at_min_scale, xp.int32), (1,))
+        flags += [xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)), backend.integers((has_gradients,), state.scale)]
     fields = xp.concat([backend.fingerprint(state), backend.integers(about, state.scale)])
-    return xp.concat([xp.reshape(nonfinite, (1,)), is_at_min_scale, fields, -fields])
+    return xp.concat([*flags, fields, -fields])
 
 
-def pack_plain(state: ScaleState, nonfinite: int, at_min_scale: bool, about: Sequence[int]) -> list[int]:
+def pack_plain(
+    state: ScaleState, nonfinite: int, at_min_scale: bool, about: Sequence[int], *, has_gradients: bool = True
+) -> list[int]:
     """Return the vector of a state of Python numbers, as a list."""
     fields = [bits_of_float32(state.scale), *state[1:], *about]
-    return [nonfinite, at_min_scale, *fields, *map(operator.neg, fields)]
+    return [nonfinite, at_min_scale, has_gradients, *fields, *map(operator.neg, fields)]
 
 
 def position(
@@ -143,11 +159,13 @@ def position(
     group: int = 0,
     steps: int = 0,
     max_norm: float | None = None,
+    kind: int = 0,
 ) -> Position:
     """Return the fields that say what a message is about; numbers that do not fit are taken modulo.
 
     ``call`` is the number of the message in the iteration; optimizers are numbered as the scaler meets them, scalers as
-    they are constructed over the group, and ``group`` is the group's place in the list.
+    they are constructed over the group, ``group`` is the group's place in the list, and ``kind`` tells optimizers apart
+    by their class, number of param_groups and name.
     """
     norm, rest = (_NO_MAX_NORM, 0) if max_norm is None else _bits_of_norm(max_norm)
     message = purpose << _CALL_BITS | call & (1 << _CALL_BITS) - 1
@@ -157,6 +175,7 @@ def position(
         _place(scaler, group) | rest,
         steps & LARGEST_INT32,
         norm,
+        kind,
     )
 
 
@@ -174,7 +193,7 @@ def shifts(scalers: Sequence[int]) -> list[int]:
 def shifted(backend: Backend | None, x: Array, by: int) -> Array:
     """Return the vector for the next group of a list; ``backend`` is None for a list, and ``x`` is left alone."""
     row = [0] * LENGTH
-    row[2 + _PLACE], row[2 + _COUNT + _PLACE] = by, -by
+    row[FLAGS + _PLACE], row[FLAGS + _COUNT + _PLACE] = by, -by
     if backend is None:
         return list(map(operator.add, x, row))
     return x + backend.integers(row, x)
@@ -290,7 +309,7 @@ def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], 
 
 
 def read_verdict(
-    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int = 0
+    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int = 0, kind: str = ""
 ) -> Verdict:
     """Return the verdict from the vector after MAX (``values``) and this rank's before it (``own``).
 
@@ -300,6 +319,8 @@ def read_verdict(
         This rank's policy, and what returns its rank and iteration, for the message.
     moved : int, default 0
         What was added to ``place`` between the groups of a list.
+    kind : str
+        This rank's optimizer, for the message.
 
     Raises
     ------
@@ -307,27 +328,28 @@ def read_verdict(
         If the ranks differ, or have met a message that is not gradscale's; it names the fields.
     """
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    if values[2:] != own[2:]:
-        _require_one_state(values, own, policy, where, moved)
-    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[2]))
+    if values[FLAGS:] != own[FLAGS:]:
+        _require_one_state(values, own, policy, where, moved, kind)
+    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[FLAGS]), bool(values[2]))
 
 
 def _require_one_state(
-    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int
+    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int, kind: str
 ) -> None:
     mine = list(own)
-    mine[2 + _PLACE] += moved
-    mine[2 + _COUNT + _PLACE] -= moved
-    highest, lowest = values[2 : 2 + _COUNT], [-value for value in values[2 + _COUNT : LENGTH]]
-    if any(map(operator.lt, values[2:], mine[2:])):
+    middle = FLAGS + _COUNT
+    mine[FLAGS + _PLACE] += moved
+    mine[middle + _PLACE] -= moved
+    highest, lowest = values[FLAGS:middle], [-value for value in values[middle:LENGTH]]
+    if any(map(operator.lt, values[FLAGS:], mine[FLAGS:])):
         # No maximum is below what went into it.
         raise foreign_message(where())
     if highest != lowest:
-        differing = describe_differences(lowest, highest, mine[2 : 2 + _COUNT], policy)
+        differing = describe_differences(lowest, highest, mine[FLAGS:middle], policy, kind)
         msg = (
             f"ranks hold different states, seen by {where()}: {differing}. No rank takes this step. Load "
             f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
-            f"update() for the same optimizers in the same order everywhere"
+            f"update() for the same optimizers in the same order everywhere (a list of them, not a set)"
         )
         raise ScaleDesyncError(msg)
 
@@ -342,7 +364,7 @@ def foreign_message(where: str) -> ScaleDesyncError:
 
 
 def describe_differences(
-    lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: object
+    lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: object, kind: str = ""
 ) -> str:
     """Name the fields in which ranks differ, by the least and greatest value of each and this rank's own.
 
@@ -353,8 +375,8 @@ def describe_differences(
     differing = [name for name in low if low[name] != high[name]]
     if "purpose" in differing:
         # What the calls are for differs with them.
-        differing = [name for name in differing if name not in (*_STATE, "policy", "steps", "max_norm")]
-    return "; ".join(_difference(name, low[name], high[name], here.get(name), policy) for name in differing)
+        differing = [name for name in differing if name not in (*_STATE, "policy", "steps", "max_norm", "kind")]
+    return "; ".join(_difference(name, low[name], high[name], here.get(name), policy, kind) for name in differing)
 
 
 def _unpacked(fields: Sequence[int]) -> dict[str, int]:
@@ -388,9 +410,12 @@ _CONSEQUENCES = {
 }
 
 
-def _difference(name: str, low: int, high: int, own: int | None, policy: object) -> str:
+def _difference(name: str, low: int, high: int, own: int | None, policy: object, kind: str) -> str:
     if name == "policy":
         return f"policy (here {policy!r}) or diagnose="
+    if name == "kind":
+        here = f" (here {kind})" if kind else ""
+        return f"optimizer's class, number of param_groups or name{here}, so some rank has them in another order"
     if name == "group":
         return "position of the group in the list, so some rank has the groups in another order"
     if name == "rest":

@@ -130,7 +130,7 @@ class Reports(Generic[_Pending]):
     def record(self, optimizer: object, report: StepReport, rank: Callable[[], int] | None = None) -> None:
         """Keep the report of a step; if it was skipped, call ``on_skip``, unless ``rank`` is None."""
         self._last.put(optimizer, report)
-        if report.reason == "disabled":
+        if report.reason in ("disabled", "no gradients"):
             return
         self._history.append(report)
         if report.skipped and self._on_skip and rank is not None:
@@ -162,7 +162,7 @@ def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
-    nonfinite, local_nonfinite, _, scale = verdict
+    nonfinite, local_nonfinite, _, scale, _ = verdict
     reason: Literal["stepped", "overflow"] = "overflow" if nonfinite else "stepped"
     return StepReport(nonfinite > 0, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow)
 

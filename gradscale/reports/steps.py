@@ -22,8 +22,9 @@ class StepReport(NamedTuple):
     nonfinite : int
         How many gradient arrays held an inf or NaN; over a group, the largest number on any rank. Kernels that judge
         many arrays at once on a device report 1 for any number.
-    reason : {"stepped", "overflow", "disabled"}
-        Why: all gradients were finite; some were not; the scaler is disabled and checked nothing.
+    reason : {"stepped", "overflow", "no gradients", "disabled"}
+        Why: all gradients were finite; some were not; there was none, which is an error; the scaler is disabled and
+        checked nothing.
     iteration : int
         The scaler's iteration, from 1; ``update`` begins the next.
     retries : int
@@ -45,7 +46,7 @@ class StepReport(NamedTuple):
     skipped: bool
     scale: float
     nonfinite: int
-    reason: Literal["stepped", "overflow", "disabled"]
+    reason: Literal["stepped", "overflow", "no gradients", "disabled"]
     iteration: int
     retries: int = 0
     local_nonfinite: int = 0

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import NamedTuple
 
 from gradscale.core import registry, vector
 from gradscale.core.backend import Backend
@@ -33,6 +35,19 @@ def _count_scaler(group: object) -> int:
     number = _scalers.by_id(id(group)) or 0
     _scalers.put(group, number + 1)
     return number
+
+
+class Met(NamedTuple):
+    """An optimizer as ranks compare it."""
+
+    number: int
+    """In the order in which the scaler meets them."""
+    size: int
+    """How many ``param_groups`` it has."""
+    kind: str
+    """Its class, ``param_groups`` and name, for errors."""
+    identity: int
+    """A hash of these."""
 
 
 class Agreement:
@@ -78,7 +93,8 @@ class Agreement:
         """Reset the counters, as every rank does that joins a group."""
         self.steps = 0
         self.takes_lists = take_lists(self._groups or ())
-        self._optimizers: IdentityMap[int] = IdentityMap()
+        self._optimizers: IdentityMap[Met] = IdentityMap()
+        self._names: IdentityMap[str] = IdentityMap()
         self._next = itertools.count()
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
@@ -185,13 +201,25 @@ class Agreement:
             self._policy = policy if vector.is_fixed(policy) else None
         return self._identity
 
-    def number_of(self, optimizer: object) -> int:
-        """Return the number of an optimizer, in the order in which they are met."""
-        number = self._optimizers.by_id(id(optimizer))
-        if number is None:
-            number = next(self._next)
-            self._optimizers.put(optimizer, number)
-        return number
+    def met(self, optimizer: object) -> Met:
+        """Return an optimizer's number and kind, which are compared with the other ranks'."""
+        known = self._optimizers.by_id(id(optimizer))
+        groups = getattr(optimizer, "param_groups", None)
+        size = len(groups) if isinstance(groups, Sized) else 0
+        if known is None or known.size != size:
+            number = next(self._next) if known is None else known.number
+            name = self._names.by_id(id(optimizer))
+            kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
+            kind += "" if name is None else f", named {name!r}"
+            known = Met(number, size, kind, zlib.crc32(kind.encode()) & 0x7FFFFFFF)
+            self._optimizers.put(optimizer, known)
+        return known
+
+    def name(self, optimizer: object, name: str) -> None:
+        """Compare a name of an optimizer with the other ranks', too."""
+        known = self.met(optimizer)
+        self._names.put(optimizer, name)
+        self._optimizers.put(optimizer, known._replace(size=-1))
 
     def number_over(self, collectives: Collectives) -> int:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
@@ -216,6 +244,7 @@ class Agreement:
         copied._lost = self._lost
         # The same numbers, since some ranks may go on with a copy and others with the original.
         copied.steps, copied._optimizers, copied._next = self.steps, self._optimizers, self._next
+        copied._names = self._names
         copied._own_numbers, copied._had = self._own_numbers, self._had
         return copied
 
@@ -266,10 +295,10 @@ class Ballot:
             return agreed, self.sent
         return vector.read_both(backend_for(agreed), agreed, self.sent)
 
-    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy) -> Verdict:
+    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, kind: str = "") -> Verdict:
         """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ."""
         return vector.read_verdict(
-            agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts)
+            agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts), kind
         )
 
 

@@ -276,7 +276,21 @@ class Iteration:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
-        return self.verdict(turn)
+        verdict = self.verdict(turn)
+        if not verdict.has_gradients:
+            self.refuse_without_gradients(turn, optimizer, verdict)
+        return verdict
+
+    def refuse_without_gradients(self, turn: Turn, optimizer: Optimizer, verdict: Verdict) -> NoReturn:
+        """Raise CallOrderError for a step that would change nothing, and let the optimizer begin its turn again."""
+        turn.stage, turn.pending = Stage.READY, None
+        self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
+        ranks = "on any rank" if self.agreement.groups else ""
+        self.wrong_order(
+            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks and ' ' + ranks}: "
+            f"they were zeroed after backward(), or never made, or the optimizer holds the parameters of another "
+            f"model. Nothing was stepped"
+        )
 
     def judged(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
@@ -284,9 +298,12 @@ class Iteration:
         for turn in self.turns:
             one = turn.pending
             if one is not None and one.is_begun:
+                verdict = None if one.is_read_later else self.verdict(turn)
+                if verdict is not None and not verdict.has_gradients:
+                    continue
                 pending.append(one)
-                if not one.is_read_later:
-                    verdicts.append(self.verdict(turn))
+                if verdict is not None:
+                    verdicts.append(verdict)
         return pending, verdicts
 
     # Messages.
@@ -302,15 +319,17 @@ class Iteration:
         """Return the position of the next message of this iteration."""
         self._messages += 1
         agreement = self.agreement
+        met = agreement.met(optimizer)
         return vector.position(
             self.number,
             self._messages - 1,
             purpose=purpose,
-            optimizer=agreement.number_of(optimizer),
+            optimizer=met.number,
             scaler=agreement.number_over(groups[0]),
             group=index,
             steps=agreement.steps if purpose is Purpose.STEP else 0,
             max_norm=max_norm,
+            kind=met.identity,
         )
 
     # Errors of ranks and callers.

@@ -331,7 +331,12 @@ class GradScaler:
             counts = [one.count() for one in pending]
             ended.catch_up()
             live.advance(counts)
-        elif not ended.scaled and agreement.is_alone:
+        elif ended.scaled:
+            ended.wrong_order(
+                "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
+                "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of optimizer.step()"
+            )
+        else:
             ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
         self._iteration = Iteration(ended.number + 1, self._parts)
         underflow = None
@@ -499,6 +504,29 @@ class GradScaler:
         return self._diagnosis.diagnose(optimizer, self._iteration, names, loss, gather=gather)
 
     # Settings.
+
+    def name(self, optimizer: Optimizer, name: str) -> None:
+        """Give an optimizer a name, which the ranks of a group compare in each message about it.
+
+        Ranks compare the class and the number of ``param_groups`` of an optimizer anyway. Of two of one kind, such as
+        the generator's and the critic's, they know only the order in which they meet them: a name tells these apart.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Which ``unscale_`` and ``step`` are called with.
+        name : str
+            The same on every rank.
+
+        Raises
+        ------
+        InvalidTypeError
+            For what is no string.
+        """
+        if not isinstance(name, str):
+            msg = f"name must be a string, got {shown(name)}"
+            raise InvalidTypeError(msg)
+        self._parts.agreement.name(optimizer, name)
 
     def get_scale(self) -> float:
         """Return the scale as a float, 1.0 when disabled. One host read."""

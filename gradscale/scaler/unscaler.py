@@ -65,6 +65,8 @@ class ArrayFound(NamedTuple):
     """How many are not finite: 0-d int32 on the state's device; an int for a state of numbers."""
     norm: Array | None
     """Their norm before clipping, 0-d float32."""
+    has_gradients: bool = True
+    """Whether there is any."""
 
 
 class ArrayUnscaler:
@@ -100,7 +102,7 @@ class ArrayUnscaler:
             unscaled, nonfinite, norm = _clip(backend, unscaled, nonfinite, squares, clip)
         if unscaled is not chosen:
             gradients.assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
-        return ArrayFound(nonfinite, norm)
+        return ArrayFound(nonfinite, norm, len(chosen) > 0)
 
     def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: LiveState) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None if there are none. No host read."""

@@ -56,19 +56,22 @@ class PendingVerdict:
         self._is_plain = isinstance(count, int)
         at_min_scale = self._is_plain and live.at_min_scale(state) is True
         if self._is_plain and not groups:
-            self.known = Verdict(count, count, at_min_scale, state.scale)
+            self.known = Verdict(count, count, at_min_scale, state.scale, found.has_gradients)
             return
         self._live, self._state = live, state
         agreement = iteration.agreement
-        about = (0,) * vector.ABOUT
+        about, self._kind = (0,) * vector.ABOUT, ""
         if groups:
+            self._kind = agreement.met(optimizer).kind
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
         if self._is_plain:
-            sent: Array | list[int] = vector.pack_plain(state, count, at_min_scale, about)
+            sent: Array | list[int] = vector.pack_plain(
+                state, count, at_min_scale, about, has_gradients=found.has_gradients
+            )
             if not agreement.takes_lists:
                 sent = live.home.asarray(sent, dtype=live.home.int32)
         else:
-            sent = vector.pack(live.backend, live.policy, state, count, about)
+            sent = vector.pack(live.backend, live.policy, state, count, about, has_gradients=found.has_gradients)
         self._ballot = Ballot(agreement, groups, sent, iteration.number)
 
     def verdict(self) -> Verdict:
@@ -78,16 +81,16 @@ class PendingVerdict:
             agreed, sent = ballot.read(live.backend_for)
             if not self.groups:
                 # No other rank has contributed, so an impossible value is the array library's fault.
-                live.checked(agreed[2:6])
+                live.checked(agreed[vector.FLAGS : vector.FLAGS + 4])
             if not self._is_plain:
-                self.numbers = ScaleState(float32_from_bits(sent[2]), *sent[3:6])
+                self.numbers = ScaleState(float32_from_bits(sent[3]), *sent[4:7])
                 self._count = ballot.agreed()[0]
                 if hasattr(ballot.agreed(), "compute"):
                     # A lazy library would compute all that it depends on once more in the update.
                     xp = array_namespace(ballot.agreed())
                     self._count = xp.asarray(agreed, dtype=xp.int32)[0]
-                    live.settle(self._state, agreed[2:6])
-            self.known = ballot.verdict(agreed, sent, live.policy)
+                    live.settle(self._state, agreed[vector.FLAGS : vector.FLAGS + 4])
+            self.known = ballot.verdict(agreed, sent, live.policy, self._kind)
         return self.known
 
     def count(self) -> Array | int:

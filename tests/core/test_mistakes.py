@@ -1,0 +1,110 @@
+"""Mistakes that a training loop makes without an overflow: torch's scalers raise, and so do ours, before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library
+from optimizers import Tree
+
+import gradscale
+from gradscale import CallOrderError, GradScaler, ShardedGradScaler
+from gradscale.testing import ThreadCollectives, run_ranks
+
+
+def scaled(arrays: Library, scaler: GradScaler, *values: float) -> list[Any]:
+    return [scaler.scale(arrays.asarray([value])) for value in values]
+
+
+@pytest.mark.parametrize("grads", [[], [None], {"weights": None}], ids=["empty", "None", "dict"])
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_ and step"])
+def test_a_step_without_a_single_gradient_is_an_error(arrays: Library, grads: Any, unscales: bool) -> None:
+    scaler, optimizer = GradScaler(init_scale=4.0), Tree()
+    scaler.scale(arrays.asarray(1.0))
+    optimizer.grads = grads
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(
+        CallOrderError, match=r"none of whose parameters has a gradient: they were zeroed after backward"
+    ):
+        scaler.step(optimizer)
+    assert optimizer.calls == []
+    assert scaler.last_step(optimizer).reason == "no gradients"
+    assert scaler.history == []
+    with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped"):
+        scaler.update()
+    # The gradients may be made, and the same step be called again.
+    optimizer.grads = scaled(arrays, scaler, 2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (len(optimizer.calls), scaler.last_step(optimizer).reason) == (1, "stepped")
+
+
+def test_an_update_after_a_plain_step_of_the_optimizer_is_an_error(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(init_scale=4.0), Tree()
+    optimizer.grads = scaled(arrays, scaler, 2.0)
+    optimizer.step()
+    message = r"still multiplied by the scale; call scaler\.step\(optimizer\) in place of optimizer\.step\(\)"
+    with pytest.raises(CallOrderError, match=message):
+        scaler.update()
+    # A scale that the user sets ends the iteration, as in torch.
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
+
+
+def test_unscaling_without_a_step_stays_allowed(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(init_scale=4.0, growth_interval=1), Tree()
+    optimizer.grads = scaled(arrays, scaler, 2.0)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("with_gradients", [None, 0, 1, 2])
+def test_over_a_group_one_rank_with_gradients_is_enough(with_gradients: int | None) -> None:
+    def rank(group: ThreadCollectives) -> Any:
+        scaler, optimizer = ShardedGradScaler(group=group, init_scale=4.0), Tree()
+        scaler.scale(np.float32(1.0))
+        optimizer.grads = [np.float32([4.0])] if group.rank == with_gradients else []
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+        except CallOrderError as error:
+            return str(error).partition(",")[0], optimizer.calls
+        return scaler.last_step(optimizer).reason, len(optimizer.calls)
+
+    expected = ("step() of Tree", []) if with_gradients is None else ("stepped", 1)
+    assert run_ranks(3, rank) == [expected] * 3
+
+
+class Other(Tree):
+    """Another class of optimizer."""
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize(("kinds", "named"), [((Tree, Other), False), ((Tree, Tree), True)], ids=["classes", "names"])
+def test_optimizers_in_another_order_from_the_first_iteration_on_are_an_error(kinds: Any, named: bool) -> None:
+    def rank(group: ThreadCollectives) -> str:
+        scaler = ShardedGradScaler(group=group, init_scale=4.0)
+        optimizers = [kind([np.float32([4.0])]) for kind in kinds]
+        if named:
+            for optimizer, name in zip(optimizers, ("generator", "critic"), strict=True):
+                scaler.name(optimizer, name)
+        scaler.scale(np.float32(1.0))
+        try:
+            for optimizer in reversed(optimizers) if group.rank == 1 else optimizers:
+                scaler.step(optimizer)
+        except gradscale.ScaleDesyncError as error:
+            assert not any(optimizer.calls for optimizer in optimizers)
+            return str(error)
+        return "stepped"
+
+    messages = run_ranks(2, rank)
+    first = (
+        ("(here Tree, named 'generator')", "(here Tree, named 'critic')") if named else ("(here Tree)", "(here Other)")
+    )
+    for message, here in zip(messages, first, strict=True):
+        assert f"optimizer's class, number of param_groups or name {here}" in message
