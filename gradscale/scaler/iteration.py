@@ -93,6 +93,8 @@ class Iteration:
         What closures have lowered it to; ``update`` makes it the state.
     loss_nonfinite : tuple of arrays
         For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
+    is_inside_closure : bool
+        Whether a closure is being evaluated, which calls ``scale``.
     turns : list of Turn
         In the order in which the optimizers were met.
     steps : list of StepReport
@@ -103,7 +105,7 @@ class Iteration:
         self.number = number
         self.parts = parts
         self.live, _, self.unscaler, self.agreement, self.reports, self._begin_verdict = parts
-        self.scaled = False
+        self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
         self.loss_nonfinite: tuple[Array, ...] = ()
@@ -173,11 +175,11 @@ class Iteration:
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
         """Scale and unscale with what closures have lowered the state to, if they have."""
-        self._closure_state = self.lowered
+        self._closure_state, self.is_inside_closure = self.lowered, True
         try:
             yield
         finally:
-            self._closure_state = None
+            self._closure_state, self.is_inside_closure = None, False
 
     def lower(self) -> bool:
         """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +15,7 @@ from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.vector import Purpose, Verdict
-from gradscale.errors import InvalidTypeError, InvalidValueError, ScaleUnderflowError
+from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.plain import plain_rule
 from gradscale.reports.overflow import OverflowReport
@@ -39,7 +40,9 @@ __all__ = [
     "checked_arguments",
     "chosen_policy",
     "end_step",
+    "enter",
     "iteration_of",
+    "leave",
     "scaler_of",
 ]
 
@@ -175,6 +178,8 @@ class GradScaler:
 
     def _assemble(self, parts: Parts, enabled: bool) -> None:
         self._parts, self._enabled = parts, enabled
+        # Held by the call that is under way.
+        self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
         self._iteration = Iteration(1, parts)
 
@@ -204,10 +209,18 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        self._iteration.require_sound()
-        look = self._count_nonfinite if self._parts.reports.diagnoses else None
-        scaled: _Outputs = self._parts.scaling.scale(outputs, self._iteration, look)
-        return scaled
+        parts, iteration = self._parts, self._iteration
+        iteration.require_sound()
+        look = self._count_nonfinite if parts.reports.diagnoses else None
+        is_of_a_step = iteration.is_inside_closure
+        if not is_of_a_step:
+            enter(self, "scale()")
+        try:
+            scaled: _Outputs = parts.scaling.scale(outputs, iteration, look)
+            return scaled
+        finally:
+            if not is_of_a_step:
+                leave(self)
 
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
@@ -248,8 +261,12 @@ class GradScaler:
         if not self._enabled:
             parts = self._parts
             return None if clip is None else parts.unscaler.clip_unscaled(optimizer, clip.max_norm, parts.live)
-        iteration = self._iteration
-        return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
+        enter(self, "unscale_()")
+        try:
+            iteration = self._iteration
+            return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
+        finally:
+            leave(self)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -284,10 +301,14 @@ class GradScaler:
         if not self._enabled:
             end_step(self, optimizer)
             return optimizer.step(*args, **kwargs)
-        iteration = self._iteration
-        turn = iteration.begin_step(optimizer)
-        returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
-        end_step(self, optimizer, turn, verdict, retries)
+        enter(self, "step()")
+        try:
+            iteration = self._iteration
+            turn = iteration.begin_step(optimizer)
+            returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
+            end_step(self, optimizer, turn, verdict, retries)
+        finally:
+            leave(self)
         return returned
 
     def update(self, new_scale: float | Array | None = None) -> None:
@@ -313,6 +334,13 @@ class GradScaler:
         """
         if not self._enabled:
             return
+        enter(self, "update()")
+        try:
+            self._update(new_scale)
+        finally:
+            leave(self)
+
+    def _update(self, new_scale: float | Array | None) -> None:
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
         ended = self._iteration
         ended.require_sound()
@@ -613,7 +641,7 @@ class GradScaler:
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts))
         position = self._iteration.number, self._iteration.scaled
-        return self.__dict__ | {"_parts": parts, "_iteration": position, "_diagnosis": None}
+        return self.__dict__ | {"_parts": parts, "_iteration": position, "_diagnosis": None, "_busy": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
@@ -782,6 +810,21 @@ def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
     made = GradScaler.__new__(GradScaler)
     made._assemble(parts, enabled)
     return made
+
+
+def enter(scaler: GradScaler, call: str) -> None:
+    """Mark a call as under way until :func:`leave`; CallOrderError if another one is, by whatever thread."""
+    if not scaler._busy.acquire(blocking=False):
+        msg = (
+            f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
+            f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
+        )
+        raise CallOrderError(msg)
+
+
+def leave(scaler: GradScaler) -> None:
+    """Mark the call under way as over."""
+    scaler._busy.release()
 
 
 def iteration_of(scaler: GradScaler) -> Iteration:

@@ -1,7 +1,9 @@
-"""Mistakes that a training loop makes without an overflow: torch's scalers raise, and so do ours, before anything moves."""
+"""Mistakes of a training loop without an overflow: torch's scalers raise, and so do ours, before anything moves."""
 
 from __future__ import annotations
 
+import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -108,3 +110,70 @@ def test_optimizers_in_another_order_from_the_first_iteration_on_are_an_error(ki
     )
     for message, here in zip(messages, first, strict=True):
         assert f"optimizer's class, number of param_groups or name {here}" in message
+
+
+BUSY = "while another call of this scaler is under way"
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("call", ["scale", "unscale_", "step", "update"])
+def test_a_call_inside_of_a_step_is_an_error_and_the_step_is_made_once(call: str) -> None:
+    scaler = GradScaler(init_scale=4.0)
+
+    class Nested(Tree):
+        def step(self, *args: Any, **kwargs: Any) -> str:
+            with pytest.raises(CallOrderError, match=rf"^{call}\(\) was called {BUSY}"):
+                getattr(scaler, call)(*{"scale": (np.float32(1.0),), "update": ()}.get(call, (self,)))
+            return super().step(*args, **kwargs)
+
+    optimizer = Nested([scaler.scale(np.float32([2.0]))])
+    scaler.step(optimizer)
+    scaler.update()
+    assert (optimizer.steps, optimizer.grads[0].tolist(), scaler.last_step(optimizer).iteration) == (1, [2.0], 1)
+
+
+@pytest.mark.numpy
+def test_a_callback_that_updates_is_an_error_of_the_update() -> None:
+    scaler = GradScaler(init_scale=4.0)
+    scaler.on_update = lambda _: scaler.update()
+    optimizer = Tree([scaler.scale(np.float32([2.0]))])
+    scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match=BUSY):
+        scaler.update()
+    scaler.on_update = None
+    optimizer.grads = [scaler.scale(np.float32([2.0]))]
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).iteration == 2
+
+
+@pytest.mark.numpy
+def test_a_second_thread_is_refused_until_the_first_has_returned() -> None:
+    scaler, begun, seen = GradScaler(init_scale=4.0), threading.Event(), threading.Event()
+
+    class Slow(Tree):
+        def step(self, *args: Any, **kwargs: Any) -> str:
+            begun.set()
+            assert seen.wait(10)
+            return super().step(*args, **kwargs)
+
+    optimizer = Slow([scaler.scale(np.float32([2.0]))])
+    thread = threading.Thread(target=scaler.step, args=(optimizer,))
+    thread.start()
+    assert begun.wait(10)
+    with pytest.raises(CallOrderError, match=BUSY):
+        scaler.step(Tree([np.float32([2.0])]))
+    seen.set()
+    thread.join()
+    scaler.update()
+    assert optimizer.steps == 1
+
+
+@pytest.mark.numpy
+def test_a_call_that_raises_leaves_the_scaler_free() -> None:
+    scaler = GradScaler(init_scale=4.0)
+    for call in (lambda: scaler.scale("text"), lambda: scaler.unscale_(object()), lambda: scaler.step(object())):  # type: ignore[arg-type]
+        with pytest.raises(gradscale.GradscaleError):
+            call()
+    with pytest.raises(CallOrderError, match="nothing was scaled"):
+        scaler.update()
+    assert pickle.loads(pickle.dumps(scaler)).scale(np.float32(1.0)) == 4.0
