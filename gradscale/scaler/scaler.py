@@ -261,12 +261,15 @@ class GradScaler:
         if not self._enabled:
             parts = self._parts
             return None if clip is None else parts.unscaler.clip_unscaled(optimizer, clip.max_norm, parts.live)
-        enter(self, "unscale_()")
+        iteration = self._iteration
+        is_of_a_step = iteration.is_inside_closure
+        if not is_of_a_step:
+            enter(self, "unscale_()")
         try:
-            iteration = self._iteration
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
         finally:
-            leave(self)
+            if not is_of_a_step:
+                leave(self)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.

@@ -120,7 +120,7 @@ def test_a_rank_that_leaves_out_an_iteration_is_found_by_every_rank() -> None:
         for iteration in range(6):
             if group.rank == 1 and iteration == 3:
                 scaler.scale(np.float32(1.0))
-                scaler.update()
+                scaler.update(65536.0)
                 continue
             optimizer = begin(scaler)
             try:
@@ -147,13 +147,14 @@ def test_an_unpickled_scaler_without_a_group_touches_no_gradient() -> None:
     assert run_ranks(2, train) == [(1, [1.0] * 3)] * 2
 
 
-def test_a_rank_that_never_scales_may_leave_out_a_step_on_purpose() -> None:
+def test_an_update_without_a_step_is_an_error_on_every_rank_whichever_has_scaled() -> None:
     def train(group: Any) -> int:
         scaler = ShardedGradScaler(group=group)
         if group.rank == 0:
             scaler.scale(np.float32(1.0))
-        scaler.update()
-        optimizer = SGD()
+        with pytest.raises(CallOrderError, match=r"update\(\) was called"):
+            scaler.update()
+        optimizer = begin(scaler)
         scaler.step(optimizer)
         return optimizer.steps
 

@@ -14,17 +14,6 @@ from gradscale import GradScaler, InvalidTypeError, InvalidValueError
 from gradscale.core.backend import Backend
 
 
-@pytest.mark.parametrize("nothing", [[], None, {}, [None], [[], {"w": None}]], ids=repr)
-def test_an_optimizer_without_gradients_steps(arrays: Library, nothing: Any) -> None:
-    scaler = GradScaler()
-    scaler.scale(arrays.asarray(1.0))
-    optimizer = Tree(nothing)
-    assert scaler.step(optimizer) == "stepped"
-    scaler.update()
-    assert optimizer.grads == nothing
-    assert scaler.state_dict()["_growth_tracker"] == 1
-
-
 def test_parameters_without_gradient_are_left_alone(arrays: Library) -> None:
     scaler = GradScaler()
     optimizer = Grouped([None, *scaled(arrays, scaler, 4.0)], [])

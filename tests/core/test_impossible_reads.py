@@ -16,6 +16,7 @@ import gradscale
 from gradscale import BackendError, DynamicScale, GradScaler, presets
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
+from gradscale.core.vector import FLAGS
 from gradscale.scaler.live_state import largest_trackers, numbers_of
 
 pytestmark = pytest.mark.numpy
@@ -33,8 +34,8 @@ class Misplacing(Backend):
         values = super().read(x)
         if self.values is None:
             return values
-        # A verdict's vector holds two numbers before those of the state.
-        before = values[:2] if len(values) > 4 else []
+        # A verdict's vector holds flags before the numbers of the state.
+        before = values[:FLAGS] if len(values) > 4 else []
         return [*before, *self.values, *values[len(before) + 4 :]]
 
 

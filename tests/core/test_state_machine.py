@@ -92,7 +92,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def update(self) -> None:
         judged = [index for index in range(2) if self.stages[index] != "ready"]
-        if not judged and not self.scale_called:
+        if not judged:
             self.refused(self.scaler.update)
             return
         self.scaler.update()
