@@ -72,10 +72,11 @@ def test_a_rank_without_gradients_takes_part(world: World, kind: str) -> None:
         assert clean[0]["steps"] == 1
 
 
-def test_no_rank_with_gradients_is_a_clean_step(world: World) -> None:
-    results = world.run(scenarios.empty_on, list(range(world.size)), [], "none")
-    assert_all_equal(results)
-    assert not results[0]["skipped"]
+def test_no_rank_with_gradients_is_the_same_error_on_every_rank(world: World) -> None:
+    for result in world.run(scenarios.empty_on, list(range(world.size)), [], "none"):
+        assert isinstance(result, Failure)
+        assert result.kind == "CallOrderError"
+        assert "none of whose parameters has a gradient on any rank" in result.message
 
 
 def test_random_overflows_leave_the_states_bit_identical(world: World) -> None:

@@ -161,9 +161,21 @@ class _Life:
             wanted = 2.0 ** self.chance.randint(-20, 30)
             scaler.update(wanted)
             model.set_scale(wanted)
+        elif not verdicts:
+            self._end_without_a_verdict()
         else:
             scaler.update()
             model.update(verdicts)
+
+    def _end_without_a_verdict(self) -> None:
+        """Be refused, and end the iteration by setting the scale that there is."""
+        try:
+            self.scaler.update()
+        except gradscale.CallOrderError:
+            self.scaler.update(self.model.scale)
+            self.model.set_scale(self.model.scale)
+        else:
+            raise AssertionError(self._where())
 
     def _unscale(self, optimizer: Any, true: float, *, over_group: bool, clips: bool) -> float:
         """Unscale an optimizer's gradient, and clip it if that is wanted; return what it should be."""
