@@ -17,13 +17,13 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import LENGTH, Purpose, describe_differences, identify, pack, position
+from gradscale.core.vector import FLAGS, LENGTH, Purpose, describe_differences, identify, pack, position
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale_jax import trees
 
 __all__ = ["AxisCollectives", "Verdict", "agree"]
 
-_FIELDS = (LENGTH - 2) // 2
+_FIELDS = (LENGTH - FLAGS) // 2
 # A verdict keeps so many; the others are the same in every step of a compiled program.
 _KEPT = 7
 
@@ -182,7 +182,7 @@ def agree(
     policy : Policy
         The same on every rank. The compiler cannot raise its errors: ``verdict.check(policy)`` does, on the host.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 22 int32; CallOrderError if one is not bound. Default: none, the verdict
+        Axes to agree over, in one ``pmax`` of 25 int32; CallOrderError if one is not bound. Default: none, the verdict
         of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
 
     Examples
@@ -201,7 +201,7 @@ def agree(
     vector = pack(registry.backend_for(state.scale), policy, state, nonfinite, (identify(policy), *about))
     if axis_name is not None:
         vector = AxisCollectives(axis_name).start_max(vector)()
-    highest, lowest = vector[2 : 2 + _FIELDS], -vector[2 + _FIELDS :]
+    highest, lowest = vector[FLAGS : FLAGS + _FIELDS], -vector[FLAGS + _FIELDS :]
     found = vector[0]
     at_min_scale = jnp.logical_and(vector[1] != 0, found != 0)
     return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest[:_KEPT], lowest[:_KEPT])

@@ -33,7 +33,9 @@ from gradscale.scaler.scaler import (
     agree_over,
     checked_arguments,
     chosen_policy,
+    enter,
     iteration_of,
+    leave,
     scaler_of,
 )
 from gradscale_torch.groups import is_lookalike
@@ -257,9 +259,15 @@ class GradScaler(TorchGradScaler):
         scaler = self._scaler
         if scaler.is_enabled():
             iteration = iteration_of(scaler)
-            turn = iteration.begin_unscale(optimizer)
             request = None if largest is None else Request(largest, iteration=iteration)
-            norm: Tensor | None = iteration.unscale(turn, optimizer, request)
+            is_of_a_step = iteration.is_inside_closure
+            if not is_of_a_step:
+                enter(scaler, "unscale_()")
+            try:
+                norm: Tensor | None = iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
+            finally:
+                if not is_of_a_step:
+                    leave(scaler)
             return norm
         if largest is None:
             return None

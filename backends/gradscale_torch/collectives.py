@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.core.vector import LENGTH
+from gradscale.core.vector import FLAGS, LENGTH
 from gradscale.errors import BackendError, InvalidValueError
 from gradscale.groups import GroupWait, poll
 from gradscale_torch import groups
@@ -256,9 +256,10 @@ class Reduction:
             collectives, group = self._collectives, self._group
             collectives.finish(group, self._work, self._buffer.device)
             if self._vector is not None:
-                count = told_count(self._buffer.tolist())
-                if count is not None:
-                    self._vector = [count, *self._vector[1:]]
+                told = told_count(self._buffer.tolist())
+                if told is not None:
+                    count, has_gradients = told
+                    self._vector = [count, self._vector[1], has_gradients, *self._vector[FLAGS:]]
                 else:
                     # As every rank sees.
                     self._buffer = integers(self._vector, _CPU)
@@ -277,22 +278,27 @@ class Reduction:
 
 
 def short_form(vector: list[int]) -> list[int]:
-    """Return two int64 whose MAX tells that of vectors which differ in the first number, a count, at most.
+    """Return two int64 whose MAX tells that of vectors which differ in the count and ``has_gradients`` at most.
 
-    For more elements gloo sends more messages: over 3 ranks 22 take five times as long as 2. The greatest and the least
+    For more elements gloo sends more messages: over 3 ranks 25 take five times as long as 2. The greatest and the least
     hash of the other numbers tell whether the ranks hold the same; below the hash is the count, if it fits.
     """
-    count, *others = vector
-    packed = struct.pack(f"<{len(others)}i", *others)
+    count, at_min_scale, has_gradients, *fields = vector
+    packed = struct.pack(f"<{1 + len(fields)}i", at_min_scale, *fields)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
-    return [number << _COUNT_BITS | (count if 0 <= count < _TOO_MANY else _TOO_MANY), -number]
+    # 0 without gradients, else one more than the count.
+    found = min(count, MOST_COUNTED + 1) + has_gradients if count >= 0 else _TOO_MANY
+    return [number << _COUNT_BITS | min(found, _TOO_MANY), -number]
 
 
-def told_count(agreed: list[int]) -> int | None:
-    """Return the greatest count from the MAX of short forms; None, on every rank, if the vectors have to be sent."""
+def told_count(agreed: list[int]) -> tuple[int, bool] | None:
+    """Return the greatest count and whether any rank has gradients, from the MAX of short forms.
+
+    None, on every rank, if the vectors have to be sent.
+    """
     most, minus_least = agreed
-    count = most & _TOO_MANY
-    return count if most >> _COUNT_BITS == -minus_least and count < _TOO_MANY else None
+    found = most & _TOO_MANY
+    return (max(found - 1, 0), found > 0) if most >> _COUNT_BITS == -minus_least and found < _TOO_MANY else None
 
 
 def _forget_what_is_done() -> None:

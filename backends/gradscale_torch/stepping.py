@@ -13,7 +13,7 @@ import torch
 import gradscale
 from gradscale.core.vector import Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
-from gradscale.scaler.scaler import end_step, iteration_of
+from gradscale.scaler.scaler import end_step, enter, iteration_of, leave
 from gradscale.scaler.stepper import evaluating, find_closure
 from gradscale_torch.hosts import untraced, warn_caller
 from gradscale_torch.state import TensorState
@@ -58,10 +58,19 @@ class Step:
 
     @untraced
     def __enter__(self) -> Step:
-        optimizer = self.optimizer
         if not self._scaler.is_enabled():
             return self
-        iteration = iteration_of(self._scaler)
+        enter(self._scaler, "step()")
+        try:
+            self._begin(iteration_of(self._scaler))
+        except BaseException:
+            leave(self._scaler)
+            raise
+        return self
+
+    @untraced
+    def _begin(self, iteration: Iteration) -> None:
+        optimizer = self.optimizer
         skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
         if not skips_by_itself and not has_closure:
@@ -83,7 +92,6 @@ class Step:
             self._around = _by_kernel(self, iteration, turn)
         if self._around is not None:
             self._around.__enter__()
-        return self
 
     @untraced
     def __exit__(
@@ -92,10 +100,14 @@ class Step:
         is_over = error is None
         # It holds this step.
         around, self._around = self._around, None
-        if around is not None:
-            is_over = bool(around.__exit__(kind, error, trace)) or is_over
-        if is_over:
-            end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
+        try:
+            if around is not None:
+                is_over = bool(around.__exit__(kind, error, trace)) or is_over
+            if is_over:
+                end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
+        finally:
+            if self._scaler.is_enabled():
+                leave(self._scaler)
         return is_over
 
 
@@ -124,8 +136,8 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced.
     may_be_late = pending.may_be_late and not iteration.reports.wants_each_step
     pending.is_read_later = may_be_late and iteration.live.at_min_scale(pending.state) is None
-    if not pending.is_read_later:
-        step.verdict = iteration.verdict(turn)
+    if not pending.is_read_later or pending.has_nothing:
+        step.verdict = iteration.verdict_for_step(turn, optimizer)
     found, preset = pending.count(), getattr(optimizer, "grad_scale", None)
     # torch's optimizers do not wait for copies to the CPU.
     home = _CPU if pending.is_for_cpu else found.device

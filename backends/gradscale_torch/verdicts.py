@@ -42,7 +42,7 @@ Flags: TypeAlias = dict[torch.device, Tensor]
 _Reader: TypeAlias = Callable[[bool], list[float] | None]
 
 _CPU = torch.device("cpu")
-MOST_COUNTED = (1 << 15) - 2
+MOST_COUNTED = (1 << 15) - 3
 """Bad gradients that one message counts: more of them are as bad."""
 
 _READ_AFTER = "ask for the verdict of a step after the capture"
@@ -152,6 +152,11 @@ class TensorFound:
     norm: Tensor | None = None
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether there is any gradient."""
+        return len(self.flags) > 0
+
+    @property
     def nonfinite(self) -> Tensor:
         """A 0-d int32 on the scale's device: the count if it is known, else 0 or 1."""
         if self.count is None:
@@ -173,6 +178,7 @@ class TensorVerdict:
     _shown: Flags | None = None
     _ballot: Ballot | None = None
     _late: _Reader | None = None
+    _kind = ""
 
     def __init__(
         self,
@@ -189,12 +195,13 @@ class TensorVerdict:
         self._found, self._live = found, live
         if groups:
             agreement = iteration.agreement
+            self._kind = agreement.met(optimizer).kind
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
             self._ballot = Ballot(agreement, groups, self._message(about), iteration.number)
         elif found.count is None or found.scale is None or would_wait(found.home):
             return
         elif 0.0 < found.scale < math.inf:
-            self.known = Verdict(found.count, found.count, self._is_at_min_scale(), found.scale)
+            self.known = Verdict(found.count, found.count, self._is_at_min_scale(), found.scale, found.has_gradients)
 
     def _is_at_min_scale(self) -> bool:
         at_min_scale = self._live.policy.at_min_scale(self.state)
@@ -204,11 +211,15 @@ class TensorVerdict:
         """Return this rank's vector: ints if the groups take them and the CPU knows the numbers."""
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
-            sent: Tensor = vector.pack(self._live.backend_for(state.scale), policy, state, found.nonfinite, about)
+            backend = self._live.backend_for(state.scale)
+            sent: Tensor = vector.pack(
+                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients
+            )
             return sent
         numbers = ScaleState(*map(Tensor.item, state))
         count = min(found.count, MOST_COUNTED)
-        return vector.pack_plain(numbers, count, self._is_at_min_scale(), about)
+        at_min_scale = self._is_at_min_scale()
+        return vector.pack_plain(numbers, count, at_min_scale, about, has_gradients=found.has_gradients)
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:
@@ -222,6 +233,11 @@ class TensorVerdict:
     def may_be_late(self) -> bool:
         """Whether the CPU would have to wait for it, and nobody has looked at it yet."""
         return would_wait(self._found.home) and self._shown is None
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether this process decides alone, and has no gradient to decide on."""
+        return self._ballot is None and not self._found.has_gradients and not self._shown
 
     @property
     def is_for_cpu(self) -> bool:
@@ -239,7 +255,9 @@ class TensorVerdict:
         if self._shown is None:
             return found
         is_bad = any(flag.item() for flag in self._shown.values())
-        return found if is_bad == (found.nonfinite > 0) else found._replace(nonfinite=int(is_bad))
+        if is_bad != (found.nonfinite > 0):
+            found = found._replace(nonfinite=int(is_bad))
+        return found if found.has_gradients else found._replace(has_gradients=len(self._shown) > 0)
 
     def _read(self) -> Verdict:
         """Read the verdict now, and keep it: one host read."""
@@ -264,10 +282,10 @@ class TensorVerdict:
         if self._ballot is None:
             nonfinite, scale, *rest = values
             count = int(nonfinite) if self._found.count is None else self._found.count
-            found = Verdict(count, count, any(rest), scale)
+            found = Verdict(count, count, any(rest), scale, self._found.has_gradients)
         else:
             whole = list(map(int, values))
-            found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy)
+            found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy, self._kind)
         if not 0.0 < found.scale < math.inf:
             msg = (
                 f"gradients were divided by a scale that no policy makes, got scale={found.scale!r}: something else "
@@ -304,7 +322,7 @@ class TensorVerdict:
         if self.is_read_by_cpu:
             return torch.tensor(float(self.verdict().nonfinite > 0), dtype=torch.float32, device=_CPU)
         agreed = self._ballot.agreed()
-        fields = agreed[2:].reshape(2, -1)
+        fields = agreed[vector.FLAGS :].reshape(2, -1)
         # If ranks differ no rank steps, until the CPU sees it.
         flag: Tensor = ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
         return flag

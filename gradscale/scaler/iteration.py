@@ -213,7 +213,10 @@ class Iteration:
         if self.reports.under_way:
             for pending in self.reports.poll():
                 with self.agreement.failing():
-                    self.live.observe(pending.verdict().scale, pending.version)
+                    verdict = pending.verdict()
+                self.live.observe(verdict.scale, pending.version)
+                if not verdict.has_gradients:
+                    self.wrong_order("a step before, whose verdict has now arrived, found no gradient on any rank")
 
     def unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None = None) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
