@@ -393,6 +393,10 @@ class GradScaler(TorchGradScaler):
 
     # Settings.
 
+    def name(self, optimizer: Optimizer, name: str) -> None:
+        """Give an optimizer a name that the ranks compare; as :meth:`gradscale.GradScaler.name`."""
+        self._scaler.name(optimizer, name)
+
     def set_group(self, group: object) -> None:
         """Agree over another group from now on; None for the default of the constructor.
 

@@ -45,8 +45,8 @@ _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gra
 _CPU = torch.device("cpu")
 _CPU_IN_DLPACK = 1
 _HASH_BITS, _COUNT_BITS = 47, 15
-# Says that a count does not fit.
-_TOO_MANY = MOST_COUNTED + 1
+# Says that a count does not fit: all bits.
+_TOO_MANY = (1 << _COUNT_BITS) - 1
 
 
 @atexit.register
@@ -287,8 +287,8 @@ def short_form(vector: list[int]) -> list[int]:
     packed = struct.pack(f"<{1 + len(fields)}i", at_min_scale, *fields)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
     # 0 without gradients, else one more than the count.
-    found = min(count, MOST_COUNTED + 1) + has_gradients if count >= 0 else _TOO_MANY
-    return [number << _COUNT_BITS | min(found, _TOO_MANY), -number]
+    found = count + has_gradients if 0 <= count <= MOST_COUNTED else _TOO_MANY
+    return [number << _COUNT_BITS | found, -number]
 
 
 def told_count(agreed: list[int]) -> tuple[int, bool] | None:

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.torch
 
 INT32 = st.integers(-(2**31) + 1, 2**31 - 1)
 TAILS = st.lists(INT32, min_size=1, max_size=21)
-# What fits into 15 bits next to a hash, but for the number that says that a count does not fit.
-MOST = 2**15 - 2
+# What fits into 15 bits next to a hash, but for no gradients, none that is bad, and a count that does not fit.
+MOST = 2**15 - 3
 
 
-def told(vectors: list[list[int]]) -> int | None:
+def told(vectors: list[list[int]]) -> tuple[int, bool] | None:
     """Return what every rank learns from the short forms of these vectors."""
     from gradscale_torch.collectives import short_form, told_count
 
@@ -29,16 +29,19 @@ def told(vectors: list[list[int]]) -> int | None:
 @given(counts=st.lists(st.integers(0, MOST), min_size=1, max_size=8), tail=TAILS)
 def test_ranks_that_hold_the_same_learn_the_greatest_count(counts: list[int], tail: list[int]) -> None:
     require("torch")
-    assert told([[count, *tail] for count in counts]) == max(counts)
+    assert told([[count, 0, True, *tail] for count in counts]) == (max(counts), True)
+    # A rank without gradients holds the same as the others.
+    assert told([[0, 0, False, *tail], *([count, 0, True, *tail] for count in counts)]) == (max(counts), True)
+    assert told([[0, 0, False, *tail]] * 3) == (0, False)
 
 
 @given(data=st.data(), tail=TAILS, size=st.integers(2, 8))
 def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, tail: list[int], size: int) -> None:
     require("torch")
     place = data.draw(st.integers(0, len(tail) - 1))
-    vectors = [[data.draw(st.integers(0, MOST)), *tail] for _ in range(size)]
+    vectors = [[data.draw(st.integers(0, MOST)), 0, True, *tail] for _ in range(size)]
     for rank in data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1)):
-        vectors[rank][1 + place] = data.draw(INT32.filter(lambda value: value != tail[place]))
+        vectors[rank][3 + place] = data.draw(INT32.filter(lambda value: value != tail[place]))
     assert told(vectors) is None
 
 
@@ -46,8 +49,8 @@ def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, tail
 def test_a_first_number_that_does_not_fit_is_seen_by_every_rank(first: int) -> None:
     require("torch")
     for rank in range(3):
-        assert told([[first if rank == bad else 5, 7, -7] for bad in range(3)]) is None
-    assert told([[first, 7, -7]] * 3) is None
+        assert told([[first if rank == bad else 5, 0, True, 7, -7] for bad in range(3)]) is None
+    assert told([[first, 0, True, 7, -7]] * 3) is None
 
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1], ids=["smallest hash", "largest hash"])
@@ -63,4 +66,4 @@ def test_the_extreme_hashes_fit_into_an_int64(monkeypatch: pytest.MonkeyPatch, b
             return bits.to_bytes(8, "little")
 
     monkeypatch.setattr(collectives.hashlib, "blake2b", Digest)
-    assert told([[count, 5] for count in (0, MOST, 3)]) == MOST
+    assert told([[count, 0, True, 5] for count in (0, MOST, 3)]) == (MOST, True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch_runs import assert_same
 
-from gradscale import GradscaleError, InvalidTypeError
+from gradscale import CallOrderError, GradscaleError, InvalidTypeError
 
 pytestmark = pytest.mark.torch
 
@@ -143,7 +143,7 @@ def test_integer_gradients_are_refused_by_torch_and_left_alone_by_ours(torch: An
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_an_optimizer_without_gradients_this_time_is_stepped_and_the_other_decides(
+def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(
     torch: Any, ours: Any, theirs: Any, fused: bool, explicit: bool
 ) -> None:
     for make in (theirs, ours):
@@ -157,12 +157,16 @@ def test_an_optimizer_without_gradients_this_time_is_stepped_and_the_other_decid
             with pytest.raises(AssertionError, match="No inf checks were recorded"):
                 scaler.step(empty)
             continue
-        scaler.step(empty)
+        if make is ours:
+            with pytest.raises(CallOrderError, match="none of whose parameters has a gradient"):
+                scaler.step(empty)
+        else:
+            scaler.step(empty)
         scaler.step(full)
         scaler.update()
         assert scaler.get_scale() == 2.0
         if make is ours:
-            assert [scaler.last_step(each).skipped for each in (empty, full)] == [False, True]
+            assert [scaler.last_step(each).reason for each in (empty, full)] == ["no gradients", "overflow"]
             assert not hasattr(empty, "found_inf")
             scaler.scale(torch.ones(()))
             parameters[0].grad = torch.full((1,), 2.0)

@@ -237,6 +237,7 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made(torch: Any, 
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
     optimizer = plain(torch, parameters)
     # Gradients are looked at thoroughly when they are met first, before any is unscaled.
+    parameters[0].grad = torch.zeros(2, dtype=torch.float64)
     scaler.step(optimizer)
     scaler.update()
     parameters[0].grad = torch.full((2,), 16.0, dtype=torch.float64)

@@ -333,21 +333,27 @@ def test_torchs_scale_becomes_subnormal_and_ours_stops_at_the_smallest_normal_on
     ]
 
 
-def test_torch_cannot_step_without_gradients_and_ours_can(torch: Any, ours: Any) -> None:
+@pytest.mark.parametrize("how", ["zeroed", "another model", "plain step", "step forgotten"])
+def test_steps_without_gradients_and_updates_without_steps_are_errors_at_torchs_and_at_ours(
+    torch: Any, ours: Any, how: str
+) -> None:
     for make in (torch.amp.GradScaler, ours.GradScaler):
-        scaler = make("cpu")
-        scaler.scale(torch.ones(()))
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        if make is torch.amp.GradScaler:
-            with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler = make("cpu", init_scale=4.0, growth_interval=1)
+        parameter, stranger = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        optimizer = torch.optim.SGD([stranger if how == "another model" else parameter], lr=1.0)
+        scaler.scale(parameter.sum()).backward()
+        if how == "zeroed":
+            optimizer.zero_grad()
+        error = AssertionError if make is torch.amp.GradScaler else CallOrderError
+        if how in ("zeroed", "another model"):
+            with pytest.raises(error, match="No inf checks were recorded for this optimizer|none of whose parameters"):
                 scaler.step(optimizer)
-            with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-                scaler.update()
-            continue
-        scaler.step(optimizer)
-        scaler.update()
-        assert not scaler.last_step(optimizer).skipped
-        assert scaler._get_growth_tracker() == 1
+        elif how == "plain step":
+            optimizer.step()
+        with pytest.raises(error, match="No inf checks were recorded prior to update|no optimizer was unscaled"):
+            scaler.update()
+        assert (stranger.item(), parameter.item()) == (0.0, -4.0 if how == "plain step" else 0.0)
+        assert scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
