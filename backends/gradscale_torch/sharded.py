@@ -44,7 +44,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
 
     Notes
     -----
-    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce in an iteration, of 88
+    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce in an iteration, of 100
     bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients. ``scale`` keeps the dtype
     of a half-precision loss, as torch's does.
 

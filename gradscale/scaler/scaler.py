@@ -707,7 +707,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of at most 88 bytes for each optimizer, iteration and group, on every rank, whatever it
+    parallelism. One collective of at most 100 bytes for each optimizer, iteration and group, on every rank, whatever it
     found and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has
     drifted is an error on every rank instead of a silent divergence.
 

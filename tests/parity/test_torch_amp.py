@@ -346,11 +346,11 @@ def test_steps_without_gradients_and_updates_without_steps_are_errors_at_torchs_
             optimizer.zero_grad()
         error = AssertionError if make is torch.amp.GradScaler else CallOrderError
         if how in ("zeroed", "another model"):
-            with pytest.raises(error, match="No inf checks were recorded for this optimizer|none of whose parameters"):
+            with pytest.raises(error, match=r"No inf checks were recorded for this optimizer|none of whose parameters"):
                 scaler.step(optimizer)
         elif how == "plain step":
             optimizer.step()
-        with pytest.raises(error, match="No inf checks were recorded prior to update|no optimizer was unscaled"):
+        with pytest.raises(error, match=r"No inf checks were recorded prior to update|no optimizer was unscaled"):
             scaler.update()
         assert (stranger.item(), parameter.item()) == (0.0, -4.0 if how == "plain step" else 0.0)
         assert scaler.get_scale() == 4.0
