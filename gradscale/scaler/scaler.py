@@ -291,7 +291,8 @@ class GradScaler:
         Raises
         ------
         CallOrderError
-            When it was called already since the last ``update``.
+            When it was called already since the last ``update``, or inside of another call; when none of the
+            optimizer's parameters has a gradient, on any rank.
         ScaleDesyncError, CollectiveTimeoutError
             Over a group: on every rank when the states differ; when some rank never comes.
         ClosureOverflowError
@@ -325,8 +326,8 @@ class GradScaler:
         Raises
         ------
         CallOrderError
-            When nothing has been scaled or unscaled since the last ``update``. A step that was left out on purpose is
-            fine, before or after ``unscale_``.
+            When no optimizer has been unscaled or stepped since the last ``update``: nothing was scaled, or the
+            gradients are still scaled. A step that was left out after ``unscale_`` is fine, and so is ``new_scale``.
         ScaleUnderflowError
             When an overflow finds the scale at ``min_scale`` and the policy says so; the iteration is ended first, so
             the scaler can be saved or used on. What a callback has raised in the same call is its ``__context__``.
