@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
@@ -212,15 +212,16 @@ class GradScaler:
         parts, iteration = self._parts, self._iteration
         iteration.require_sound()
         look = self._count_nonfinite if parts.reports.diagnoses else None
-        is_of_a_step = iteration.is_inside_closure
-        if not is_of_a_step:
-            enter(self, "scale()")
+        # A closure scales within the step that calls it.
+        is_call = not iteration.is_inside_closure
+        if is_call and not self._busy.acquire(blocking=False):
+            _refuse_nested("scale()")
         try:
             scaled: _Outputs = parts.scaling.scale(outputs, iteration, look)
             return scaled
         finally:
-            if not is_of_a_step:
-                leave(self)
+            if is_call:
+                self._busy.release()
 
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
@@ -262,14 +263,14 @@ class GradScaler:
             parts = self._parts
             return None if clip is None else parts.unscaler.clip_unscaled(optimizer, clip.max_norm, parts.live)
         iteration = self._iteration
-        is_of_a_step = iteration.is_inside_closure
-        if not is_of_a_step:
-            enter(self, "unscale_()")
+        is_call = not iteration.is_inside_closure
+        if is_call and not self._busy.acquire(blocking=False):
+            _refuse_nested("unscale_()")
         try:
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
         finally:
-            if not is_of_a_step:
-                leave(self)
+            if is_call:
+                self._busy.release()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -305,14 +306,15 @@ class GradScaler:
         if not self._enabled:
             end_step(self, optimizer)
             return optimizer.step(*args, **kwargs)
-        enter(self, "step()")
+        if not self._busy.acquire(blocking=False):
+            _refuse_nested("step()")
         try:
             iteration = self._iteration
             turn = iteration.begin_step(optimizer)
             returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
             end_step(self, optimizer, turn, verdict, retries)
         finally:
-            leave(self)
+            self._busy.release()
         return returned
 
     def update(self, new_scale: float | Array | None = None) -> None:
@@ -338,11 +340,12 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        enter(self, "update()")
+        if not self._busy.acquire(blocking=False):
+            _refuse_nested("update()")
         try:
             self._update(new_scale)
         finally:
-            leave(self)
+            self._busy.release()
 
     def _update(self, new_scale: float | Array | None) -> None:
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
@@ -819,11 +822,15 @@ def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
 def enter(scaler: GradScaler, call: str) -> None:
     """Mark a call as under way until :func:`leave`; CallOrderError if another one is, by whatever thread."""
     if not scaler._busy.acquire(blocking=False):
-        msg = (
-            f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
-            f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
-        )
-        raise CallOrderError(msg)
+        _refuse_nested(call)
+
+
+def _refuse_nested(call: str) -> NoReturn:
+    msg = (
+        f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
+        f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
+    )
+    raise CallOrderError(msg)
 
 
 def leave(scaler: GradScaler) -> None:
