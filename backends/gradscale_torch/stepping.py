@@ -164,7 +164,12 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
 def _asking_the_scaler(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
     step.kwargs = {**step.kwargs, "grad_scaler": step.replacement}
-    yield
+    # Its calls belong to this step.
+    iteration.is_inside_closure = True
+    try:
+        yield
+    finally:
+        iteration.is_inside_closure = False
     if turn.pending is not None:
         # It may have brought its own verdict.
         cast(TensorVerdict, turn.pending).accept()

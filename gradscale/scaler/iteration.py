@@ -94,7 +94,7 @@ class Iteration:
     loss_nonfinite : tuple of arrays
         For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
     is_inside_closure : bool
-        Whether a closure is being evaluated, which calls ``scale``.
+        Whether a closure, or an optimizer that asks the scaler, may call it within the step.
     turns : list of Turn
         In the order in which the optimizers were met.
     steps : list of StepReport

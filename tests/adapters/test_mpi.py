@@ -32,11 +32,11 @@ def scenario(name: str):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("optimizers", [1, 3])
 def test_one_message_of_at_most_128_bytes_for_each_optimizer_and_iteration(world: MPIWorld, optimizers: int) -> None:
-    cases = [(optimizers, bad_rank, parameters) for bad_rank in (-1, 0, world.size - 1) for parameters in (0, 1, 40)]
-    for (_, bad_rank, parameters), results in zip(cases, world.run_each(scenario("messages"), cases), strict=True):
+    cases = [(optimizers, bad_rank, parameters) for bad_rank in (-1, 0, world.size - 1) for parameters in (1, 40)]
+    for (_, bad_rank, _), results in zip(cases, world.run_each(scenario("messages"), cases), strict=True):
         for result in results:
             assert result["messages"] == [100] * (3 * optimizers)
-            assert result["steps"] == [2 if bad_rank >= 0 and parameters else 3] * optimizers
+            assert result["steps"] == [2 if bad_rank >= 0 else 3] * optimizers
 
 
 def test_messages_never_meet_the_users_own(world: MPIWorld) -> None:
