@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,14 @@ def torch() -> Iterator[Any]:
 @pytest.fixture
 def without_sync(torch: Any) -> Iterator[None]:
     """Make every wait of the host for the device an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        # torch calls this mode a prototype, once.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def optimizer_on(torch: Any, name: str, device: str = "cuda", **options: Any) -> Any:
