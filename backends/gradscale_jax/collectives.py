@@ -154,7 +154,9 @@ class Verdict(NamedTuple):
             # Of a scan, of vmap or of pmap there are several.
             count = found.lowest.shape[-1]
             lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in found[:2:-1])
-            differing = describe_differences(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist(), None, policy)
+            differing = describe_differences(
+                lowest.min(axis=0).tolist(), highest.max(axis=0).tolist(), None, policy, {}
+            )
             msg = (
                 f"ranks hold different states: {differing}. No rank took this step. Load one checkpoint on every rank, "
                 f"and build the step with one policy everywhere"

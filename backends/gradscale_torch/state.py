@@ -97,7 +97,7 @@ class TensorState:
         """Go on with a state from elsewhere, such as a lowered one; its tensors are the state's from now on."""
         self._state = state
 
-    def advance(self, counts: Sequence[Tensor | int]) -> None:
+    def advance(self, counts: Sequence[Array]) -> None:
         """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
         state = self._state or self.current()
         home = state.scale.device
@@ -105,10 +105,7 @@ class TensorState:
         if home.type != "cpu":
             self._floor *= getattr(self.policy, "backoff_factor", 1.0)
             self._is_replayed = self._is_replayed or is_capturing(home)
-        flags = [
-            count if isinstance(count, Tensor) else torch.full((), float(count > 0), device=home) for count in counts
-        ]
-        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        found = counts[0] if len(counts) == 1 else torch.stack(list(counts)).amax()
         rule = self._kernels_rule
         if rule is not None:
             factors = rule.growth_factor, rule.backoff_factor, rule.growth_interval

@@ -13,7 +13,7 @@ import torch
 import gradscale
 from gradscale.core.vector import Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
-from gradscale.scaler.scaler import end_step, enter, iteration_of, leave
+from gradscale.scaler.scaler import end_step, enter, leave
 from gradscale.scaler.stepper import evaluating, find_closure
 from gradscale_torch.hosts import untraced, warn_caller
 from gradscale_torch.state import TensorState
@@ -41,6 +41,7 @@ class Step:
     returned: Any = None
     verdict: Verdict | None = None
     retries = 0
+    _iteration: Iteration | None = None
     _turn: Turn | None = None
     _around: contextlib.AbstractContextManager[None] | None = None
 
@@ -58,40 +59,36 @@ class Step:
 
     @untraced
     def __enter__(self) -> Step:
-        if not self._scaler.is_enabled():
+        iteration = self._iteration = enter(self._scaler, "step()") if self._scaler.is_enabled() else None
+        if iteration is None:
             return self
-        enter(self._scaler, "step()")
         try:
-            self._begin(iteration_of(self._scaler))
+            optimizer = self.optimizer
+            skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+            has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
+            if not skips_by_itself and not has_closure:
+                cast(TensorState, iteration.live).refuse_capture(NO_READS)
+            turn = self._turn = iteration.begin_step(optimizer)
+            if has_closure:
+                self._around = _with_closure(self, iteration, turn)
+            elif not skips_by_itself:
+                self.verdict = iteration.verdict_for_step(turn, optimizer)
+                self.is_made = not self.verdict.nonfinite
+            elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                warn_caller(
+                    f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
+                    f"attributes grad_scale and found_inf, which scalers set, instead",
+                    FutureWarning,
+                )
+                self._around = _asking_the_scaler(self, iteration, turn)
+            else:
+                self._around = _by_kernel(self, iteration, turn)
+            if self._around is not None:
+                self._around.__enter__()
         except BaseException:
             leave(self._scaler)
             raise
         return self
-
-    @untraced
-    def _begin(self, iteration: Iteration) -> None:
-        optimizer = self.optimizer
-        skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
-        if not skips_by_itself and not has_closure:
-            cast(TensorState, iteration.live).refuse_capture(NO_READS)
-        turn = self._turn = iteration.begin_step(optimizer)
-        if has_closure:
-            self._around = _with_closure(self, iteration, turn)
-        elif not skips_by_itself:
-            self.verdict = iteration.verdict_for_step(turn, optimizer)
-            self.is_made = not self.verdict.nonfinite
-        elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            warn_caller(
-                f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
-                f"attributes grad_scale and found_inf, which scalers set, instead",
-                FutureWarning,
-            )
-            self._around = _asking_the_scaler(self, iteration, turn)
-        else:
-            self._around = _by_kernel(self, iteration, turn)
-        if self._around is not None:
-            self._around.__enter__()
 
     @untraced
     def __exit__(
@@ -106,7 +103,7 @@ class Step:
             if is_over:
                 end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
         finally:
-            if self._scaler.is_enabled():
+            if self._iteration is not None:
                 leave(self._scaler)
         return is_over
 

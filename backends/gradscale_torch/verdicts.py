@@ -152,11 +152,6 @@ class TensorFound:
     norm: Tensor | None = None
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether there is any gradient."""
-        return len(self.flags) > 0
-
-    @property
     def nonfinite(self) -> Tensor:
         """A 0-d int32 on the scale's device: the count if it is known, else 0 or 1."""
         if self.count is None:
@@ -178,7 +173,6 @@ class TensorVerdict:
     _shown: Flags | None = None
     _ballot: Ballot | None = None
     _late: _Reader | None = None
-    _kind = ""
 
     def __init__(
         self,
@@ -195,31 +189,26 @@ class TensorVerdict:
         self._found, self._live = found, live
         if groups:
             agreement = iteration.agreement
-            self._kind = agreement.met(optimizer).kind
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
             self._ballot = Ballot(agreement, groups, self._message(about), iteration.number)
         elif found.count is None or found.scale is None or would_wait(found.home):
             return
         elif 0.0 < found.scale < math.inf:
-            self.known = Verdict(found.count, found.count, self._is_at_min_scale(), found.scale, found.has_gradients)
-
-    def _is_at_min_scale(self) -> bool:
-        at_min_scale = self._live.policy.at_min_scale(self.state)
-        return at_min_scale is not None and bool(at_min_scale)
+            self.known = Verdict(
+                found.count, found.count, bool(live.policy.at_min_scale(state)), found.scale, bool(found.flags)
+            )
 
     def _message(self, about: Sequence[int]) -> Tensor | list[int]:
         """Return this rank's vector: ints if the groups take them and the CPU knows the numbers."""
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
             backend = self._live.backend_for(state.scale)
-            sent: Tensor = vector.pack(
-                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients
-            )
+            sent: Tensor = vector.pack(backend, policy, state, found.nonfinite, about, has_gradients=bool(found.flags))
             return sent
         numbers = ScaleState(*map(Tensor.item, state))
         count = min(found.count, MOST_COUNTED)
-        at_min_scale = self._is_at_min_scale()
-        return vector.pack_plain(numbers, count, at_min_scale, about, has_gradients=found.has_gradients)
+        at_min_scale = policy.at_min_scale(state)
+        return vector.pack_plain(numbers, count, bool(at_min_scale), about, has_gradients=bool(found.flags))
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:
@@ -237,7 +226,7 @@ class TensorVerdict:
     @property
     def has_nothing(self) -> bool:
         """Whether this process decides alone, and has no gradient to decide on."""
-        return self._ballot is None and not self._found.has_gradients and not self._shown
+        return self._ballot is None and not self._found.flags and not self._shown
 
     @property
     def is_for_cpu(self) -> bool:
@@ -282,10 +271,10 @@ class TensorVerdict:
         if self._ballot is None:
             nonfinite, scale, *rest = values
             count = int(nonfinite) if self._found.count is None else self._found.count
-            found = Verdict(count, count, any(rest), scale, self._found.has_gradients)
+            found = Verdict(count, count, any(rest), scale, bool(self._found.flags))
         else:
             whole = list(map(int, values))
-            found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy, self._kind)
+            found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy)
         if not 0.0 < found.scale < math.inf:
             msg = (
                 f"gradients were divided by a scale that no policy makes, got scale={found.scale!r}: something else "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, cast
 
 from array_api_compat import is_array_api_obj
 
@@ -58,9 +58,9 @@ def collect_gradients(optimizer: Optimizer, known: IdentityMap[ListedParameters]
     assigns those that are other objects.
     """
     try:
-        if _has_groups(optimizer):
-            return _from_param_groups(optimizer, known)
-        if _has_grads(optimizer):
+        if hasattr(optimizer, "param_groups"):
+            return _from_param_groups(cast("OptimizerWithGroups", optimizer), known)
+        if hasattr(optimizer, "grads"):
             return _from_grads(optimizer)
     except GradscaleError:
         raise
@@ -73,12 +73,12 @@ def collect_gradients(optimizer: Optimizer, known: IdentityMap[ListedParameters]
 @reading("an optimizer")
 def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
     """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
-    if not _has_groups(optimizer):
-        if not _has_grads(optimizer):
+    if not hasattr(optimizer, "param_groups"):
+        if not hasattr(optimizer, "grads"):
             raise _neither(optimizer)
         return [NamedGradient(path, None, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
     parameters: dict[int, tuple[str, object]] = {}
-    for index, (group, listed) in enumerate(_parameter_lists(optimizer)):
+    for index, (group, listed) in enumerate(_parameter_lists(cast("OptimizerWithGroups", optimizer))):
         paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
         known = group.get("param_names") if hasattr(group, "get") else None
         names = paths if known is None or len(known) != len(listed) else known
@@ -128,14 +128,6 @@ def name_gradients(located: Sequence[NamedGradient], names: object) -> list[Name
         )
         raise InvalidValueError(msg)
     return [one._replace(name=by_parameter[id(one.parameter)]) for one in located]
-
-
-def _has_groups(optimizer: object) -> TypeGuard[OptimizerWithGroups]:
-    return hasattr(optimizer, "param_groups")
-
-
-def _has_grads(optimizer: object) -> TypeGuard[OptimizerWithGrads]:
-    return hasattr(optimizer, "grads")
 
 
 def _neither(optimizer: object) -> InvalidTypeError:

@@ -24,7 +24,7 @@ import numbers
 import operator
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from array_api_compat import array_namespace
@@ -309,7 +309,12 @@ def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], 
 
 
 def read_verdict(
-    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int = 0, kind: str = ""
+    values: Sequence[int],
+    own: Sequence[int],
+    policy: object,
+    where: Callable[[], str],
+    moved: int,
+    kinds: Mapping[int, str],
 ) -> Verdict:
     """Return the verdict from the vector after MAX (``values``) and this rank's before it (``own``).
 
@@ -317,10 +322,10 @@ def read_verdict(
     ----------
     policy, where : Policy, callable
         This rank's policy, and what returns its rank and iteration, for the message.
-    moved : int, default 0
+    moved : int
         What was added to ``place`` between the groups of a list.
-    kind : str
-        This rank's optimizer, for the message.
+    kinds : mapping of int to str
+        What the hashes of kinds of optimizers stand for, for the message.
 
     Raises
     ------
@@ -329,12 +334,17 @@ def read_verdict(
     """
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
     if values[FLAGS:] != own[FLAGS:]:
-        _require_one_state(values, own, policy, where, moved, kind)
+        _require_one_state(values, own, policy, where, moved, kinds)
     return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[FLAGS]), bool(values[2]))
 
 
 def _require_one_state(
-    values: Sequence[int], own: Sequence[int], policy: object, where: Callable[[], str], moved: int, kind: str
+    values: Sequence[int],
+    own: Sequence[int],
+    policy: object,
+    where: Callable[[], str],
+    moved: int,
+    kinds: Mapping[int, str],
 ) -> None:
     mine = list(own)
     middle = FLAGS + _COUNT
@@ -345,7 +355,7 @@ def _require_one_state(
         # No maximum is below what went into it.
         raise foreign_message(where())
     if highest != lowest:
-        differing = describe_differences(lowest, highest, mine[FLAGS:middle], policy, kind)
+        differing = describe_differences(lowest, highest, mine[FLAGS:middle], policy, kinds)
         msg = (
             f"ranks hold different states, seen by {where()}: {differing}. No rank takes this step. Load "
             f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
@@ -364,7 +374,7 @@ def foreign_message(where: str) -> ScaleDesyncError:
 
 
 def describe_differences(
-    lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: object, kind: str = ""
+    lowest: Sequence[int], highest: Sequence[int], own: Sequence[int] | None, policy: object, kinds: Mapping[int, str]
 ) -> str:
     """Name the fields in which ranks differ, by the least and greatest value of each and this rank's own.
 
@@ -376,7 +386,7 @@ def describe_differences(
     if "purpose" in differing:
         # What the calls are for differs with them.
         differing = [name for name in differing if name not in (*_STATE, "policy", "steps", "max_norm", "kind")]
-    return "; ".join(_difference(name, low[name], high[name], here.get(name), policy, kind) for name in differing)
+    return "; ".join(_difference(name, low[name], high[name], here.get(name), policy, kinds) for name in differing)
 
 
 def _unpacked(fields: Sequence[int]) -> dict[str, int]:
@@ -410,11 +420,11 @@ _CONSEQUENCES = {
 }
 
 
-def _difference(name: str, low: int, high: int, own: int | None, policy: object, kind: str) -> str:
+def _difference(name: str, low: int, high: int, own: int | None, policy: object, kinds: Mapping[int, str]) -> str:
     if name == "policy":
         return f"policy (here {policy!r}) or diagnose="
     if name == "kind":
-        here = f" (here {kind})" if kind else ""
+        here = f" (here {kinds[own]})" if own is not None and own in kinds else ""
         return f"optimizer's class, number of param_groups or name{here}, so some rank has them in another order"
     if name == "group":
         return "position of the group in the list, so some rank has the groups in another order"

@@ -44,10 +44,8 @@ class Met(NamedTuple):
     """In the order in which the scaler meets them."""
     size: int
     """How many ``param_groups`` it has."""
-    kind: str
-    """Its class, ``param_groups`` and name, for errors."""
-    identity: int
-    """A hash of these."""
+    kind: int
+    """A hash of its class, this number and its name."""
 
 
 class Agreement:
@@ -70,6 +68,8 @@ class Agreement:
         How many steps the scaler has made over its groups.
     takes_lists : bool
         Whether all groups take lists of int as well as arrays.
+    kinds : dict of int to str
+        What the hashes of kinds of optimizers stand for, for errors.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Agreement:
         self._lost: BackendError | CollectiveTimeoutError | None = None
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._had: IdentityMap[int] = IdentityMap()
+        self.kinds: dict[int, str] = {}
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
@@ -167,7 +168,7 @@ class Agreement:
         if self._groups and self._lost is not None:
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
-        return self.groups
+        return self.groups if self._groups is None else self._groups
 
     def example(self, live: LiveState, number: int) -> Array | None:
         """Return an array for a rank that has none; None if it need not take part.
@@ -202,7 +203,7 @@ class Agreement:
         return self._identity
 
     def met(self, optimizer: object) -> Met:
-        """Return an optimizer's number and kind, which are compared with the other ranks'."""
+        """Return what of an optimizer is compared with the other ranks'."""
         known = self._optimizers.by_id(id(optimizer))
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
@@ -211,7 +212,8 @@ class Agreement:
             name = self._names.by_id(id(optimizer))
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             kind += "" if name is None else f", named {name!r}"
-            known = Met(number, size, kind, zlib.crc32(kind.encode()) & 0x7FFFFFFF)
+            known = Met(number, size, zlib.crc32(kind.encode()) & 0x7FFFFFFF)
+            self.kinds[known.kind] = kind
             self._optimizers.put(optimizer, known)
         return known
 
@@ -244,7 +246,7 @@ class Agreement:
         copied._lost = self._lost
         # The same numbers, since some ranks may go on with a copy and others with the original.
         copied.steps, copied._optimizers, copied._next = self.steps, self._optimizers, self._next
-        copied._names = self._names
+        copied._names, copied.kinds = self._names, self.kinds
         copied._own_numbers, copied._had = self._own_numbers, self._had
         return copied
 
@@ -295,10 +297,15 @@ class Ballot:
             return agreed, self.sent
         return vector.read_both(backend_for(agreed), agreed, self.sent)
 
-    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, kind: str = "") -> Verdict:
+    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy) -> Verdict:
         """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ."""
         return vector.read_verdict(
-            agreed, sent, policy, lambda: whereabouts(self._groups, self._number), sum(self._shifts), kind
+            agreed,
+            sent,
+            policy,
+            lambda: whereabouts(self._groups, self._number),
+            sum(self._shifts),
+            self._agreement.kinds,
         )
 
 

@@ -54,16 +54,16 @@ class Turn:
         How far it has come.
     pending : Pending or None
         The verdict on its gradients, once they are unscaled.
+    verdict : Verdict or None
+        What the optimizer was stepped by, if that was read.
     by_closure : bool
         Whether a closure has been evaluated, so that a step that failed may evaluate one again.
     """
 
-    __slots__ = ("__weakref__", "by_closure", "pending", "stage")
-
-    def __init__(self) -> None:
-        self.stage = Stage.READY
-        self.pending: Pending | None = None
-        self.by_closure = False
+    stage = Stage.READY
+    pending: Pending | None = None
+    verdict: Verdict | None = None
+    by_closure = False
 
     @property
     def is_judged(self) -> bool:
@@ -290,9 +290,9 @@ class Iteration:
         """Raise CallOrderError for a step that would change nothing, and let the optimizer begin its turn again."""
         turn.stage, turn.pending = Stage.READY, None
         self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
-        ranks = "on any rank" if self.agreement.groups else ""
+        ranks = "" if self.agreement.is_alone else " on any rank"
         self.wrong_order(
-            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks and ' ' + ranks}: "
+            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: "
             f"they were zeroed after backward(), or never made, or the optimizer holds the parameters of another "
             f"model. Nothing was stepped"
         )
@@ -303,7 +303,7 @@ class Iteration:
         for turn in self.turns:
             one = turn.pending
             if one is not None and one.is_begun:
-                verdict = None if one.is_read_later else self.verdict(turn)
+                verdict = None if one.is_read_later else turn.verdict or self.verdict(turn)
                 if verdict is not None and not verdict.has_gradients:
                     continue
                 pending.append(one)
@@ -334,7 +334,7 @@ class Iteration:
             group=index,
             steps=agreement.steps if purpose is Purpose.STEP else 0,
             max_norm=max_norm,
-            kind=met.identity,
+            kind=met.kind,
         )
 
     # Errors of ranks and callers.

@@ -343,58 +343,57 @@ class GradScaler:
         if not self._busy.acquire(blocking=False):
             _refuse_nested("update()")
         try:
-            self._update(new_scale)
+            live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
+            ended = self._iteration
+            ended.require_sound()
+            wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
+            pending, verdicts = ended.judged()
+            judged: list[StepReport | Verdict] = [*ended.steps, *verdicts]
+            before = None
+            if reports.wants_updates:
+                # Without a verdict it has to be read.
+                before = judged[0].scale if judged else live.scale()
+            if wanted is not None:
+                live.replace_scale(wanted)
+            elif ended.lowered is not None:
+                live.take(ended.lowered)
+            elif pending:
+                counts = [one.count() for one in pending]
+                ended.catch_up()
+                live.advance(counts)
+            elif ended.scaled:
+                ended.wrong_order(
+                    "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
+                    "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of "
+                    "optimizer.step()"
+                )
+            else:
+                ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+            self._iteration = Iteration(ended.number + 1, self._parts)
+            underflow = None
+            if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
+                underflow = ScaleUnderflowError(
+                    f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not "
+                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning "
+                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
+                    f"{shown(live.policy)}"
+                )
+            try:
+                if before is not None:
+                    after = self._scale_after(ended, pending, verdicts, before, wanted)
+                    skipped = any(one.nonfinite > 0 for one in judged)
+                    steps = tuple(ended.steps)
+                    reports.tell_update(UpdateReport(ended.number, before, skipped, agreement.rank(), steps, after))
+            except Exception as error:
+                if underflow is not None:
+                    # All ranks raise it; a callback may fail on one of them.
+                    underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
+                    raise underflow  # noqa: B904 (the callback's is its context, not its cause)
+                raise
+            if underflow is not None:
+                raise underflow
         finally:
             self._busy.release()
-
-    def _update(self, new_scale: float | Array | None) -> None:
-        live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
-        ended = self._iteration
-        ended.require_sound()
-        wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
-        pending, verdicts = ended.judged()
-        judged: list[StepReport | Verdict] = [*ended.steps, *verdicts]
-        before = None
-        if reports.wants_updates:
-            # Without a verdict it has to be read.
-            before = judged[0].scale if judged else live.scale()
-        if wanted is not None:
-            live.replace_scale(wanted)
-        elif ended.lowered is not None:
-            live.take(ended.lowered)
-        elif pending:
-            counts = [one.count() for one in pending]
-            ended.catch_up()
-            live.advance(counts)
-        elif ended.scaled:
-            ended.wrong_order(
-                "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
-                "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of optimizer.step()"
-            )
-        else:
-            ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-        self._iteration = Iteration(ended.number + 1, self._parts)
-        underflow = None
-        if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
-            underflow = ScaleUnderflowError(
-                f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not the "
-                f"scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning rate, "
-                f'or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got {shown(live.policy)}'
-            )
-        try:
-            if before is not None:
-                after = self._scale_after(ended, pending, verdicts, before, wanted)
-                skipped = any(one.nonfinite > 0 for one in judged)
-                steps = tuple(ended.steps)
-                reports.tell_update(UpdateReport(ended.number, before, skipped, agreement.rank(), steps, after))
-        except Exception as error:
-            if underflow is not None:
-                # All ranks raise it; a callback may fail on one of them.
-                underflow.add_note(f"A callback of on_update has failed, too: {shown(error)}")
-                raise underflow  # noqa: B904 (the callback's is its context, not its cause)
-            raise
-        if underflow is not None:
-            raise underflow
 
     def _scale_after(
         self,
@@ -819,10 +818,11 @@ def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
     return made
 
 
-def enter(scaler: GradScaler, call: str) -> None:
-    """Mark a call as under way until :func:`leave`; CallOrderError if another one is, by whatever thread."""
+def enter(scaler: GradScaler, call: str) -> Iteration:
+    """Mark a call as under way until :func:`leave`, and return the iteration; CallOrderError if another call is."""
     if not scaler._busy.acquire(blocking=False):
         _refuse_nested(call)
+    return scaler._iteration
 
 
 def _refuse_nested(call: str) -> NoReturn:
@@ -855,7 +855,7 @@ def end_step(
     if turn is None:
         reports.record(optimizer, StepReport(False, 1.0, 0, "disabled", iteration.number))
         return
-    turn.stage = Stage.STEPPED
+    turn.stage, turn.verdict = Stage.STEPPED, verdict
     agreement, pending = scaler._parts.agreement, turn.pending
     agreement.steps += 1
     if pending is not None and pending.is_scaled:

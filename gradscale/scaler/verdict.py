@@ -60,9 +60,8 @@ class PendingVerdict:
             return
         self._live, self._state = live, state
         agreement = iteration.agreement
-        about, self._kind = (0,) * vector.ABOUT, ""
+        about = (0,) * vector.ABOUT
         if groups:
-            self._kind = agreement.met(optimizer).kind
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
         if self._is_plain:
             sent: Array | list[int] = vector.pack_plain(
@@ -90,7 +89,7 @@ class PendingVerdict:
                     xp = array_namespace(ballot.agreed())
                     self._count = xp.asarray(agreed, dtype=xp.int32)[0]
                     live.settle(self._state, agreed[vector.FLAGS : vector.FLAGS + 4])
-            self.known = ballot.verdict(agreed, sent, live.policy, self._kind)
+            self.known = ballot.verdict(agreed, sent, live.policy)
         return self.known
 
     def count(self) -> Array | int:
