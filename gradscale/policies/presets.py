@@ -35,6 +35,11 @@ def _single(name: str, factor: float, **limits: float) -> float:
     return validation.round_to_float32(validation.number(name, factor, at_most=validation.LARGEST_FLOAT32, **limits))
 
 
+def _each(growth_factor: float, backoff_factor: float) -> tuple[float, float]:
+    """Return the factors of a system that multiplies by float32 numbers."""
+    return _single("growth_factor", growth_factor), _single("backoff_factor", backoff_factor)
+
+
 # In each preset, locals() are its arguments, under the names that DynamicScale's fields have.
 
 
@@ -100,6 +105,7 @@ def megatron(
 
     Not reproduced: growth to inf, which nothing there stops.
     """
+    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
     return DynamicScale(**locals(), hysteresis_refill=("growth",))
 
 
@@ -219,6 +225,7 @@ def colossalai(
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
     """
+    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
     hysteresis = max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1)
     return DynamicScale(**locals(), hysteresis_refill=("growth",))
 
@@ -238,6 +245,7 @@ def paddle(
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
     """
+    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"))
 
 
@@ -254,6 +262,7 @@ def paddle_static(
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
     ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
     """
+    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
     return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
 
@@ -317,8 +326,7 @@ def jmp(
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
     """
     growth_factor, backoff_factor = _both(growth_factor)
-    if min_scale == 0:
-        min_scale = validation.SMALLEST_NORMAL
+    min_scale = validation.number("min_scale", min_scale, at_least=0.0) or validation.SMALLEST_NORMAL
     growth_interval = validation.whole(growth_interval)
     return DynamicScale(**locals())
 
@@ -338,8 +346,7 @@ def flax(
 
     Not reproduced: a scaled half-precision loss that is inf at the first scale of 65536; here it becomes float32.
     """
-    growth_factor = _single("growth_factor", growth_factor)
-    backoff_factor = _single("backoff_factor", backoff_factor)
+    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
     return DynamicScale(**locals(), growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
 
 

@@ -99,6 +99,25 @@ def test_jmps_numbers_are_taken_and_moved_to_what_they_mean() -> None:
         presets.jmp(growth_interval=2.5)
 
 
+@pytest.mark.parametrize("value", [np.zeros(0), np.zeros(2), Decimal("sNaN")], ids=["empty", "two", "signalling"])
+def test_a_minimum_that_is_no_number_is_refused_by_jmps_as_well(value: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="min_scale must be a finite number"):
+        presets.jmp(min_scale=value)
+
+
+@pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
+def test_factors_are_float32_where_the_original_multiplies_by_such(name: str) -> None:
+    settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
+    steps = "".join(np.random.default_rng(3).choice(["C", "C", "O"], 200))
+    wanted, scale = [], np.float32(2.0**40)
+    for step in steps:
+        scale *= np.float32(0.3 if step == "O" else 1.7)
+        wanted.append(float(scale))
+    with opened("numpy") as library:
+        assert scales(library, presets.named(name, hysteresis=1, **settings), steps) == wanted
+        assert scales(library, presets.torch(**settings), steps) != wanted, "torch multiplies by float64 numbers"
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrong_argument_is_refused_by_its_name(name: str) -> None:
     for setting in getattr(presets, name).__kwdefaults__:
