@@ -107,6 +107,7 @@ class ArrayUnscaler:
     def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: LiveState) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None if there are none. No host read."""
         gradients = self.collect(optimizer, Clip(max_norm))
+        gradients.master_dtype = None
         like = gradients.like
         if like is None:
             return None

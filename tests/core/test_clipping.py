@@ -160,6 +160,11 @@ def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library) -> None
     arrays.assert_array(scaler.unscale_(optimizer, max_norm=1.0), 5.0)
     arrays.assert_array(optimizer.grads[0], np.array([3.0, 4.0], np.float32) * np.float32(1 / (5 + 1e-6)))
     assert scaler.unscale_(Tree([]), max_norm=1.0) is None
+    for half in arrays.halves:
+        optimizer = Tree([arrays.asarray([3.0, 4.0], half)])
+        optimizer.master_dtype = arrays.dtype("float32")  # type: ignore[attr-defined]
+        arrays.assert_array(scaler.unscale_(optimizer, max_norm=1.0), 5.0)
+        assert optimizer.grads[0].dtype == arrays.dtype(half)
 
 
 def test_there_is_no_norm_without_a_largest_one(strict: Library) -> None:
