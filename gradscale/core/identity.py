@@ -5,18 +5,21 @@ from typing import Generic, TypeVar
 
 __all__ = ["IdentityMap"]
 
+_MOST_KEPT = 100
+
 _Value = TypeVar("_Value")
 
 
 class IdentityMap(Generic[_Value]):
     """A mapping keyed by the object itself, which does not keep it alive.
 
-    ``WeakKeyDictionary`` merges objects that compare equal and refuses those without a hash. An object that cannot be
-    referenced weakly is kept alive by the map.
+    ``WeakKeyDictionary`` merges objects that compare equal and refuses those without a hash. Objects that cannot be
+    referenced weakly, since their class has ``__slots__``, are kept alive by the map: the last 100 of them.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[object, _Value]] = {}
+        self._kept: list[int] = []
 
     def __getitem__(self, key: object) -> _Value:
         return self._entries[id(key)][1]
@@ -39,6 +42,9 @@ class IdentityMap(Generic[_Value]):
             reference: object = weakref.ref(key, forget)
         except TypeError:
             reference = key
+            self._kept.append(identity)
+            if len(self._kept) > _MOST_KEPT:
+                del self._entries[self._kept.pop(0)]
         self._entries[identity] = (reference, value)
 
     def __contains__(self, key: object) -> bool:

@@ -72,6 +72,17 @@ def test_an_object_that_cannot_be_referenced_weakly_keeps_its_address() -> None:
     assert len(mapping) == 20
 
 
+def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept() -> None:
+    mapping: IdentityMap[int] = IdentityMap()
+    thing, last = Thing(), Slotted()
+    mapping.put(thing, -1)
+    for value in range(1000):
+        last = Slotted()
+        mapping.put(last, value)
+    assert len(mapping) == 101
+    assert (mapping[thing], mapping[last]) == (-1, 999)
+
+
 def test_a_map_is_no_cycle_and_goes_with_its_last_reference() -> None:
     thing = Thing()
     gc.disable()

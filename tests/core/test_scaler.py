@@ -12,9 +12,10 @@ import pytest
 from libraries import Library, opened
 from optimizers import Grouped, Recording, Tree, iterate, scaled
 
-from gradscale import CallOrderError, DynamicScale, GradScaler, StaticScale, StepReport, registry
+from gradscale import CallOrderError, DynamicScale, GradScaler, ShardedGradScaler, StaticScale, StepReport, registry
 from gradscale.core.backend import Backend
 from gradscale.scaler.scaler import iteration_of
+from gradscale.testing import run_ranks
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -203,6 +204,39 @@ def test_optimizers_that_cannot_be_referenced_weakly_work(arrays: Library) -> No
     optimizer = Slotted()
     for value in (1.0, math.inf):
         assert iterate(arrays, scaler, optimizer, [value]).skipped == math.isinf(value)
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("ranks", [0, 2], ids=["alone", "over-a-group"])
+def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_not_all(ranks: int) -> None:
+    def train(group: Any = None) -> int:
+        alive = 0
+
+        class Slotted:
+            __slots__ = ("grads",)
+
+            def __init__(self) -> None:
+                nonlocal alive
+                alive += 1
+
+            def __del__(self) -> None:
+                nonlocal alive
+                alive -= 1
+
+            def step(self) -> str:
+                return "stepped"
+
+        scaler = GradScaler() if group is None else ShardedGradScaler(group=group)
+        for _ in range(300):
+            optimizer: Any = Slotted()
+            optimizer.grads = [scaler.scale(np.ones(1, np.float32))]
+            assert scaler.step(optimizer) == "stepped"
+            assert not scaler.last_step(optimizer).skipped
+            scaler.update()
+        return alive
+
+    for alive in run_ranks(ranks, train) if ranks else [train()]:
+        assert alive <= 101
 
 
 def test_optimizers_are_not_kept_alive(arrays: Library) -> None:
