@@ -272,7 +272,9 @@ def with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
         msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
         raise InvalidTypeError(msg)
     # A validated copy: nothing is changed when the value is refused.
-    return dataclasses.replace(policy, **{name: value})
+    changed = dataclasses.replace(policy, **{name: value})
+    # The rule of another policy would be traced.
+    return policy if getattr(changed, name) == getattr(policy, name) else changed
 
 
 def checked_scale(new_scale: object, policy: Policy) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 import pytest
 from libraries import Library
-from optimizers import Tree, iterate
+from optimizers import Tree, iterate, iterate_plainly
 
 from gradscale import (
     DynamicScale,
@@ -48,6 +50,30 @@ def test_setters_take_effect_at_the_next_update(arrays: Library) -> None:
     iterate(arrays, scaler, optimizer, [math.nan])
     assert scaler.get_scale() == 8.0
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted(DynamicScale):
+    """Counts how often its rule is run over arrays, or traced."""
+
+    runs: ClassVar[list[int]] = []
+
+    def next_state(self, xp: ModuleType, state: Any, overflow: Any) -> Any:
+        self.runs.append(1)
+        return super().next_state(xp, state, overflow)
+
+
+@pytest.mark.numpy
+def test_a_setting_that_is_set_to_what_it_is_costs_nothing() -> None:
+    scaler = GradScaler(policy=Counted())
+    iterate_plainly(scaler, 2)
+    before = len(Counted.runs)
+    for setting, value in (("growth_interval", np.int64(2000)), ("growth_factor", 2), ("backoff_factor", 0.5)):
+        getattr(scaler, f"set_{setting}")(value)
+        iterate_plainly(scaler, 1)
+    assert len(Counted.runs) == before > 0
+    scaler.set_growth_interval(2001)
+    assert len(Counted.runs) > before
 
 
 @pytest.mark.parametrize(
