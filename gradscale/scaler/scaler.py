@@ -641,12 +641,19 @@ class GradScaler:
         Raises
         ------
         CallOrderError
-            In the middle of an iteration.
+            In the middle of an iteration; with gradients under way that were scaled before ``load_state_dict``.
         """
-        self._iteration.require_boundary("pickling or copying a scaler")
+        iteration, live = self._iteration, self._parts.live
+        iteration.require_boundary("pickling or copying a scaler")
+        if iteration.state is not None and iteration.state.scale is not live.current().scale:
+            iteration.wrong_order(
+                "a scaler is to be pickled or copied between load_state_dict() and unscale_() or step() of gradients "
+                "that were scaled before: the copy would divide them by the loaded scale. Copy it before "
+                "load_state_dict() or after update()"
+            )
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts))
-        position = self._iteration.number, self._iteration.scaled
+        position = iteration.number, iteration.scaled
         return self.__dict__ | {"_parts": parts, "_iteration": position, "_diagnosis": None, "_busy": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from axes import require
 from libraries import Library
 from optimizers import Tree, iterate
 
-from gradscale import DynamicScale, GradScaler, StateDictError, StaticScale, presets
+from gradscale import CallOrderError, DynamicScale, GradScaler, StateDictError, StaticScale, presets
 
 # See conftest.py.
 LONG = True
@@ -318,6 +318,21 @@ def test_gradients_under_way_are_unscaled_by_what_they_were_scaled_with() -> Non
     scaler.update()
     assert scaler.get_scale() == 1024.0
     assert float(scaler.scale(np.float32(1.0))) == 1024.0
+
+
+@pytest.mark.parametrize("road", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_that_would_divide_gradients_under_way_by_a_loaded_scale_is_refused(arrays: Library, road: Any) -> None:
+    scaler, optimizer = GradScaler(), Tree()
+    factor = scaler.scale(arrays.asarray(1.0))
+    road(scaler)
+    scaler.load_state_dict(GradScaler(init_scale=1024.0).state_dict())
+    with pytest.raises(CallOrderError, match=r"the copy would divide them by the loaded scale"):
+        road(scaler)
+    optimizer.grads = [factor * arrays.asarray([5.0])]
+    scaler.step(optimizer)
+    arrays.assert_array(optimizer.grads[0], [5.0])
+    scaler.update()
+    road(scaler)
 
 
 def test_the_messages_name_what_is_wrong() -> None:
