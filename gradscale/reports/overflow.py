@@ -16,9 +16,12 @@ from gradscale.core import validation
 from gradscale.core.protocols import Collectives
 from gradscale.errors import BackendError
 
-__all__ = ["Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause", "gather"]
+__all__ = ["NO_GRADIENTS", "Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause", "gather"]
 
-Cause = Literal["none", "scale", "model", "underflow"]
+Cause = Literal["none", "scale", "model", "underflow", "no gradients"]
+NO_GRADIENTS = (
+    "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model"
+)
 
 # Gradients underflow above these shares. float16 has 10 binades of subnormals: if a tenth of all nonzero values lies
 # there, about as many lie below and are lost. Zeros alone prove little, as ReLUs and embeddings make most of some
@@ -155,9 +158,9 @@ class OverflowReport:
         The scale that the gradients are scaled with, or were divided by.
     iteration : int
         The scaler's iteration that they belong to.
-    cause : {"none", "scale", "model", "underflow"}
+    cause : {"none", "scale", "model", "underflow", "no gradients"}
         Nothing is wrong; the scale is too high; the model makes inf or NaN at any scale; nothing overflows, and many
-        values are too small for the dtype.
+        values are too small for the dtype; no parameter has a gradient.
     explanation : str
         The cause in a sentence, and what to do.
     omitted_nonfinite, omitted_finite : int
@@ -251,7 +254,9 @@ def find_cause(
     if loss_nonfinite:
         return "model", f"The unscaled loss is not finite, whatever the scale: {look}."
     worst = entries[0] if entries else None
-    if worst is not None and worst.nonfinite:
+    if worst is None or worst.missing:
+        return "no gradients", f"None of the parameters has a gradient: {NO_GRADIENTS}."
+    if worst.nonfinite:
         where = f"{worst.name}{f' on rank {_rank(worst)}' if worst.rank else ''}"
         if scale <= 1.0:
             return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {look}."

@@ -12,6 +12,7 @@ from gradscale.core import vector
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.vector import Position, Purpose, Verdict
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, ScaleDesyncError
+from gradscale.reports.overflow import NO_GRADIENTS
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
@@ -292,9 +293,8 @@ class Iteration:
         self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
         ranks = "" if self.agreement.is_alone else " on any rank"
         self.wrong_order(
-            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: "
-            f"they were zeroed after backward(), or never made, or the optimizer holds the parameters of another "
-            f"model. Nothing was stepped"
+            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: {NO_GRADIENTS}. "
+            f"Nothing was stepped"
         )
 
     def judged(self) -> tuple[list[Pending], list[Verdict]]:

@@ -128,7 +128,10 @@ def test_gradients_of_both_protocols_that_are_missing_or_integers(arrays: Librar
 
 def test_before_any_scale_and_without_gradients(arrays: Library) -> None:
     report = GradScaler(init_scale=8.0).diagnose(Tree([]))
-    assert (report.entries, report.scale, report.cause) == ((), 8.0, "none")
+    assert (report.entries, report.scale, report.cause) == ((), 8.0, "no gradients")
+    report = GradScaler().diagnose(Tree([None, None]))
+    assert (len(report.entries), report.cause) == (2, "no gradients")
+    assert "None of the parameters has a gradient: they were zeroed after backward()" in str(report)
     plain = GradScaler(init_scale=8.0).diagnose(Tree([arrays.asarray([4.0])]))
     assert plain.entries[0].largest == 4.0
 
