@@ -228,6 +228,7 @@ class GradScaler(TorchGradScaler):
         return scaled
 
     @untraced
+    @checked_arguments
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
@@ -572,9 +573,12 @@ def _require_no_overrides(kind: type[GradScaler]) -> None:
 def _available(device: Device, enabled: object) -> bool:
     """Check the device, and tell whether to be enabled: as in torch, not on cuda without CUDA."""
     is_wanted = validation.truth("enabled", enabled)
-    # The number of an accelerator, or torch's default device: torch looks at neither.
-    if device is None or type(device) is int:
+    # The number of an accelerator, of which torch has 128, or torch's default device: torch looks at neither.
+    if device is None or (type(device) is int and device < 128):
         return is_wanted
+    if isinstance(device, float) or type(device) is int:
+        msg = f"device comes first, and then the scale, got {shown(device)}: write init_scale={shown(device)}"
+        raise InvalidTypeError(msg)
     try:
         kind = torch.device(device).type
     except Exception as error:

@@ -1,12 +1,13 @@
 """Users' objects in the text of errors: short, and safe whatever the object raises."""
 
 import contextlib
+import difflib
 from collections.abc import Iterable
 from types import TracebackType
 
 from gradscale.errors import GradscaleError, InvalidTypeError
 
-__all__ = ["key_names", "reading", "shown", "unreadable"]
+__all__ = ["key_names", "nearest", "reading", "shown", "unreadable"]
 
 _LONGEST = 1000
 _SHOWN = 12
@@ -27,6 +28,12 @@ def key_names(keys: Iterable[object]) -> str:
     """Return the keys of a mapping as text, sorted, the first of many."""
     names = sorted(key if type(key) is str else shown(key) for key in keys)
     return f"{shown(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """Return a question for the nearest of some names, or an empty string."""
+    close = difflib.get_close_matches(name.lower(), sorted(names), 1) if isinstance(name, str) else []
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function, in a with statement or above a function

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from gradscale.core import validation
-from gradscale.core.messages import key_names, reading, shown
+from gradscale.core.messages import key_names, nearest, reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.policies import presets
@@ -97,12 +96,6 @@ _SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
 _KNOWN_KEYS = frozenset(key for layout in _LAYOUTS for key in layout.vocabulary)
 # The numbers of Keras' variables; 0 and 1 are the iteration and the learning rate, which every optimizer has.
 _KERAS_POSITIONS = {"step_counter": "2", "dynamic_scale": "3"}
-
-
-def _nearest(name: object, names: Iterable[str]) -> str:
-    """Return a question for the nearest of some names, or an empty string."""
-    close = difflib.get_close_matches(name.lower(), sorted(names), 1) if isinstance(name, str) else []
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _recognise(fields: _Fields, system: str | None) -> _Layout:
@@ -234,7 +227,7 @@ def load_foreign_state(
     ('megatron', 4096.0)
     """
     if format is not None and not (isinstance(format, str) and format in _SYSTEMS):
-        msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{_nearest(format, _SYSTEMS)}"
+        msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{nearest(format, _SYSTEMS)}"
         raise InvalidValueError(msg)
     if isinstance(state, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(state, "read"):
         msg = (
@@ -286,7 +279,7 @@ def _translate(fields: _Fields, layout: _Layout, settings: dict[str, object]) ->
         if name not in missing:
             wanted = f"the settings that can be given are {', '.join(missing)}" if missing else "leave it out"
             reason = f"says {name} itself" if name in said else f"has no setting {name!r}"
-            msg = f"this {layout.system} state {reason}, got {name}={shown(value)}; {wanted}{_nearest(name, missing)}"
+            msg = f"this {layout.system} state {reason}, got {name}={shown(value)}; {wanted}{nearest(name, missing)}"
             raise InvalidValueError(msg)
     try:
         return _read(fields, layout, said, missing, settings)

@@ -117,7 +117,7 @@ class Reports(Generic[_Pending]):
         """Return the report of an optimizer's last step; a deferred verdict is read now."""
         last = self._last.by_id(id(optimizer))
         if last is None:
-            msg = f"last_step() needs a step() of this optimizer first, got {shown(optimizer)}"
+            msg = f"last_step() needs a step() of this optimizer first, got one of type {type(optimizer).__name__}"
             raise CallOrderError(msg)
         if isinstance(last, StepReport):
             return last

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from gradscale.core import vector
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.vector import Position, Purpose, Verdict
-from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, ScaleDesyncError
+from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, ScaleDesyncError
 from gradscale.reports.overflow import NO_GRADIENTS
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
@@ -201,7 +202,10 @@ class Iteration:
         return turn
 
     def begin_step(self, optimizer: Optimizer) -> Turn:
-        """Return an optimizer's turn; CallOrderError if it was stepped already."""
+        """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
+        if not callable(getattr(optimizer, "step", None)):
+            msg = f"an optimizer must have step(), got {shown(optimizer)} of type {type(optimizer).__name__}"
+            raise InvalidTypeError(msg)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order("step() has already been called on this optimizer since the last update()")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
 from gradscale.core.clipping import NormOver, checked_norm
-from gradscale.core.messages import shown
+from gradscale.core.messages import nearest, shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
@@ -48,38 +48,47 @@ __all__ = [
 
 _Outputs = TypeVar("_Outputs")
 _Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 
 DEFAULT_TIMEOUT = 1800.0
 
 # Arguments of torch's scalers alone.
-_OF_TORCH = {"device", "process_group"}
+_OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 
 
-def checked_arguments(constructor: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Let a constructor refuse arguments that it does not take with an InvalidTypeError that names its options."""
-    signature = inspect.signature(constructor)
-    options = [name for name in signature.parameters if name != "self"]
+def checked_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Let a constructor or method refuse arguments that it does not take with an InvalidTypeError of its options."""
+    signature = inspect.signature(function)
+    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "optimizer")]
+    options = [one.name for one in parameters]
+    named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    by_position = len(signature.parameters) - len(named)
+    owner = "a scaler" if function.__name__ == "__init__" else f"{function.__name__}()"
 
-    @functools.wraps(constructor)
-    def construct(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            unknown = [name for name in kwargs if name not in options]
-            is_ours = "device" not in options
-            what = f"unexpected keyword arguments {unknown}" if unknown else f"{error}, got {shown(args[1:])}"
-            if is_ours and len(args) > 1:
-                what = f"a scaler of gradscale takes its options by name, got {shown(args[1:])}"
-            msg = f"{what}; the options of a scaler are {options}"
-            if is_ours and (len(args) > 1 or not _OF_TORCH.isdisjoint(unknown)):
-                msg += (
-                    "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
-                )
-            raise InvalidTypeError(msg) from None
-        constructor(*args, **kwargs)
+            return function(*args, **kwargs)
+        except TypeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                what = str(error)
+            else:
+                raise
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        unnamed = args[by_position:]
+        if unknown:
+            what = f"unexpected keyword arguments {unknown}"
+        elif unnamed:
+            what = f"{owner} takes its options by name, such as {named[0]}=, got {shown(unnamed)}"
+        msg = f"{what}; the options of {owner} are {options}{nearest(unknown[0], options) if unknown else ''}"
+        if by_position == 1 and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
+            msg += "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
+        raise InvalidTypeError(msg) from None
 
-    return construct
+    return call
 
 
 def chosen_policy(policy: Policy | None, factors: Mapping[str, float | None]) -> Policy:
@@ -223,6 +232,7 @@ class GradScaler:
             if is_call:
                 self._busy.release()
 
+    @checked_arguments
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:

@@ -168,6 +168,22 @@ def test_a_second_thread_is_refused_until_the_first_has_returned() -> None:
     assert optimizer.steps == 1
 
 
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(
+    arrays: Library, by_closure: bool
+) -> None:
+    class Stepless:
+        """Of the tree protocol."""
+
+    scaler, optimizer = GradScaler(init_scale=4.0), Stepless()
+    optimizer.grads = grads = scaled(arrays, scaler, 2.0)  # type: ignore[attr-defined]
+    with pytest.raises(gradscale.InvalidTypeError, match=r"must have step\(\), got .* of type Stepless"):
+        scaler.step(optimizer, *[lambda: None] * by_closure)  # type: ignore[arg-type]
+    assert [float(gradient[0]) for gradient in grads] == [8.0]
+    with pytest.raises(CallOrderError, match=r"first, got one of type Stepless$"):
+        scaler.last_step(optimizer)  # type: ignore[arg-type]
+
+
 @pytest.mark.numpy
 def test_a_call_that_raises_leaves_the_scaler_free() -> None:
     scaler = GradScaler(init_scale=4.0)

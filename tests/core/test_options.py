@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from axes import require
+from optimizers import Tree
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
@@ -81,8 +82,20 @@ def test_a_name_that_is_no_option_is_an_error() -> None:
         with pytest.raises(InvalidTypeError, match=r"unexpected keyword arguments \['growth'\]") as caught:
             make(growth=2.0)
         assert isinstance(caught.value, TypeError)
-    with pytest.raises(TypeError):
+        with pytest.raises(InvalidTypeError, match="did you mean 'growth_factor'"):
+            make(grow_factor=2.0)
+    with pytest.raises(InvalidTypeError, match=r"by name, such as init_scale=, got \(65536\.0,\)"):
         GradScaler(65536.0)  # type: ignore[misc]
+    with pytest.raises(InvalidTypeError, match="missing a required argument: 'group'"):
+        ShardedGradScaler()  # type: ignore[call-arg]
+
+
+@pytest.mark.numpy
+def test_a_norm_without_its_name_is_an_error() -> None:
+    with pytest.raises(
+        InvalidTypeError, match=r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"
+    ):
+        GradScaler().unscale_(Tree([]), 1.0)  # type: ignore[arg-type]
 
 
 def test_a_policy_is_chosen_by_the_factors_or_given() -> None:

@@ -293,16 +293,29 @@ def test_groups_work_where_torchs_options_have_no_asyncop(torch: Any, monkeypatc
 
 
 def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:
-    with pytest.raises(InvalidTypeError, match=r"by name, got \('cuda',\).*gradscale_torch\.GradScaler"):
+    with pytest.raises(InvalidTypeError, match=r"init_scale=, got \('cuda',\).*gradscale_torch\.GradScaler"):
         GradScaler("cuda")  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match=r"by name, got \('cuda',\).*gradscale_torch\.ShardedGradScaler"):
+    with pytest.raises(InvalidTypeError, match=r"group=, got \('cuda',\).*gradscale_torch\.ShardedGradScaler"):
         ShardedGradScaler("cuda", group=None)  # type: ignore[arg-type]
-    for given in ({"device": "cuda"}, {"process_group": None}):
+    for given in ({"device": "cuda"}, {"process_group": None}, {"allow_fp16_grads": True}):
         with pytest.raises(InvalidTypeError, match=r"unexpected keyword arguments.*gradscale_torch\.GradScaler"):
             GradScaler(**given)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError) as caught:
         GradScaler(devise="cuda")  # type: ignore[call-arg]
     assert "gradscale_torch" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler"])
+def test_habits_and_slips_at_torchs_replacements_name_what_to_write(name: str) -> None:
+    make = getattr(pytest.importorskip("gradscale_torch"), name)
+    for scale in (2.0**14, 16384):
+        # The first argument of torch.cuda.amp's.
+        with pytest.raises(InvalidTypeError, match=f"write init_scale={scale}"):
+            make(scale)
+    with pytest.raises(InvalidTypeError, match="did you mean 'growth_interval'"):
+        make("cpu", growth_intervall=100)
+    with pytest.raises(InvalidTypeError, match=r"such as max_norm=, got \(1\.0,\)"):
+        make("cpu").unscale_(None, 1.0)
 
 
 def test_a_misspelt_preset_names_the_nearest_one() -> None:
