@@ -254,7 +254,7 @@ class GradScaler(TorchGradScaler):
             For float16 gradients that are not allowed, gradients whose elements share memory, DTensors of two meshes,
             and ``max_norm`` for plain tensors over a group.
         InvalidTypeError
-            When a parameter is no tensor.
+            When a parameter is no tensor, or a gradient is one of integers.
         """
         largest = None if max_norm is None else checked_norm(max_norm)
         scaler = self._scaler

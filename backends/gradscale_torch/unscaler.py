@@ -334,7 +334,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
             _check_dtypes(dtypes, allow_fp16)
             require_values(groups)
             return groups, ()
-    owned = {id(one.grad): one for one in reversed(parameters.listed.unique) if _has_values(one.grad)}
+    owned = {id(one.grad): one for one in reversed(parameters.listed.unique) if one.grad is not None}
     _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
     chosen, uncoalesced = [], []
     for parameter in reversed(owned.values()):
@@ -352,16 +352,16 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
 
 
 def _check_dtypes(dtypes: set[torch.dtype], allow_fp16: bool) -> None:
+    integral = [dtype for dtype in dtypes if not dtype.is_floating_point and not dtype.is_complex]
+    if integral:
+        msg = f"gradients must have a floating or complex dtype, to be divided by the scale, got {integral[0]}"
+        raise InvalidTypeError(msg)
     if not allow_fp16 and torch.float16 in dtypes:
         msg = (
             "Attempting to unscale FP16 gradients. Keep the weights in float32 and let autocast choose float16 "
             "(torch's advice), or construct the scaler with allow_fp16_grads=True"
         )
         raise InvalidValueError(msg)
-
-
-def _has_values(gradient: Tensor | None) -> bool:
-    return gradient is not None and (gradient.dtype.is_floating_point or gradient.dtype.is_complex)
 
 
 def kernel_view(gradient: Tensor) -> Tensor:

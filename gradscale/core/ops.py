@@ -228,35 +228,43 @@ def first_floating(leaves: Sequence[object]) -> Array | None:
 
 
 def floating_leaves(
-    leaves: Sequence[Array], home: Namespace, *, what: str, rebuild: _Rebuild | None = None
+    leaves: Sequence[Array],
+    home: Namespace,
+    *,
+    what: str,
+    rebuild: _Rebuild | None = None,
+    takes_integers: bool = True,
 ) -> Sequence[Array]:
     """Return the floating arrays among leaves (arrays, None, integers), each object once; all must be of one library.
 
     ``what`` is the name of a leaf in error messages, and ``rebuild`` builds the tree, to name the place of a bad one.
+    Integers are left out, or refused; JAX's gradients of integers, which have no values, are left out.
     """
     try:
         if _all_floating(leaves, home):
             # Thousands of gradients of one type are told by their few dtypes.
             return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
-        return _chosen_leaves(leaves, home, what, rebuild)
+        return _chosen_leaves(leaves, home, what, rebuild, takes_integers)
     except GradscaleError:
         raise
     except Exception as error:
         raise unreadable(what, error) from error
 
 
-def _chosen_leaves(leaves: Sequence[Array], home: Namespace, what: str, rebuild: _Rebuild | None) -> Sequence[Array]:
+def _chosen_leaves(
+    leaves: Sequence[Array], home: Namespace, what: str, rebuild: _Rebuild | None, takes_integers: bool
+) -> Sequence[Array]:
     _require_arrays(leaves, what, rebuild)
     chosen = {}
     for index, leaf in enumerate(leaves):
-        if not hasattr(leaf, "dtype"):
+        if leaf is None or (takes_integers and isinstance(leaf, int)):
             continue
-        kind = kind_of(leaf)
-        if kind is Kind.UNKNOWN:
-            msg = (
-                f"{what}{_path(leaves, index, rebuild)} must have a floating, complex, integer or bool dtype, got "
-                f"{leaf.dtype!r}"
-            )
+        kind = Kind.INTEGRAL if isinstance(leaf, int) else kind_of(leaf)
+        is_refused = kind is Kind.INTEGRAL and not takes_integers and "float0" not in str(getattr(leaf, "dtype", ""))
+        if is_refused or kind is Kind.UNKNOWN:
+            dtypes = "floating, complex, integer or bool" if takes_integers else "floating or complex"
+            got = shown(getattr(leaf, "dtype", leaf))
+            msg = f"{what}{_path(leaves, index, rebuild)} must have a {dtypes} dtype, got {got}"
             raise InvalidTypeError(msg)
         # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
         xp = array_namespace(leaf)

@@ -180,7 +180,7 @@ class OptimizerWithGrads(_Steps, Protocol):
     """
 
     grads: Any
-    """Nested containers of arrays, which can be read and assigned."""
+    """Nested containers of floating arrays (None for no gradient), which can be read and assigned."""
 
 
 Optimizer: TypeAlias = OptimizerWithGroups | OptimizerWithGrads

@@ -262,7 +262,7 @@ class GradScaler:
         CallOrderError
             When it was called already, or after ``step``, or before any ``scale``.
         InvalidTypeError
-            When the object has no gradients, or something among them is no array.
+            When the object has no gradients, or something among them is no floating array.
         InvalidValueError
             For a ``max_norm`` that is negative, or over a group without ``norm_over``.
         """

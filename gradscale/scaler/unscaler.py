@@ -86,7 +86,7 @@ class ArrayUnscaler:
         """Divide gradients by the scale of a state, clip and judge them; a refusal modifies none."""
         backend = live.backend
         backend.refuse_tracing("unscale_()")
-        chosen = ops.floating_leaves(gradients.leaves, live.home, what=gradients.what)
+        chosen = ops.floating_leaves(gradients.leaves, live.home, what=gradients.what, takes_integers=False)
         dtype, clip, norm = gradients.master_dtype, gradients.clip, None
         out = chosen if dtype is None else None
         gradients.is_touched = True

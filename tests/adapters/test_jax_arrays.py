@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax_devices import COUNT as DEVICES
 from jax_devices import require_jax, require_mesh
+from optimizers import Tree
 from tiers import later
 
 import gradscale
@@ -314,6 +315,10 @@ def test_integers_and_float0_pass_through(jax: Any, jnp: Any) -> None:
         assert unscaled["count"].tolist() == [3]
         assert unscaled["weights"].tolist() == [2.0]
         assert unscaled["nothing"] is None
+    scaler, optimizer = gradscale.GradScaler(init_scale=2.0), Tree([none, jnp.asarray([4.0])])
+    scaler.scale(jnp.ones(()))
+    scaler.step(optimizer)
+    assert (optimizer.grads[0] is none, optimizer.grads[1].tolist()) == (True, [2.0])
 
 
 @pytest.mark.parametrize("empty", [[], {}, (), {"a": [None]}, None], ids=["list", "dict", "tuple", "none", "leaf-none"])

@@ -25,14 +25,37 @@ def test_parameters_without_gradient_are_left_alone(arrays: Library) -> None:
 def test_grads_may_be_one_array_or_any_tree(arrays: Library) -> None:
     scaler = GradScaler()
     one = Tree(scaled(arrays, scaler, 4.0)[0])
-    tree = Tree({"layer": [*scaled(arrays, scaler, 2.0), None], "bias": (scaled(arrays, scaler, 8.0)[0], 3)})
+    tree = Tree({"layer": [*scaled(arrays, scaler, 2.0), None], "bias": (scaled(arrays, scaler, 8.0)[0],)})
     scaler.step(one)
     scaler.step(tree)
     arrays.assert_array(one.grads, [4.0])
     arrays.assert_array(tree.grads["layer"][0], [2.0])
     arrays.assert_array(tree.grads["bias"][0], [8.0])
     assert tree.grads["layer"][1] is None
-    assert tree.grads["bias"][1] == 3
+
+
+class Unreadable:
+    """An array, as far as its attributes tell."""
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        raise RuntimeError(api_version)
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "bools", "unreadable"])
+@pytest.mark.parametrize("of", [Tree, Grouped])
+def test_gradients_that_cannot_be_divided_are_refused_and_nothing_is_touched(
+    arrays: Library, kind: str, of: Any
+) -> None:
+    scaler, good = GradScaler(init_scale=4.0), arrays.asarray([8.0])
+    scaler.scale(arrays.asarray(1.0))
+    bad = {"list": 65536, "array": arrays.asarray([65536, 2], "int32"), "bools": True, "unreadable": Unreadable()}[kind]
+    optimizer = of([good, bad])
+    message = "cannot be read, got AttributeError" if kind == "unreadable" else "1 must have a floating or complex"
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(InvalidTypeError, match=rf"gradient of {of.__name__}.* {message}"):
+            call(optimizer)
+    arrays.assert_array(good, [8.0])
+    assert not optimizer.steps
 
 
 def test_a_parameter_that_is_listed_twice_is_unscaled_once(arrays: Library) -> None:
@@ -102,7 +125,7 @@ def test_an_optimizer_must_have_gradients(arrays: Library, wrong: Any) -> None:
     scaler = GradScaler()
     scaler.scale(arrays.asarray(1.0))
     with pytest.raises(InvalidTypeError, match=r"param_groups .* or grads .*got"):
-        scaler.step(wrong)
+        scaler.unscale_(wrong)
 
 
 @pytest.mark.parametrize("groups", [[3], [{"weights": []}], [[Parameter()]]], ids=["number", "no params", "list"])

@@ -92,9 +92,7 @@ def test_a_name_that_is_no_option_is_an_error() -> None:
 
 @pytest.mark.numpy
 def test_a_norm_without_its_name_is_an_error() -> None:
-    with pytest.raises(
-        InvalidTypeError, match=r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"
-    ):
+    with pytest.raises(InvalidTypeError, match=r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"):
         GradScaler().unscale_(Tree([]), 1.0)  # type: ignore[arg-type]
 
 

@@ -141,7 +141,7 @@ def test_outputs_are_noted_once_they_are_scaled(arrays: Library) -> None:
 
 def test_gradients_are_collected_untouched_and_then_unscaled_and_judged(arrays: Library) -> None:
     live = ArrayState(DynamicScale(init_scale=4.0))
-    optimizer = Tree([arrays.asarray([8.0]), None, arrays.asarray([math.inf]), arrays.asarray(3, "int32")])
+    optimizer = Tree([arrays.asarray([8.0]), None, arrays.asarray([math.inf])])
     gradients = ArrayUnscaler().collect(optimizer)
     assert gradients.like is optimizer.grads[0]
     assert (gradients.groups, gradients.is_touched) == ((), False)
