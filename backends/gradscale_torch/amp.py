@@ -19,7 +19,7 @@ from torch.amp import GradScaler as TorchGradScaler
 from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.clipping import checked_norm
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.reports.overflow import OverflowReport
@@ -47,7 +47,6 @@ from gradscale_torch.hosts import (
     state_dict_of_pickle,
     untraced,
     untraced_but_for_calls,
-    warn_caller,
 )
 from gradscale_torch.state import TensorScaling, TensorState
 from gradscale_torch.stepping import Step

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -31,15 +27,11 @@ __all__ = [
     "state_dict_of_pickle",
     "untraced",
     "untraced_but_for_calls",
-    "warn_caller",
 ]
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 _OPT_STATES = {Stage.READY: OptState.READY, Stage.UNSCALED: OptState.UNSCALED, Stage.STEPPED: OptState.STEPPED}
-
-# Between a user's line and one of ours there are frames of the compiler.
-_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, gradscale.__file__, torch.__file__))
 
 # How the compiler treats a frame and those that it calls; not there in every version of torch.
 _compiler: Any = torch._C._dynamo.eval_frame
@@ -72,14 +64,6 @@ def _skipped(method: _Method, *, recursive: bool) -> _Method:
     _compiler.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return method
-
-
-def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn of the line of the caller's that has called the adapter."""
-    frame, level = sys._getframe(1), 3
-    while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
 
 
 def as_torchs_state_dict(saved: dict[str, Any], policy: Policy) -> dict[str, Any]:

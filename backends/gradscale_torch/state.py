@@ -45,6 +45,7 @@ class TensorState:
         self._replaced_in = 0
         # Whether a captured graph adapts the state, and so lowers the scale without the CPU.
         self._is_replayed = False
+        self.is_scaled_unseen = False
 
     @property
     def is_made(self) -> bool:
@@ -237,7 +238,9 @@ class TensorScaling:
     def __init__(self, *, keeps_dtype: bool) -> None:
         self._keeps_dtype = keeps_dtype
 
-    def scale(self, outputs: object, iteration: Iteration, look: Callable[[Sequence[object]], None] | None) -> object:
+    def scale(
+        self, outputs: object, present: Callable[[], Iteration], look: Callable[[Sequence[object]], None] | None
+    ) -> object:
         """Return outputs with every tensor multiplied.
 
         Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch
@@ -245,8 +248,11 @@ class TensorScaling:
         """
 
         def multiply(tensor: Tensor) -> Tensor:
+            iteration = present()
             state = iteration.in_force(tensor)
             iteration.note_scaled(state)
+            if is_capturing(tensor.device):
+                iteration.live.is_scaled_unseen = True
             if look is not None:
                 look((tensor,))
             scaled = tensor * moved(state.scale, tensor.device)

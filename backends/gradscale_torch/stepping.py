@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import gradscale
+from gradscale.core.messages import warn_caller
 from gradscale.core.vector import Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.scaler import end_step, enter, leave
 from gradscale.scaler.stepper import evaluating, find_closure
-from gradscale_torch.hosts import untraced, warn_caller
+from gradscale_torch.hosts import untraced
 from gradscale_torch.state import TensorState
 from gradscale_torch.unscaler import Request
 from gradscale_torch.verdicts import NO_READS, TensorVerdict, moved

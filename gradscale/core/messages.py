@@ -2,15 +2,19 @@
 
 import contextlib
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 from types import TracebackType
 
 from gradscale.errors import GradscaleError, InvalidTypeError
 
-__all__ = ["key_names", "nearest", "reading", "shown", "unreadable"]
+__all__ = ["key_names", "nearest", "reading", "shown", "unreadable", "warn_caller"]
 
 _LONGEST = 1000
 _SHOWN = 12
+# Whose frames may lie between a user's line and a warning; torch's are those of its compiler.
+_BETWEEN = {"gradscale", "gradscale_torch", "torch", "contextlib"}
 
 
 def shown(value: object) -> str:
@@ -34,6 +38,14 @@ def nearest(name: object, names: Iterable[str]) -> str:
     """Return a question for the nearest of some names, or an empty string."""
     close = difflib.get_close_matches(name.lower(), sorted(names), 1) if isinstance(name, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the user's line that has led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function, in a with statement or above a function

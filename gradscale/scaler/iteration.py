@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from gradscale.core import vector
-from gradscale.core.messages import shown
+from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.vector import Position, Purpose, Verdict
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, ScaleDesyncError
@@ -245,6 +245,14 @@ class Iteration:
             like = gradients.like
             if like is None:
                 like = agreement.example(live, self.number)
+        # Over a group another rank may have the loss.
+        if not self.scaled and not groups and not live.is_scaled_unseen:
+            warn_caller(
+                f"scale() was not called in iteration {self.number}, and gradients of {type(optimizer).__name__} are "
+                f"divided by the scale: if they are older, step each optimizer before update(), which may have "
+                f"changed the scale. If you multiply by get_scale() yourself, all is well; this is said once"
+            )
+            live.is_scaled_unseen = True
         state = self.in_force(like)
         before, turn.stage, turn.pending = turn.stage, Stage.UNSCALED, None
         try:

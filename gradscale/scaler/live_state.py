@@ -71,6 +71,7 @@ class ArrayState:
             raise InvalidTypeError(msg)
         self.policy = policy
         self.version = 0
+        self.is_scaled_unseen = False
         self.home: Any = None
         self._given = backend
         self._state: ScaleState | None = None

@@ -16,6 +16,9 @@ class LiveState(Protocol):
     """Where the state lives: a policy, and its state from the first array on."""
 
     policy: Policy
+    is_scaled_unseen: bool
+    """Whether outputs may be scaled without a call of ``scale``: by replays of a captured graph, or by a user who was
+    told of it."""
 
     @property
     def is_made(self) -> bool:
@@ -167,5 +170,8 @@ class Pending(Protocol):
 class Scaling(Protocol):
     """Multiplies what is passed to ``scale()``."""
 
-    def scale(self, outputs: Any, iteration: Any, look: Callable[[Sequence[Array]], None] | None) -> Any:
-        """Return outputs multiplied by the iteration's scale; ``look`` is called with the unscaled leaves then."""
+    def scale(self, outputs: Any, present: Callable[[], Any], look: Callable[[Sequence[Array]], None] | None) -> Any:
+        """Return outputs multiplied by the present iteration's scale; ``look`` is called with the unscaled leaves then.
+
+        An iterator may be consumed in a later iteration, which is then the present one.
+        """

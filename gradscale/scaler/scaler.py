@@ -226,7 +226,7 @@ class GradScaler:
         if is_call and not self._busy.acquire(blocking=False):
             _refuse_nested("scale()")
         try:
-            scaled: _Outputs = parts.scaling.scale(outputs, iteration, look)
+            scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
             return scaled
         finally:
             if is_call:
@@ -265,6 +265,11 @@ class GradScaler:
             When the object has no gradients, or something among them is no floating array.
         InvalidValueError
             For a ``max_norm`` that is negative, or over a group without ``norm_over``.
+
+        Warns
+        -----
+        UserWarning
+            Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
         """
         clip = None
         if max_norm is not None or norm_over is not None:

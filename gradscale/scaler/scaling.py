@@ -24,10 +24,11 @@ class ArrayScaling:
     def scale(
         self,
         outputs: Any,
-        iteration: Iteration,
+        present: Callable[[], Iteration],
         look: Callable[[Sequence[Array]], None] | None,
     ) -> Any:
         """Return outputs multiplied by the scale; ``look`` is called with the unscaled leaves then."""
+        iteration = present()
         live: Any = iteration.live
         try:
             kind = (type(outputs), getattr(outputs, "dtype", None))

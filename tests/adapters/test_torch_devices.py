@@ -461,6 +461,22 @@ def test_a_graph_is_captured_while_verdicts_are_on_their_way(torch: Any, cuda: A
     assert [report.skipped for report in scaler.history] == [False, True, False, False]
 
 
+def test_replays_of_a_loss_that_is_scaled_in_a_graph_are_not_warned_of(torch: Any, cuda: Any) -> None:
+    from gradscale_torch import GradScaler
+
+    scaler, optimizer = GradScaler("cuda", init_scale=4.0), optimizer_on(torch, "SGD", "cuda")
+    give(torch, scaler, optimizer, 1.0, "cuda")
+    source, (parameter,) = torch.ones(5, device="cuda"), optimizer.param_groups[0]["params"]
+    with cuda.capture() as graph:
+        parameter.grad.copy_(scaler.scale(source))
+    for _ in range(2):
+        graph.replay()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert held(optimizer) == [[0.5] * 5]
+
+
 def test_after_replays_the_scale_may_be_below_one(torch: Any, cuda: Any) -> None:
     from gradscale_torch import GradScaler
 

@@ -176,7 +176,8 @@ def test_a_resumed_scaler_may_unscale_before_it_scales(arrays: Library) -> None:
     scaler = GradScaler()
     scaler.load_state_dict(TORCH)
     optimizer = Tree([arrays.asarray([2048.0])])
-    scaler.step(optimizer)
+    with pytest.warns(UserWarning, match=r"scale\(\) was not called"):
+        scaler.step(optimizer)
     arrays.assert_array(optimizer.seen[0][0], [2.0])
 
 

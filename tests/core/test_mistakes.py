@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 from typing import Any
@@ -62,6 +63,30 @@ def test_unscaling_without_a_step_stays_allowed(arrays: Library) -> None:
     scaler.unscale_(optimizer)
     scaler.update()
     assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_gradients_of_an_iteration_that_has_scaled_nothing_are_told_of_once(arrays: Library, call: str) -> None:
+    scaler, first, second = GradScaler(init_scale=4.0, growth_interval=1), Tree(), Tree()
+    first.grads, second.grads = [scaled(arrays, scaler, 1.0) for _ in range(2)]
+    scaler.step(first)
+    scaler.update()
+    told = r"scale\(\) was not called in iteration 2, and gradients of Tree are divided .* step each optimizer before"
+    # As an error it comes before anything is touched.
+    with pytest.raises(UserWarning, match=told):
+        getattr(scaler, call)(second)
+    arrays.assert_array(second.grads[0], [4.0])
+    with pytest.warns(UserWarning, match=told) as warned:
+        getattr(scaler, call)(second)
+    assert [one.filename for one in warned] == [__file__]
+    arrays.assert_array(second.grads[0], [0.5])
+    scaler.update()
+    # A loop that multiplies by the scale itself goes on, and so does a copy of its scaler.
+    for each in (scaler, copy.copy(scaler)):
+        first.grads = [arrays.asarray([2.0 * each.get_scale()])]
+        each.step(first)
+        each.update()
+        arrays.assert_array(first.grads[0], [2.0])
 
 
 @pytest.mark.numpy

@@ -118,7 +118,7 @@ def test_outputs_are_noted_once_they_are_scaled(arrays: Library) -> None:
     scaling = ArrayScaling()
 
     def scale(outputs: Any) -> Any:
-        return scaling.scale(outputs, frame, lambda leaves: seen.append(list(leaves)))
+        return scaling.scale(outputs, lambda: frame, lambda leaves: seen.append(list(leaves)))
 
     assert scale([None, arrays.asarray(3, "int32")])[0] is None
     assert not live.is_made

@@ -19,7 +19,8 @@ from tiers import examples
 
 from gradscale import CallOrderError, GradScaler
 
-pytestmark = pytest.mark.numpy
+# Some of the loops do not call scale().
+pytestmark = [pytest.mark.numpy, pytest.mark.filterwarnings(r"ignore:scale\(\) was not called:UserWarning")]
 
 INTERVAL = 3
 LOWEST, HIGHEST = 2.0**-126, 2.0**127

@@ -44,6 +44,7 @@ def _no_collector() -> Iterator[None]:
 def made(policy: Any = None, number: int = 1, unscaler: Any = None) -> Iteration:
     live = ArrayState(policy or DynamicScale(init_scale=4.0))
     live.current(np.zeros((), np.float32))
+    live.is_scaled_unseen = True
     return unmade(live, number, unscaler)
 
 

@@ -240,6 +240,7 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made(torch: Any, 
     parameters[0].grad = torch.zeros(2, dtype=torch.float64)
     scaler.step(optimizer)
     scaler.update()
+    scaler.scale(torch.ones(()))
     parameters[0].grad = torch.full((2,), 16.0, dtype=torch.float64)
     parameters[1].grad = torch.full((1,), 16.0).expand(2)
     with pytest.raises(InvalidValueError, match="overlaps itself"):

@@ -151,6 +151,7 @@ def test_private_methods_are_torchs(torch: Any, ours: Any, bad: float) -> None:
         parameter = torch.nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         parameter.grad = torch.tensor([8.0, bad, 16.0])
+        scaler.scale(torch.ones(()))
         checked = dict(scaler._check_inf_per_device(optimizer))
         stage = private_states(scaler, optimizer)
         gradient = parameter.grad.clone()

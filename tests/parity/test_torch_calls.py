@@ -317,6 +317,25 @@ def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(
         assert [each.item() for each in lazy] == [4.0]
 
 
+@pytest.mark.parametrize("in_a_later_iteration", [False, True])
+def test_an_iterator_counts_as_scaled_when_it_is_consumed(
+    torch: Any, makers: list[Any], in_a_later_iteration: bool
+) -> None:
+    for make in makers:
+        scaler, weight = make(init_scale=4.0, growth_interval=1), torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        lazy = scaler.scale(iter([weight.sum()]))
+        if in_a_later_iteration:
+            scaler.scale(weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        next(lazy).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (weight.item(), weight.grad.item()) == (-1.0 if in_a_later_iteration else 0.0, 1.0)
+
+
 @pytest.mark.parametrize("outputs", [3, 1.5, None, object()], ids=["int", "float", "none", "object"])
 @pytest.mark.parametrize("nested", [False, True], ids=["bare", "nested"])
 def test_what_is_no_tensor_is_torchs_error(torch: Any, makers: list[Any], outputs: Any, nested: bool) -> None:
