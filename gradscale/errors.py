@@ -120,8 +120,8 @@ class CollectiveTimeoutError(GradscaleError, TimeoutError):
         where = "" if self.iteration is None else f" in iteration {self.iteration}"
         return (
             f"rank {self.rank} of {self.size} waited {self.seconds:g} s for {self.operation}{where}, and some rank "
-            f"never came. Look at the other ranks: one of them raised, ended, skipped a call to unscale_(), step() "
-            f"or update(), or needs a longer timeout=. The group can no longer be used: end this process, and run "
-            f"the program so that one failing rank ends the others (mpiexec -n {self.size} python -m mpi4py "
-            f"..., or torchrun)."
+            f"never came. Look at the other ranks: one of them raised, ended, skipped a call to unscale_() or "
+            f"step(), or needs a longer timeout=. The group can no longer be used: give every rank a new one with "
+            f"set_group(), or end this process, and run the program so that one failing rank ends the others "
+            f"(mpiexec -n {self.size} python -m mpi4py ..., or torchrun)."
         )

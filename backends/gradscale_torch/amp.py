@@ -254,6 +254,11 @@ class GradScaler(TorchGradScaler):
             and ``max_norm`` for plain tensors over a group.
         InvalidTypeError
             When a parameter is no tensor, or a gradient is one of integers.
+
+        Warns
+        -----
+        UserWarning
+            Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
         """
         largest = None if max_norm is None else checked_norm(max_norm)
         scaler = self._scaler
@@ -294,7 +299,8 @@ class GradScaler(TorchGradScaler):
         Raises
         ------
         CallOrderError
-            When it was called already since the last ``update``.
+            When it was called already since the last ``update``, or inside of another call; when none of the
+            optimizer's parameters has a gradient.
         ScaleDesyncError, CollectiveTimeoutError
             Over a group: on every rank when the states differ; when some rank never comes.
 
@@ -324,7 +330,7 @@ class GradScaler(TorchGradScaler):
         Raises
         ------
         CallOrderError
-            When nothing has been scaled or unscaled since the last ``update``.
+            When no optimizer has been unscaled or stepped since the last ``update``, and there is no ``new_scale``.
         ScaleUnderflowError, InvalidValueError, InvalidTypeError, ScaleDesyncError, CollectiveTimeoutError
             As :meth:`gradscale.GradScaler.update`.
         """

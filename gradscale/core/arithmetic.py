@@ -126,7 +126,7 @@ def scaled(x: Array, factor: Array) -> Array:
     """Multiply a floating array by a 0-d float32 on its device; a 0-d one of half precision comes back as float32."""
     xp = array_namespace(x)
     wide = multiply(widened(x), factor)
-    return wide if wide.dtype == x.dtype or x.ndim == 0 else xp.astype(wide, x.dtype)
+    return wide if wide.dtype == x.dtype or x.shape == () else xp.astype(wide, x.dtype)
 
 
 def nonfinite_flag(x: Array, home: object) -> Array:

@@ -250,7 +250,8 @@ class Iteration:
             warn_caller(
                 f"scale() was not called in iteration {self.number}, and gradients of {type(optimizer).__name__} are "
                 f"divided by the scale: if they are older, step each optimizer before update(), which may have "
-                f"changed the scale. If you multiply by get_scale() yourself, all is well; this is said once"
+                f"changed the scale. To multiply by the scale yourself, take it from scaler.scale() of an array that "
+                f"holds 1; with get_scale() all is well, too, and this is said once"
             )
             live.is_scaled_unseen = True
         state = self.in_force(like)

@@ -30,7 +30,7 @@ class LiveState(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that rises when the state is adapted, by one each time, and when its scale is set."""
+        """A number that rises by one each time the state is adapted; ``observe`` is told that of an earlier verdict."""
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
