@@ -46,6 +46,7 @@ from gradscale.errors import (
     MissingExtraError,
     ScaleDesyncError,
     ScaleUnderflowError,
+    SharedMemoryError,
     StateDictError,
 )
 from gradscale.policies.dynamic import DynamicScale, StaticScale
@@ -85,6 +86,7 @@ __all__ = [
     "ScaleState",
     "ScaleUnderflowError",
     "ShardedGradScaler",
+    "SharedMemoryError",
     "StateDictError",
     "StaticScale",
     "StepReport",

@@ -4,9 +4,10 @@
 
     GradscaleError
     ├── InvalidValueError (ValueError)          an argument of the right type, out of range
-    │   └── StateDictError                      a state dict that cannot be loaded; nothing was changed
+    │   ├── StateDictError (RuntimeError)       a state dict that cannot be loaded; nothing was changed
+    │   └── SharedMemoryError (RuntimeError)    elements to be divided share memory
     ├── InvalidTypeError (TypeError)            an argument of the wrong type
-    ├── CallOrderError (RuntimeError)           scale, unscale_, step, update called in a wrong order
+    ├── CallOrderError (RuntimeError, AssertionError)   scale, unscale_, step, update called in a wrong order
     ├── ScaleUnderflowError (FloatingPointError)    still overflowing at min_scale, and the policy says raise
     ├── ClosureOverflowError (FloatingPointError)   a closure overflows at every scale, in mid-step
     ├── ScaleDesyncError (RuntimeError)         ranks that should hold one state hold different ones
@@ -32,6 +33,7 @@ __all__ = [
     "MissingExtraError",
     "ScaleDesyncError",
     "ScaleUnderflowError",
+    "SharedMemoryError",
     "StateDictError",
 ]
 
@@ -44,15 +46,22 @@ class InvalidValueError(GradscaleError, ValueError):
     """An argument has the right type and a value out of range."""
 
 
-class StateDictError(InvalidValueError):
+# The second built-in of these is what torch's scalers raise, and what scripts written for them catch.
+
+
+class StateDictError(InvalidValueError, RuntimeError):
     """A state dict is empty, corrupted or of a newer version; the scaler is as it was before."""
+
+
+class SharedMemoryError(InvalidValueError, RuntimeError):
+    """Elements of gradients that are to be divided in place share memory, so that they would be divided twice."""
 
 
 class InvalidTypeError(GradscaleError, TypeError):
     """An argument has the wrong type."""
 
 
-class CallOrderError(GradscaleError, RuntimeError):
+class CallOrderError(GradscaleError, RuntimeError, AssertionError):
     """A method was called at the wrong point of the iteration."""
 
 

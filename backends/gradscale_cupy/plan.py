@@ -19,7 +19,7 @@ from numpy.exceptions import TooHardError
 from numpy.typing import NDArray
 
 from gradscale.core import aliasing
-from gradscale.errors import InvalidValueError
+from gradscale.errors import SharedMemoryError
 
 __all__ = ["CHUNK", "KERNELS", "ROW", "Arrays", "Kind", "Launch", "plan", "require_disjoint"]
 
@@ -118,7 +118,7 @@ def _launch(pair: str, table: NDArray[np.void], chunk: int) -> Launch:
 
 
 def require_disjoint(sources: Arrays, targets: Arrays) -> None:
-    """Raise InvalidValueError if arrays to be written share memory with themselves, each other or another gradient."""
+    """Raise SharedMemoryError if arrays to be written share memory with themselves, each other or another gradient."""
     kinds, count = targets.kinds, len(targets.addresses)
     overlapping = np.array([_overlaps_itself(kind) for kind in kinds], bool)[targets.numbers]
     if overlapping.any():
@@ -128,7 +128,7 @@ def require_disjoint(sources: Arrays, targets: Arrays) -> None:
             f"gradient {index}, shape {shape}, strides {strides} in bytes, overlaps itself and cannot be unscaled in "
             f"place: assign a copy (grad.copy())"
         )
-        raise InvalidValueError(msg)
+        raise SharedMemoryError(msg)
     # A gradient that is unscaled into itself is there once.
     elsewhere = np.flatnonzero((sources.addresses != targets.addresses) | (sources.numbers != targets.numbers))
     addresses = np.append(targets.addresses, sources.addresses[elsewhere])

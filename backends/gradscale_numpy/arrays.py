@@ -17,7 +17,7 @@ from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidValueError, SharedMemoryError
 from gradscale_numpy import kernels
 
 __all__ = ["NumpyBackend"]
@@ -226,5 +226,5 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
             f"gradient {index}, shape {array.shape}, strides {array.strides}, overlaps itself and cannot be unscaled "
             f"in place: assign a copy (grad.copy())"
         )
-        raise InvalidValueError(msg)
+        raise SharedMemoryError(msg)
     return array.view(np.ndarray)

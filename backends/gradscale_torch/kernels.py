@@ -10,7 +10,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import arithmetic
-from gradscale.errors import InvalidValueError
+from gradscale.errors import SharedMemoryError
 from gradscale_torch.verdicts import Flags, moved
 
 __all__ = [
@@ -95,9 +95,9 @@ def _apply_without_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -
         flag.copy_(torch.where(finite, flag, torch.ones_like(flag)))
 
 
-def overlap(index: int, tensor: Tensor) -> InvalidValueError:
+def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
     """Return the error for a gradient whose elements share memory."""
-    return InvalidValueError(
+    return SharedMemoryError(
         f"gradient {index}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, overlaps itself and cannot "
         f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
     )

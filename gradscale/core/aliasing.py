@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from gradscale.errors import InvalidValueError
+from gradscale.errors import SharedMemoryError
 
 __all__ = ["Span", "overlaps_itself", "require_disjoint", "span"]
 
@@ -70,5 +70,5 @@ def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, in
                     f"{one if first == second else pair} share memory, which would be divided twice: pass one of them, "
                     f"or a copy (grad.copy())"
                 )
-                raise InvalidValueError(msg)
+                raise SharedMemoryError(msg)
         open_spans.append((stop, number))

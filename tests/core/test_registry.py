@@ -214,6 +214,7 @@ def test_every_error_is_a_gradscale_error_and_the_built_in_that_fits() -> None:
     fits = {
         "InvalidValueError": ValueError,
         "StateDictError": ValueError,
+        "SharedMemoryError": ValueError,
         "InvalidTypeError": TypeError,
         "CallOrderError": RuntimeError,
         "ScaleUnderflowError": FloatingPointError,

@@ -119,7 +119,7 @@ def test_policies_reports_and_results_cannot_be_changed() -> None:
 
 def test_errors_derive_from_the_root_and_from_a_built_in() -> None:
     names = [name for name in gradscale.__all__ if name.endswith("Error") and name != "GradscaleError"]
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names:
         error = getattr(gradscale, name)
         assert issubclass(error, gradscale.GradscaleError)

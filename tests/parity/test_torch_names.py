@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -204,6 +205,41 @@ def test_optimizer_states_that_were_read_can_be_set_again_and_others_cannot(torc
     assert len(scaler._per_optimizer_states) == 1
     with pytest.raises(InvalidValueError, match="_per_optimizer_states can be set to an empty mapping"):
         scaler._per_optimizer_states = {id(optimizer): {}}
+
+
+def scaled(torch: Any, scaler: Any) -> Any:
+    """Return an optimizer with a gradient, in an iteration in which a loss was scaled."""
+    scaler.scale(torch.ones(()))
+    return model(torch)[1]
+
+
+def unscale_an_expanded_gradient(torch: Any, scaler: Any) -> None:
+    optimizer = scaled(torch, scaler)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(()).expand(2)
+    scaler.unscale_(optimizer)
+
+
+MISTAKES: dict[str, Callable[[Any, Any], Any]] = {
+    "update-first": lambda torch, scaler: scaler.update(),  # noqa: ARG005
+    "unscale-first": lambda torch, scaler: scaler.unscale_(model(torch)[1]),
+    "unscale-twice": lambda torch, scaler: [scaler.unscale_(one) for one in [scaled(torch, scaler)] * 2],
+    "step-twice": lambda torch, scaler: [scaler.step(one) for one in [scaled(torch, scaler)] * 2],
+    "update-without-step": lambda torch, scaler: (scaled(torch, scaler), scaler.update()),
+    "copy-in-the-middle": lambda torch, scaler: (scaler.unscale_(scaled(torch, scaler)), copy.copy(scaler)),
+    "empty-state-dict": lambda torch, scaler: scaler.load_state_dict({}),  # noqa: ARG005
+    "shared-memory": unscale_an_expanded_gradient,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_caught_as_torchs_error_is(torch: Any, mistake: Callable[[Any, Any], Any]) -> None:
+    import gradscale_torch
+
+    with pytest.raises((AssertionError, RuntimeError)) as caught:
+        mistake(torch, torch.amp.GradScaler("cpu"))
+    with pytest.raises(caught.type) as ours:
+        mistake(torch, gradscale_torch.GradScaler("cpu"))
+    assert isinstance(ours.value, GradscaleError)
 
 
 class Work:
