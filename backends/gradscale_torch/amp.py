@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -64,14 +65,16 @@ _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5,
 _NOT_CALLED = {
     "_unscale_grads_": "construct it with allow_fp16_grads=True to take float16 gradients",
     "_maybe_opt_step": "construct it with group= to agree on each step with other ranks",
+    "_check_inf_per_device": "construct it with group= to agree on each step with other ranks",
+    "_get_scale_async": "construct it with policy= for a scale of your own",
 }
 
 
-def _not_called(name: str) -> property:
-    """Return a property that holds torch's method of this name, and refuses another."""
+def _not_called(name: str, ours: Callable[..., object] | None = None) -> property:
+    """Return a property that holds torch's method of this name, or ours, and refuses another."""
 
     def get(scaler: GradScaler) -> object:
-        return getattr(super(GradScaler, scaler), name)
+        return getattr(super(GradScaler, scaler), name) if ours is None else functools.partial(ours, scaler)
 
     def refuse(_: GradScaler, value: object) -> None:
         raise InvalidValueError(_must_stay(name, f"got {shown(value)}"))
@@ -81,8 +84,8 @@ def _not_called(name: str) -> property:
 
 def _must_stay(name: str, got: str) -> str:
     return (
-        f"{name} must stay as it is, since this scaler does not call it, {got}: {_NOT_CALLED[name]}, or override "
-        f"unscale_() or step()"
+        f"{name} must stay as it is, since the steps of this scaler do not call it, {got}: {_NOT_CALLED[name]}, or "
+        f"override unscale_() or step()"
     )
 
 
@@ -131,7 +134,8 @@ class GradScaler(TorchGradScaler):
     ------
     InvalidValueError, InvalidTypeError
         For an argument out of range or of a wrong type, and for a device that does not exist; for a subclass that
-        overrides ``_unscale_grads_`` or ``_maybe_opt_step``, which are not called here.
+        overrides ``_unscale_grads_``, ``_maybe_opt_step``, ``_check_inf_per_device`` or ``_get_scale_async``, which the
+        steps of this one do not call; they call ``unscale_``.
 
     Notes
     -----
@@ -528,12 +532,13 @@ class GradScaler(TorchGradScaler):
     _growth_interval = _setting("growth_interval", 1)
     _unscale_grads_ = _not_called("_unscale_grads_")
     _maybe_opt_step = _not_called("_maybe_opt_step")
+    _get_scale_async = _not_called("_get_scale_async")
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Make the state on a device, if it is not made yet."""
         _live(self).current(torch.empty((), device=dev))
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
+    def _judge(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = iteration_of(self._scaler)
         turn = iteration.turn_of(optimizer)
@@ -541,6 +546,8 @@ class GradScaler(TorchGradScaler):
         iteration.unscale(turn, optimizer, Request(judges_only=True, takes_fp16=True))
         turn.stage = stage
         return found_by_device(iteration, turn)
+
+    _check_inf_per_device = _not_called("_check_inf_per_device", _judge)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
@@ -31,7 +32,8 @@ __all__ = [
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
-_OPT_STATES = {Stage.READY: OptState.READY, Stage.UNSCALED: OptState.UNSCALED, Stage.STEPPED: OptState.STEPPED}
+# For optimizers whose flags there are none to write to.
+_NO_FLAGS = cast(Flags, MappingProxyType({}))
 
 # How the compiler treats a frame and those that it calls; not there in every version of torch.
 _compiler: Any = torch._C._dynamo.eval_frame
@@ -113,7 +115,7 @@ def found_by_device(iteration: Iteration, turn: Turn) -> Flags:
     """Return the agreed verdict for each device of an optimizer's gradients, or for the scale's without any."""
     if turn.pending is None:
         if not iteration.live.is_made:
-            return {}
+            return _NO_FLAGS
         turn.pending = TensorVerdict.unjudged(iteration)
     pending = cast(TensorVerdict, turn.pending)
     if pending.is_read_by_cpu:
@@ -121,34 +123,60 @@ def found_by_device(iteration: Iteration, turn: Turn) -> Flags:
     return pending.show()
 
 
-class OptimizerState(dict[str, Any]):
-    """``stage``, and ``found_inf_per_device`` as the group has agreed.
+class OptimizerState(Mapping[str, Any]):
+    """``stage`` and ``found_inf_per_device`` of an optimizer in one iteration, as they are when they are read.
 
     Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
     """
 
-    def __init__(self, iteration: Iteration, turn: Turn) -> None:
-        super().__init__(stage=_OPT_STATES[turn.stage], found_inf_per_device=found_by_device(iteration, turn))
-        self._pending = cast(TensorVerdict, turn.pending)
+    def __init__(self, iteration: Iteration, key: int) -> None:
+        self._iteration, self._key = iteration, key
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Take over the verdict; the stage is the scaler's own."""
-        if key != "found_inf_per_device":
-            msg = f"only found_inf_per_device can be set, got {key!r}"
+    def __getitem__(self, name: str) -> Any:
+        turn = self._iteration.by_id(self._key)
+        if name == "stage":
+            return OptState.READY if turn is None else OptState(turn.stage.value)
+        if name != "found_inf_per_device":
+            raise KeyError(name)
+        return _NO_FLAGS if turn is None else found_by_device(self._iteration, turn)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self or (name == "stage" and not isinstance(value, OptState)):
+            msg = f"stage (an OptState) and found_inf_per_device (a dict) can be set, got {name!r}: {shown(value)}"
             raise InvalidValueError(msg)
-        super().__setitem__(key, value)
-        self._pending.override(value)
+        turn = self._iteration.by_id(self._key)
+        if turn is None:
+            if value != self[name]:
+                msg = (
+                    f"{name} can be set once the scaler has met the optimizer in this iteration, got {shown(value)}: "
+                    f"call unscale_(optimizer) or _found_inf_per_device(optimizer) before"
+                )
+                raise InvalidValueError(msg)
+        elif name == "stage":
+            turn.stage = Stage(value.value)
+        else:
+            found_by_device(self._iteration, turn)
+            cast(TensorVerdict, turn.pending).override(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("stage", "found_inf_per_device"))
+
+    def __len__(self) -> int:
+        return 2
 
 
-class OptimizerStates(Mapping[int, dict[str, Any]]):
-    """A view of the present iteration by ``id(optimizer)``. Reading an optimizer's entry finishes its agreement."""
+class OptimizerStates(Mapping[int, OptimizerState]):
+    """A view of the present iteration by ``id(optimizer)``. Reading a verdict in it finishes the agreement on it."""
 
     def __init__(self, scaler: gradscale.GradScaler) -> None:
         self.scaler = scaler
 
-    def __getitem__(self, key: int) -> dict[str, Any]:
-        turn = iteration_of(self.scaler).by_id(key)
-        return _refresh_per_optimizer_state() if turn is None else OptimizerState(iteration_of(self.scaler), turn)
+    def __getitem__(self, key: int) -> OptimizerState:
+        return OptimizerState(iteration_of(self.scaler), key)
+
+    def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            self[key][name] = value
 
     def __iter__(self) -> Iterator[int]:
         return iter(iteration_of(self.scaler).ids())

@@ -73,6 +73,11 @@ class Step:
             if has_closure:
                 self._around = _with_closure(self, iteration, turn)
             elif not skips_by_itself:
+                if turn.stage is Stage.READY:
+                    # A subclass may override it.
+                    with _within_the_step(iteration):
+                        self.replacement.unscale_(optimizer)
+                    turn.stage = Stage.UNSCALED
                 self.verdict = iteration.verdict_for_step(turn, optimizer)
                 self.is_made = not self.verdict.nonfinite
             elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
@@ -112,13 +117,24 @@ class Step:
 @contextlib.contextmanager
 def _with_closure(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     """Wrap the closure. One host read for each evaluation."""
-    with evaluating(iteration, turn, step.optimizer, step.args, step.kwargs) as evaluation:
+    unscale = step.replacement.unscale_
+    with evaluating(iteration, turn, step.optimizer, step.args, step.kwargs, unscale) as evaluation:
         step.args, step.kwargs = evaluation.args, evaluation.kwargs
         try:
             yield
         finally:
             step.args, step.kwargs = (), {}
     step.verdict, step.retries = evaluation.verdict, evaluation.retries
+
+
+@contextlib.contextmanager
+def _within_the_step(iteration: Iteration) -> Iterator[None]:
+    """Take calls of the scaler for calls of the step that is under way."""
+    iteration.is_inside_closure = True
+    try:
+        yield
+    finally:
+        iteration.is_inside_closure = False
 
 
 @contextlib.contextmanager
@@ -162,15 +178,8 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
 def _asking_the_scaler(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
     step.kwargs = {**step.kwargs, "grad_scaler": step.replacement}
-    # Its calls belong to this step.
-    iteration.is_inside_closure = True
-    try:
+    with _within_the_step(iteration):
         yield
-    finally:
-        iteration.is_inside_closure = False
-    if turn.pending is not None:
-        # It may have brought its own verdict.
-        cast(TensorVerdict, turn.pending).accept()
     step.verdict = iteration.verdict(turn) if turn.is_judged else Verdict(0, 0, False, iteration.live.scale())
 
 

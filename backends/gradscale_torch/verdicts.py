@@ -168,11 +168,11 @@ class TensorVerdict:
 
     known: Verdict | None = None
     numbers: ScaleState | None = None
-    is_begun = True
     is_read_later = is_captured = False
     _shown: Flags | None = None
     _ballot: Ballot | None = None
     _late: _Reader | None = None
+    _is_judged = True
 
     def __init__(
         self,
@@ -215,8 +215,13 @@ class TensorVerdict:
         """Return the verdict of an optimizer that has not been judged, and may bring its own (``override``)."""
         state = iteration.live.current()
         made = cls(iteration, TensorFound({}, state.scale.device), state, ())
-        made.is_begun = False
+        made._is_judged = False
         return made
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the gradients have been judged, by a framework at least."""
+        return self._is_judged or bool(self._shown)
 
     @property
     def may_be_late(self) -> bool:
@@ -330,7 +335,3 @@ class TensorVerdict:
     def override(self, shown: Flags) -> None:
         """Take over a framework's verdict instead, by device."""
         self._shown = shown
-
-    def accept(self) -> None:
-        """Take an optimizer's own verdict on gradients that nobody else has judged."""
-        self.is_begun = self.is_begun or bool(self._shown)

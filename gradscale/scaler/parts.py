@@ -146,8 +146,6 @@ class Pending(Protocol):
     """The verdict, if it has been read."""
     numbers: ScaleState | None
     """The state that it was unscaled with, as numbers that were read with the verdict, if they were."""
-    is_begun: bool
-    """Whether there is anything to be read."""
     is_read_later: bool
     """Whether the optimizer acts on it by itself, so that it is read only when somebody asks."""
     is_scaled: bool
@@ -156,6 +154,10 @@ class Pending(Protocol):
     """Whether a captured graph writes it at each replay."""
     version: int
     """The live state's, when it began."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is anything to be read."""
 
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""

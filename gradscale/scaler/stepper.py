@@ -42,9 +42,16 @@ def step(
 
 @contextlib.contextmanager
 def evaluating(
-    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    iteration: Iteration,
+    turn: Turn,
+    optimizer: Optimizer,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    unscale: Callable[[Any], object] | None = None,
 ) -> Iterator[Evaluation]:
     """Give the arguments for ``optimizer.step`` with its closure wrapped, and catch the exception that skips the step.
+
+    ``unscale`` is called with the optimizer after each evaluation, if the scaler's class may have overridden it.
 
     LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. After
     each evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure
@@ -55,6 +62,7 @@ def evaluating(
     closure = find_closure(args, kwargs)
     assert closure is not None
     evaluation = Evaluation(iteration, turn, optimizer, closure)
+    evaluation.unscale = unscale
     by_name = "closure" in kwargs
     evaluation.args = args if by_name else (evaluation, *args[1:])
     evaluation.kwargs = {**kwargs, "closure": evaluation} if by_name else kwargs
@@ -85,6 +93,8 @@ class _SkippedStepError(GradscaleError):
 class Evaluation:
     """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
 
+    unscale: Callable[[Any], object] | None = None
+
     def __init__(self, iteration: Iteration, turn: Turn, optimizer: Optimizer, closure: Callable[..., object]) -> None:
         self._closure = closure
         self._iteration = iteration
@@ -107,6 +117,9 @@ class Evaluation:
             turn.stage = Stage.READY
             with iteration.inside_closure():
                 loss = self._closure(*args, **kwargs)
+                if self.unscale is not None and turn.stage is Stage.READY:
+                    self.unscale(self._optimizer)
+                    turn.stage = Stage.UNSCALED
                 verdict = self.verdict = iteration.verdict_for_step(turn, self._optimizer)
             if not verdict.nonfinite:
                 self._completed += 1

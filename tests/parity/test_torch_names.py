@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,23 +71,120 @@ def test_device_is_whatever_names_one(pair: tuple[Any, Any], torch: Any) -> None
         assert [make(device).is_enabled() for make in pair] == [True, True]
 
 
-@pytest.mark.parametrize("name", ["_unscale_grads_", "_maybe_opt_step"])
+NOT_CALLED = ["_unscale_grads_", "_maybe_opt_step", "_get_scale_async", "_check_inf_per_device"]
+ADVICE = r"(group=|allow_fp16_grads=True|policy=)"
+
+
+@pytest.mark.parametrize("name", NOT_CALLED)
 def test_an_override_that_would_be_passed_by_is_refused_when_constructed(pair: tuple[Any, Any], name: str) -> None:
     ours, _ = pair
     mixed = type("Mixed", (type("Mixin", (), {name: lambda *_: None}), ours), {})
     own = type("Own", (ours,), {name: lambda *_: None})
     below = type("Below", (own,), {})
     for kind in (mixed, own, below):
-        with pytest.raises(InvalidTypeError, match=rf"{name} must stay as it is.*{kind.__name__}.*(group=|allow_fp16)"):
+        with pytest.raises(InvalidTypeError, match=rf"{name} must stay as it is.*{kind.__name__}.*{ADVICE}"):
             kind("cpu")
     assert type("Plain", (ours,), {"step": lambda *_: None})("cpu").step() is None
 
 
-@pytest.mark.parametrize("name", ["_unscale_grads_", "_maybe_opt_step"])
+@pytest.mark.parametrize("name", NOT_CALLED)
 def test_an_override_of_an_instance_is_refused(pair: tuple[Any, Any], name: str) -> None:
     scaler = pair[0]("cpu")
-    with pytest.raises(InvalidValueError, match=rf"{name} must stay as it is.*(group=|allow_fp16_grads=True)"):
+    with pytest.raises(InvalidValueError, match=rf"{name} must stay as it is.*{ADVICE}"):
         setattr(scaler, name, lambda *_: None)
+
+
+@pytest.mark.parametrize("way", ["class", "instance"])
+@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
+def test_step_calls_an_overridden_unscale(pair: tuple[Any, Any], torch: Any, way: str, closure: bool) -> None:
+    def unscale_(scaler: Any, optimizer: Any) -> None:
+        kind.unscale_(scaler, optimizer)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.clamp_(max=0.5)
+
+    for kind in pair[: 1 if closure else 2]:
+        scaler = (type("Clamping", (kind,), {"unscale_": unscale_}) if way == "class" else kind)("cpu")
+        if way == "instance":
+            scaler.unscale_ = functools.partial(unscale_, scaler)
+        parameter, optimizer = model(torch)
+        scaler.scale(torch.ones(()))
+        parameter.grad *= 65536.0
+        scaler.step(optimizer, *[lambda: None] * closure)
+        scaler.update()
+        assert parameter.tolist() == [-0.5, -0.5], kind
+
+
+def test_an_override_of_unscale_that_judges_nothing_is_an_error_as_at_torchs(pair: tuple[Any, Any], torch: Any) -> None:
+    for kind in pair:
+        scaler = type("Idle", (kind,), {"unscale_": lambda *_: None})("cpu")
+        parameter, optimizer = model(torch)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(AssertionError):
+            scaler.step(optimizer)
+        assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_the_state_of_an_optimizer_follows_what_happens_to_it(pair: tuple[Any, Any], torch: Any) -> None:
+    from torch.amp.grad_scaler import OptState
+
+    def unscale_in_closure(scaler: Any, optimizer: Any, gradient: float) -> bool:
+        """Do what mosaicml's ClosureGradScaler does, but that it keeps the state from before ``unscale_``."""
+        state = scaler._per_optimizer_states[id(optimizer)]
+        for value in (1.0, gradient):
+            state["stage"] = OptState.READY
+            optimizer.param_groups[0]["params"][0].grad = torch.full((2,), value) * scaler._scale
+            scaler.unscale_(optimizer)
+        return sum(flag.item() for flag in state["found_inf_per_device"].values()) > 0
+
+    for gradient in (1.0, float("inf")):
+        for make in pair:
+            scaler = make("cpu")
+            parameter, optimizer = model(torch)
+            scaler.scale(torch.ones(()))
+            assert unscale_in_closure(scaler, optimizer, gradient) is (gradient != 1.0)
+            before = scaler._per_optimizer_states[id(optimizer)]
+            scaler.update()
+            # The next iteration has states of its own.
+            assert scaler.get_scale() == (65536.0 if gradient == 1.0 else 32768.0)
+            assert before["stage"] is OptState.UNSCALED
+            assert parameter.grad.tolist() == [gradient] * 2
+            assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+def test_what_is_written_to_the_state_of_an_optimizer_is_its_verdict(pair: tuple[Any, Any], torch: Any) -> None:
+    from torch.amp.grad_scaler import OptState
+
+    for make in pair:
+        for found, moved in ((0.0, -1.0), (1.0, 0.0)):
+            scaler = make("cpu")
+            parameter, optimizer = model(torch)
+            scaler.scale(torch.ones(()))
+            assert scaler._found_inf_per_device(optimizer) == {}
+            flags = {torch.device("cpu"): torch.tensor(found)}
+            scaler._per_optimizer_states[id(optimizer)] = {"stage": OptState.UNSCALED, "found_inf_per_device": flags}
+            scaler.step(optimizer)
+            scaler.update()
+            assert parameter.tolist() == [moved] * 2
+            assert scaler.get_scale() == (32768.0 if found else 65536.0)
+
+
+def test_a_write_that_would_be_lost_is_an_error(pair: tuple[Any, Any], torch: Any) -> None:
+    from torch.amp.grad_scaler import OptState
+
+    scaler = pair[0]("cpu")
+    _, optimizer = model(torch)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["stage"] = OptState.READY
+    for name, value in (("stage", OptState.STEPPED), ("found_inf_per_device", {"cpu": 1.0})):
+        with pytest.raises(InvalidValueError, match=f"{name} can be set .* unscale_"):
+            state[name] = value
+    with pytest.raises(TypeError):
+        state["found_inf_per_device"]["cpu"] = 1.0
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    for name, value in (("stage", "READY"), ("found", {})):
+        with pytest.raises(InvalidValueError, match=f"got .*{name}"):
+            state[name] = value
 
 
 def test_unscale_grads_is_torchs_function(pair: tuple[Any, Any], torch: Any) -> None:
