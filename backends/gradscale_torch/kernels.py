@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ __all__ = [
     "group_tensors",
     "inverse_of",
     "judge",
+    "judge_quotients",
     "overlap",
     "sum_of_squares",
     "unscale_in_place",
@@ -69,6 +71,15 @@ def judge(groups: Groups, flags: Flags) -> None:
     """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
     for (device, _), tensors in groups.items():
         _apply(device, tensors, flags, torch.ones((), dtype=torch.float32, device=device))
+
+
+def judge_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
+    """Set the flags of devices with a finite tensor that overflows when it is divided by the scale."""
+    for (device, dtype), tensors in groups.items():
+        filled = [tensor for tensor in tensors if tensor.numel() > 0]
+        if filled:
+            wide = torch.stack(torch._foreach_norm(filled, math.inf)).to(torch.promote_types(dtype, torch.float32))
+            _apply(device, [(wide / moved(scale, device)).to(dtype)], flags, torch.ones_like(flags[device]))
 
 
 def _apply(device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:

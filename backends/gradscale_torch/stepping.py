@@ -19,7 +19,7 @@ from gradscale.scaler.stepper import evaluating, find_closure
 from gradscale_torch.hosts import untraced
 from gradscale_torch.state import TensorState
 from gradscale_torch.unscaler import Request
-from gradscale_torch.verdicts import NO_READS, TensorVerdict, moved
+from gradscale_torch.verdicts import NO_READS, TensorVerdict, is_capturing, moved
 
 if TYPE_CHECKING:
     from gradscale_torch.amp import GradScaler
@@ -117,8 +117,13 @@ class Step:
 @contextlib.contextmanager
 def _with_closure(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     """Wrap the closure. One host read for each evaluation."""
-    unscale = step.replacement.unscale_
-    with evaluating(iteration, turn, step.optimizer, step.args, step.kwargs, unscale) as evaluation:
+    optimizer, unscale = step.optimizer, step.replacement.unscale_
+    told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # When the closure returns its gradients are unscaled and finite.
+        found = cast(TensorState, iteration.live).example()
+        told = _told(optimizer, getattr(optimizer, "grad_scale", None), found)
+    with evaluating(iteration, turn, optimizer, step.args, step.kwargs, unscale) as evaluation, told:
         step.args, step.kwargs = evaluation.args, evaluation.kwargs
         try:
             yield
@@ -142,13 +147,17 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     """Step an optimizer that skips in its kernel by ``found_inf``. No host read if the verdict may come later."""
     optimizer: Any = step.optimizer
     if turn.stage is Stage.READY:
-        iteration.unscale(turn, optimizer, Request(may_leave=True, takes_fp16=True))
+        iteration.unscale(turn, optimizer, Request(judges_only=True, takes_fp16=True))
     if turn.pending is None:
         # They could not be unscaled before.
         iteration.verdict(turn)
     pending = cast(TensorVerdict, turn.pending)
-    # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced.
+    fresh = _without_momentum(optimizer)
+    # A policy that raises at its minimum needs the CPU, and so does a verdict that may have been replaced, and momentum
+    # that is not to be damped if this step is skipped.
     may_be_late = pending.may_be_late and not iteration.reports.wants_each_step
+    if fresh and any(group.get("dampening") for group in optimizer.param_groups):
+        may_be_late = may_be_late and is_capturing(pending.state.scale.device)
     pending.is_read_later = may_be_late and iteration.live.at_min_scale(pending.state) is None
     if not pending.is_read_later or pending.has_nothing:
         step.verdict = iteration.verdict_for_step(turn, optimizer)
@@ -159,16 +168,15 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     if pending.is_scaled:
         scale = moved(pending.state.scale.clone() if preset is None else pending.state.scale * preset, home)
     # Copies, which the optimizer may change.
-    optimizer.grad_scale, optimizer.found_inf = scale, moved(found, home).clone()
-    fresh = _without_momentum(optimizer)
-    try:
+    with _told(optimizer, scale, moved(found, home).clone()):
         yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
         momentum = _momentum(optimizer, parameter)
-        if momentum is not None:
+        if step.verdict is not None:
+            if step.verdict.nonfinite:
+                optimizer.state[parameter].pop("momentum_buffer", None)
+        elif momentum is not None:
             momentum.copy_(torch.where(moved(found, momentum.device) != 0, torch.zeros_like(momentum), momentum))
     if pending.is_read_later:
         pending.start_reading()
@@ -181,6 +189,16 @@ def _asking_the_scaler(step: Step, iteration: Iteration, turn: Turn) -> Iterator
     with _within_the_step(iteration):
         yield
     step.verdict = iteration.verdict(turn) if turn.is_judged else Verdict(0, 0, False, iteration.live.scale())
+
+
+@contextlib.contextmanager
+def _told(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor) -> Iterator[None]:
+    """Set the attributes by which an optimizer unscales and skips by itself."""
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:

@@ -50,14 +50,13 @@ _is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_p
 class Request:
     """Options of an unscaling.
 
-    ``iteration``: for the announcement of a norm over ranks. ``may_leave``: gradients may be left to the optimizer to
+    ``iteration``: for the announcement of a norm over ranks. ``judges_only``: gradients are left to the optimizer to
     unscale.
     """
 
     max_norm: float | None = None
     iteration: Iteration | None = None
     judges_only: bool = False
-    may_leave: bool = False
     takes_fp16: bool = False
 
 
@@ -161,11 +160,12 @@ class TensorUnscaler:
         norm = None
         number: float | None = scale.item() if scale.device.type == "cpu" else None
         may_be_below_one = live.may_be_below_one(state) if number is None else number < 1.0
-        # An optimizer's kernel would divide by a scale below 1 without a look at the result.
-        is_left = request.judges_only or (request.may_leave and not may_be_below_one)
         with torch.no_grad():
-            if is_left:
+            if request.judges_only:
                 kernels.judge(tensors, flags)
+                if may_be_below_one:
+                    # An optimizer's kernel divides without a look at the result.
+                    kernels.judge_quotients(tensors, scale, flags)
             else:
                 if number is None or number != self._inverse[0]:
                     self._inverse = number, kernels.inverse_of(scale)
@@ -177,7 +177,7 @@ class TensorUnscaler:
                 # The optimizer will see the sums of duplicates.
                 kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), flags)
             count = kernels.count_nonfinite(flags, tensors)
-        return TensorFound(flags, scale.device, count, number, is_left, norm)
+        return TensorFound(flags, scale.device, count, number, request.judges_only, norm)
 
     def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: TensorState) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""

@@ -24,7 +24,7 @@ def optimizer_of(torch: Any, name: str, variant: str, parameters: list[Any], **o
 def iterate(torch: Any, scaler: Any, optimizer: Any, parameter: Any, gradient: Any, explicit: bool = False) -> Any:
     """Make one iteration with this unscaled gradient, and return what ``step`` returned."""
     factor = scaler.scale(torch.ones(()))
-    parameter.grad = torch.full_like(parameter, gradient) * factor
+    parameter.grad = (torch.ones_like(parameter) * gradient * factor).to(parameter.dtype)
     if explicit:
         scaler.unscale_(optimizer)
     returned = scaler.step(optimizer)
@@ -86,17 +86,21 @@ def test_a_gradient_that_overflows_when_divided_ruins_the_weights_at_torchs_and_
         assert scaler.last_step(optimizer).nonfinite == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [2.0**-10, 0.3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(
-    torch: Any, ours: Any, theirs: Any, variant: str
+    torch: Any, ours: Any, theirs: Any, variant: str, scale: float, dtype: str
 ) -> None:
     seen = []
     for make in (theirs, ours):
-        scaler = make("cpu", init_scale=2.0**-10, growth_interval=2)
-        parameter = torch.nn.Parameter(torch.ones(2))
-        optimizer = optimizer_of(torch, "AdamW", variant, [parameter], lr=0.5)
+        scaler = make("cpu", init_scale=scale, growth_interval=2)
+        parameter = torch.nn.Parameter(torch.ones(64, dtype=getattr(torch, dtype)))
+        optimizer = optimizer_of(torch, "AdamW", variant, [parameter, torch.nn.Parameter(torch.ones(0))], lr=0.5)
+        optimizer.param_groups[0]["params"][1].grad = torch.ones(0)
+        ramp = torch.linspace(0.1, 3.0, 64)
         for gradient in (3.0, -1.0, math.inf, 2.0):
-            iterate(torch, scaler, optimizer, parameter, gradient)
+            iterate(torch, scaler, optimizer, parameter, gradient * ramp)
         seen.append([parameter, optimizer.state_dict(), scaler.get_scale(), scaler._get_growth_tracker()])
     assert_same(*seen)
 
@@ -208,12 +212,13 @@ def test_a_fused_step_that_raises_leaves_attributes_behind_at_torchs_and_none_at
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
 @pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
+@pytest.mark.parametrize("scale", [5.0, 0.3])
 def test_fused_optimizers_are_given_what_torch_gives_them(
-    torch: Any, ours: Any, theirs: Any, gradient: float, explicit: bool
+    torch: Any, ours: Any, theirs: Any, scale: float, gradient: float, explicit: bool
 ) -> None:
     seen = []
     for make in (theirs, ours):
-        scaler = make("cpu", init_scale=5.0)
+        scaler = make("cpu", init_scale=scale)
         parameter = torch.nn.Parameter(torch.zeros(3))
         optimizer = Watching([parameter])
         returned = iterate(torch, scaler, optimizer, parameter, gradient, explicit)
@@ -346,3 +351,22 @@ def test_the_sharded_scaler_of_the_host_grows_to_infinity_at_torchs_and_stops_at
             iterate(torch, scaler, optimizer, parameter, 0.0)
         scales.append(scaler.get_scale())
     assert scales == [math.inf, 2.0**127]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("settings", [{"dampening": 0.5}, {"nesterov": True}], ids=str)
+def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(
+    torch: Any, ours: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], late: bool
+) -> None:
+    from gradscale_torch import verdicts
+
+    if late:
+        monkeypatch.setattr(verdicts, "would_wait", lambda _: True)
+    seen = []
+    for variant, gradients in (("fused", (math.inf, 1.0, 3.0)), ("single", (1.0, 3.0))):
+        scaler, parameter = ours("cpu"), torch.nn.Parameter(torch.zeros(2))
+        optimizer = optimizer_of(torch, "SGD", variant, [parameter], momentum=0.5, **settings)
+        for gradient in gradients:
+            iterate(torch, scaler, optimizer, parameter, gradient)
+        seen.append(parameter)
+    assert_same(*seen)

@@ -203,6 +203,29 @@ def test_a_closure_of_a_fused_optimizer_is_unscaled_before_the_kernel(
     assert_same(results[2], results[0])
 
 
+@pytest.mark.parametrize("overflows", [False, True], ids=["", "overflow"])
+def test_a_closure_of_an_optimizer_that_reads_attributes_finds_them(torch: Any, ours: Any, overflows: bool) -> None:
+    class ReadsAttributes(torch.optim.SGD):  # type: ignore[misc]
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any) -> None:
+            before = self.grad_scale, self.found_inf.item()
+            closure()
+            seen.append([before, (self.grad_scale, self.found_inf.item()), parameter.grad.tolist()])
+
+    def closure() -> None:
+        parameter.grad = scaler.scale(torch.full((1,), math.inf if overflows else 2.0))
+
+    seen: list[Any] = []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    scaler, optimizer = ours("cpu"), ReadsAttributes([parameter])
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert seen == ([] if overflows else [[(None, 0.0), (None, 0.0), [2.0]]])
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+
+
 def test_a_closure_with_a_lower_bound_of_the_scale_stops_there(torch: Any, ours: Any) -> None:
     parameter = torch.nn.Parameter(torch.tensor([-1.0, 1.5]))
     optimizer = torch.optim.LBFGS([parameter])
