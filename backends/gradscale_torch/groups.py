@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from datetime import timedelta
@@ -218,13 +219,17 @@ def _make(ranks: tuple[int, ...], mesh: DeviceMesh, timeout: float) -> dist.Proc
 
 
 def _meet(ranks: tuple[int, ...], timeout: float) -> None:
-    """Wait in the store of the world until all members have come, or the time is over."""
+    """Wait in the store of the world until all members have come, or the time is over.
+
+    The store may have outlived worlds in which they met before.
+    """
     store = dist.distributed_c10d._get_default_store()
     key = f"gradscale/{','.join(map(str, ranks))}"
-    store.add(key, 1)
+    size = len(ranks)
+    wanted = math.ceil(store.add(key, 1) / size) * size
     try:
-        if not poll(lambda: store.add(key, 0) >= len(ranks), timeout, longest_pause=_LONGEST_PAUSE):
-            raise CollectiveTimeoutError(ranks.index(dist.get_rank()), len(ranks), timeout, operation=_CONSTRUCTION)
+        if not poll(lambda: store.add(key, 0) >= wanted, timeout, longest_pause=_LONGEST_PAUSE):
+            raise CollectiveTimeoutError(ranks.index(dist.get_rank()), size, timeout, operation=_CONSTRUCTION)
     except RuntimeError as error:
         msg = f"the store of the world failed while the ranks {ranks} of a mesh met: {error}"
         raise BackendError(msg) from error

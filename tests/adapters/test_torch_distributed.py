@@ -1,5 +1,6 @@
 """TorchCollectives over real gloo processes: groups, meshes, worlds that end, and programs that end badly."""
 
+import importlib
 import math
 import os
 import signal
@@ -166,6 +167,27 @@ def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_
         assert failure.kind == "CollectiveTimeoutError"
         assert f"rank {1 - late_rank} of 2 waited 0.5 s for the construction of a ShardedGradScaler" in failure.message
         assert then == (True, 32768.0)
+
+
+def test_the_ranks_of_a_mesh_meet_again_in_the_next_world() -> None:
+    torch = require("torch")
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    from gradscale import CollectiveTimeoutError, ShardedGradScaler
+
+    dist, store = torch.distributed, torch.distributed.HashStore()
+    for others in (3, 0):
+        dist.init_process_group("fake", store=store, rank=0, world_size=8)
+        try:
+            mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1], [2, 3]])
+            # What the others do.
+            dist.distributed_c10d._get_default_store().add("gradscale/0,1,2,3", others)
+            if others:
+                ShardedGradScaler(group=mesh, timeout=0.2)
+                continue
+            with pytest.raises(CollectiveTimeoutError, match=r"construction of a ShardedGradScaler"):
+                ShardedGradScaler(group=mesh, timeout=0.2)
+        finally:
+            dist.destroy_process_group()
 
 
 def test_memory_that_torch_reads_outlives_whoever_asked_for_it_and_no_longer(world: GlooWorld) -> None:
