@@ -232,6 +232,27 @@ def test_gradients_that_overlap_themselves_are_an_obscure_error_or_wrong_at_torc
         assert parameter.eq(0).all()
 
 
+@pytest.mark.parametrize("name", ["expanded", "expanded-from-one", "sliding", "unfolded"])
+def test_later_gradients_that_overlap_themselves_are_errors_or_divided_as_at_torchs(
+    torch: Any, ours: Any, theirs: Any, name: str
+) -> None:
+    seen: list[Any] = []
+    for make in (theirs, ours):
+        parameter = torch.nn.Parameter(torch.zeros(3, 2))
+        scaler, optimizer = started(torch, make), plain(torch, [parameter])
+        for gradient in (torch.zeros(3, 2), overlapping(torch)[name]):
+            scaler.scale(torch.ones(()))
+            parameter.grad = gradient
+            try:
+                scaler.step(optimizer)
+            except RuntimeError:
+                seen.append("an error")
+                break
+            scaler.update()
+        seen.append(parameter.tolist())
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
 def test_after_gradients_that_were_unscaled_in_part_no_step_is_made(torch: Any, ours: Any) -> None:
     scaler = started(torch, ours)
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
