@@ -52,7 +52,7 @@ from gradscale_torch.hosts import (
 from gradscale_torch.state import TensorScaling, TensorState
 from gradscale_torch.stepping import Step
 from gradscale_torch.unscaler import Request, TensorUnscaler
-from gradscale_torch.verdicts import Flags, TensorVerdict
+from gradscale_torch.verdicts import Flags, TensorVerdict, would_wait
 
 __all__ = ["GradScaler"]
 
@@ -202,7 +202,12 @@ class GradScaler(TorchGradScaler):
         self.set_group(group)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(policy={_live(self).policy!r}, enabled={self._enabled})"
+        live = _live(self)
+        state = live.tensors()
+        # A device is not waited for.
+        home = None if state is None else state.scale.device
+        scale = live.scale() if home is None or not would_wait(home) else f"<on {home}>"
+        return f"{type(self).__name__}(policy={live.policy!r}, scale={scale}, enabled={self._enabled})"
 
     # The iteration.
 
@@ -254,8 +259,10 @@ class GradScaler(TorchGradScaler):
         CallOrderError
             When it was called already, or after ``step``, or before any ``scale``.
         InvalidValueError
-            For float16 gradients that are not allowed, gradients whose elements share memory, DTensors of two meshes,
-            and ``max_norm`` for plain tensors over a group.
+            For float16 gradients that are not allowed, DTensors of two meshes, and ``max_norm`` for plain tensors over
+            a group.
+        SharedMemoryError
+            For a gradient that is expanded, or whose elements overlap when the optimizer's parameters are met first.
         InvalidTypeError
             When a parameter is no tensor, or a gradient is one of integers.
 
@@ -481,7 +488,7 @@ class GradScaler(TorchGradScaler):
 
     @_scale.setter
     def _scale(self, value: Tensor) -> None:
-        _live(self).replace_field("scale", value)
+        _replace_field(self, "scale", value)
 
     @property
     def _growth_tracker(self) -> Tensor | None:
@@ -491,7 +498,7 @@ class GradScaler(TorchGradScaler):
 
     @_growth_tracker.setter
     def _growth_tracker(self, value: Tensor) -> None:
-        _live(self).replace_field("growth_tracker", value)
+        _replace_field(self, "growth_tracker", value)
 
     @property
     def _per_optimizer_states(self) -> OptimizerStates:
@@ -608,6 +615,14 @@ def _wrapped(group: object, timeout: float) -> object:
     # An int is what new_group() gives to ranks that are not in it.
     is_torchs = isinstance(group, int) or is_lookalike(group)
     return registry.get("torch").collectives(group, timeout=timeout) if is_torchs else group
+
+
+def _replace_field(replacement: GradScaler, name: str, value: Tensor) -> None:
+    _live(replacement).replace_field(name, value)
+    # Gradients under way are unscaled with it, as by torch's scalers.
+    iteration = iteration_of(replacement._scaler)
+    if iteration.state is not None:
+        iteration.state = _live(replacement).tensors()
 
 
 def _live(replacement: GradScaler) -> TensorState:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradscale import DynamicScale, registry
+from gradscale import DynamicScale, StaticScale, registry
 from gradscale.core import tree
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
@@ -95,8 +95,9 @@ class TensorState:
         return self._state
 
     def take(self, state: ScaleState) -> None:
-        """Go on with a state from elsewhere, such as a lowered one; its tensors are the state's from now on."""
-        self._state = state
+        """Go on with a state from elsewhere, such as a lowered one, in the present tensors."""
+        self._note_replaced()
+        self._state = state if self._state is None else _copied_into(self._state, state)
 
     def advance(self, counts: Sequence[Array]) -> None:
         """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
@@ -104,7 +105,7 @@ class TensorState:
         home = state.scale.device
         self.version += 1
         if home.type != "cpu":
-            self._floor *= getattr(self.policy, "backoff_factor", 1.0)
+            self._floor *= _smallest_factor(self.policy)
             self._is_replayed = self._is_replayed or is_capturing(home)
         found = counts[0] if len(counts) == 1 else torch.stack(list(counts)).amax()
         rule = self._kernels_rule
@@ -143,7 +144,7 @@ class TensorState:
     def observe(self, scale: float, version: int) -> None:
         """Take note of the scale that a verdict carries: since that version it has been backed off that often."""
         if version >= self._replaced_in:
-            self._floor = scale * getattr(self.policy, "backoff_factor", 1.0) ** (self.version - version)
+            self._floor = scale * _smallest_factor(self.policy) ** (self.version - version)
 
     def may_be_below_one(self, state: ScaleState) -> bool:
         """Tell whether the scale may be below 1, so that a finite gradient may overflow when it is divided."""
@@ -163,16 +164,16 @@ class TensorState:
 
     def replace_scale(self, scale: float) -> None:
         """Set the scale in place, and keep the trackers."""
-        self._floor = scale
-        self._note_replaced()
+        self._note_replaced(scale)
         if self._state is None:
             self._restored["scale"] = scale
         else:
             self._state.scale.fill_(scale)
             self._state = ScaleState(*self._state)
 
-    def _note_replaced(self) -> None:
-        """Ignore verdicts that were begun before now."""
+    def _note_replaced(self, scale: float = 0.0) -> None:
+        """Ignore verdicts that were begun before now; 0 stands for a scale that the CPU does not know."""
+        self._floor = scale
         self.version += 1
         self._replaced_in = self.version
 
@@ -183,6 +184,7 @@ class TensorState:
         fitting = moved(value, field.device, dtype=field.dtype)
         self._state = state._replace(**{name: fitting.reshape(()) if fitting.shape else fitting})
         self._kernels_rule = None
+        self._note_replaced()
 
     def replace_setting(self, name: str, value: float) -> None:
         """Set one of a DynamicScale's settings."""
@@ -193,7 +195,6 @@ class TensorState:
         """Go on with another policy and other numbers, in the same tensors unless the present ones are in use."""
         self.policy = policy
         self._kernels_rule = None
-        self._floor = 0.0
         self._note_replaced()
         if self._state is None:
             self._restored = numbers
@@ -206,6 +207,13 @@ class TensorState:
         restored = dict(self._restored) if self._state is None else self.numbers()
         forgotten = {"_state": None, "_kernels_rule": None, "_is_replayed": False, "_floor": 0.0}
         return self.__dict__ | {"_restored": restored} | forgotten
+
+
+def _smallest_factor(policy: Policy) -> float:
+    """Return what one update may multiply the scale by at least; 0 if it is not known."""
+    if type(policy) is DynamicScale:
+        return policy.backoff_factor
+    return 1.0 if type(policy) is StaticScale else 0.0
 
 
 def _as_kernels_rule(policy: Policy) -> DynamicScale | None:

@@ -499,6 +499,46 @@ def test_after_replays_the_scale_may_be_below_one(torch: Any, cuda: Any) -> None
     assert (scaler.last_step(optimizer).skipped, scaler.get_scale()) == (True, 0.0625)
 
 
+def test_repr_waits_for_no_device(torch: Any, cuda: Any) -> None:
+    from gradscale_torch import GradScaler
+
+    scaler = GradScaler("cuda")
+    assert "), scale=65536.0, " in repr(scaler)
+    scaler.scale(torch.ones((), device="cuda"))
+    assert "), scale=<on cuda:0>, " in repr(scaler)
+    assert cuda.waits == []
+
+
+@pytest.mark.parametrize("way", ["take", "field"])
+def test_a_scale_that_was_replaced_may_be_below_one(torch: Any, cuda: Any, way: str) -> None:
+    from gradscale_torch import GradScaler
+
+    scaler, optimizer = GradScaler("cuda", init_scale=2.0), optimizer_on(torch, "AdamW", "cuda", fused=True)
+    give(torch, scaler, optimizer, 1.0, "cuda")
+    if way == "field":
+        scaler.step(optimizer)
+        scaler.update()
+        scaler._scale = torch.full((), 0.25, device="cuda")
+    else:
+        kept = scaler._scale
+
+        # It overflows at scales of 2, 1 and 0.5.
+        gradients = iter([math.inf, math.inf, math.inf, 1.0])
+        scaler.step(optimizer, lambda: give(torch, scaler, optimizer, next(gradients), "cuda"))
+        scaler.update()
+        # A captured graph holds it.
+        assert scaler._scale is kept
+    assert scaler.get_scale() == 0.25
+    cuda.finish(0)
+    before = held(optimizer)
+    scaler.scale(torch.ones((), device="cuda"))
+    # Finite, until they are divided by the scale.
+    optimizer.param_groups[0]["params"][0].grad = torch.full((5,), 3e38, device="cuda")
+    scaler.step(optimizer)
+    scaler.update()
+    assert (held(optimizer), scaler.last_step(optimizer).skipped) == (before, True)
+
+
 @pytest.mark.parametrize("way", ["update", "load_state_dict"])
 def test_a_verdict_that_comes_late_says_nothing_of_a_scale_that_was_set_since(torch: Any, cuda: Any, way: str) -> None:
     from gradscale_torch import GradScaler

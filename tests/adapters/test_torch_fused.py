@@ -123,15 +123,34 @@ def test_each_step_since_a_verdict_may_have_lowered_the_scale_on_a_device(torch:
     from gradscale_torch.state import TensorState
 
     live = TensorState(gradscale.DynamicScale(), "meta")
-    live.replace_scale(64.0)
     # On a device that the host does not read.
     state = live.policy.init(torch.zeros((), device="meta"))
     live.take(state)
+    assert live.may_be_below_one(state)
+    live.replace_scale(64.0)
     assert not live.may_be_below_one(state)
-    live.version = 5
+    live.version += 4
     for steps, is_possible in {0: False, 1: False, 2: False, 3: True, 4: True}.items():
         live.observe(4.0, live.version - steps)
         assert live.may_be_below_one(state) is is_possible, steps
+
+
+@pytest.mark.parametrize("policy", [gradscale.DynamicScale, gradscale.StaticScale, "own"], ids=str)
+def test_how_far_an_own_policy_lowers_the_scale_is_not_known(torch: Any, policy: Any) -> None:
+    from gradscale_torch.state import TensorState
+
+    class Own(gradscale.StaticScale):
+        """Lower the scale as it likes."""
+
+    live = TensorState(Own() if policy == "own" else policy(), "meta")
+    state = live.policy.init(torch.zeros((), device="meta"))
+    live.take(state)
+    live.version += 1
+    live.observe(4.0, live.version)
+    assert not live.may_be_below_one(state)
+    live.version += 1
+    live.observe(4.0, live.version - 1)
+    assert live.may_be_below_one(state) is (policy == "own")
 
 
 def test_attributes_of_the_optimizer_are_removed_when_its_step_raises(

@@ -340,6 +340,38 @@ def test_a_mistake_is_caught_as_torchs_error_is(torch: Any, mistake: Callable[[A
     assert isinstance(ours.value, GradscaleError)
 
 
+@pytest.mark.parametrize("when", ["before-unscale", "after-update"])
+def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(
+    pair: tuple[Any, Any], torch: Any, when: str
+) -> None:
+    from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+    seen = []
+    for make in pair:
+        scaler = make("cpu", init_scale=4.0)
+        parameter, optimizer = model(torch, 16.0)
+        scaler.scale(torch.ones(()))
+        if when == "after-update":
+            # What a host does that updates by itself.
+            scaler.step(optimizer)
+            scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
+        scaler._scale = torch.tensor(2.0)
+        if when == "after-update":
+            assert scaler.scale(torch.ones(())).item() == 2.0
+        scaler.step(optimizer)
+        seen.append(parameter.tolist())
+    assert seen[0] == seen[1]
+
+
+def test_repr_shows_the_scale(pair: tuple[Any, Any], torch: Any) -> None:
+    scaler = pair[0]("cpu")
+    assert "), scale=65536.0, " in repr(scaler)
+    scaler.scale(torch.ones(()))
+    scaler.step(model(torch, float("inf"))[1])
+    scaler.update()
+    assert "), scale=32768.0, " in repr(scaler)
+
+
 class Work:
     """What an all-reduce returns: nothing but ``wait``."""
 
