@@ -153,7 +153,7 @@ class OptimizerState(Mapping[str, Any]):
                 )
                 raise InvalidValueError(msg)
         elif name == "stage":
-            turn.stage = Stage(value.value)
+            turn.stage, turn.verdict = Stage(value.value), None
         else:
             found_by_device(self._iteration, turn)
             cast(TensorVerdict, turn.pending).override(value)

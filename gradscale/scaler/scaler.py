@@ -363,6 +363,10 @@ class GradScaler:
             ended.require_sound()
             wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
             pending, verdicts = ended.judged()
+            if reports.wants_updates:
+                # Somebody wants them since a step whose verdict was to be read later.
+                with agreement.failing():
+                    ended.steps += [step_report(one.verdict(), ended.number) for one in pending if one.is_read_later]
             judged: list[StepReport | Verdict] = [*ended.steps, *verdicts]
             before = None
             if reports.wants_updates:

@@ -153,6 +153,21 @@ def test_how_far_an_own_policy_lowers_the_scale_is_not_known(torch: Any, policy:
     assert live.may_be_below_one(state) is (policy == "own")
 
 
+def test_an_update_is_reported_if_somebody_wants_it_after_the_step(torch: Any) -> None:
+    from gradscale_torch import GradScaler
+
+    scaler, optimizer = GradScaler("cpu"), fused_sgd(torch)
+    updates: list[Any] = []
+    scaler.scale(torch.ones(()))
+    optimizer.param_groups[0]["params"][0].grad = torch.full((3,), float("inf"))
+    scaler.step(optimizer)
+    scaler.on_update = updates.append
+    scaler.update()
+    [update] = updates
+    assert (update.skipped, update.scale, update.new_scale) == (True, 65536.0, 32768.0)
+    assert update.steps == (scaler.last_step(optimizer),)
+
+
 def test_attributes_of_the_optimizer_are_removed_when_its_step_raises(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
