@@ -14,7 +14,7 @@ from gradscale.core.summaries import count_block, layout_of, summarize_arrays, w
 from gradscale.errors import InvalidTypeError
 from gradscale_torch.kernels import count_nonfinite, group_tensors, inverse_of, unscale_in_place
 from gradscale_torch.unscaler import kernel_view, require_values
-from gradscale_torch.verdicts import Flags, TensorFound, integers, moved
+from gradscale_torch.verdicts import Flags, TensorFound, integers, moved, refuse_capture
 
 __all__ = ["TorchBackend"]
 
@@ -55,6 +55,7 @@ class TorchBackend(Backend):
 
     def read(self, x: Tensor, /) -> list[int]:
         """Return a 1-d int32 tensor as Python ints."""
+        refuse_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
         values: list[int] = x.tolist()
         return values
 

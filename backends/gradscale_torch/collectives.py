@@ -79,7 +79,10 @@ class TorchCollectives:
     @property
     def identity(self) -> object:
         """The process group, or an object that stands for the default group while there is none."""
-        return _DEFAULT_GROUP if self._group is None else self._group.group
+        if self._asked is None or self._group is None:
+            # Of the world that there is now.
+            return groups.default_group() or _DEFAULT_GROUP
+        return self._group.group
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, timeout: float) -> None:
         self._asked = group

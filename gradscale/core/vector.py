@@ -5,12 +5,15 @@
     [nonfinite, at_min_scale, has_gradients, f1 .. f11, -f1 .. -f11]
 
 After an element-wise MAX over the ranks, the first three are what any rank found, and ``max(f) == -max(-f)`` exactly
-when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. Only int32
-travels: MAX over floats gives ranks different answers when one of them holds a NaN.
+when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. What travels
+are integers (over gloo two int64 that stand for these): MAX over floats gives ranks different answers if one of them
+holds a NaN.
 
 The fields are whatever the ranks must hold in common: the four of the state, the policy, and a :func:`position`, which
 says what the message is about. Small numbers share an int32; the least and the greatest value of such a field are those
 of some rank, so an error can take them apart.
+
+A :func:`greeting` goes before all others over a group, since another version may make them of another form.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import itertools
 import math
 import numbers
 import operator
+import re
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +49,7 @@ __all__ = [
     "announcement",
     "describe_differences",
     "foreign_message",
+    "greeting",
     "identify",
     "is_fixed",
     "pack",
@@ -52,6 +57,7 @@ __all__ = [
     "position",
     "read_both",
     "read_verdict",
+    "require_one_version",
     "shifted",
     "shifts",
 ]
@@ -210,6 +216,36 @@ def _bits_of_norm(max_norm: float) -> tuple[int, int]:
 def announcement(position: Position) -> list[int]:
     """Return the vector that announces another collective; it says nothing of a state."""
     return pack_plain(ScaleState(0.0, 0, 0, 0), 0, False, (0, *position))
+
+
+def greeting() -> list[int]:
+    """Return the first message over a group, whose form never changes: ``[release, -release, build, -build]``.
+
+    ``release`` is the version's three numbers; ``build`` is a hash of the whole version and of the form of messages.
+    """
+    # It stands in the package's own file, which imports this one.
+    from gradscale import __version__
+
+    major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
+    release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
+    form = __version__, FLAGS, _FIELDS, _OPTIMIZER_BITS, _CALL_BITS, _REST_BITS, _GROUP_BITS, _SCALER_BITS
+    build = zlib.crc32(ascii(form).encode()) & 0x7FFFFFFF
+    return [release, -release, build, -build]
+
+
+def require_one_version(values: Sequence[int], own: Sequence[int], where: str) -> None:
+    """Raise ScaleDesyncError if the greetings of all ranks after MAX (``values``) are not this rank's own."""
+    if list(values) == list(own):
+        return
+    if len(values) != len(own) or any(map(operator.lt, values, own)):
+        raise foreign_message(where)
+    here, most, least = (f"{one >> 20}.{one >> 10 & 0x3FF}.{one & 0x3FF}" for one in (own[0], values[0], -values[1]))
+    found = f"two builds of version {here}" if least == most else f"versions from {least} to {most} (here {here})"
+    msg = (
+        f"ranks run different versions of gradscale, seen by {where}: {found}. No rank takes this step. Install one "
+        f"version on every rank"
+    )
+    raise ScaleDesyncError(msg)
 
 
 def is_fixed(policy: object) -> bool:

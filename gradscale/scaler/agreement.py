@@ -23,14 +23,22 @@ __all__ = ["Agreement", "Ballot", "take_lists", "whereabouts"]
 
 # How many scalers each group has had, by the library's own group.
 _scalers: IdentityMap[int] = IdentityMap()
+# The library's own groups over which the ranks have compared their versions.
+_greeted: IdentityMap[bool] = IdentityMap()
+
+
+def _is_weak(group: object) -> bool:
+    """Tell whether a group may be noted down: another would be kept for ever, with memory of a device."""
+    try:
+        weakref.ref(group)
+    except TypeError:
+        return False
+    return True
 
 
 def _count_scaler(group: object) -> int:
     """Return how many scalers a library's own group has had before, and count one more."""
-    try:
-        weakref.ref(group)
-    except TypeError:
-        # It would be kept for ever, and a communicator holds memory of a device.
+    if not _is_weak(group):
         return 0
     number = _scalers.by_id(id(group)) or 0
     _scalers.put(group, number + 1)
@@ -88,6 +96,8 @@ class Agreement:
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._had: IdentityMap[int] = IdentityMap()
         self.kinds: dict[int, str] = {}
+        # As for all scalers, but of groups that cannot be referenced weakly.
+        self._greeted: IdentityMap[bool] = IdentityMap()
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
@@ -235,6 +245,20 @@ class Agreement:
             self._own_numbers.put(collectives, number)
         return number
 
+    def greet(self, collectives: Collectives, like: Array, number: int) -> None:
+        """Compare versions over a group before the first message of any scaler over it; ``like`` is that message."""
+        group = getattr(collectives, "identity", collectives)
+        if group in _greeted or group in self._greeted:
+            return
+        own = vector.greeting()
+        if isinstance(like, list):
+            agreed = collectives.start_max(own)()
+        else:
+            backend = registry.backend_for(like)
+            agreed = backend.read(collectives.start_max(backend.integers(own, like))())
+        vector.require_one_version(agreed, own, whereabouts([collectives], number))
+        (_greeted if _is_weak(group) else self._greeted).put(group, True)
+
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: without groups, which do not travel."""
         fresh = Agreement(() if self.is_alone else None, diagnoses=self._diagnoses, own_rank=self._own_rank)
@@ -247,7 +271,7 @@ class Agreement:
         # The same numbers, since some ranks may go on with a copy and others with the original.
         copied.steps, copied._optimizers, copied._next = self.steps, self._optimizers, self._next
         copied._names, copied.kinds = self._names, self.kinds
-        copied._own_numbers, copied._had = self._own_numbers, self._had
+        copied._own_numbers, copied._had, copied._greeted = self._own_numbers, self._had, self._greeted
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
@@ -274,21 +298,32 @@ class Ballot:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
         self._agreed: Array = None if groups else sent
-        self._finish = groups[0].start_max(sent) if groups else None
+        self._finish = self._start(groups[0], sent) if groups else None
 
     def agreed(self) -> Array:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""
         if self._agreed is None and self._finish is not None:
-            try:
+            with self._losing():
                 agreed = self._finish()
                 for group, by in zip(self._groups[1:], self._shifts, strict=True):
                     backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
-                    agreed = group.start_max(vector.shifted(backend, agreed, by))()
-            except (BackendError, CollectiveTimeoutError) as error:
-                self._agreement.lose(error, self._number)
-                raise
+                    agreed = self._start(group, vector.shifted(backend, agreed, by))()
             self._agreed = agreed
         return self._agreed
+
+    def _start(self, group: Collectives, sent: Array) -> Callable[[], Array]:
+        with self._losing():
+            self._agreement.greet(group, sent, self._number)
+            return group.start_max(sent)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Use the groups no more after an error of theirs."""
+        try:
+            yield
+        except (BackendError, CollectiveTimeoutError) as error:
+            self._agreement.lose(error, self._number)
+            raise
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
         """Return the answer and what this rank has sent: one host read, none of lists."""

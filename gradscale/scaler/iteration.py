@@ -266,7 +266,7 @@ class Iteration:
         max_norm = None if request is None else request.max_norm
         try:
             turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm)
-        except (BackendError, CollectiveTimeoutError) as error:
+        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
             agreement.failure = error
             raise
         return found.norm

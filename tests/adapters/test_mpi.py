@@ -35,7 +35,8 @@ def test_one_message_of_at_most_128_bytes_for_each_optimizer_and_iteration(world
     cases = [(optimizers, bad_rank, parameters) for bad_rank in (-1, 0, world.size - 1) for parameters in (1, 40)]
     for (_, bad_rank, _), results in zip(cases, world.run_each(scenario("messages"), cases), strict=True):
         for result in results:
-            assert result["messages"] == [100] * (3 * optimizers)
+            # After the greeting.
+            assert result["messages"] == [16] + [100] * (3 * optimizers)
             assert result["steps"] == [2 if bad_rank >= 0 else 3] * optimizers
 
 

@@ -48,6 +48,18 @@ class Group:
         return lambda: x.clone()
 
 
+def groups_in_use(torch: Any, count: int, kind: Callable[[], Any] = Group) -> list[Any] | None:
+    """Return groups over which there was a message before, or None for none: the first one makes the host wait."""
+    from gradscale_torch import GradScaler
+
+    groups = [kind() for _ in range(count)]
+    if groups:
+        scaler, optimizer = GradScaler("cpu", group=groups), optimizer_on(torch, "SGD", "cpu")
+        give(torch, scaler, optimizer, 1.0, "cpu")
+        scaler.step(optimizer)
+    return groups or None
+
+
 class ProcessGroup:
     """What looks to the adapter like one of torch's groups, of one rank; NCCL's events cannot always be asked for."""
 
@@ -359,7 +371,7 @@ def test_an_iteration_with_a_fused_optimizer_waits_for_nothing(
 ) -> None:
     from gradscale_torch import GradScaler
 
-    scaler = GradScaler("cuda", policy=policy, group=[Group() for _ in range(groups)] or None)
+    scaler = GradScaler("cuda", policy=policy, group=groups_in_use(torch, groups))
     optimizer = optimizer_on(torch, "AdamW", "cuda:0", "cuda:1", fused=True)
     for gradient in GRADIENTS:
         give(torch, scaler, optimizer, gradient, "cuda")
@@ -375,7 +387,7 @@ def test_an_iteration_with_a_fused_optimizer_waits_for_nothing(
 def test_a_step_waits_once(torch: Any, cuda: Any, groups: int) -> None:
     from gradscale_torch import GradScaler
 
-    scaler = GradScaler("cuda", group=[Group() for _ in range(groups)] or None)
+    scaler = GradScaler("cuda", group=groups_in_use(torch, groups))
     optimizer = optimizer_on(torch, "SGD", "cuda:0", "cuda:1")
     for gradient in GRADIENTS:
         give(torch, scaler, optimizer, gradient, "cuda")
@@ -576,11 +588,13 @@ def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
     give(torch, scaler, optimizer, 1.0, "cuda")
     scaler.step(optimizer)
     scaler.update()
+    # For the greeting, which goes over a group once.
+    cuda.waits.clear()
     graph, source = captured(torch, cuda, scaler, optimizer)
     # Nor of those in it afterwards.
     for _ in range(12):
         collectives.start_max(torch.zeros(22, dtype=torch.int32, device="cuda"))
-    assert group.works == 26
+    assert group.works == 27
     assert cuda.waits == []
     for value, scale in ((1.0, 8.0), (math.inf, 4.0)):
         source.fill_(value)
@@ -624,11 +638,22 @@ def test_what_needs_the_host_is_refused_in_a_graph(torch: Any, cuda: Any, what: 
     assert not scaler.last_step(optimizer).skipped
 
 
+def test_the_first_message_over_a_group_is_refused_in_a_graph(torch: Any, cuda: Any) -> None:
+    from gradscale_torch import GradScaler
+
+    scaler = GradScaler("cuda", group=Group())
+    optimizer = optimizer_on(torch, "AdamW", "cuda", fused=True, capturable=True)
+    give(torch, scaler, optimizer, 1.0, "cuda")
+    with cuda.capture(), pytest.raises(gradscale.CallOrderError, match="step once before the capture"):
+        scaler.step(optimizer)
+
+
 def test_a_group_of_the_host_is_refused_in_a_graph(torch: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradscale_torch import GradScaler, groups
 
     monkeypatch.setattr(groups, "carriers", lambda _: {"cpu": "gloo"})
-    scaler, optimizer = GradScaler("cuda", group=ProcessGroup(cuda)), optimizer_on(torch, "SGD", "cuda")
+    group = groups_in_use(torch, 1, lambda: ProcessGroup(cuda))
+    scaler, optimizer = GradScaler("cuda", group=group), optimizer_on(torch, "SGD", "cuda")
     give(torch, scaler, optimizer, 1.0, "cuda")
     with cuda.capture(), pytest.raises(gradscale.CallOrderError, match="agree over a group of this device"):
         scaler.unscale_(optimizer)
@@ -646,7 +671,7 @@ def test_a_scale_that_no_policy_makes_is_told_where_a_step_reads_it(
 ) -> None:
     from gradscale_torch import GradScaler
 
-    scaler = GradScaler(home, init_scale=8.0, group=[Group() for _ in range(groups)] or None)
+    scaler = GradScaler(home, init_scale=8.0, group=groups_in_use(torch, groups))
     optimizer = optimizer_on(torch, "SGD", home, fused=fused)
     give(torch, scaler, optimizer, 1.0, home)
     saved = scaler.state_dict()

@@ -202,8 +202,9 @@ def test_ranks_agree_over_each_group_once_for_each_verdict() -> None:
             exchange.maximum([group.rank, -group.rank], np.float32(1.0)),
         ]
 
+    # And a greeting before the first.
     assert run_ranks(2, rank) == [
-        [(1, index), (0, 0), (2, index, False, f"rank {index} of 2 in iteration 3"), [1, 0]] for index in range(2)
+        [(1, index), (0, 0), (3, index, False, f"rank {index} of 2 in iteration 3"), [1, 0]] for index in range(2)
     ]
 
 
@@ -223,9 +224,8 @@ class Lost:
 def test_a_group_that_was_lost_is_used_no_more_until_there_is_another() -> None:
     agreement, live = Agreement([Lost()]), ArrayState(DynamicScale())
     frame, state = Iteration(5, parts(live, agreement)), live.current(np.float32(1.0))
-    pending = PendingVerdict(frame, found(0), state, agreement.groups, Tree())
     with pytest.raises(gradscale.CollectiveTimeoutError, match="in iteration 5"):
-        pending.verdict()
+        PendingVerdict(frame, found(0), state, agreement.groups, Tree()).verdict()
     copied = copy.deepcopy(agreement)
     for one in (agreement, copied):
         with pytest.raises(gradscale.BackendError, match="lost before"):

@@ -118,6 +118,44 @@ def test_what_ranks_may_do_is_no_error(world: World, library: str) -> None:
         assert results == [[65536.0, 9, 3]] * world.size
 
 
+# Versions.
+
+
+@pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.torch), "list", "agreement"])
+def test_another_version_on_one_rank_is_named_on_every_rank(processes: ProcessWorld, kind: str) -> None:
+    require("torch" if kind == "torch" else "numpy")
+    own = gradscale.__version__
+    for other, least in (("99.1.2.dev3", own), ("0.0.7", "0.0.7"), (f"{own}+patched", None)):
+        cases = [(odd_rank, other, kind) for odd_rank in range(processes.size)]
+        for results in processes.run_each(scenarios.other_version, cases):
+            for rank, (told, again, *afterwards) in enumerate(results):
+                expected = f"versions from {least} to " if least else f"two builds of version {own}"
+                assert_told(told, expected, rank, processes.size)
+                assert again.kind == ("BackendError" if kind == "agreement" else "ScaleDesyncError")
+                assert afterwards == [None] * (kind != "agreement")
+
+
+class Greeting:
+    """A rank of a group that begins with the message of version 99.1.2, whose form never changes."""
+
+    def __init__(self, group: ThreadCollectives) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
+
+    def start_max(self, _: Any, /) -> Callable[[], Any]:
+        release, build = 99 << 20 | 1 << 10 | 2, 7
+        return self._group.start_max(np.asarray([release, -release, build, -build], np.int32))
+
+
+def test_the_first_message_over_a_group_is_of_one_form_for_ever() -> None:
+    def rank(group: ThreadCollectives) -> Failure | None:
+        told: Failure | None = scenarios.first_step(Greeting(group) if group.rank == 1 else group)
+        return told
+
+    expected = f"versions from {gradscale.__version__} to 99.1.2 (here {gradscale.__version__})"
+    for index, told in enumerate(run_ranks(3, rank)):
+        assert_told(told, expected, index, 3)
+
+
 # Lists of groups.
 
 

@@ -35,9 +35,11 @@ def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: i
     for optimizers, gradients in ((1, 1), (1, 100), (3, 1)):
         sent = run_ranks(size, lambda group, wanted=(optimizers, gradients): sent_by_a_rank(group, *wanted))
         assert all(rank == sent[0] for rank in sent)
-        assert len(sent[0]) == optimizers * ITERATIONS
-        assert len(set(sent[0])) == 1
-        assert 0 < sent[0][0] <= LARGEST
+        greeting, *messages = sent[0]
+        assert greeting == 16
+        assert len(messages) == optimizers * ITERATIONS
+        assert len(set(messages)) == 1
+        assert 0 < messages[0] <= LARGEST
 
 
 def test_a_rank_that_has_seen_an_array_takes_part_without_any() -> None:
@@ -53,4 +55,4 @@ def test_a_rank_that_has_seen_an_array_takes_part_without_any() -> None:
             scaler.update()
         return len(counting.sent)
 
-    assert run_ranks(2, train) == [2, 2]
+    assert run_ranks(2, train) == [3, 3]

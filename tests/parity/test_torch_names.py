@@ -410,7 +410,8 @@ def test_any_object_with_rank_size_and_allreduce_is_a_process_group(torch: Any) 
         scaler.step(optimizer)
         scaler.update()
         assert parameter.tolist() == [-2.0, -2.0]
-        assert [call[0] for call in one.calls] == [torch.int32]
+        # And the greeting that goes over a group once.
+        assert [call[0] for call in one.calls] == [torch.int32] * 2
 
 
 @pytest.mark.usefixtures("group")
@@ -430,7 +431,7 @@ def test_what_a_lookalike_of_a_group_finds_counts(torch: Any) -> None:
 
     def infinite(values: Any) -> Any:
         worse = values.clone()
-        worse[0] = 1
+        worse[0] = max(1, worse[0])
         return worse
 
     scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=LooksLikeAGroup(infinite))
@@ -455,7 +456,7 @@ def test_groups_work_where_torchs_options_have_no_asyncop(torch: Any, monkeypatc
     scaler.step(optimizer)
     scaler.update()
     assert parameter.tolist() == [-2.0, -2.0]
-    assert [call[1] for call in one.calls] == [torch.distributed.ReduceOp.MAX]
+    assert [call[1] for call in one.calls] == [torch.distributed.ReduceOp.MAX] * 2
 
 
 def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:

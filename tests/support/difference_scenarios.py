@@ -17,7 +17,15 @@ from worlds import Failure
 
 import gradscale
 
-__all__ = ["Trainer", "differ", "grid_in_another_order", "legal", "torch_norm_on_one_rank"]
+__all__ = [
+    "Trainer",
+    "differ",
+    "first_step",
+    "grid_in_another_order",
+    "legal",
+    "other_version",
+    "torch_norm_on_one_rank",
+]
 
 TIMEOUT = 20.0
 
@@ -239,6 +247,42 @@ def legal(group: Any, odd_rank: int, library: str) -> list[Any]:
 
 
 # What needs groups of its own.
+
+
+def first_step(group: Any) -> Failure | None:
+    """Make one iteration; what is said."""
+    trainer = Trainer(group, "numpy", 1)
+    return failure_of(lambda: trainer.iterate((0,)))
+
+
+def other_version(group: Any, odd_rank: int, version: str, kind: str) -> list[Failure | None]:
+    """Run another version on the odd rank; what is said twice, and then over another group of one version."""
+    rank, _ = rank_and_size(group)
+    if callable(group.rank):
+        import torch.distributed as dist
+
+        new = dist.new_group
+    else:
+        new = group.Dup
+    fresh = [new(), new()] if kind == "list" else new()
+    if kind == "agreement":
+        policy = gradscale.DynamicScale()
+        agree = gradscale.GroupAgreement(fresh, policy, timeout=TIMEOUT)
+        state = policy.init(loss("numpy"))
+        call = lambda: agree(gradscale.unscale(gradients("numpy"), state)[1], state)  # noqa: E731
+    else:
+        trainer = Trainer(fresh, "numpy" if kind == "list" else kind, 1)
+        call = lambda: trainer.iterate((0,))  # noqa: E731
+    own = gradscale.__version__
+    try:
+        gradscale.__version__ = version if rank == odd_rank else own
+        told = [failure_of(call) for _ in range(2)]
+    finally:
+        gradscale.__version__ = own
+    if kind != "agreement":
+        trainer.scaler.set_group(new())
+        told.append(failure_of(call))
+    return told
 
 
 def grid_in_another_order(groups: list[Any], is_odd: bool, library: str, settings: dict[str, Any]) -> Failure | None:

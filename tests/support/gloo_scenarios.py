@@ -127,6 +127,7 @@ def worlds_end(group: Any, folder: str) -> dict[str, Any]:
 def after_a_timeout(group: Any, late_rank: int, folder: str) -> dict[str, Any]:
     """Time out, wait for the late rank by other means, and go on over a new group."""
     others_way = dist.new_group()
+    skips(group, 0)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=0.5)
     earlier = TorchCollectives(group, 0.5)
     refused = []
@@ -255,6 +256,7 @@ def numbers(group: Any) -> list[list[int]]:
 
 def finished_in_another_order(group: Any, bad: int) -> dict[str, Any]:
     """Step two optimizers with bad gradients, on rank 0 the second first; what happened, and how many reductions."""
+    skips(group, 0)
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
     optimizers = []
     for _ in range(2):

@@ -136,6 +136,7 @@ def missing_construction(comm: MPI.Intracomm, absent_rank: int, folder: str) -> 
 @alone
 def after_a_timeout(comm: MPI.Intracomm, late_rank: int, folder: str) -> dict[str, Any]:
     """Time out, wait for the late rank by other means, and go on with new scalers over the same communicator."""
+    iterate(gradscale.ShardedGradScaler(group=comm, timeout=20.0), SGD(None), gradients("numpy"))
     scaler = gradscale.ShardedGradScaler(group=comm, timeout=0.5)
     failures = 0
     if comm.rank == late_rank:
