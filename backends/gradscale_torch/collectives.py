@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import math
 import struct
+import threading
 import types
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
@@ -34,6 +37,10 @@ Tensor = torch.Tensor
 _SOON = 2e-3
 # Seconds. Signals, Ctrl-C among them, are seen between two slices.
 _SLICE = timedelta(seconds=0.1)
+# Seconds between two looks at a device, which has nothing to do while the CPU sleeps longer than the answer takes.
+_LONGEST_PAUSE = 2e-4
+# Seconds that the end of a group on an accelerator may take, since it may wait for ranks that are gone.
+_ABORTING = 10.0
 # Seconds by which the library's own timeout is later, so that a user sees ours.
 _LATER = 10.0
 
@@ -68,9 +75,10 @@ class TorchCollectives:
     ``allreduce(tensors, options)`` serves as well, but waits without a timeout. Constructing is collective over a mesh
     of several dimensions that does not cover the world.
 
-    If the group has several backends ("cpu:gloo,cuda:nccl"), the ranks' arrays must be on devices of one type. Over
-    gloo and MPI the CPU waits, and sees Ctrl-C and the timeout. On an accelerator the stream waits, and the library's
-    own watchdog finds a rank that never comes.
+    If the group has several backends ("cpu:gloo,cuda:nccl"), the ranks' arrays must be on devices of one type. The CPU
+    sees Ctrl-C and the timeout where it waits: over gloo and MPI in the call that finishes a reduction. On an
+    accelerator that call makes the stream wait, and the CPU waits in ``wait``, before it reads the result; there the
+    group is aborted when it is given up. What the CPU never reads is left to the library's own watchdog.
     """
 
     takes_lists = True
@@ -159,7 +167,7 @@ class TorchCollectives:
 
     def _wait(self, group: GroupWait, work: dist.Work, is_polled: bool) -> None:
         if is_polled:
-            group.until(work.is_completed)
+            group.until(work.is_completed, longest_pause=_LONGEST_PAUSE)
         elif not poll(work.is_completed, min(_SOON, self._timeout)):
             group.until(lambda: _is_over(work))
         # Raises its failure.
@@ -206,8 +214,28 @@ class TorchCollectives:
             f"such as torch.distributed.new_group()",
             rank=self.rank,
             size=self.size,
+            on_give_up=functools.partial(_abort, group, self._carriers),
         )
         return self._group
+
+
+def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseException) -> None:
+    """End what waits on an accelerator; a group of the CPU has nothing there."""
+    abort: Callable[[], None] | None = getattr(group, "abort", None)
+    if abort is None or not any(kind != "cpu" and one not in groups.HOST_BACKENDS for kind, one in carriers.items()):
+        return
+
+    def end() -> None:
+        try:
+            abort()
+        except Exception as failure:
+            error.add_note(f"the process group could not be aborted: {failure}: end this process")
+
+    thread = threading.Thread(target=end, name="gradscale abort", daemon=True)
+    thread.start()
+    thread.join(_ABORTING)
+    if thread.is_alive():
+        error.add_note(f"the process group was not aborted within {_ABORTING:g} s: end this process")
 
 
 def _is_over(work: dist.Work) -> bool:
@@ -242,7 +270,7 @@ class Reduction:
         self._result: Array = None
 
     def __call__(self) -> Array:
-        """Return the result; on an accelerator, where the stream and not the CPU waits for the ranks."""
+        """Return the result; on an accelerator the stream and not the CPU waits for the ranks."""
         if self._result is None:
             x, where = self._x, self._buffer.device
             if where.type == "cpu" or not isinstance(x, Tensor) or x.device != where:

@@ -251,12 +251,13 @@ class Agreement:
         if group in _greeted or group in self._greeted:
             return
         own = vector.greeting()
-        if isinstance(like, list):
-            agreed = collectives.start_max(own)()
-        else:
-            backend = registry.backend_for(like)
-            agreed = backend.read(collectives.start_max(backend.integers(own, like))())
-        vector.require_one_version(agreed, own, whereabouts([collectives], number))
+        backend = None if isinstance(like, list) else registry.backend_for(like)
+        finish = collectives.start_max(own if backend is None else backend.integers(own, like))
+        agreed = finish()
+        _wait_for_ranks(finish)
+        vector.require_one_version(
+            agreed if backend is None else backend.read(agreed), own, whereabouts([collectives], number)
+        )
         (_greeted if _is_weak(group) else self._greeted).put(group, True)
 
     def __getstate__(self) -> dict[str, object]:
@@ -298,18 +299,27 @@ class Ballot:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
         self._agreed: Array = None if groups else sent
-        self._finish = self._start(groups[0], sent) if groups else None
+        self._begun = [self._start(groups[0], sent)] if groups else []
 
     def agreed(self) -> Array:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""
-        if self._agreed is None and self._finish is not None:
+        if self._agreed is None and self._begun:
             with self._losing():
-                agreed = self._finish()
+                agreed = self._begun[0]()
                 for group, by in zip(self._groups[1:], self._shifts, strict=True):
                     backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
-                    agreed = self._start(group, vector.shifted(backend, agreed, by))()
+                    self._begun.append(self._start(group, vector.shifted(backend, agreed, by)))
+                    agreed = self._begun[-1]()
             self._agreed = agreed
         return self._agreed
+
+    def arrived(self) -> Array:
+        """Return what ``agreed`` does once the ranks have come, as long as the CPU can still give up: for a read."""
+        agreed = self.agreed()
+        with self._losing():
+            for finish in self._begun:
+                _wait_for_ranks(finish)
+        return agreed
 
     def _start(self, group: Collectives, sent: Array) -> Callable[[], Array]:
         with self._losing():
@@ -327,7 +337,7 @@ class Ballot:
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
         """Return the answer and what this rank has sent: one host read, none of lists."""
-        agreed = self.agreed()
+        agreed = self.arrived()
         if isinstance(agreed, list):
             return agreed, self.sent
         return vector.read_both(backend_for(agreed), agreed, self.sent)
@@ -342,6 +352,13 @@ class Ballot:
             sum(self._shifts),
             self._agreement.kinds,
         )
+
+
+def _wait_for_ranks(finish: Callable[[], Array]) -> None:
+    """Let the CPU wait for a message that a device waits for, if its group can: a read would wait for ever."""
+    wait: Callable[[], None] | None = getattr(finish, "wait", None)
+    if wait is not None:
+        wait()
 
 
 def take_lists(groups: Sequence[Collectives]) -> bool:

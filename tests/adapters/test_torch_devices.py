@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,9 +64,15 @@ def groups_in_use(torch: Any, count: int, kind: Callable[[], Any] = Group) -> li
 class ProcessGroup:
     """What looks to the adapter like one of torch's groups, of one rank; NCCL's events cannot always be asked for."""
 
+    bound_device_id = None
+
     def __init__(self, cuda: Any) -> None:
-        self.works = 0
+        self.works = self.aborts = 0
+        self.is_lost = False
         self._cuda = cuda
+
+    def abort(self) -> None:
+        self.aborts += 1
 
     def rank(self) -> int:
         return 0
@@ -76,7 +83,7 @@ class ProcessGroup:
     def allreduce(self, tensors: Any, options: Any) -> Any:  # noqa: ARG002
         cuda = self._cuda
         self.works += 1
-        is_captured = cuda.graph is not None
+        is_captured, is_lost = cuda.graph is not None, self.is_lost
 
         class Work:
             def wait(self, timeout: Any = None) -> None:
@@ -85,7 +92,7 @@ class ProcessGroup:
             def is_completed(self) -> bool:
                 cuda.refuse_capture()
                 assert not is_captured, "an event of a graph is no event outside of it"
-                return True
+                return not is_lost
 
         return Work()
 
@@ -432,6 +439,80 @@ def test_what_a_host_assigns_as_the_scale_goes_where_the_state_is(torch: Any) ->
     mine = torch.full((), 2.0, device="cuda")
     scaler._scale = mine
     assert scaler._scale is mine
+
+
+# Ranks that never come.
+
+
+def plain(torch: Any, group: Any) -> tuple[Any, Callable[[], Any]]:
+    from gradscale_torch import GradScaler
+
+    scaler, optimizer = GradScaler("cuda", group=group, timeout=0.2), optimizer_on(torch, "SGD", "cuda")
+
+    def iterate() -> None:
+        give(torch, scaler, optimizer, 1.0, "cuda")
+        scaler.step(optimizer)
+        scaler.update()
+
+    return scaler, iterate
+
+
+def fused(torch: Any, group: Any) -> tuple[Any, Callable[[], Any]]:
+    from gradscale_torch import GradScaler
+
+    scaler, optimizer = GradScaler("cuda", group=group, timeout=0.2), optimizer_on(torch, "SGD", "cuda", fused=True)
+
+    def iterate() -> Any:
+        give(torch, scaler, optimizer, 1.0, "cuda")
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.last_step(optimizer).skipped
+
+    return scaler, iterate
+
+
+@pytest.mark.parametrize("calls", [plain, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("before", [0, 1], ids=["first-message", "second"])
+def test_a_rank_that_never_comes_over_nccl_is_a_timeout_that_aborts_the_group(
+    torch: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch, calls: Callable[..., Any], before: int
+) -> None:
+    from gradscale_torch import groups
+
+    monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
+    group = ProcessGroup(cuda)
+    scaler, iterate = calls(torch, group)
+    for _ in range(before):
+        assert not iterate()
+    group.is_lost = True
+    with pytest.raises(gradscale.CollectiveTimeoutError, match=r"rank 0 of 1 waited 0\.2 s"):
+        iterate()
+    assert group.aborts == 1
+    with pytest.raises((gradscale.CollectiveTimeoutError, gradscale.BackendError)):
+        iterate()
+    with pytest.raises(gradscale.BackendError, match="given up"):
+        scaler.set_group(group)
+    scaler.set_group(ProcessGroup(cuda))
+    assert not iterate()
+    assert group.aborts == 1
+
+
+def test_an_abort_that_hangs_or_fails_does_not_hide_the_timeout(
+    torch: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscale_torch import collectives, groups
+
+    def fail() -> None:
+        msg = "no such communicator"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
+    monkeypatch.setattr(collectives, "_ABORTING", 0.05)
+    for abort, note in ((lambda: time.sleep(1.0), "not aborted within 0.05 s"), (fail, "no such communicator")):
+        group = ProcessGroup(cuda)
+        group.is_lost, group.abort = True, abort
+        with pytest.raises(gradscale.CollectiveTimeoutError) as raised:
+            plain(torch, group)[1]()
+        assert note in raised.value.__notes__[0]
 
 
 # Captured graphs.
