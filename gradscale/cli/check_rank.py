@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import gradscale
 from gradscale.cli.probe import mpi_library
-from gradscale.core import registry
+from gradscale.core import registry, vector
 from gradscale.core.protocols import Array, Collectives
 from gradscale.errors import BackendError, CollectiveTimeoutError
 
@@ -364,7 +364,7 @@ class Stages:
 
     def _latency(self) -> Report:
         # As long as the message of a scaler.
-        message = self.world.array(range(16), "int32")
+        message = self.world.array(range(vector.LENGTH), "int32")
         taken: list[float] = []
         for _ in range(_WARM_UP + _CALLS):
             begin = time.perf_counter()

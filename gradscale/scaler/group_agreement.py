@@ -100,7 +100,8 @@ class GroupAgreement:
         if failure is not None:
             msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {failure}"
             raise BackendError(msg) from failure
-        if not is_array_api_obj(nonfinite) or nonfinite.shape != () or "int32" not in str(nonfinite.dtype):
+        is_array = is_array_api_obj(nonfinite)
+        if not is_array or nonfinite.shape != () or nonfinite.dtype != array_namespace(nonfinite).int32:
             msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {nonfinite!r}"
             raise InvalidTypeError(msg)
         backend = registry.backend_for(state.scale)
@@ -115,13 +116,11 @@ class GroupAgreement:
             verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:
+            where = whereabouts(self._groups, self._calls - 1)
             msg = (
-                f"gradients overflow although the scale is at its minimum, {verdict.scale!r}, seen by "
-                f"{self._where()}: look for inf or NaN in the unscaled loss, the data or the weights"
+                f"gradients overflow although the scale is at its minimum, {verdict.scale!r}, seen by {where}: look "
+                f"for inf or NaN in the unscaled loss, the data or the weights"
             )
             raise ScaleUnderflowError(msg)
         # Not by index, for which NumPy gives a scalar.
         return xp.reshape(ballot.agreed()[:1], ())
-
-    def _where(self) -> str:
-        return whereabouts(self._groups, self._calls)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import group_scenarios
+import numpy as np
 import pytest
 from axes import require
 from worlds import Failure, ProcessWorld, ThreadWorld
@@ -68,8 +69,20 @@ def test_an_overflow_at_a_minimum_that_must_be_raised_is_raised_on_every_rank(wo
     for results in world.run_each(group_scenarios.exhaustion, [(rank,) for rank in range(world.size)]):
         for rank, (raised, after) in enumerate(results):
             assert "minimum, 1.0" in raised
-            assert f"rank {rank} of {world.size}" in raised
+            # The number that an error of ranks that differ would name.
+            assert f"rank {rank} of {world.size} in iteration 0" in raised
             assert after == ""
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "int16", "float32", "bool"])
+def test_a_count_of_another_dtype_is_refused(dtype: str) -> None:
+    def call(group: Any) -> None:
+        policy = gradscale.DynamicScale()
+        count = np.zeros((), dtype)
+        GroupAgreement(group, policy)(count, policy.init(like=np.zeros((), np.float32)))
+
+    with pytest.raises(gradscale.InvalidTypeError, match="nonfinite must be a 0-d int32 array"):
+        gradscale.testing.run_ranks(1, call)
 
 
 @pytest.mark.parametrize(
