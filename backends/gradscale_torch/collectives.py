@@ -318,7 +318,7 @@ def short_form(vector: list[int]) -> list[int]:
     packed = struct.pack(f"<{1 + len(fields)}i", at_min_scale, *fields)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
     # 0 without gradients, else one more than the count.
-    found = count + has_gradients if 0 <= count <= MOST_COUNTED else _TOO_MANY
+    found = count + has_gradients if 0 <= count <= MOST_COUNTED and has_gradients in (0, 1) else _TOO_MANY
     return [number << _COUNT_BITS | found, -number]
 
 

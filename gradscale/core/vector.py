@@ -57,6 +57,7 @@ __all__ = [
     "position",
     "read_both",
     "read_verdict",
+    "refusal",
     "require_one_version",
     "shifted",
     "shifts",
@@ -77,6 +78,8 @@ LENGTH = FLAGS + 2 * _COUNT
 ABOUT = _COUNT - len(_STATE)
 """How many fields say which policy there is and what a message is about."""
 _PLACE = _FIELDS.index("place")
+# From here on ``has_gradients`` is the number of a rank that has refused its gradients.
+_REFUSED = 2
 
 # Of "message", from the lowest: the optimizer, the call of the iteration, the purpose.
 _OPTIMIZER_BITS = 15
@@ -216,6 +219,11 @@ def _bits_of_norm(max_norm: float) -> tuple[int, int]:
 def announcement(position: Position) -> list[int]:
     """Return the vector that announces another collective; it says nothing of a state."""
     return pack_plain(ScaleState(0.0, 0, 0, 0), 0, False, (0, *position))
+
+
+def refusal(position: Position, rank: int) -> list[int]:
+    """Return the vector of a rank that has refused its gradients, with its number in the place of ``has_gradients``."""
+    return [1, 0, _REFUSED + rank, *announcement(position)[FLAGS:]]
 
 
 def greeting() -> list[int]:
@@ -369,7 +377,7 @@ def read_verdict(
         If the ranks differ, or have met a message that is not gradscale's; it names the fields.
     """
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    if values[FLAGS:] != own[FLAGS:]:
+    if values[FLAGS:] != own[FLAGS:] or values[2] >= _REFUSED:
         _require_one_state(values, own, policy, where, moved, kinds)
     return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[FLAGS]), bool(values[2]))
 
@@ -390,6 +398,12 @@ def _require_one_state(
     if any(map(operator.lt, values[FLAGS:], mine[FLAGS:])):
         # No maximum is below what went into it.
         raise foreign_message(where())
+    if values[2] >= _REFUSED:
+        msg = (
+            f"rank {values[2] - _REFUSED} has refused its gradients, seen by {where()}: the error on that rank says "
+            f"why. No rank takes this step. Once they are right, load one checkpoint on every rank, or call set_group()"
+        )
+        raise ScaleDesyncError(msg)
     if highest != lowest:
         differing = describe_differences(lowest, highest, mine[FLAGS:middle], policy, kinds)
         msg = (

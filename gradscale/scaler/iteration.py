@@ -12,11 +12,18 @@ from gradscale.core import vector
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.vector import Position, Purpose, Verdict
-from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, ScaleDesyncError
+from gradscale.errors import (
+    BackendError,
+    CallOrderError,
+    CollectiveTimeoutError,
+    InvalidTypeError,
+    InvalidValueError,
+    ScaleDesyncError,
+)
 from gradscale.reports.overflow import NO_GRADIENTS
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
-from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.agreement import Agreement, Ballot, take_lists
 from gradscale.scaler.parts import LiveState, Pending, Request, Scaling, Unscaler
 
 __all__ = ["Iteration", "Parts", "Stage", "Turn"]
@@ -230,7 +237,33 @@ class Iteration:
         ------
         CallOrderError
             If nothing has ever been scaled, and the gradients cannot have been scaled on another rank.
+        InvalidTypeError, InvalidValueError
+            For gradients that cannot be unscaled; the other ranks hear of it.
         """
+        try:
+            return self._unscale(turn, optimizer, request)
+        except (InvalidTypeError, InvalidValueError):
+            # What fails now is not what is wrong.
+            with contextlib.suppress(Exception):
+                self._tell_of_refusal(optimizer)
+            raise
+
+    def _tell_of_refusal(self, optimizer: Optimizer) -> None:
+        """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
+        agreement, live = self.agreement, self.live
+        groups = self.unscaler.groups_for(optimizer, agreement.usable_groups())
+        if not groups or agreement.failure is not None:
+            return
+        sent: Array = vector.refusal(self.position(groups, optimizer), agreement.rank())
+        if not take_lists(groups):
+            is_known = self.state is not None or live.is_made
+            like = live.arrays(self.in_force(None if is_known else agreement.example(live, self.number))).scale
+            sent = live.backend_for(like).integers(sent, like)
+        with agreement.failing():
+            ballot = Ballot(agreement, groups, sent, self.number)
+            ballot.verdict(*ballot.read(live.backend_for), live.policy)
+
+    def _unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None) -> Array | None:
         live, agreement = self.live, self.agreement
         groups = agreement.usable_groups()
         gradients = self.unscaler.collect(optimizer, request)

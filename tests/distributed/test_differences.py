@@ -96,6 +96,25 @@ def test_what_one_rank_does_differently_is_named_on_every_rank(
             assert_told(result, odd if rank == odd_rank else others, rank, world.size)
 
 
+REFUSED = [("step_refused", "numpy"), ("step_refused", "torch"), ("unscaling_refused", "numpy")]
+
+
+@pytest.mark.parametrize(
+    ("what", "library"), [pytest.param(*case, marks=[pytest.mark.torch] * (case[1] == "torch")) for case in REFUSED]
+)
+def test_a_rank_that_refuses_its_gradients_is_named_on_the_others_at_once(
+    world: World, what: str, library: str
+) -> None:
+    require(library)
+    cases = [(odd_rank, what, library) for odd_rank in range(world.size)]
+    for (odd_rank, *_), results in zip(cases, world.run_each(scenarios.differ, cases), strict=True):
+        for rank, result in enumerate(results):
+            if rank != odd_rank:
+                assert_told(result, f"rank {odd_rank} has refused its gradients", rank, world.size)
+            else:
+                assert result.kind in ("InvalidTypeError", "InvalidValueError"), result.traceback
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_two_scalers_in_another_order_on_one_rank_are_named_on_every_rank(world: World, library: str) -> None:
     require(library)

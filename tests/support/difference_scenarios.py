@@ -196,6 +196,32 @@ def agreement_without_a_scaler(group: Any, is_odd: bool, library: str) -> Failur
     return failure_of(train)
 
 
+def step_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Step with gradients that are refused on the odd rank: no arrays, or float16."""
+    trainer = Trainer(group, library, 1, **({"allow_fp16_grads": False} if library == "torch" else {}))
+    trainer.iterate((0,))
+    trainer.refill()
+    if is_odd and library == "torch":
+        import torch
+
+        parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        parameter.grad = torch.ones(3, dtype=torch.float16)
+        trainer.optimizers[0].param_groups[0]["params"][0] = parameter
+    elif is_odd:
+        trainer.optimizers[0].grads = [1.0]
+    scaler, optimizer = trainer.scaler, trainer.optimizers[0]
+    return failure_of(lambda: scaler.step(optimizer))
+
+
+def unscaling_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
+    """Clip over the group, with gradients that are refused on the odd rank."""
+    trainer = Trainer(group, library, 1)
+    if is_odd:
+        trainer.optimizers[0].grads = [1.0]
+    scaler, optimizer = trainer.scaler, trainer.optimizers[0]
+    return failure_of(lambda: scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"))
+
+
 def differ(group: Any, odd_rank: int, what: str, library: str) -> Failure | None:
     """Run the scenario of this name; what this rank was told."""
     rank, _ = rank_and_size(group)
