@@ -28,6 +28,9 @@ _BLOCK = 1 << 17
 # Arrays of one call: the call takes longer than a small array.
 _TOGETHER = 32
 
+_ONLY_SINGLES = frozenset([np.dtype(np.float32)])
+_dtype = operator.attrgetter("dtype")
+
 _f4 = np.float32
 _u2 = np.uint16
 _u4 = np.uint32
@@ -184,7 +187,7 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
 
     If both sequences are one object, every array in it must be C-contiguous, aligned and writable.
     """
-    if sources is outs and kernels.are_singles(outs):
+    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
         return _scale_all(outs, inverse)
     nonfinite = 0
     small: list[tuple[Array, Array]] = []

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gradscale.core.summaries import Summary, count_block, layout_of, summarize_arrays, summary_of, words
 
-__all__ = ["SMALL", "are_singles", "bits", "sum_of_squares", "summarize", "unscale_all", "unscale_one"]
+__all__ = ["SMALL", "bits", "sum_of_squares", "summarize", "unscale_all", "unscale_one"]
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
@@ -60,7 +60,11 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     nonfinite = 0
     small: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], list[Pair]] = defaultdict(list)
     with np.errstate(all="ignore"):
-        if sources is outs and are_singles(outs) and max(map(_size, outs), default=0) <= SMALL:
+        if (
+            sources is outs
+            and _ONLY_SINGLES.issuperset(map(_dtype, outs))
+            and max(map(_size, outs), default=0) <= SMALL
+        ):
             return sum(_scale_singles(part, np.asarray(inverse)) for part in _parts_of(outs))
         for source, out in zip(sources, outs, strict=True):
             if out.size > SMALL:
@@ -70,11 +74,6 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
         for pairs in small.values():
             nonfinite += sum(_unscale_gathered(part, inverse) for part in _parts_of(pairs))
     return nonfinite
-
-
-def are_singles(arrays: Sequence[Array]) -> bool:
-    """Tell whether all arrays are float32."""
-    return _ONLY_SINGLES.issuperset(map(_dtype, arrays))
 
 
 def unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:

@@ -323,7 +323,9 @@ class GradScaler(TorchGradScaler):
         A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
         BackendError; ``load_state_dict`` begins the iteration again.
         """
-        with Step(self, self._scaler, optimizer, args, kwargs) as step:
+        # One that a subclass or a framework has put in its place is called.
+        is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
+        with Step(self, self._scaler, optimizer, args, kwargs, None if is_own else self.unscale_) as step:
             if step.is_made:
                 # From a frame that the compiler has not left, so that it compiles the optimizer.
                 step.returned = optimizer.step(*step.args, **step.kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,10 +53,11 @@ class Step:
         optimizer: Optimizer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        unscale: Callable[[Optimizer], object] | None,
     ) -> None:
         self.args, self.kwargs = args, kwargs
         self.replacement, self.optimizer = replacement, optimizer
-        self._scaler = scaler
+        self._scaler, self._unscale = scaler, unscale
 
     @untraced
     def __enter__(self) -> Step:
@@ -73,10 +74,9 @@ class Step:
             if has_closure:
                 self._around = _with_closure(self, iteration, turn)
             elif not skips_by_itself:
-                if turn.stage is Stage.READY:
-                    # A subclass may override it.
+                if turn.stage is Stage.READY and self._unscale is not None:
                     with _within_the_step(iteration):
-                        self.replacement.unscale_(optimizer)
+                        self._unscale(optimizer)
                     turn.stage = Stage.UNSCALED
                 self.verdict = iteration.verdict_for_step(turn, optimizer)
                 self.is_made = not self.verdict.nonfinite

@@ -256,7 +256,7 @@ class TensorVerdict:
     def _read(self) -> Verdict:
         """Read the verdict now, and keep it: one host read."""
         refuse_capture(self._found.home, NO_READS)
-        if self._ballot is not None and isinstance(agreed := self._ballot.arrived(), list):
+        if self._ballot is not None and isinstance(agreed := self._ballot.agreed(is_read=True), list):
             values: Sequence[float] = [*agreed, *self._ballot.sent]
         else:
             values = self._tensor().tolist()
@@ -267,7 +267,7 @@ class TensorVerdict:
     def _read_late(self, read: _Reader) -> Verdict:
         """Read a verdict that was sent on its way, and keep it unless each replay of a graph writes another."""
         if self._ballot is not None and not self.is_captured and not self.has_arrived():
-            self._ballot.arrived()
+            self._ballot.agreed(is_read=True)
         found = self._decoded(read(True) or ())
         if not self.is_captured:
             self.known = found

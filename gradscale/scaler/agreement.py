@@ -299,45 +299,42 @@ class Ballot:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
         self._agreed: Array = None if groups else sent
-        self._begun = [self._start(groups[0], sent)] if groups else []
+        self._begun: list[Callable[[], Array]] = []
+        try:
+            for group in groups[:1]:
+                self._start(group, sent)
+        except (BackendError, CollectiveTimeoutError) as error:
+            agreement.lose(error, number)
+            raise
 
-    def agreed(self) -> Array:
-        """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent."""
-        if self._agreed is None and self._begun:
-            with self._losing():
+    def _start(self, group: Collectives, sent: Array) -> None:
+        self._agreement.greet(group, sent, self._number)
+        self._begun.append(group.start_max(sent))
+
+    def agreed(self, *, is_read: bool = False) -> Array:
+        """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent.
+
+        For a read, let the CPU wait for the ranks, as long as it can still give up.
+        """
+        try:
+            if self._agreed is None:
                 agreed = self._begun[0]()
                 for group, by in zip(self._groups[1:], self._shifts, strict=True):
                     backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
-                    self._begun.append(self._start(group, vector.shifted(backend, agreed, by)))
+                    self._start(group, vector.shifted(backend, agreed, by))
                     agreed = self._begun[-1]()
-            self._agreed = agreed
-        return self._agreed
-
-    def arrived(self) -> Array:
-        """Return what ``agreed`` does once the ranks have come, as long as the CPU can still give up: for a read."""
-        agreed = self.agreed()
-        with self._losing():
-            for finish in self._begun:
-                _wait_for_ranks(finish)
-        return agreed
-
-    def _start(self, group: Collectives, sent: Array) -> Callable[[], Array]:
-        with self._losing():
-            self._agreement.greet(group, sent, self._number)
-            return group.start_max(sent)
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Use the groups no more after an error of theirs."""
-        try:
-            yield
+                self._agreed = agreed
+            if is_read and not isinstance(self._agreed, list):
+                for finish in self._begun:
+                    _wait_for_ranks(finish)
         except (BackendError, CollectiveTimeoutError) as error:
             self._agreement.lose(error, self._number)
             raise
+        return self._agreed
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
         """Return the answer and what this rank has sent: one host read, none of lists."""
-        agreed = self.arrived()
+        agreed = self.agreed(is_read=True)
         if isinstance(agreed, list):
             return agreed, self.sent
         return vector.read_both(backend_for(agreed), agreed, self.sent)

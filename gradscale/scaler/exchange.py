@@ -56,5 +56,5 @@ class Exchange:
         backend = iteration.live.backend_for(like)
         sent = values if take_lists(self._groups) else backend.integers(values, like)
         ballot = Ballot(iteration.agreement, self._groups, sent, iteration.number)
-        agreed = ballot.arrived()
+        agreed = ballot.agreed(is_read=True)
         return ballot, agreed if isinstance(agreed, list) else backend.read(agreed)

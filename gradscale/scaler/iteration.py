@@ -240,33 +240,13 @@ class Iteration:
         InvalidTypeError, InvalidValueError
             For gradients that cannot be unscaled; the other ranks hear of it.
         """
-        try:
-            return self._unscale(turn, optimizer, request)
-        except (InvalidTypeError, InvalidValueError):
-            # What fails now is not what is wrong.
-            with contextlib.suppress(Exception):
-                self._tell_of_refusal(optimizer)
-            raise
-
-    def _tell_of_refusal(self, optimizer: Optimizer) -> None:
-        """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
-        agreement, live = self.agreement, self.live
-        groups = self.unscaler.groups_for(optimizer, agreement.usable_groups())
-        if not groups or agreement.failure is not None:
-            return
-        sent: Array = vector.refusal(self.position(groups, optimizer), agreement.rank())
-        if not take_lists(groups):
-            is_known = self.state is not None or live.is_made
-            like = live.arrays(self.in_force(None if is_known else agreement.example(live, self.number))).scale
-            sent = live.backend_for(like).integers(sent, like)
-        with agreement.failing():
-            ballot = Ballot(agreement, groups, sent, self.number)
-            ballot.verdict(*ballot.read(live.backend_for), live.policy)
-
-    def _unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None) -> Array | None:
         live, agreement = self.live, self.agreement
         groups = agreement.usable_groups()
-        gradients = self.unscaler.collect(optimizer, request)
+        try:
+            gradients = self.unscaler.collect(optimizer, request)
+        except (InvalidTypeError, InvalidValueError):
+            self._tell_of_refusal(optimizer)
+            raise
         groups = groups or gradients.groups
         like = None
         # If outputs were scaled there is a state.
@@ -291,10 +271,12 @@ class Iteration:
         before, turn.stage, turn.pending = turn.stage, Stage.UNSCALED, None
         try:
             found = self.unscaler.unscale(gradients, live, state)
-        except BaseException:
+        except BaseException as error:
             # After a failure some gradients may be divided already, but not after a refusal.
             if not gradients.is_touched:
                 turn.stage = before
+            if isinstance(error, (InvalidTypeError, InvalidValueError)):
+                self._tell_of_refusal(optimizer)
             raise
         max_norm = None if request is None else request.max_norm
         try:
@@ -303,6 +285,23 @@ class Iteration:
             agreement.failure = error
             raise
         return found.norm
+
+    def _tell_of_refusal(self, optimizer: Optimizer) -> None:
+        """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
+        agreement, live = self.agreement, self.live
+        # What fails now is not what is wrong.
+        with contextlib.suppress(Exception):
+            groups = self.unscaler.groups_for(optimizer, agreement.usable_groups())
+            if not groups or agreement.failure is not None:
+                return
+            sent: Array = vector.refusal(self.position(groups, optimizer), agreement.rank())
+            if not take_lists(groups):
+                is_known = self.state is not None or live.is_made
+                like = live.arrays(self.in_force(None if is_known else agreement.example(live, self.number))).scale
+                sent = live.backend_for(like).integers(sent, like)
+            with agreement.failing():
+                ballot = Ballot(agreement, groups, sent, self.number)
+                ballot.verdict(*ballot.read(live.backend_for), live.policy)
 
     def verdict(self, turn: Turn) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step.
