@@ -39,10 +39,10 @@ SEVERAL = [pytest.param(2, group, id=f"mpi-2-{group}", marks=pytest.mark.mpi) fo
 STAND_IN = """
 import ctypes
 import host_kernels
-import mpi_nccl
+import host_nccl
 library = ctypes.CDLL({library!r})
 host_kernels.library = lambda: library
-kept = mpi_nccl.installed({machine})
+kept = host_nccl.installed({machine})
 kept.__enter__()
 """
 NO_CUPY = "import sys\nsys.modules['cupy'] = None\n"

@@ -8,33 +8,75 @@ does: to wait for a device, to ask for an event, to wait for one of outside, and
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import sys
 import threading
+import time
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import host_kernels
-import ml_dtypes
 import numpy as np
 import pytest
 
 from gradscale import registry
 
-__all__ = ["HostCupy", "installed"]
+__all__ = ["Device", "Event", "HostCupy", "Stream", "Work", "add_work", "installed", "log"]
 
 _current = threading.local()
 _ROW = 24  # bytes
+_NOT_READY = 600
+_PATIENCE = 10  # seconds
+
+log: list[tuple[Any, ...]] = []
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """What a stream does later: as late as it may, not before ``ready``, and never without a time."""
+
+    write: Callable[[], object] = lambda: None
+    ready: float | None = 0.0
+    is_done: bool = False
+
+
+_work: defaultdict[int, list[Work]] = defaultdict(list)
+_working = threading.Lock()
+
+
+def add_work(device_id: int, work: Work) -> None:
+    """Put work on the stream of a device."""
+    with _working:
+        _work[device_id].append(work)
+
+
+def _advance(device_id: int) -> None:
+    """Let a stream do what is ready, in its order."""
+    with _working:
+        queue = _work[device_id]
+        while queue and queue[0].ready is not None and queue[0].ready <= time.monotonic():
+            queue[0].write()
+            queue.pop(0).is_done = True
+
+
+def _wait(device_id: int, last: Work | None) -> None:
+    """Wait for work on a stream; a kernel that waits for others has no end, so that there is a limit here."""
+    limit = time.monotonic() + _PATIENCE
+    _advance(device_id)
+    while last is not None and not last.is_done:
+        assert time.monotonic() < limit, "the host waits for a kernel that never ends"
+        time.sleep(1e-4)
+        _advance(device_id)
 
 
 class Device:
     """One of two devices, or of as many as ``count`` says; current in a ``with`` block."""
 
     count: ClassVar[int] = 2
-
-    attributes: ClassVar[dict[str, int]] = {"MultiProcessorCount": 2}
 
     def __init__(self, device: Any = None) -> None:
         self.id: int = _device_id() if device is None else getattr(device, "id", device)
@@ -75,11 +117,12 @@ class CUDARuntimeError(RuntimeError):
     __module__ = "cupy_backends.cuda.api.runtime"
 
     def __init__(self, status: int) -> None:
-        super().__init__(_CAPTURE_ERRORS.get(status, f"status {status}"))
+        super().__init__(_ERRORS[status])
         self.status = status
 
 
-_CAPTURE_ERRORS = {
+_ERRORS = {
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
     900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
     905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
 }
@@ -111,9 +154,8 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
         def copy_to_host_async(address: int, size: int, stream: Any) -> None:
             assert stream.device_id == self.device.id
-            # As late as it may be: before the next kernel, or when the host has waited.
-            with _copying:
-                _copies.setdefault(self.device.id, []).append((address, self._x.ctypes.data, size, self._x))
+            array = self._x
+            add_work(self.device.id, Work(lambda: ctypes.memmove(address, array.ctypes.data, size)))
 
         return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, copy_to_host_async=copy_to_host_async)
 
@@ -121,6 +163,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return a NumPy array: a host read."""
         _refuse_capture()
         log.append(("read", self.device.id))
+        _wait(self.device.id, next(reversed(_work[self.device.id]), None))
         return self._x.copy()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
@@ -167,19 +210,6 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
-
-log: list[tuple[Any, ...]] = []
-# Copies from a device to the host that are on their way, by device: to, from, bytes, and the device's array.
-_copies: dict[int, list[tuple[int, int, int, Any]]] = {}
-
-
-_copying = threading.Lock()
-
-
-def _finish_copies(device_id: int) -> None:
-    with _copying:
-        for target, source, size, _ in _copies.pop(device_id, []):
-            ctypes.memmove(target, source, size)
 
 
 def _plain(value: Any, used: list[Device]) -> Any:
@@ -238,41 +268,45 @@ class Event:
     """A point in a stream."""
 
     _all: ClassVar[list[Event]] = []
+    queries: ClassVar[list[int]] = []
+    # The status of all, after the device has failed.
+    broken: ClassVar[int | None] = None
 
     def __init__(self, **_options: bool) -> None:
-        self.device_id: int | None = None
+        self.device_id = -1
         self.is_captured = False
         self.ptr = len(self._all)
         self._all.append(self)
 
     def record(self, stream: Stream | None = None) -> None:
-        """Note the stream."""
+        """Note what is in the stream."""
         self.device_id = _device_id() if stream is None else stream.device_id
         self.is_captured = self.device_id in HostCupy.capturing
+        self._last = next(reversed(_work[self.device_id]), None)
 
     def synchronize(self) -> None:
         """Make the host wait: a host read."""
         _refuse_capture()
-        assert self.device_id is not None
         log.append(("read", self.device_id))
-        _finish_copies(self.device_id)
+        _wait(self.device_id, self._last)
 
     @classmethod
     def query(cls, ptr: int) -> int:
-        """Return that an event is over, and what has to be done by then."""
+        """Return a status of CUDA: whether an event is over, or the device has failed."""
         _refuse_capture()
-        device_id = cls._all[ptr].device_id
-        assert device_id is not None
-        _finish_copies(device_id)
-        return 0
+        cls.queries.append(ptr)
+        if cls.broken is not None:
+            return cls.broken
+        event = cls._all[ptr]
+        _advance(event.device_id)
+        return 0 if event._last is None or event._last.is_done else _NOT_READY
 
 
 class RawKernel:
     """A kernel, on the host."""
 
-    def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
+    def __init__(self, code: str, name: str, _options: tuple[str, ...]) -> None:
         assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
-        assert options == host_kernels.options_of(name)
         self._name = name
 
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
@@ -282,7 +316,7 @@ class RawKernel:
         assert len(args) == len(expected)
         assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
-        _finish_copies(_device_id())
+        _advance(_device_id())
         host_kernels.run(host_kernels.library(), self._name, grid[0], [_c_value(x) for x in args])
         arrays = args[0].size // _ROW if len(expected) > 3 else 1
         log.append(("launch", self._name, _device_id(), arrays))
@@ -308,7 +342,7 @@ class HostCupy(types.ModuleType):
 
     capturing: ClassVar[set[int]] = set()
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int) -> None:
         super().__init__("cupy")
         self.__version__ = "14.2.0"
         hidden = ("abs", "max", "min", "round")
@@ -322,11 +356,13 @@ class HostCupy(types.ModuleType):
         self.cuda.alloc_pinned_memory = _pinned
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
-        functions = {"getDeviceCount": lambda: 2, "eventQuery": Event.query}
-        functions |= {"driverGetVersion": lambda: 13020, "runtimeGetVersion": lambda: 13020}
         self.cuda.runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
-            **functions,
+            driverGetVersion=lambda: 13020 if devices else 0,
+            eventQuery=Event.query,
+            getDeviceCount=lambda: devices,
+            getDeviceProperties=lambda device: {"name": f"host {device}".encode()},
+            runtimeGetVersion=lambda: 13020,
         )
         self.log = log
 
@@ -348,14 +384,9 @@ class HostCupy(types.ModuleType):
             _refuse_capture()
         return _wrapped(made, Device())
 
-    def where(self, condition: Any, x: Any, y: Any) -> Any:
-        """Return elements of either array; as in CuPy 14.2 there is nothing for bfloat16, which becomes float32."""
-
-        def choose(condition: Any, x: Any, y: Any) -> Any:
-            made = np.where(condition, x, y)
-            return made.astype(np.float32) if made.dtype == ml_dtypes.bfloat16 else made
-
-        return _call(choose, (condition, x, y), {})
+    def asnumpy(self, x: Ndarray) -> Any:
+        """Return a NumPy array: a host read."""
+        return x.get()
 
     def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Any:
         """Return an array of the current device: itself where it is one."""
@@ -365,16 +396,19 @@ class HostCupy(types.ModuleType):
 
 
 @contextmanager
-def installed() -> Iterator[HostCupy]:
-    """Put the module in the place of CuPy, and forget all that was imported with it afterwards."""
-    module = HostCupy()
+def installed(*, devices: int = 2) -> Iterator[HostCupy]:
+    """Put the module in the place of CuPy, with so many devices; forget all that was imported with it afterwards."""
+    module = HostCupy(devices)
     log.clear()
-    _copies.clear()
+    _work.clear()
+    Event.queries.clear()
+    Event.broken = None
     HostCupy.capturing = set()
     replaced: dict[str, Any] = {"cupy.linalg": np.linalg, "cupy.fft": np.fft}
     replaced |= {"cupy": module, "cupy.cuda": module.cuda, "cupy.cuda.device": module.cuda.device}
     before = [name for name in sys.modules if _is_affected(name)]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "count", max(devices, 1))
         for name in before:
             patch.delitem(sys.modules, name)
         for name, value in replaced.items():
