@@ -1,23 +1,24 @@
-"""The CuPy adapter over a stand-in for CuPy: its answers, its launches, and that the host waits for nothing.
+"""The CuPy adapter over a stand-in for CuPy: its answers and its launches, and that the host waits for nothing.
 
 The kernels are those of unscale.cu, compiled for the host. Nothing here runs on a device.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import weakref
-from types import SimpleNamespace
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cupy import HostCupy
-from tiers import later
+from optimizers import Tree
 
-import gradscale
-import gradscale.testing
 from gradscale import (
     BackendError,
     BackendNotAvailableError,
@@ -26,244 +27,250 @@ from gradscale import (
     GradScaler,
     InvalidValueError,
 )
+from gradscale.testing import check_backend
 
 pytestmark = pytest.mark.numpy
 
 
-def launches(cupy: Any) -> list[Any]:
-    return [entry[1:] for entry in cupy.log if entry[0] == "launch"]
+def logged(cupy: Any, what: str) -> list[Any]:
+    """Return what was launched, read or waited for, and forget it."""
+    found = [entry[1:] for entry in cupy.log if entry[0] == what]
+    cupy.log.clear()
+    return found
 
 
 def state_of(cupy: Any, scale: float = 4.0) -> Any:
     return DynamicScale(init_scale=scale).init(cupy.zeros((), dtype=np.float32))
 
 
-def as_host(x: Any) -> Any:
-    return x.get()
+def array_on(cupy: Any, device: int, *values: float, dtype: Any = np.float32) -> Any:
+    with cupy.cuda.Device(device):
+        return cupy.array(values, dtype=dtype)
+
+
+def ready(cupy: Any, scale: float = 4.0) -> GradScaler:
+    scaler = GradScaler(init_scale=scale)
+    scaler.scale(cupy.ones((), dtype=np.float32))
+    cupy.log.clear()
+    return scaler
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize(
-    "names",
-    [("float16", "bfloat16", "float32"), *later("all", ("float64", "complex64", "complex128", "float16", "float32"))],
-    ids="-".join,
-)
-def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any, names: tuple[str, ...]) -> None:
-    dtypes = [np.dtype(getattr(ml_dtypes, name, name)) for name in names]
-    gradscale.testing.check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
+def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
+    dtypes = [np.dtype(name) for name in (np.float16, ml_dtypes.bfloat16, np.float32)]
+    check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
 def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: Any, cupy_backend: Any) -> None:
-    singles = [cupy.ones(k % 40, dtype=np.float32) for k in range(500)]
-    halves = [cupy.ones((4, 5), dtype=np.float16) for _ in range(20)]
-    state = state_of(cupy)
+    grads = [cupy.ones(k % 40, dtype=np.float32) for k in range(500)]
+    grads += [cupy.ones((4, 5), dtype=np.float16) for _ in range(20)]
+    made, nonfinite = cupy_backend.unscale(grads, state_of(cupy), out=grads)
+    assert [entry for entry in cupy.log if entry[0] == "read"] == []
+    assert logged(cupy, "launch") == [("unscale_float32_float32", 0, 487), ("unscale_float16_float16", 0, 20)]
+    assert all(x is y for x, y in zip(made, grads, strict=True))
+    assert [made[1].get().tolist(), made[-1].get()[0, 0], nonfinite.get()] == [[0.25], 0.25, 0]
+
+
+def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_in_the_step(cupy: Any) -> None:
+    grads = [cupy.ones(k, dtype=np.float32) for k in (9, 0, 7)] + [cupy.ones((4, 4), dtype=np.float16)]
+    optimizer, scaler = Tree(grads), ready(cupy)
+    norm = scaler.unscale_(optimizer, max_norm=0.5)
+    assert [entry for entry in cupy.log if entry[0] == "read"] == []
+    assert [name for name, *_ in logged(cupy, "launch")] == [
+        *("square_float32_float32", "square_float16_float16", "add_squares", "clip_float32", "clip_float16")
+    ]
+    # 32 elements of a quarter.
+    assert norm is not None
+    assert norm.get() == np.float32(math.sqrt(2.0))
+    factor = np.float32(0.5 / (math.sqrt(2.0) + 1e-6))
+    assert grads[0].get().tolist() == [np.float32(0.25) * factor] * 9
+    assert grads[3].get()[0, 0] == np.float16(np.float32(0.25) * factor)
     cupy.log.clear()
-    made, nonfinite = cupy_backend.unscale([*singles, *halves], state, out=[*singles, *halves])
-    assert launches(cupy) == [("unscale_float32_float32", 0, 487), ("unscale_float16_float16", 0, 20)]
-    assert not [entry for entry in cupy.log if entry[0] == "read"]
-    assert all(x is y for x, y in zip(made, [*singles, *halves], strict=True))
-    assert as_host(made[1]).tolist() == [0.25]
-    assert as_host(nonfinite) == 0
+    scaler.step(optimizer)
+    assert (logged(cupy, "read"), optimizer.steps) == ([(0,)], 1)
 
 
-def test_half_gradients_become_float32_masters(cupy: Any, cupy_backend: Any) -> None:
-    grads = [cupy.ones((2, 3), dtype=np.float16)]
-    masters = [cupy.zeros((2, 3), dtype=np.float32)]
-    made, _ = cupy_backend.unscale(grads, state_of(cupy), out=masters)
-    assert made[0] is masters[0]
-    assert as_host(masters[0]).tolist() == [[0.25] * 3] * 2
-    new, _ = cupy_backend.unscale(grads, state_of(cupy), dtype=np.float32)
-    assert (new[0].dtype, as_host(grads[0])[0, 0]) == (np.float32, 1.0)
-    assert launches(cupy) == [("unscale_float16_float32", 0, 1)] * 2
+def test_half_gradients_become_float32_masters_that_are_clipped(cupy: Any) -> None:
+    optimizer, scaler = Tree([cupy.ones(4, dtype=np.float16)]), ready(cupy)
+    optimizer.master_dtype = np.float32  # type: ignore[attr-defined]
+    norm = scaler.unscale_(optimizer, max_norm=0.1)
+    assert [name for name, *_ in logged(cupy, "launch")] == ["square_float16_float32", "add_squares", "clip_float32"]
+    assert norm is not None
+    assert norm.get() == 0.5
+    assert optimizer.grads[0].get().tolist() == [np.float32(0.25) * np.float32(0.1 / (0.5 + 1e-6))] * 4
 
 
-def test_an_address_that_another_device_had_before_is_planned_anew(cupy: Any, cupy_backend: Any) -> None:
-    memory = np.ones(8, np.float32)
-    for number in (0, 1, 0):
-        device = cupy.cuda.Device(number)
-        with device:
-            grad = cupy.ndarray(memory, device)
-            cupy_backend.unscale([grad], state_of(cupy), out=[grad])
-    assert launches(cupy) == [("unscale_float32_float32", number, 1) for number in (0, 1, 0)]
-    assert memory.tolist() == [0.25**3] * 8
+@pytest.mark.parametrize("home", [0, 1])
+@pytest.mark.parametrize("place", [*range(4), None])
+def test_devices_have_one_verdict_one_norm_and_one_factor(cupy: Any, home: int, place: int | None) -> None:
+    values = [[12.0, math.nan if index == place else 16.0] for index in range(4)]
+    grads = [
+        array_on(cupy, number, *values[k], dtype=[np.float32, np.float16][k // 3])
+        for k, number in enumerate((0, 1, 1, 0))
+    ]
+    optimizer = Tree(grads)
+    with cupy.cuda.Device(home):
+        scaler = ready(cupy)
+        norm = scaler.unscale_(optimizer, max_norm=1.0)
+        assert norm is not None
+        scaler.step(optimizer)
+        scaler.update()
+    assert norm.device.id == home
+    factor = 1.0 if place is not None else np.float32(1.0 / (10.0 + 1e-6))
+    assert [x.get()[0] for x in grads] == [x.dtype.type(np.float32(3.0) * factor) for x in grads]
+    assert math.isnan(norm.get()) if place is not None else norm.get() == 10.0
+    assert (optimizer.steps, scaler.get_scale()) == ((0, 2.0) if place is not None else (1, 4.0))
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_arrays_on_two_devices_have_one_verdict_on_the_states(cupy: Any, cupy_backend: Any, place: int) -> None:
-    for home in (0, 1):
-        with cupy.cuda.Device(home):
-            state = state_of(cupy)
-        grads = []
-        for index, number in enumerate((0, 1, 1)):
-            with cupy.cuda.Device(number):
-                grads.append(cupy.array([1.0, math.nan if index == place else 8.0], dtype=np.float32))
-        cupy.log.clear()
-        made, nonfinite = cupy_backend.unscale(grads, state, out=grads)
-        assert nonfinite.device == cupy.cuda.Device(home)
-        assert as_host(nonfinite) == 1
-        assert [x.device.id for x in made] == [0, 1, 1]
-        assert all(as_host(x)[0] == 0.25 for x in made)
-        assert sorted(launches(cupy)) == [("unscale_float32_float32", 0, 1), ("unscale_float32_float32", 1, 2)]
-        away = 1 - home
-        # The scale goes there and the verdict comes back, and neither's memory is reused before it was read.
-        waits = [entry[1:] for entry in cupy.log if entry[0] == "wait" and entry[1] != entry[2]]
-        assert waits == [(away, home), (home, away), (home, away), (away, home)]
+@pytest.mark.parametrize("home", [0, 1])
+def test_streams_of_devices_wait_for_each_other_and_the_host_for_none(cupy: Any, cupy_backend: Any, home: int) -> None:
+    with cupy.cuda.Device(home):
+        state = state_of(cupy)
+    away = 1 - home
+    grads = [array_on(cupy, number, 8.0) for number in (0, 1, 1)]
+    cupy_backend.unscale(grads, state, out=grads)
+    assert [entry for entry in cupy.log if entry[0] == "read"] == []
+    # The scale goes there and the verdict comes back, and neither's memory is reused before it was read.
+    assert logged(cupy, "wait") == [(away, home), (home, away), (home, away), (away, home)]
+    with cupy.cuda.Device(home):
+        scaled = ready(cupy).scale(grads[:2])
+    assert logged(cupy, "wait") == [(away, home), (home, away)]
+    assert [(x.device.id, x.get().tolist()) for x in scaled] == [(0, [8.0]), (1, [8.0])]
 
 
-def test_dtypes_without_a_kernel_take_the_pure_core(cupy: Any, cupy_backend: Any) -> None:
-    grads = [cupy.array([1.0, math.inf], dtype=np.float64), cupy.array([2.0], dtype=np.float32)]
-    out = [cupy.zeros(2, dtype=np.float16), cupy.zeros(1, dtype=np.float32)]
-    made, nonfinite = cupy_backend.unscale(grads, state_of(cupy), out=out)
-    assert as_host(made[0]).tolist() == [0.25, math.inf]
-    assert as_host(made[1]).tolist() == [0.5]
-    assert as_host(nonfinite) == 1
-    assert launches(cupy) == [("unscale_float32_float32", 0, 1)]
+def test_what_no_kernel_takes_takes_the_pure_core(cupy: Any, cupy_backend: Any) -> None:
+    whole = cupy.ones((4, 6), dtype=np.float32)
+    grads = [array_on(cupy, 0, 12.0, dtype=np.float64), array_on(cupy, 0, 16.0), whole[:, ::2]]
+    out = [cupy.zeros(1, dtype=np.float16), cupy.zeros(1, dtype=np.float32), grads[2]]
+    made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state_of(cupy), out=out)
+    assert logged(cupy, "launch") == [("square_float32_float32", 0, 1), ("add_squares", 0, 1)]
+    assert (nonfinite.get(), squares.get(), squares.dtype) == (0, 25.0 + 12 / 16, np.float64)
+    cupy_backend.multiply_in_place(made, cupy.array(0.5, dtype=np.float32))
+    assert [x.get().tolist() for x in made] == [[1.5], [2.0], [[0.125] * 3] * 4]
+    assert (whole.get()[:, 1::2] == 1.0).all()
+    grads[0][0] = math.inf
+    assert cupy_backend.unscale(grads, state_of(cupy), out=out)[1].get() == 1
 
 
-def test_no_arrays_are_finite(cupy: Any, cupy_backend: Any) -> None:
-    made, nonfinite = cupy_backend.unscale([], state_of(cupy))
-    assert (list(made), as_host(nonfinite), nonfinite.dtype) == ([], 0, np.int32)
+def test_no_arrays_have_a_norm_of_zero(cupy: Any, cupy_backend: Any) -> None:
+    for grads in ([], [cupy.zeros((0, 3), dtype=np.float32)]):
+        made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state_of(cupy))
+        assert (len(made), nonfinite.get(), squares.get(), squares.dtype) == (len(grads), 0, 0.0, np.float64)
 
 
-def test_shared_memory_is_refused_and_nothing_is_modified(cupy: Any, cupy_backend: Any) -> None:
-    x = cupy.ones(6, dtype=np.float32)
-    for grads in ([x, x], [x, x[4:]], [x, x[::2]]):
-        with pytest.raises(InvalidValueError, match="share memory"):
-            cupy_backend.unscale(grads, state_of(cupy), out=grads)
-    assert as_host(x).tolist() == [1.0] * 6
-    cupy_backend.unscale([x[::2], x[1::2]], state_of(cupy), out=[x[::2], x[1::2]])
-    assert as_host(x).tolist() == [0.25] * 6
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_what_is_refused_on_one_device_leaves_the_others_alone(cupy: Any, max_norm: float | None) -> None:
+    first, second = array_on(cupy, 0, 8.0), array_on(cupy, 1, *[1.0] * 4)
+    scaler, optimizer = ready(cupy), Tree([first, second, second[2:]])
+    with pytest.raises(InvalidValueError, match="share memory"):
+        scaler.unscale_(optimizer, max_norm=max_norm)
+    assert (first.get().tolist(), second.get().tolist()) == ([8.0], [1.0] * 4)
+    optimizer.grads = [first, second]
+    scaler.unscale_(optimizer)
+    assert (first.get().tolist(), second.get().tolist()) == ([2.0], [0.25] * 4)
 
 
-def test_an_array_on_another_device_is_not_written_to(cupy: Any, cupy_backend: Any) -> None:
-    with cupy.cuda.Device(1):
-        away = cupy.zeros(2, dtype=np.float32)
-    with pytest.raises(InvalidValueError, match=r"got one of shape \(2,\) on <CUDA Device 0> for an array on .* 1>"):
-        cupy_backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), out=[away])
-    assert as_host(away).tolist() == [0.0, 0.0]
-
-
-def test_a_wrong_dtype_is_refused(cupy: Any, cupy_backend: Any) -> None:
+def test_a_wrong_device_or_dtype_is_refused(cupy: Any, cupy_backend: Any) -> None:
+    grads, away = [array_on(cupy, 0, 8.0)], array_on(cupy, 1, 0.0)
+    with pytest.raises(InvalidValueError, match=r"got one of shape \(1,\) on <CUDA Device 0> for an array on .* 1>"):
+        cupy_backend.unscale(grads, state_of(cupy), out=[away])
     with pytest.raises(InvalidValueError, match="real floating dtype"):
-        cupy_backend.unscale([cupy.ones(2, dtype=np.float32)], state_of(cupy), dtype=np.int32)
+        cupy_backend.unscale(grads, state_of(cupy), dtype=np.int32)
+    assert (grads[0].get(), away.get()) == (8.0, 0.0)
 
 
 def test_a_graph_captures_the_pure_core_which_reads_no_tables(cupy: Any, cupy_backend: Any) -> None:
-    grads = [cupy.ones(3, dtype=np.float32), cupy.array([8.0, math.inf], dtype=np.float16)]
-    state = state_of(cupy)
-    HostCupy.capturing = {0}
-    cupy.log.clear()
-    made, nonfinite = cupy_backend.unscale(grads, state, out=grads)
-    assert cupy.log == []
-    HostCupy.capturing = set()
-    assert all(x is y for x, y in zip(made, grads, strict=True))
-    assert [as_host(x).tolist() for x in (*grads, nonfinite)] == [[0.25] * 3, [2.0, math.inf], 1]
-    x = grads[0]
-    HostCupy.capturing = {0}
+    grads, masters = [array_on(cupy, 0, 8.0, math.inf), array_on(cupy, 0, 16.0)], [array_on(cupy, 0, 0.0, 0.0)]
+    state, half = state_of(cupy), cupy.array(0.5, dtype=np.float32)
+    cupy.capturing.add(0)
+    # Nothing is copied to the device, which the stand-in would refuse.
+    _, nonfinite = cupy_backend.unscale(grads[:1], state, out=masters)
+    _, _, squares = cupy_backend.unscale_with_squares(grads[1:], state, out=grads[1:])
+    cupy_backend.multiply_in_place([*masters, grads[1]], half)
     with pytest.raises(InvalidValueError, match="share memory"):
-        cupy_backend.unscale([x, x], state, out=[x, x])
+        cupy_backend.unscale([*grads, *grads], state, out=[*grads, *grads])
+    cupy.capturing.clear()
+    assert [x.get().tolist() for x in (nonfinite, squares, *masters, *grads)] == [
+        *(1, 16.0, [1.0, math.inf]),
+        *([8.0, math.inf], [2.0]),
+    ]
 
 
-def test_tables_are_not_kept(cupy: Any, cupy_backend: Any) -> None:
-    from gradscale_cupy import launch
+@pytest.mark.parametrize("captured", [{0}, {1}, {0, 1}], ids=["state", "other", "both"])
+def test_a_capture_on_one_device_uploads_nothing_on_any(cupy: Any, cupy_backend: Any, captured: set[int]) -> None:
+    grads, state = [array_on(cupy, number, 1.0) for number in (0, 1)], state_of(cupy)
+    cupy.capturing |= captured
+    for call in (
+        lambda: cupy_backend.unscale(grads, state, out=grads),
+        lambda: cupy_backend.unscale_with_squares(grads, state, out=grads),
+        lambda: cupy_backend.multiply_in_place(grads, state.scale),
+    ):
+        if captured == {0, 1}:
+            call()
+        else:
+            # CUDA lets a stream join a capture; the stand-in knows no join.
+            with pytest.raises(BackendError, match="cudaErrorStreamCaptureIsolation"):
+                call()
+    assert {name for name, *_ in logged(cupy, "launch")} <= {"add_squares"}
 
-    rows: list[Any] = []
-    grads = [cupy.ones(3, dtype=np.float32)]
-    with pytest.MonkeyPatch.context() as patch:
-        prepare = launch.prepare
 
-        def watched(*args: Any, **options: Any) -> Any:
-            prepared = prepare(*args, **options)
-            rows.append(weakref.ref(prepared.tables[0].rows))
-            return prepared
-
-        patch.setattr(launch, "prepare", watched)
-        cupy_backend.unscale(grads, state_of(cupy), out=grads)
-        cupy_backend.multiply_in_place(grads, state_of(cupy).scale)
-    assert [row() for row in rows] == [None, None]
-
-
-def test_arrays_with_gaps_take_the_pure_core(cupy: Any, cupy_backend: Any) -> None:
-    whole = cupy.ones((4, 6), dtype=np.float32)
-    grads = [whole[:, ::2], whole.T[1::2]]
-    cupy.log.clear()
-    _, nonfinite = cupy_backend.unscale(grads, state_of(cupy), out=grads)
-    assert launches(cupy) == []
-    assert (as_host(whole).tolist(), as_host(nonfinite)) == ([[0.25] * 6] * 4, 0)
+def test_what_a_replay_would_leave_out_is_refused_in_a_capture(cupy: Any, cupy_backend: Any) -> None:
+    scaler, optimizer, x = ready(cupy), Tree([array_on(cupy, 0, 1.0)]), cupy.array([3], dtype=np.int32)
+    one = cupy.ones((), dtype=np.float32)
+    cupy.capturing.add(0)
+    for name, call in {
+        r"scale\(\)": lambda: scaler.scale(one),
+        r"unscale_\(\)": lambda: scaler.unscale_(optimizer),
+        "a copy to the host": lambda: cupy_backend.start_read(x),
+    }.items():
+        with pytest.raises(CallOrderError, match=rf"^{name} cannot be part of a CUDA graph.*gradscale\.unscale\(grads"):
+            call()
+    cupy.capturing.clear()
+    scaler.unscale_(optimizer)
+    assert optimizer.grads[0].get() == 0.25
 
 
 class CUDADriverError(RuntimeError):
-    """As CuPy's: a status, and the text of CUDA."""
+    """As CuPy's."""
 
     __module__ = "cupy_backends.cuda.api.driver"
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    status = 100
 
 
 def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
     cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grads, state = [cupy.ones(3, dtype=np.float32)], state_of(cupy)
-    cupy_backend.unscale(grads, state, out=grads)
-    cupy.cuda.runtime.driverGetVersion, cupy.cuda.runtime.runtimeGetVersion = (lambda: 12020), (lambda: 12090)
-    failure = [CUDADriverError(700, "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")]
 
     def fail(*_: Any, **_options: Any) -> Any:
-        raise failure[0]
+        raise cupy.cuda.runtime.CUDARuntimeError(700)
 
-    monkeypatch.setattr(cupy.RawKernel, "__call__", fail)
-    for name, call in {
-        "gradients were unscaled": lambda: cupy_backend.unscale(grads, state, out=grads),
-        "gradients were clipped": lambda: cupy_backend.multiply_in_place(grads, state.scale),
-    }.items():
-        with pytest.raises(BackendError, match=rf"CUDA failed while {name}: CUDA_ERROR_ILLEGAL_ADDRESS: .*illegal"):
-            call()
-    monkeypatch.setattr(cupy, "zeros", fail, raising=False)
-    failure[0] = CUDADriverError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
+    def find_none(*_: Any, **_options: Any) -> Any:
+        raise CUDADriverError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    x = cupy_backend.start_read(cupy.ones(1, dtype=np.int32))
+    for doing, owner, name, call in (
+        ("gradients were unscaled", cupy.RawKernel, "__call__", lambda: cupy_backend.unscale(grads, state, out=grads)),
+        (
+            "gradients were clipped",
+            cupy.RawKernel,
+            "__call__",
+            lambda: cupy_backend.multiply_in_place(grads, state.scale),
+        ),
+        ("the verdict was read", cupy.cuda.Event, "synchronize", x),
+        ("the verdict was read", cupy.ndarray, "get", lambda: cupy_backend.read(grads[0])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(BackendError, match=f"CUDA failed while {doing}: cudaErrorIllegalAddress"):
+                call()
+    monkeypatch.setattr(cupy, "zeros", find_none, raising=False)
     with pytest.raises(BackendNotAvailableError, match=r"nvidia-smi -L.*\(cudaErrorNoDevice"):
         cupy_backend.example()
 
 
-class SGD:
-    """An optimizer of CuPy arrays."""
-
-    def __init__(self, parameters: list[Any]) -> None:
-        self.parameters = parameters
-        self.grads: list[Any] = []
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            parameter[...] = parameter - grad
-
-
-def test_a_scaler_knows_its_arrays_skips_an_overflow_and_reads_once_in_each_step(cupy: Any) -> None:
-    scaler = GradScaler(init_scale=8.0, growth_interval=2)
-    optimizer = SGD([cupy.zeros(2, dtype=np.float32)])
-    scales = []
-    for bad in (False, True, False, False):
-        scale = as_host(scaler.scale(cupy.ones((), dtype=np.float32)))
-        optimizer.grads = [cupy.array([1.0, math.inf if bad else 1.0], dtype=np.float32) * cupy.asarray(scale)]
-        cupy.log.clear()
-        scaler.unscale_(optimizer)
-        assert not [entry for entry in cupy.log if entry[0] == "read"]
-        scaler.step(optimizer)
-        assert [entry for entry in cupy.log if entry[0] == "read"] == [("read", 0)]
-        scaler.update()
-        scales.append(float(scale))
-    assert scales == [8.0, 8.0, 4.0, 4.0]
-    assert scaler.get_scale() == 8.0
-    assert optimizer.steps == 3
-    assert as_host(optimizer.parameters[0]).tolist() == [-3.0, -3.0]
-
-
 def test_a_copy_to_the_host_begins_without_a_wait_and_outlives_its_array(cupy: Any, cupy_backend: Any) -> None:
-    with cupy.cuda.Device(1):
-        x = cupy.array([3, -7, 2**31 - 1, 5], dtype=np.int32)
-    cupy.log.clear()
+    x = array_on(cupy, 1, 3, -7, 2**31 - 1, 5, dtype=np.int32)
     finish = cupy_backend.start_read(x[::2])
     del x
     assert cupy.log == []
@@ -271,21 +278,102 @@ def test_a_copy_to_the_host_begins_without_a_wait_and_outlives_its_array(cupy: A
     assert cupy.log == [("read", 1)]
 
 
-def test_a_copy_to_the_host_is_refused_while_a_graph_is_captured(cupy: Any, cupy_backend: Any) -> None:
-    x = cupy.array([3], dtype=np.int32)
-    HostCupy.capturing = {0}
-    with pytest.raises(CallOrderError, match="a copy to the host cannot be part of a CUDA graph"):
-        cupy_backend.start_read(x)
+def test_a_copy_that_nobody_asks_for_keeps_its_memory_until_it_is_made(
+    cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+
+    class Pinned(bytearray):
+        def __del__(self) -> None:
+            freed.append(len(self))
+
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", Pinned)
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy.cuda.Event, "broken", 600)
+        for size in (1, 2, 3):
+            cupy_backend.start_read(cupy.zeros(size, dtype=np.int32))
+        assert freed == []
+    assert cupy_backend.start_read(cupy.zeros(4, dtype=np.int32))() == [0] * 4
+    assert sorted(freed) == [4, 8, 12]
+
+
+def in_threads(count: int, run: Callable[[int], object]) -> None:
+    """Call something in several threads that often take turns; raise what one of them raised."""
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            run(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    if failures:
+        raise failures[0]
+
+
+def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = cupy.cuda.runtime.eventQuery
+
+    def slow_query(event: int) -> int:
+        status: int = query(event)
+        # Another thread may look at the same copies before this one forgets them.
+        time.sleep(0)
+        return status
+
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", slow_query)
+
+    def run(number: int) -> None:
+        grads = [cupy.ones(k + 1, dtype=np.float32) for k in range(number, number + 3)]
+        for k in range(50):
+            assert cupy_backend.start_read(cupy.array([number, k], dtype=np.int32))() == [number, k]
+            made, _ = cupy_backend.unscale(grads, state_of(cupy))
+            assert [x.get()[-1] for x in made] == [0.25] * 3
+
+    in_threads(4, run)
+
+
+def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> None:
+    grads = [cupy.ones(3, dtype=np.float32)]
+    for made in (cupy_backend, copy.deepcopy(cupy_backend), pickle.loads(pickle.dumps(cupy_backend))):
+        made.unscale(grads, state_of(cupy), out=grads)
+    assert grads[0].get().tolist() == [0.25**3] * 3
 
 
 def test_the_stand_in_sees_a_host_read_and_a_mix_of_devices(cupy: Any) -> None:
-    x = cupy.ones(2, dtype=np.float32)
+    x, y = array_on(cupy, 0, 1.0, 1.0), array_on(cupy, 1, 1.0, 1.0)
     for read in (bool, float, int, np.asarray):
         with pytest.raises((TypeError, AttributeError)):
             read(x[0])
-    with cupy.cuda.Device(1):
-        y = cupy.ones(2, dtype=np.float32)
-    with pytest.raises(AssertionError, match="of arrays on"):
-        x + y
-    with pytest.raises(AssertionError):
-        SimpleNamespace(f=x.__setitem__).f(slice(None), y)
+    for mix in (lambda: x + y, lambda: x.__setitem__(slice(None), y)):
+        with pytest.raises(AssertionError, match="of arrays on"):
+            mix()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(cupy.cuda.Device(0))
+
+
+def test_the_stand_in_refuses_what_cuda_refuses_in_a_capture(cupy: Any) -> None:
+    x, before = cupy.zeros(3, dtype=np.float32), cupy.cuda.Event()
+    before.record()
+    cupy.capturing.add(0)
+    inside = cupy.cuda.Event()
+    inside.record()
+    cupy.cuda.get_current_stream().wait_event(inside)
+    cupy.asarray(3.0, dtype=np.float32)
+    for call in (
+        x.get,
+        before.synchronize,
+        lambda: cupy.cuda.runtime.eventQuery(before.ptr),
+        lambda: cupy.cuda.alloc_pinned_memory(4),
+        lambda: cupy.array([1.0, 2.0]),
+        lambda: cupy.cuda.get_current_stream().wait_event(before),
+    ):
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorStreamCapture"):
+            call()
