@@ -6,196 +6,140 @@ Errors are made as CuPy makes them; where CuPy is installed without a device, it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from axes import require
-from host_cupy import installed
 
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
 pytestmark = pytest.mark.numpy
 
 NO_DEVICE, OLD_DRIVER, CALL_TOO_NEW, PTX_TOO_NEW = 100, 35, 36, 222
+RUNTIME = "cupy_backends.cuda.api.runtime.CUDARuntimeError"
 
 
-class CUDARuntimeError(RuntimeError):
-    """As CuPy's: with a status, and from one of its modules."""
-
-    __module__ = "cupy_backends.cuda.api.runtime"
-
-    def __init__(self, status: int, text: str = "cudaErrorSome: some text") -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class NVRTCError(CUDARuntimeError):
-    """As CuPy's: its numbers mean other things."""
-
-    __module__ = "cupy_backends.cuda.libs.nvrtc"
-
-
-class CompileException(Exception):  # noqa: N818
-    """As CuPy's."""
-
-    __module__ = "cupy.cuda.compiler"
-
-
-class DynamicLibNotFoundError(RuntimeError):
-    """As cuda-pathfinder's, by which CuPy 14 finds libraries."""
-
-    __module__ = "cuda.pathfinder._dynamic_libs.load_dl_common"
-
-
-class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
-
-    __module__ = "cupy.cuda.memory"
-
-
-@pytest.fixture
-def availability(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return the module over a stand-in for CuPy, built for CUDA 12.9 and with a driver of CUDA 12.2."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with installed():
-        from gradscale_cupy import availability
-
-        set_versions(availability, 12020, 12090)
-        yield availability
+def error_of(path: str, text: str = "cudaErrorSome: some text", status: int = 0, base: type = RuntimeError) -> Any:
+    """Return an error of a class of another library, by its name."""
+    module, _, name = path.rpartition(".")
+    error = type(name, (base,), {"__module__": module})(text)
+    error.status = status
+    return error
 
 
 def set_versions(availability: Any, driver: int, runtime: int) -> None:
     vars(availability.runtime).update(driverGetVersion=lambda: driver, runtimeGetVersion=lambda: runtime)
 
 
-def reason(availability: Any, error: Exception) -> str:
-    """Return why CUDA is not available, from an error of CuPy's."""
-    with pytest.raises(BackendNotAvailableError) as raised, availability.explained("arrays were made"):
-        raise error
-    assert raised.value.__cause__ is error
-    assert isinstance(raised.value, ImportError)
-    return str(raised.value)
+@pytest.fixture
+def availability(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ARG001
+    """Return the module over a stand-in for CuPy, built for CUDA 12.9 and with a driver of CUDA 12.2."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    from gradscale_cupy import availability
 
-
-@pytest.mark.parametrize(("number", "text"), [(12020, "12.2"), (11040, "11.4"), (13000, "13.0"), (10010, "10.1")])
-def test_versions_are_written_as_people_do(availability: Any, number: int, text: str) -> None:
-    assert availability.version_text(number) == text
-
-
-@pytest.mark.parametrize("status", [OLD_DRIVER, CALL_TOO_NEW, PTX_TOO_NEW])
-def test_an_old_driver_is_named_with_both_versions_and_the_cupy_for_it(availability: Any, status: int) -> None:
-    set_versions(availability, 12080, 13020)
-    assert reason(availability, CUDARuntimeError(status)) == (
-        "CUDA's driver is too old (driver of CUDA 12.8, CuPy for CUDA 13.2): update it, or install the CuPy for it, "
-        "cupy-cuda12x, in place of this one (cudaErrorSome: some text)"
-    )
-    # Where the one that is there is the one for the driver.
     set_versions(availability, 12020, 12090)
-    assert ": update it (cuda" in reason(availability, CUDARuntimeError(status))
+    return availability
 
 
-@pytest.mark.parametrize("status", [NO_DEVICE, OLD_DRIVER])
-def test_a_machine_without_a_driver_is_told_so(availability: Any, status: int) -> None:
-    set_versions(availability, 0, 13020)
-    text = reason(availability, CUDARuntimeError(status))
-    assert text.startswith("there is no CUDA driver here: install NVIDIA's driver")
-    assert "pip" not in text
+TEXT = "(cudaErrorSome: some text)"
+TOO_OLD = "CUDA's driver is too old (driver of CUDA 12.{}, CuPy for CUDA {}): update it{} " + TEXT
+OTHER = ", or install the CuPy for it, cupy-cuda12x, in place of this one"
+INSTALL = "install NVIDIA's driver, or start the container with --gpus all"
+NO_DRIVER = f"there is no CUDA driver here: {INSTALL}; without a GPU use NumPy's arrays (backend='numpy') {TEXT}"
+LACKS = "CuPy lacks a library of CUDA (CuPy failed to load lib{}.so: cannot open): {}"
+PATHFINDER = "cuda.pathfinder._dynamic_libs.load_dl_common.DynamicLibNotFoundError"
+# The error, the versions of the driver and of CuPy, and what is said.
+UNUSABLE = {
+    "runtime too new": (OLD_DRIVER, 12080, 13020, TOO_OLD.format(8, 13.2, OTHER)),
+    "call too new": (CALL_TOO_NEW, 12080, 13020, TOO_OLD.format(8, 13.2, OTHER)),
+    "kernel too new": (PTX_TOO_NEW, 12080, 13020, TOO_OLD.format(8, 13.2, OTHER)),
+    "the CuPy for the driver": (OLD_DRIVER, 12020, 12090, TOO_OLD.format(2, 12.9, "")),
+    "no driver": (OLD_DRIVER, 0, 13020, NO_DRIVER),
+    "no driver and no device": (NO_DEVICE, 0, 13020, NO_DRIVER),
+    "no nvrtc, CuPy 13": (
+        RuntimeError("CuPy failed to load libnvrtc.so: cannot open\n"),
+        *(12020, 12090),
+        LACKS.format("nvrtc", "python -m pip install 'cupy-cuda12x[ctk]', which brings it"),
+    ),
+    "no nvrtc, CuPy 14": (
+        error_of(PATHFINDER, "no libnvrtc"),
+        *(13020, 13020),
+        "CuPy lacks a library of CUDA (no libnvrtc): python -m pip install 'cupy-cuda13x[ctk]', which brings it",
+    ),
+    "no libcuda": (
+        RuntimeError("CuPy failed to load libcuda.so: cannot open"),
+        *(12020, 12090),
+        LACKS.format("cuda", INSTALL),
+    ),
+}
 
 
-@pytest.mark.parametrize("visible", [None, "", "-1"], ids=["unset", "empty", "none"])
+@pytest.mark.parametrize(("error", "driver", "runtime", "said"), UNUSABLE.values(), ids=UNUSABLE)
+def test_why_cuda_cannot_be_used_is_said_with_what_to_do(
+    availability: Any, error: Exception | int, driver: int, runtime: int, said: str
+) -> None:
+    set_versions(availability, driver, runtime)
+    raising = error_of(RUNTIME, status=error) if isinstance(error, int) else error
+    with pytest.raises(ImportError) as raised, availability.explained("arrays were made"):
+        raise raising
+    assert (type(raised.value), str(raised.value)) == (BackendNotAvailableError, said)
+    assert raised.value.__cause__ is raising
+
+
+@pytest.mark.parametrize(
+    ("visible", "remedy"),
+    [
+        (None, "start the container with --gpus all, and look whether nvidia-smi -L lists one"),
+        ("", "CUDA_VISIBLE_DEVICES is '': unset it, or name a device that nvidia-smi -L lists"),
+        ("-1", "CUDA_VISIBLE_DEVICES is '-1': unset it, or name a device that nvidia-smi -L lists"),
+    ],
+    ids=["unset", "empty", "none"],
+)
 def test_a_machine_without_a_device_is_told_where_to_look(
-    availability: Any, visible: str | None, monkeypatch: pytest.MonkeyPatch
+    availability: Any, visible: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    text = reason(availability, CUDARuntimeError(NO_DEVICE))
-    assert text.startswith("CUDA finds no device (driver of CUDA 12.2, CuPy for CUDA 12.9): ")
-    assert "nvidia-smi -L" in text
-    assert (f"CUDA_VISIBLE_DEVICES is {visible!r}: unset it" in text) == (visible is not None)
-
-
-@pytest.mark.parametrize(("number", "package"), [(12090, "nvidia-nccl-cu12"), (13020, "nvidia-nccl-cu13")])
-def test_nccl_has_a_package_for_each_cuda(availability: Any, number: int, package: str) -> None:
-    assert availability.nccl_package(number) == package
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        pytest.param(
-            RuntimeError("CuPy failed to load libnvrtc.so.12: OSError: libnvrtc.so.12: cannot open\n"),
-            r"libnvrtc.so.12: cannot open\): python -m pip install 'cupy-cuda12x\[ctk\]'",
-            id="nvrtc-13",
-        ),
-        pytest.param(DynamicLibNotFoundError("Failure finding libnvrtc"), "'cupy-cuda12x", id="nvrtc-14"),
-        pytest.param(
-            RuntimeError("CuPy failed to load libcuda.so.1: OSError: libcuda.so.1: cannot open"),
-            r"libcuda.so.1: cannot open\): install NVIDIA's driver, or start the container with --gpus all$",
-            id="driver",
-        ),
-    ],
-)
-def test_a_library_that_cannot_be_loaded_is_named_with_what_brings_it(
-    availability: Any, error: Exception, said: str
-) -> None:
-    assert re.search(said, reason(availability, error))
+    said = re.escape(f"CUDA finds no device (driver of CUDA 12.2, CuPy for CUDA 12.9): {remedy}")
+    with pytest.raises(BackendNotAvailableError, match=f"^{said} "), availability.explained("arrays were made"):
+        raise error_of(RUNTIME, status=NO_DEVICE)
+    availability.require_device()
+    availability.runtime.getDeviceCount = lambda: 0
+    with pytest.raises(BackendNotAvailableError, match=f"^{said}$"):
+        availability.require_device()
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    "error",
     [
-        pytest.param(
-            CUDARuntimeError(700, "cudaErrorIllegalAddress: an illegal access"),
-            "CUDA failed while gradients were unscaled: cudaErrorIllegalAddress: an illegal access",
-            id="kernel",
-        ),
-        pytest.param(
-            NVRTCError(35, "NVRTC_ERROR_INVALID_INPUT"),
-            "CUDA failed while gradients were unscaled: NVRTC_ERROR_INVALID_INPUT",
-            id="another library's number",
-        ),
-        pytest.param(
-            CUDARuntimeError(906, "capture"), "CUDA failed while gradients were unscaled: capture", id="other"
-        ),
-        pytest.param(
-            CompileException("unscale.cu(7): error: no\n  such\n"),
-            "CUDA failed while gradients were unscaled: unscale.cu(7): error: no\n  such\n",
-            id="compiler",
-        ),
+        error_of(RUNTIME, "cudaErrorIllegalAddress: an illegal access", 700),
+        # Its numbers mean other things.
+        error_of("cupy_backends.cuda.libs.nvrtc.NVRTCError", "NVRTC_ERROR_INVALID_INPUT", OLD_DRIVER),
+        error_of("cupy.cuda.compiler.CompileException", "unscale.cu(7): error: no\n  such\n", base=Exception),
     ],
+    ids=["kernel", "another library's number", "compiler"],
 )
-def test_other_errors_of_cuda_keep_their_text(availability: Any, error: Exception, said: str) -> None:
+def test_other_errors_of_cuda_keep_their_text(availability: Any, error: Exception) -> None:
     with pytest.raises(BackendError) as raised, availability.explained("gradients were unscaled"):
         raise error
-    assert str(raised.value) == said
+    assert str(raised.value) == f"CUDA failed while gradients were unscaled: {error}"
     assert raised.value.__cause__ is error
 
 
 @pytest.mark.parametrize(
     "error",
-    [OutOfMemoryError("out of memory"), ValueError("shapes"), CallOrderError("order"), KeyboardInterrupt()],
+    [
+        error_of("cupy.cuda.memory.OutOfMemoryError", base=MemoryError),
+        ValueError("shapes"),
+        CallOrderError("order"),
+        KeyboardInterrupt(),
+    ],
     ids=["memory", "value", "gradscale", "interrupt"],
 )
 def test_errors_of_others_and_lack_of_memory_stay_what_they_are(availability: Any, error: BaseException) -> None:
     with pytest.raises(type(error)) as raised, availability.explained("gradients were unscaled"):
         raise error
     assert raised.value is error
-
-
-def test_a_device_is_required_and_none_is_touched(availability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    availability.require_device()
-    availability.runtime.getDeviceCount = lambda: 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(BackendNotAvailableError, match="CUDA_VISIBLE_DEVICES is '7'"):
-        availability.require_device()
-
-    def fail() -> int:
-        raise CUDARuntimeError(OLD_DRIVER)
-
-    availability.runtime.getDeviceCount = fail
-    with pytest.raises(BackendNotAvailableError, match=r"CUDA's driver is too old \(driver of CUDA 12\.2"):
-        availability.require_device()
 
 
 @pytest.mark.cupy
