@@ -24,13 +24,11 @@ __all__ = [
     "ARGUMENTS",
     "FOLDER",
     "SOURCE",
-    "THREADS",
     "ThreadsDoNotMeetError",
     "add_squares",
     "compiled",
     "launch",
     "library",
-    "options_of",
     "run",
 ]
 
@@ -72,15 +70,6 @@ _HEADER = _CUDA.with_suffix(".h")
 
 class ThreadsDoNotMeetError(Exception):
     """Threads of a block wait at different barriers, or some are over: a device would hang, or go on with anything."""
-
-
-def options_of(kernel: str) -> tuple[str, ...]:
-    """Return the options by which a compiler makes one kernel of the source alone."""
-    kind, *types = kernel.split("_")
-    only = f"-DGRADSCALE_ONLY=GRADSCALE_{kind}"
-    if kind == "add":
-        return "-std=c++17", only
-    return "-std=c++17", only, f"-DGRADSCALE_SOURCE={types[0]}", f"-DGRADSCALE_TARGET={types[-1]}"
 
 
 @functools.cache
@@ -129,10 +118,9 @@ def launch(
     run(kernels or library(), kernel, len(one.chunks), (rows, chunks, ctypes.c_int(chunk), *rest), threads)
 
 
-def add_squares(squares: Any, kernels: ctypes.CDLL | None = None, threads: int = THREADS) -> float:
+def add_squares(squares: Any) -> float:
     """Return what the last kernel makes of the sums of all chunks."""
     total = np.full((), np.nan)
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in (squares, total)]
-    values = pointers[0], ctypes.c_longlong(squares.size), pointers[1]
-    run(kernels or library(), "add_squares", 1, values, threads)
+    run(library(), "add_squares", 1, (pointers[0], ctypes.c_longlong(squares.size), pointers[1]))
     return float(total)
