@@ -191,6 +191,7 @@ def installed(*, devices: int = 2, has_nccl: bool = True) -> Iterator[host_cupy.
                 NcclCommunicator=NcclCommunicator,
                 NcclError=NcclError,
                 get_unique_id=lambda: _PROCESSES,
+                get_version=lambda: 22703,
                 NCCL_INT32=_INT32,
                 NCCL_FLOAT16=_FLOAT16,
                 NCCL_FLOAT32=_FLOAT32,
