@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from gradscale import InvalidValueError
 
 with installed():
     from gradscale_cupy import plan as plans
-    from gradscale_cupy.plan import CHUNK, ROW, Arrays
+    from gradscale_cupy.plan import CHUNK, Arrays
 
 pytestmark = pytest.mark.numpy
 
@@ -52,12 +53,6 @@ def plan(sources: list[Layout], targets: list[Layout]) -> Any:
 
 def require_disjoint(sources: list[Layout], targets: list[Layout]) -> None:
     plans.require_disjoint(*arrays_of(sources, targets))
-
-
-def row(source: Layout, target: Layout | None = None) -> Any:
-    launches, others = plan([source], [target or source])
-    assert not others
-    return launches[0].table[0]
 
 
 @contextlib.contextmanager
@@ -101,62 +96,44 @@ def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row() -> None:
     launches, _ = plan(*[[dense(size) for size in sizes]] * 2)
     assert launches[0].chunks.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], *([3, k] for k in range(5))]
     assert launches[0].table["size"].tolist() == [size for size in sizes if size]
+    assert plan([dense(0)], [dense(0)]) == plan([], []) == ([], [])
 
 
-def test_nothing_but_empty_arrays_is_no_launch() -> None:
-    assert plan([dense(0)], [dense(0)]) == ([], [])
-    assert plan([], []) == ([], [])
+DENSE = {
+    "C": ((3, 4, 5), (20, 5, 1)),
+    "Fortran": ((3, 4, 5), (1, 3, 12)),
+    "transposed": ((4, 3, 5), (5, 20, 1)),
+    "one row": ((1, 60), (7, 1)),
+    "ones": ((60, 1, 1), (1, 99, -3)),
+    "0-d": ((), ()),
+    "one element": ((1, 1), (5, 9)),
+}
 
 
-@pytest.mark.parametrize(
-    "shape_and_strides",
-    [
-        ((3, 4, 5), (20, 5, 1)),
-        ((3, 4, 5), (1, 3, 12)),
-        ((4, 3, 5), (5, 20, 1)),
-        ((1, 60), (7, 1)),
-        ((60, 1, 1), (1, 99, -3)),
-        ((), ()),
-        ((1, 1), (5, 9)),
-    ],
-    ids=["C", "Fortran", "transposed", "one row", "ones", "0-d", "one element"],
-)
-def test_memory_without_gaps_is_read_in_its_own_order(shape_and_strides: Any) -> None:
-    assert row(Layout(4096, *shape_and_strides))["size"] == np.prod(shape_and_strides[0], dtype=int)
+@pytest.mark.parametrize(("shape", "strides"), DENSE.values(), ids=DENSE)
+def test_memory_without_gaps_is_read_in_its_own_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    for dtype, parts in (("float32", 1), ("complex64", 2)):
+        layouts = [Layout(4096, shape, strides, dtype)]
+        (one,), others = plan(layouts, layouts)
+        assert (one.table["size"].tolist(), others) == ([math.prod(shape) * parts], [])
 
 
-def test_complex_numbers_are_pairs_of_their_parts() -> None:
-    assert row(dense(7, dtype="complex64"))["size"] == 14
+LEFT = {
+    "narrowed": (dense(4, dtype="float64"), dense(4, dtype="float16")),
+    "widened": (dense(4, dtype="complex64"), dense(4, dtype="complex128")),
+    "rows apart": (Layout(4096, (3, 4), (8, 1)),) * 2,
+    "every second": (Layout(4096, (5,), (2,), "complex64"),) * 2,
+    "reversed": (Layout(4096, (5,), (-1,)),) * 2,
+    "two orders": (Layout(4096, (3, 4), (4, 1), "float16"), Layout(8192, (3, 4), (1, 3))),
+    "target": (dense(5), Layout(8192, (5,), (2,))),
+    "broadcast": (Layout(4096, (5,), (0,)), dense(5, 8192)),
+}
 
 
-def test_what_no_kernel_takes_is_left_to_the_pure_core() -> None:
-    sources = [dense(4), dense(4, dtype="float64"), dense(4, dtype="complex64")]
-    targets = [dense(4), dense(4, dtype="float16"), dense(4, dtype="complex128")]
-    launches, others = plan(sources, targets)
-    assert others == [1, 2]
-    assert [len(one.table) for one in launches] == [1]
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (Layout(4096, (3, 4), (8, 1)), None),
-        (Layout(4096, (5,), (2,), "complex64"), None),
-        (Layout(4096, (5,), (-1,)), None),
-        (Layout(4096, (3, 4), (4, 1), "float16"), Layout(8192, (3, 4), (1, 3))),
-        (dense(5), Layout(8192, (5,), (2,))),
-        (Layout(4096, (5,), (0,)), dense(5, 8192)),
-    ],
-    ids=["rows apart", "every second", "reversed", "two orders", "target", "broadcast"],
-)
-def test_memory_with_gaps_or_in_two_orders_is_left_to_the_pure_core(source: Layout, target: Layout | None) -> None:
-    assert plan([source], [target or source]) == ([], [0])
-
-
-def test_a_row_has_the_layout_that_the_kernel_reads() -> None:
-    assert ROW.itemsize == 24
-    offsets = [ROW.fields[name][1] for name in ROW.names]  # type: ignore[index,union-attr]
-    assert offsets == [0, 8, 16]
+@pytest.mark.parametrize(("source", "target"), LEFT.values(), ids=LEFT)
+def test_other_dtypes_memory_with_gaps_and_two_orders_are_left_to_the_pure_core(source: Layout, target: Layout) -> None:
+    launches, others = plan([dense(4), source], [dense(4), target])
+    assert ([len(one.table) for one in launches], others) == ([1], [1])
 
 
 @pytest.mark.parametrize(
@@ -178,15 +155,7 @@ def test_memory_that_would_be_divided_twice_is_refused(layouts: list[Layout], me
 
 
 @pytest.mark.parametrize(
-    ("shape", "strides"),
-    [
-        ((30_000_000,), (0,)),
-        ((3, 30_000_000), (1, 0)),
-        ((5_000, 6_000), (0, 0)),
-        ((30_000_000, 2), (1, 1)),
-        ((30_000_000, 1), (0, 7)),
-    ],
-    ids=["one axis", "rows", "one element", "windows", "a length of one"],
+    ("shape", "strides"), [((5_000, 6_000), (0, 0)), ((30_000_000, 2), (1, 1))], ids=["one element", "windows"]
 )
 def test_broadcast_targets_are_refused_without_a_look_at_their_elements(
     shape: tuple[int, ...], strides: tuple[int, ...]
@@ -221,18 +190,12 @@ def test_two_of_thousands_that_share_memory_are_found_in_any_order() -> None:
                 require_disjoint(read, given)
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [0, 0], [3]])
-def test_arrays_that_are_none_or_empty_share_nothing(sizes: list[int]) -> None:
-    layouts = [dense(size) for size in sizes]
-    require_disjoint(layouts, layouts)
-    require_disjoint(layouts, [one._replace(address=1 << 20) for one in layouts])
-
-
-def test_memory_that_only_interleaves_is_fine() -> None:
+def test_memory_that_only_interleaves_or_is_empty_is_fine() -> None:
     columns = [Layout(4096 + 4 * k, (100,), (3,)) for k in range(3)]
     interleaved = [Layout(1 << 20, (2, 2), (3, 2))]
     layouts = [*columns, *interleaved, dense(0), dense(0)]
-    require_disjoint(layouts, layouts)
+    for some in (layouts, [], layouts[-1:], layouts[-2:]):
+        require_disjoint(some, some)
 
 
 def test_gradients_that_are_read_may_be_the_same_ones_and_what_is_written_may_be_none_of_them() -> None:
