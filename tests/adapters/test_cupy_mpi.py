@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
+from optimizers import Tree
 
 from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, ShardedGradScaler
 from gradscale.core.registry import collectives_for
@@ -46,47 +47,32 @@ def array(cupy: Any, *values: int, device: int = 0) -> Any:
         return cupy.array(values, dtype=np.int32)
 
 
-def test_arrays_come_back_on_their_device(cupy: Any, comm: Any) -> None:
+def test_arrays_come_back_on_their_device_and_the_host_waits_at_the_end(cupy: Any, comm: Any) -> None:
     collectives = collectives_for(comm, 5.0)
-    sent = array(cupy, 3, -7, 2**31 - 1, device=1)
-    finish = collectives.start_max(sent)
-    found = finish()
-    assert (type(found), found.device, found.dtype) == (type(sent), sent.device, np.int32)
-    assert found.get().tolist() == [3, -7, 2**31 - 1]
-    assert finish().get().tolist() == [3, -7, 2**31 - 1]
-
-
-def test_the_host_waits_for_the_device_when_it_is_finished(cupy: Any, comm: Any) -> None:
-    collectives = collectives_for(comm, 5.0)
-    sent = watched(collectives)
+    sent, messages = array(cupy, 3, -7, 2**31 - 1, device=1), watched(collectives)
     cupy.log.clear()
-    finish = collectives.start_max(array(cupy, 1))
-    assert (cupy.log, sent) == ([], [])
-    finish()
-    assert cupy.log == [("read", 0)]
+    finish = collectives.start_max(sent)
+    assert (cupy.log, messages) == ([], [])
+    found = finish()
+    assert cupy.log == [("read", 1)]
+    assert (type(found), found.device, found.dtype) == (type(sent), sent.device, np.int32)
+    assert found.get().tolist() == finish().get().tolist() == [3, -7, 2**31 - 1]
 
 
 def test_what_was_started_first_is_sent_first_whichever_is_finished_first(cupy: Any, comm: Any) -> None:
-    collectives = collectives_for(comm, 5.0)
-    sent = watched(collectives)
-    finishes = [collectives.start_max(array(cupy, value, device=value % 2)) for value in range(3)]
-    assert finishes[1]().get().tolist() == [1]
-    assert sent == [[0], [1]]
-    assert finishes[0]().get().tolist() == [0]
-    assert sent == [[0], [1]]
-    assert finishes[2]().get().tolist() == [2]
-    assert sent == [[0], [1], [2]]
-
-
-def test_an_array_of_the_host_is_sent_after_those_that_were_started_before(cupy: Any, comm: Any) -> None:
     # Of two scalers over one communicator.
     first, second = (collectives_for(comm, 5.0) for _ in range(2))
     sent = watched(first)
     second._comm = first._comm
-    finish = first.start_max(array(cupy, 1))
-    last = second.start_max(np.array([2], np.int32))
-    assert sent == [[1], [2]]
-    assert (last().tolist(), finish().get().tolist()) == ([2], [1])
+    finishes = [one.start_max(array(cupy, k, device=k % 2)) for k, one in enumerate((first, second, first))]
+    assert finishes[1]().get().tolist() == [1]
+    assert sent == [[0], [1]]
+    assert finishes[0]().get().tolist() == [0]
+    assert sent == [[0], [1]]
+    # An array of the host is sent at once, after those that were started before.
+    last = second.start_max(np.array([3], np.int32))
+    assert sent == [[0], [1], [2], [3]]
+    assert (last().tolist(), finishes[2]().get().tolist()) == ([3], [2])
 
 
 def test_other_dtypes_and_dimensions_are_refused(cupy: Any, comm: Any) -> None:
@@ -97,15 +83,8 @@ def test_other_dtypes_and_dimensions_are_refused(cupy: Any, comm: Any) -> None:
 
 
 def test_a_scaler_over_mpi_does_not_wait_before_the_step(cupy: Any, comm: Any) -> None:
-    class SGD:
-        grads: Any = None
-        steps = 0
-
-        def step(self) -> None:
-            self.steps += 1
-
     scaler = ShardedGradScaler(group=comm, timeout=5.0, init_scale=4.0)
-    one, other = SGD(), SGD()
+    one, other = Tree([]), Tree([])
     for value in (4.0, np.inf):
         scaler.scale(cupy.ones((), dtype=np.float32))
         one.grads, other.grads = ([cupy.array([x], dtype=np.float32)] for x in (value, 4.0))
@@ -119,52 +98,34 @@ def test_a_scaler_over_mpi_does_not_wait_before_the_step(cupy: Any, comm: Any) -
     assert (one.steps, other.steps, scaler.get_scale()) == (1, 2, 2.0)
 
 
-def test_a_copy_that_ctrl_c_interrupts_keeps_its_place(cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy.arrays import HostCopy
-
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BackendError("CUDA failed")], ids=["Ctrl-C", "failure"])
+def test_a_copy_that_ctrl_c_interrupts_keeps_its_place_and_one_that_fails_takes_the_group_with_it(
+    cupy: Any, comm: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collectives = collectives_for(comm, 5.0)
     sent = watched(collectives)
-    finish = collectives.start_max(array(cupy, 1))
-    later = collectives.start_max(array(cupy, 2))
+    finish, later = (collectives.start_max(array(cupy, k)) for k in (1, 2))
 
-    def interrupted(_self: Any) -> bool:
-        raise KeyboardInterrupt
+    def fail(_: int) -> int:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostCopy, "is_done", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(cupy.cuda.runtime, "eventQuery", fail)
+        with pytest.raises(type(error)):
             finish()
     assert sent == []
-    assert later().get().tolist() == [2]
-    assert (sent, finish().get().tolist()) == ([[1], [2]], [1])
-
-
-def test_a_copy_that_fails_takes_the_group_with_it(cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_cupy.arrays import HostCopy
-
-    collectives = collectives_for(comm, 5.0)
-    sent = watched(collectives)
-    finish = collectives.start_max(array(cupy, 1))
-    later = collectives.start_max(array(cupy, 2))
-
-    def failed(_self: Any) -> bool:
-        raise BackendError("CUDA failed while the verdict was read")
-
-    monkeypatch.setattr(HostCopy, "is_done", failed)
-    with pytest.raises(BackendError, match="CUDA failed"):
-        finish()
+    if isinstance(error, KeyboardInterrupt):
+        assert later().get().tolist() == [2]
+        assert (sent, finish().get().tolist()) == ([[1], [2]], [1])
+        return
     for call in (finish, later, lambda: collectives.start_max(np.array([3], np.int32))):
         with pytest.raises(BackendError, match="was given up on rank 0 of 1"):
             call()
     assert sent == []
 
 
-def test_a_device_that_never_comes_to_the_copy_is_a_timeout(
-    cupy: Any, comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gradscale_cupy.arrays import HostCopy
-
-    monkeypatch.setattr(HostCopy, "is_done", lambda _self: False)
+def test_a_device_that_never_comes_to_the_copy_is_a_timeout(cupy: Any, comm: Any) -> None:
     finish = collectives_for(comm, 0.1).start_max(array(cupy, 1))
+    cupy.cuda.Event.broken = 600
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 of 1 waited 0\.1 s for its own device, before the"):
         finish()
