@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cupy_devices import require_cupy, require_device_count, stall
 
-from gradscale import BackendError, CollectiveTimeoutError, GradScaler, InvalidValueError, ShardedGradScaler
+from gradscale import BackendError, CollectiveTimeoutError, GradScaler, ShardedGradScaler
 from gradscale.testing import check_collectives
 
 pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
@@ -86,14 +86,8 @@ def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[int, float, list[f
     return optimizer.steps, scaler.get_scale(), cupy.asnumpy(optimizer.parameter).tolist()
 
 
-def test_a_world_of_one_conforms(cupy: Any, comm: Any) -> None:
-    from gradscale_cupy.nccl import NCCLCollectives
-
-    check_collectives(NCCLCollectives(comm, 60.0), cupy.zeros((), dtype=np.float32))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_worlds_of_several_devices_conform(cupy: Any, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_worlds_conform(cupy: Any, size: int) -> None:
     from gradscale_cupy.nccl import NCCLCollectives
 
     def check(comm: Any) -> bool:
@@ -167,13 +161,3 @@ def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: A
     with pytest.raises(BackendError, match="was aborted"):
         collectives.start_max(x)
     stream.synchronize()
-
-
-def test_an_array_of_another_device_is_refused(cupy: Any, comm: Any) -> None:
-    from gradscale_cupy.nccl import NCCLCollectives
-
-    require_device_count(cupy, 2)
-    with cupy.cuda.Device(1):
-        away = cupy.zeros(2, dtype=np.int32)
-    with pytest.raises(InvalidValueError, match="the communicator's device"):
-        NCCLCollectives(comm, 60.0).start_max(away)
