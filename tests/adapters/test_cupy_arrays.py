@@ -123,17 +123,21 @@ def test_devices_have_one_verdict_one_norm_and_one_factor(cupy: Any, home: int, 
 
 
 @pytest.mark.parametrize("home", [0, 1])
-def test_streams_of_devices_wait_for_each_other_and_the_host_for_none(cupy: Any, cupy_backend: Any, home: int) -> None:
+@pytest.mark.parametrize("place", range(3))
+def test_a_verdict_comes_from_all_devices_by_waits_of_their_streams_and_none_of_the_host(
+    cupy: Any, cupy_backend: Any, home: int, place: int
+) -> None:
     with cupy.cuda.Device(home):
         state = state_of(cupy)
     away = 1 - home
-    grads = [array_on(cupy, number, 8.0) for number in (0, 1, 1)]
-    cupy_backend.unscale(grads, state, out=grads)
+    grads = [array_on(cupy, number, math.nan if k == place else 8.0) for k, number in enumerate((0, 1, 1))]
+    _, nonfinite = cupy_backend.unscale(grads, state, out=grads)
     assert [entry for entry in cupy.log if entry[0] == "read"] == []
     # The scale goes there and the verdict comes back, and neither's memory is reused before it was read.
     assert logged(cupy, "wait") == [(away, home), (home, away), (home, away), (away, home)]
+    assert (nonfinite.device.id, nonfinite.get()) == (home, 1)
     with cupy.cuda.Device(home):
-        scaled = ready(cupy).scale(grads[:2])
+        scaled = ready(cupy).scale([array_on(cupy, number, 2.0) for number in (0, 1)])
     assert logged(cupy, "wait") == [(away, home), (home, away)]
     assert [(x.device.id, x.get().tolist()) for x in scaled] == [(0, [8.0]), (1, [8.0])]
 

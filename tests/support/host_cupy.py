@@ -128,9 +128,9 @@ _ERRORS = {
 }
 
 
-def _refuse_capture(status: int = 900) -> None:
+def _refuse_capture() -> None:
     if HostCupy.capturing:
-        raise CUDARuntimeError(status)
+        raise CUDARuntimeError(900)
 
 
 def _device_id() -> int:
