@@ -141,10 +141,11 @@ def test_other_dtypes_memory_with_gaps_and_two_orders_are_left_to_the_pure_core(
     [
         ([dense(4), dense(4)], "gradients 0 and 1, or what they are written to, share memory"),
         ([dense(9), dense(2, 9000), dense(4, 4096 + 32)], "gradients 0 and 2"),
+        ([Layout(4096, (99,), (3,)), Layout(4100, (2,), (3,)), dense(1, 4096 + 600)], "gradients 0 and 2"),
         ([Layout(4096, (3,), (0,))], "gradient 0, shape .* overlaps itself"),
         ([dense(2), Layout(9000, (3, 3), (1, 1))], "gradient 1, .* overlaps itself"),
     ],
-    ids=["the same", "the end", "broadcast", "windows"],
+    ids=["the same", "the end", "beyond another", "broadcast", "windows"],
 )
 def test_memory_that_would_be_divided_twice_is_refused(layouts: list[Layout], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
