@@ -1,22 +1,45 @@
 """What a user passes, whatever it does when it is read: a GradscaleError that says what was wrong, or success.
 
-Nothing is changed by an error. The named cases are those that once came out as something else.
+Nothing is changed by an error. Every entrance is tried with each hostile value, and with what a fuzz draws, as often as
+``GRADSCALE_TEST_EXAMPLES=2000`` says. The cases with names are those that once came out as something else.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+import json
 import math
+import os
 import pickle
+import tempfile
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from axes import require
-from hostile import HOSTILE, HUGE, Attributes, Lying, Raising, RaisingMapping, deep, holding_itself
+from hostile import (
+    HOSTILE,
+    HUGE,
+    Attributes,
+    Lying,
+    Raising,
+    RaisingMapping,
+    changed,
+    deep,
+    holding_itself,
+    made,
+    settings_of,
+    trees,
+    values,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from optimizers import Grouped, Parameter, Tree, iterate_plainly
+from tiers import examples
 
 import gradscale
 from gradscale import (
@@ -32,7 +55,8 @@ from gradscale import (
 )
 from gradscale.core import validation
 from gradscale.core.messages import shown
-from gradscale.policies import simulation
+from gradscale.policies import rules, simulation
+from gradscale.reports.logs import read_log
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.numpy
@@ -41,34 +65,28 @@ SETTINGS = [
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "growth_after", "hysteresis"),
     *("hysteresis_refill", "tolerance", "min_scale", "max_scale", "at_min"),
 ]
+POLICIES = (DynamicScale, StaticScale, rules.DelayedScale, rules.GradualScale, rules.WideningScale)
+FOREIGN: list[dict[str, Any]] = [
+    {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 1},
+    {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 2},
+    {"cur_scale": 4.0, "cur_iter": 7, "last_overflow_iter": 2, "cur_hysteresis": 1, "scale_factor": 2.0},
+    {"dynamic_loss_scale": True, "cur_scale": 4.0, "cur_iter": 7, "last_overflow_iter": 2, "scale_window": 3},
+    {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 3}, "loss_scaler1": {"loss_scale": 8.0, "unskipped": 1}},
+    {"loss_scale": 4.0, "counter": 3, "factor": 2, "period": 7},
+    {"dynamic_scale": np.float32(4.0), "step_counter": np.int32(2)},
+]
+OPTIONS = ["policy", "enabled", "backend", "on_skip", "on_update", "diagnose", "history_size", "init_scale"]
+GROUP = run_ranks(1, lambda group: group)[0]
+STATE = DynamicScale(init_scale=2.0).init(np.float32(1.0))
 
 
-def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Assert that a call is refused with an error of ours; return its message."""
-    with pytest.raises(GradscaleError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
-
-
-def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-    """Make a call that may be refused with an error of ours, and with no other; return the message if it was."""
-    message = None
-    try:
-        call(*args, **kwargs)
-    except GradscaleError as error:
-        message = str(error)
-    assert message is None or 0 < len(message) < 10_000
-    return message
-
-
-def allowed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Make a call that may be refused with an error of ours, and with no other; tell whether it was made."""
-    return refusal(call, *args, **kwargs) is None
+# One for all, since what it does with plain numbers is compiled once for each policy.
+POLICY = DynamicScale(init_scale=1024.0, growth_interval=3)
 
 
 def used() -> GradScaler:
     """Return a scaler that has made a few steps."""
-    scaler = GradScaler(init_scale=1024.0, growth_interval=3)
+    scaler = GradScaler(policy=POLICY)
     iterate_plainly(scaler, 4)
     return scaler
 
@@ -78,29 +96,277 @@ def bits(state: dict[str, Any]) -> bytes:
     return pickle.dumps(state)
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_is_taken_or_refused_by_name(setting: str, name: str) -> None:
-    message = refusal(DynamicScale, **{setting: HOSTILE[name]()})
-    assert message is None or setting in message
+SAVED = used().state_dict()
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_a_state_dict_with_a_hostile_value_changes_nothing(name: str) -> None:
+def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Assert that a call is refused with an error of ours; return its message."""
+    with pytest.raises(GradscaleError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def keeps_its_state(scaler: GradScaler, _: object = None) -> None:
+    """Assert that a used scaler has changed in nothing."""
+    assert bits(scaler.state_dict()) == bits(SAVED)
+
+
+def can_be_used(_: GradScaler, made_one: GradScaler) -> None:
+    assert made_one.state_dict() is not None
+
+
+def comes_back(scaler: GradScaler, _: object) -> None:
+    """Assert that what was loaded is loaded again as it is."""
+    again = bits(scaler.state_dict())
+    scaler.load_state_dict(scaler.state_dict())
+    assert bits(scaler.state_dict()) == again
+
+
+def keeps_scales_finite(_: GradScaler, policy: Any) -> None:
+    for overflow in range(4):
+        state = policy.init(np.float32(1.0))
+        for step in range(4):
+            state = policy.update(state, nonfinite=np.asarray(int(step == overflow)))
+        assert 0.0 < float(state.scale) < np.inf
+
+
+def can_be_loaded(_: GradScaler, found: Any) -> None:
+    GradScaler().load_state_dict(found.state_dict)
+    assert str(found)
+
+
+class Entrance(NamedTuple):
+    """A call with a scaler and a value, what holds if it is made, and what the fuzz draws for it."""
+
+    call: Callable[[GradScaler, Any], Any]
+    then: Callable[[GradScaler, Any], None] = lambda *_: None
+    drawn: st.SearchStrategy[Any] | None = None
+    said: str = ""  # by a refusal
+
+
+def each(what: str, names: Iterable[Any], call: Callable[..., Any], *more: Any) -> dict[str, Entrance]:
+    """Return an entrance for each name, which the call is given first."""
+    return {f"{what} {name}": Entrance(functools.partial(call, name), *more) for name in names}
+
+
+def tried(entrance: Entrance, value: Any) -> None:
+    """Make a call that may be refused with an error of ours, and with no other; a refusal changes nothing."""
     scaler = used()
-    before = bits(scaler.state_dict())
-    fine = scaler.state_dict()
-    for key in fine:
-        if not allowed(scaler.load_state_dict, {**fine, key: HOSTILE[name]()}):
-            assert bits(scaler.state_dict()) == before, key
-        scaler.load_state_dict(pickle.loads(before))
-    for key in fine["policy"]:
-        broken = {**fine, "policy": {**fine["policy"], key: HOSTILE[name]()}}
-        if not allowed(scaler.load_state_dict, broken):
-            assert bits(scaler.state_dict()) == before, key
-        scaler.load_state_dict(pickle.loads(before))
+    message, found = "", None
+    try:
+        with np.errstate(all="ignore"):
+            found = entrance.call(scaler, value)
+    except GradscaleError as error:
+        message = str(error)
+        assert 0 < len(message) < 20_000
+    if not message:
+        entrance.then(scaler, found)
+        return
+    assert entrance.said in message
+    keeps_its_state(scaler)
+    # It goes on, after the iteration that the call may have begun.
+    scaler.update(1024.0)
+    iterate_plainly(scaler, 1)
+
+
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "unheard_of"}
+
+
+def clip(scaler: GradScaler, max_norm: Any) -> None:
+    """Unscale and clip; a refusal leaves the gradients alone."""
+    optimizer = Tree([np.ones(2, np.float32)])
+    try:
+        scaler.unscale_(optimizer, max_norm=max_norm)
+    except GradscaleError:
+        assert optimizer.grads[0][0] == 1.0
+        raise
+    assert optimizer.grads[0][0] != 1.0
+
+
+def unscale_begun(place: str, scaler: GradScaler, value: Any) -> None:
+    scaler.scale(np.float32(1.0))
+    scaler.unscale_(PLACES[place](value))
+
+
+def with_groups(groups: Any) -> Grouped:
+    """Return an optimizer with these ``param_groups``."""
+    optimizer = Grouped([np.ones(1, np.float32)])
+    optimizer.param_groups = groups
+    return optimizer
+
+
+def read_written(_: GradScaler, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(content)
+        file.flush()
+        read_log(file.name)
+
+
+# Where a value may stand: in an optimizer, and in outputs.
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda value: value,
+    "grads": Tree,
+    "one of grads": lambda value: Tree([np.ones(1, np.float32), value]),
+    "grad": lambda value: Grouped([value]),
+    "param_groups": with_groups,
+    "a group": lambda value: with_groups([value]),
+    "params": lambda value: with_groups([{"params": value}]),
+}
+OUTPUTS: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda value: value,
+    "in a list": lambda value: [value],
+    "in a dict": lambda value: {"a": np.float32(1.0), "b": (value,)},
+}
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda value: gradscale.scale(value, STATE),
+    "unscale": lambda value: gradscale.unscale(value, STATE),
+    "unscale out": lambda value: gradscale.unscale(value, STATE, out=value),
+    "select": lambda value: gradscale.select(np.asarray(True), value, value),
+    "leaves": tree.leaves_with_paths,
+    "diagnose": lambda value: used().diagnose(value),
+    "names": lambda value: used().diagnose(Tree([np.ones(1, np.float32)]), value),
+}
+READ: dict[str, Callable[[Any], Any]] = {
+    "recorded": simulation.recorded,
+    "measured": simulation.measured,
+    "gradients": simulation.Gradients,
+    "preset": presets.named,
+    "policy": lambda value: simulation.simulate(value, "CO"),
+    "steps": lambda value: simulation.simulate(DynamicScale(growth_interval=2), value),
+    "name": lambda value: simulation.simulate(DynamicScale(), "CO", name=value),
+    "one measured": lambda value: simulation.measured([1.0, value]),
+    "one of gradients": lambda value: simulation.Gradients([1.0, value]),
+    "preset growth_factor": lambda value: presets.named("torch", growth_factor=value),
+}
+IN_FOREIGN: dict[str, Callable[[Any], Any]] = {
+    "state": gradscale.load_foreign_state,
+    "model": lambda value: gradscale.load_foreign_state({"model": value}),
+    "system": lambda value: gradscale.load_foreign_state(FOREIGN[0], value),
+    "loss_id": lambda value: gradscale.load_foreign_state(FOREIGN[4], loss_id=value),
+    "min_scale": lambda value: gradscale.load_foreign_state(FOREIGN[0], min_scale=value),
+    **{
+        f"{number} {shown(key)}": lambda value, state=state, key=key: gradscale.load_foreign_state(
+            {**state, key: value}
+        )
+        for number, state in enumerate(FOREIGN)
+        for key in [*state, HUGE]
+    },
+}
+SETTERS = ["set_growth_factor", "set_backoff_factor", "set_growth_interval"]
+ENTRANCES = {
+    **{
+        f"setting {name}": Entrance(
+            lambda _, value, name=name: DynamicScale(**{name: value}), keeps_scales_finite, values(), name
+        )
+        for name in SETTINGS
+    },
+    **each("state", SAVED, lambda key, scaler, value: scaler.load_state_dict({**SAVED, key: value}), comes_back),
+    **each(
+        "state policy",
+        SAVED["policy"],
+        lambda key, scaler, value: scaler.load_state_dict({**SAVED, "policy": {**SAVED["policy"], key: value}}),
+        comes_back,
+    ),
+    **each("setter", SETTERS, lambda name, scaler, value: getattr(scaler, name)(value), comes_back, values()),
+    "update": Entrance(lambda scaler, value: (scaler.scale(np.float32(1.0)), scaler.update(value)), drawn=values()),
+    "max_norm": Entrance(clip, drawn=values()),
+    **each("option", OPTIONS, lambda name, _, value: GradScaler(**{name: value}), can_be_used),
+    "timeout": Entrance(lambda _, value: gradscale.ShardedGradScaler(group=GROUP, timeout=value), can_be_used),
+    "timeout of a group": Entrance(lambda _, value: gradscale.GroupAgreement(GROUP, value)),
+    "group": Entrance(lambda _, value: gradscale.ShardedGradScaler(group=value), can_be_used, values()),
+    **each("optimizer", PLACES, unscale_begun, keeps_its_state, trees()),
+    **each("output", OUTPUTS, lambda name, scaler, value: scaler.scale(OUTPUTS[name](value)), keeps_its_state, trees()),
+    **each("function", FUNCTIONS, lambda name, _, value: FUNCTIONS[name](value), keeps_its_state, trees()),
+    **each("read", READ, lambda name, _, value: READ[name](value), keeps_its_state, values()),
+    **each("foreign", IN_FOREIGN, lambda name, _, value: IN_FOREIGN[name](value), can_be_loaded),
+    "log": Entrance(lambda _, value: read_log(value), drawn=values().filter(lambda value: not isinstance(value, int))),
+}
+FUZZED = {
+    **{name: entrance for name, entrance in ENTRANCES.items() if entrance.drawn is not None},
+    "state dict": Entrance(lambda scaler, state: scaler.load_state_dict(state), comes_back, changed(SAVED)),
+    "state dict's policy": Entrance(
+        lambda scaler, policy: scaler.load_state_dict({**SAVED, "policy": policy}), comes_back, changed(SAVED["policy"])
+    ),
+    **{
+        kind.__name__: Entrance(
+            lambda _, options, kind=kind: kind(**known(options)),
+            keeps_scales_finite,
+            settings_of([field.name for field in dataclasses.fields(kind)]),
+        )
+        for kind in POLICIES
+    },
+    "options": Entrance(
+        lambda _, options: GradScaler(**known(options)), can_be_used, settings_of([*SETTINGS[:4], *OPTIONS])
+    ),
+    "options of ranks": Entrance(
+        lambda _, options: gradscale.ShardedGradScaler(group=GROUP, **known(options)),
+        can_be_used,
+        settings_of([*SETTINGS[:4], *OPTIONS, "timeout"]),
+    ),
+    "foreign state": Entrance(
+        lambda _, state: gradscale.load_foreign_state(state), can_be_loaded, st.sampled_from(FOREIGN).flatmap(changed)
+    ),
+    "foreign arguments": Entrance(
+        lambda _, drawn: gradscale.load_foreign_state(drawn[0], drawn[1], loss_id=drawn[2], **drawn[3]),
+        can_be_loaded,
+        st.tuples(
+            st.sampled_from(FOREIGN),
+            st.sampled_from([None, "torch", "apex"]) | values(),
+            st.sampled_from([None, 0, 1]) | values(),
+            settings_of(SETTINGS),
+        ),
+    ),
+    "settings of a preset": Entrance(
+        lambda _, drawn: presets.named(drawn[0], **drawn[1]),
+        drawn=st.tuples(st.sampled_from(presets.names()), settings_of(SETTINGS)),
+    ),
+    "steps": Entrance(
+        lambda _, steps: simulation.simulate(DynamicScale(growth_interval=2), steps),
+        drawn=st.text("cCoO x", max_size=6) | st.lists(st.booleans() | values(), max_size=5),
+    ),
+    "written log": Entrance(
+        read_written,
+        drawn=st.binary(max_size=60)
+        | st.text(max_size=60).map(str.encode)
+        | st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+            lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=4), below, max_size=3),
+        ).map(lambda value: json.dumps(value).encode()),
+    ),
+}
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES.values(), ids=ENTRANCES)
+def test_a_hostile_value_is_taken_or_refused_and_a_refusal_changes_nothing(entrance: Entrance) -> None:
+    for name in HOSTILE:
+        try:
+            tried(entrance, HOSTILE[name]())
+        except Exception as error:
+            error.add_note(f"of the value {name!r}")
+            raise
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("entrance", FUZZED.values(), ids=FUZZED)
+def test_whatever_is_drawn_is_taken_or_refused_and_a_refusal_changes_nothing(entrance: Entrance) -> None:
+    number = int(os.environ.get("GRADSCALE_TEST_EXAMPLES", examples(300)))
+
+    @settings(max_examples=number, suppress_health_check=list(HealthCheck))
+    @given(entrance.drawn)
+    def fuzz(spec: Any) -> None:
+        tried(entrance, made(spec))
+
+    fuzz()
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_what_is_no_state_at_all_is_refused(name: str) -> None:
+    scaler = used()
     refused(scaler.load_state_dict, HOSTILE[name]())
-    assert bits(scaler.state_dict()) == before
+    keeps_its_state(scaler)
+    refused(gradscale.load_foreign_state, HOSTILE[name]())
+    refused(gradscale.load_foreign_state, {"model": HOSTILE[name]()})
 
 
 def test_a_huge_integer_in_a_state_dict_is_described() -> None:
@@ -128,60 +394,11 @@ def test_a_policy_with_a_setting_that_is_not_known_is_refused_with_those_that_ar
         scaler.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_a_setter_changes_nothing_when_it_refuses(name: str) -> None:
-    scaler = used()
-    calls: list[Callable[[Any], Any]] = [
-        scaler.set_growth_factor,
-        scaler.set_backoff_factor,
-        scaler.set_growth_interval,
-        scaler.update,
-    ]
-    before = scaler.state_dict()
-    for call in calls:
-        if HOSTILE[name]() is None:
-            continue
-        if not allowed(call, HOSTILE[name]()):
-            assert bits(scaler.state_dict()) == bits(before)
-        scaler = used()
-        calls = [scaler.set_growth_factor, scaler.set_backoff_factor, scaler.set_growth_interval, scaler.update]
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_an_option_of_a_scaler_is_taken_or_refused(name: str) -> None:
-    for option in ("policy", "enabled", "backend", "on_skip", "on_update", "diagnose", "history_size", "init_scale"):
-        allowed(GradScaler, **{option: HOSTILE[name]()})
-    group = run_ranks(1, lambda group: group)[0]
-    allowed(gradscale.ShardedGradScaler, group=group, timeout=HOSTILE[name]())
-    allowed(gradscale.ShardedGradScaler, group=HOSTILE[name]())
-    allowed(gradscale.GroupAgreement, group, HOSTILE[name]())
-
-
 @pytest.mark.parametrize("bad", [np.array([1.0, 2.0]), HUGE, Raising(), Lying(), "1", None, math.nan], ids=shown)
 def test_a_timeout_that_is_no_number_is_refused(bad: Any) -> None:
     group = run_ranks(1, lambda group: group)[0]
     with pytest.raises((InvalidTypeError, InvalidValueError), match=r"timeout must be a finite number above 0, got"):
         gradscale.ShardedGradScaler(group=group, timeout=bad)
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_gradients_of_any_kind_are_taken_or_refused(name: str) -> None:
-    scaler = used()
-    before = bits(scaler.state_dict())
-    made = HOSTILE[name]
-    optimizers: list[Any] = [Tree(made()), Tree([np.ones(1, np.float32), made()]), Grouped([made()]), made()]
-    grouped = Grouped([np.ones(1, np.float32)])
-    grouped.param_groups = made()
-    params = Grouped([np.ones(1, np.float32)])
-    params.param_groups = [{"params": made()}]
-    group = Grouped([np.ones(1, np.float32)])
-    group.param_groups = [made()]
-    for optimizer in [*optimizers, grouped, params, group]:
-        with np.errstate(all="ignore"):
-            is_taken = allowed(scaler.unscale_, optimizer)
-        assert bits(scaler.state_dict()) == before
-        if is_taken:
-            scaler = used()
 
 
 @pytest.mark.parametrize("bad", [None, 3, "ab", Raising(), Attributes(), object()], ids=lambda bad: type(bad).__name__)
@@ -193,15 +410,6 @@ def test_param_groups_that_are_none_are_refused_with_what_they_should_be(bad: An
     optimizer.param_groups = [{"params": bad}]
     refused(scaler.step, optimizer)
     assert optimizer.steps == 0
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_outputs_of_any_kind_are_scaled_or_refused(name: str) -> None:
-    scaler = used()
-    before = bits(scaler.state_dict())
-    for outputs in (HOSTILE[name](), [HOSTILE[name]()], {"a": np.float32(1.0), "b": (HOSTILE[name](),)}):
-        allowed(scaler.scale, outputs)
-        assert bits(scaler.state_dict()) == before
 
 
 def test_a_tree_may_be_deeper_than_python_recurses() -> None:
@@ -245,40 +453,6 @@ def test_a_container_that_makes_others_for_ever_is_an_error() -> None:
 
     with pytest.raises(InvalidValueError, match="got a Endless that is below 10000 others"):
         tree.flatten(Endless())
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_a_foreign_state_with_a_hostile_value_is_read_or_refused(name: str) -> None:
-    made = HOSTILE[name]
-    states: list[dict[Any, Any]] = [
-        {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 1},
-        {"cur_scale": 4.0, "cur_iter": 7, "last_overflow_iter": 2, "cur_hysteresis": 1, "scale_factor": 2.0},
-        {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 3}},
-        {"loss_scale": 4.0, "counter": 3, "factor": 2, "period": 7},
-    ]
-    for state in states:
-        for key in state:
-            allowed(gradscale.load_foreign_state, {**state, key: made()})
-        allowed(gradscale.load_foreign_state, state, made())
-        allowed(gradscale.load_foreign_state, state, loss_id=made())
-        allowed(gradscale.load_foreign_state, state, min_scale=made())
-        allowed(gradscale.load_foreign_state, {**state, HUGE: 1})
-    refused(gradscale.load_foreign_state, made())
-    refused(gradscale.load_foreign_state, {"model": made()})
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_traces_and_presets_are_taken_or_refused(name: str) -> None:
-    made = HOSTILE[name]
-    for function in (simulation.recorded, simulation.measured, simulation.Gradients, presets.named):
-        allowed(function, made())
-    allowed(simulation.measured, [1.0, made()])
-    allowed(simulation.Gradients, [1.0, made()])
-    allowed(simulation.simulate, made(), "CO")
-    allowed(simulation.simulate, DynamicScale(), made())
-    allowed(simulation.simulate, DynamicScale(), "CO", name=made())
-    allowed(presets.named, "torch", growth_factor=made())
-    allowed(gradscale.callbacks.read_log, made())
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -388,8 +562,8 @@ def test_a_loss_or_gradients_without_values_are_refused_and_the_scaler_goes_on(k
     for call in (one.step, one.unscale_):
         with pytest.raises(InvalidTypeError, match=r"gradients must have values, got 1 of torch\.float32"):
             call(optimizer)
-    one.update()
-    assert one.state_dict()["scale"] == 65536.0
+    one.update(1024.0)
+    assert one.state_dict()["scale"] == 1024.0
     with pytest.raises(InvalidValueError, match="holds itself"):
         one.scale(holding_itself() if kind == "gradscale" else _tensors_that_hold_themselves())
 
