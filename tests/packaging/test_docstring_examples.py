@@ -30,13 +30,26 @@ def public(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, An
             yield f"{found.__module__}.{name}", found
 
 
-# Those of a library that may be missing, which are not imported for the question.
-OF_TORCH = ("GradScaler", "ShardedGradScaler", "TorchBackend")
-OF_JAX = (
-    *("AxisCollectives", "JaxBackend", "Scaled", "ScaledOptimizerState", "Verdict", "agree", "scale", "scale_state"),
-    *("scaled", "select", "unscale", "value_and_grad", "verdict_of"),
-)
+# Those of the adapters, whose libraries may be missing, and are not imported for the question.
+ADAPTERS = {
+    "numpy": ("NumpyBackend",),
+    "torch": ("GradScaler", "ShardedGradScaler", "TorchBackend"),
+    "jax": (
+        *(
+            "AxisCollectives",
+            "JaxBackend",
+            "Scaled",
+            "ScaledOptimizerState",
+            "Verdict",
+            "agree",
+            "scale",
+            "scale_state",
+        ),
+        *("scaled", "select", "unscale", "value_and_grad", "verdict_of"),
+    ),
+}
 OF_OPTAX = ("ScaledOptimizerState", "scale_state", "scaled", "verdict_of")
+LATER = {name: [getattr(pytest.mark, name), pytest.mark.tier("ranks")] for name in ("torch", "jax")}
 # An exception needs none, and recorded traces show what presets do.
 WITHOUT = {vars(presets)[name] for name in presets.names()}
 PURE = {
@@ -68,32 +81,20 @@ def test_an_example_runs(name: str) -> None:
     run(name, PURE[name])
 
 
-def test_an_example_of_numpy_runs() -> None:
-    require("numpy")
-    numpy = importlib.import_module("gradscale_numpy")
-    assert [name for name in numpy.__all__ if name != "backend"] == ["NumpyBackend"]
-    run("NumpyBackend", numpy.NumpyBackend)
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.torch
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_an_example_of_torch_runs(name: str) -> None:
-    require("torch")
-    adapter = importlib.import_module("gradscale_torch")
-    assert {*OF_TORCH, "backend"} == set(adapter.__all__)
-    run(name, getattr(adapter, name))
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.jax
-@pytest.mark.parametrize("name", OF_JAX)
-def test_an_example_of_jax_runs(name: str) -> None:
-    require("jax")
-    if name in OF_OPTAX:
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        pytest.param(library, name, id=f"{library}-{name}", marks=LATER.get(library, []))
+        for library, names in ADAPTERS.items()
+        for name in names
+    ],
+)
+def test_an_example_of_an_adapter_runs(library: str, name: str) -> None:
+    require(library)
+    if library == "jax" and name in OF_OPTAX:
         require("optax")
-    adapter = importlib.import_module("gradscale_jax")
-    assert {*OF_JAX, "backend"} == set(adapter.__all__)
+    adapter = importlib.import_module(f"gradscale_{library}")
+    assert {*ADAPTERS[library], "backend"} == {*adapter.__all__}
     run(name, getattr(adapter, name))
 
 
