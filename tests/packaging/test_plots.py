@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from axes import require
 
 from gradscale import (
-    BackendNotAvailableError,
     DynamicScale,
     GradScaler,
     InvalidTypeError,
@@ -106,15 +104,6 @@ def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
     marks = figure.axes[0].collections[0].get_offsets()
     assert 1900 <= len({step * 2000 // 60_000 for step, _ in marks.tolist()}) <= 2001
     assert len(marks) < 2200
-
-
-def test_without_matplotlib_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(
-        BackendNotAvailableError, match=r"from a clone of gradscale: python -m pip install '\.\[plot\]'"
-    ):
-        plot.history(REPORTS)
 
 
 def test_an_empty_history_is_refused() -> None:
