@@ -110,23 +110,29 @@ def test_steps_that_are_too_many_for_the_name_of_a_file_are_steps() -> None:
     assert json.loads(output)[0]["steps"] == 5000
 
 
-def test_a_magnitude_beyond_every_float_overflows(tmp_path: Path) -> None:
+HUGE = f"1{'0' * 400}"
+LOGS = {
+    "beyond-every-float": ([(HUGE, HUGE, True), (2.0, HUGE, True), (0, 0, True)], 2),
+    # As on_skip= and diagnose="on_overflow" write them: the inf beside these finite magnitudes is what overflowed.
+    "skips-whose-magnitude-fits": ([(65536.0, 0.0625, True)] * 4, 4),
+    "skips-whose-magnitude-does-not-fit": ([(2.0**20, 0.0625, True)] * 4, 0),
+    # One skip that its magnitude does not explain makes all skips those of the log.
+    "a-clean-step-between": ([(65536.0, 0.0625, skipped) for skipped in (True, False, True)], 2),
+}
+
+
+@pytest.mark.parametrize(("steps", "skipped"), LOGS.values(), ids=LOGS)
+def test_the_magnitudes_of_a_log_tell_which_steps_overflow(
+    steps: list[tuple[Any, Any, bool]], skipped: int, tmp_path: Path
+) -> None:
     path = tmp_path / "log.jsonl"
-    huge = f"1{'0' * 400}"
-    rows = ({"magnitude": huge, "scale": huge}, {"magnitude": huge, "scale": 2.0}, {"magnitude": 0, "scale": 0})
     path.write_text(
-        "".join(f'{{"magnitude": {r["magnitude"]}, "scale": {r["scale"]}, "skipped": true}}\n' for r in rows)
+        "".join(
+            f'{{"scale": {scale}, "magnitude": {magnitude}, "skipped": {str(was_skipped).lower()}}}\n'
+            for scale, magnitude, was_skipped in steps
+        )
     )
-    assert [row["skipped"] for row in json.loads(run(str(path), "--json")[1])] == [2]
-
-
-@pytest.mark.parametrize("scale", [65536.0, 2.0**20], ids=["fits", "does-not-fit"])
-def test_the_finite_magnitudes_of_skipped_steps_are_no_sign_that_they_were_clean(scale: float, tmp_path: Path) -> None:
-    path = tmp_path / "skips.jsonl"
-    path.write_text("".join(f'{{"scale": {scale}, "skipped": true, "magnitude": 0.0625}}\n' for _ in range(4)))
-    # As on_skip= and diagnose="on_overflow" write them: the inf beside them is what overflowed.
-    skipped = json.loads(run(str(path), "--json")[1])[0]["skipped"]
-    assert skipped == (4 if 0.0625 * scale <= 65504 else 0)
+    assert [row["skipped"] for row in json.loads(run(str(path), "--json")[1])] == [skipped]
 
 
 @pytest.mark.parametrize("width", [60, 200])
@@ -148,13 +154,6 @@ def test_no_number_is_broken_on_a_narrow_terminal(width: int) -> None:
     assert all(len(line) <= width for line in lines)
     assert any("megatron:hysteresis=3" in line for line in lines)
     assert any("4294967296" in line for line in lines)
-
-
-def test_one_skip_that_its_magnitude_does_not_explain_makes_all_skips_those_of_the_log(tmp_path: Path) -> None:
-    path = tmp_path / "skips.jsonl"
-    rows = [{"scale": 65536.0, "skipped": skipped, "magnitude": 0.0625} for skipped in (True, False, True)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row["skipped"] for row in json.loads(run(str(path), "--json")[1])] == [2]
 
 
 def test_a_power_is_a_number_of_its_kind_and_has_an_end() -> None:
