@@ -37,3 +37,22 @@ def group(torch: Any) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def classes(torch: Any) -> dict[str, tuple[Any, Any]]:
+    """Return our class and torch's, by name."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    import gradscale_torch
+
+    return {
+        "GradScaler": (gradscale_torch.GradScaler, torch.amp.GradScaler),
+        "ShardedGradScaler": (gradscale_torch.ShardedGradScaler, ShardedGradScaler),
+    }
+
+
+@pytest.fixture(params=["GradScaler", "ShardedGradScaler"])
+def pair(request: pytest.FixtureRequest, classes: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return our class and torch's."""
+    return classes[request.param]

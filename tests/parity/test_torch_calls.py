@@ -23,25 +23,6 @@ CLASSES = ["GradScaler", "ShardedGradScaler"]
 WARNING = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
 
 
-@pytest.fixture(scope="module")
-def classes(torch: Any) -> dict[str, tuple[Any, Any]]:
-    """Return our class and torch's, by name."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    import gradscale_torch
-
-    return {
-        "GradScaler": (gradscale_torch.GradScaler, torch.amp.GradScaler),
-        "ShardedGradScaler": (gradscale_torch.ShardedGradScaler, ShardedGradScaler),
-    }
-
-
-@pytest.fixture(params=CLASSES)
-def pair(request: pytest.FixtureRequest, classes: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return our class and torch's."""
-    return classes[request.param]
-
-
 @pytest.fixture
 def no_cuda(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this be a machine without CUDA."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from axes import require
 
 from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, presets
 
@@ -17,28 +16,9 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def torch() -> Any:
-    return require("torch")
-
-
-@pytest.fixture
-def group(torch: Any) -> Iterator[None]:
-    """Make torch's default group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(params=["GradScaler", "ShardedGradScaler"])
-def pair(request: pytest.FixtureRequest, torch: Any) -> tuple[Any, Any]:
+def pair(group: None, pair: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ARG001
     """Return our class and torch's, in a world of one."""
-    request.getfixturevalue("group")
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    import gradscale_torch
-
-    theirs = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
-    return getattr(gradscale_torch, request.param), theirs[request.param]
+    return pair
 
 
 def model(torch: Any, gradient: float = 1.0, dtype: str = "float32") -> tuple[Any, Any]:
