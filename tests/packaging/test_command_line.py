@@ -1,4 +1,4 @@
-"""The command line itself: help, versions, light start, Ctrl-C, what it says without its libraries."""
+"""The command line itself: help, versions, a light start, errors, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,19 +32,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         timeout=LIMIT,
         check=False,
     )
-
-
-def block(folder: Path, *names: str) -> dict[str, str]:
-    """Return an environment in which some modules cannot be imported."""
-    (folder / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Blocker:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.partition('.')[0] in {names!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Blocker())\n"
-    )
-    return {"PYTHONPATH": str(folder)}
 
 
 def test_the_help_names_every_command_and_shows_examples() -> None:
@@ -89,21 +76,6 @@ def test_help_imports_no_framework() -> None:
     loaded = set(completed.stdout.splitlines()[-1].split())
     assert "typer" in loaded
     assert not loaded & HEAVY
-
-
-@pytest.mark.parametrize("library", ["typer", "rich"])
-def test_without_its_libraries_it_says_what_to_install(library: str, tmp_path: Path) -> None:
-    completed = run("doctor", **block(tmp_path, library))
-    assert completed.returncode == 3
-    assert "from a clone of gradscale: python -m pip install '.[cli]'" in completed.stderr
-    assert "Traceback" not in completed.stderr
-
-
-def test_an_unknown_command_is_a_usage_error() -> None:
-    require("cli")
-    completed = run("docter")
-    assert completed.returncode == 2
-    assert "docter" in completed.stderr
 
 
 def test_an_error_of_gradscale_is_one_line_on_stderr() -> None:
