@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
 
-from benchmarks.cases import Outcome, busy, case_names, machine, report, run_cases, use_one_thread
+from benchmarks.cases import busy, case_names, machine, report, run_cases, use_one_thread
 from benchmarks.measure import Row, readable
 
 __all__ = ["main"]
@@ -26,35 +25,23 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.json is not None and not chosen.json.absolute().parent.is_dir():
         parser.error(f"cannot write --json {chosen.json}: {chosen.json.parent} is no folder")
-    if chosen.plot is not None and not chosen.plot.absolute().parent.is_dir():
-        parser.error(f"cannot write --plot {chosen.plot}: {chosen.plot.parent} is no folder")
     use_one_thread()
     if chosen.list:
         print("\n".join(case_names()))
         return 0
-    if not chosen.lines:
-        print(machine())
-        _warn()
-    outcomes: list[Outcome] = []
-    for outcome in run_cases(chosen.only, quick=chosen.quick, before=_announce if chosen.lines else None):
-        outcomes.append(outcome)
-        if chosen.lines:
-            print(json.dumps({"ended": dataclasses.asdict(outcome)}), flush=True)
+    print(machine())
+    _warn()
+    outcomes = list(run_cases(chosen.only, quick=chosen.quick))
     if not outcomes:
         print(f"no case has {chosen.only!r} in its name; the names are {', '.join(case_names())}", file=sys.stderr)
         return 2
-    if not chosen.lines:
-        _print_table([row for outcome in outcomes for row in outcome.rows])
-        for outcome in outcomes:
-            if outcome.reason:
-                print(f"{'failed' if outcome.failed else 'not run'}: {outcome.name}, because {outcome.reason}")
-        _warn()
+    _print_table([row for outcome in outcomes for row in outcome.rows])
+    for outcome in outcomes:
+        if outcome.reason:
+            print(f"{'failed' if outcome.failed else 'not run'}: {outcome.name}, because {outcome.reason}")
+    _warn()
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report(outcomes), indent=2) + "\n")
-    if chosen.plot is not None:
-        from benchmarks import iterations
-
-        iterations.plot((row for outcome in outcomes for row in outcome.rows), chosen.plot)
     if any(outcome.failed for outcome in outcomes):
         return 1
     return int(chosen.check and not all(outcome.met for outcome in outcomes))
@@ -63,10 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _warn() -> None:
     if (warning := busy()) is not None:
         print(warning, file=sys.stderr)
-
-
-def _announce(name: str) -> None:
-    print(json.dumps({"begun": name}), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,13 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the numbers to FILE too (%(const)s if it is left out)",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw how the cost of an iteration grows, as FILE (.png or .svg)"
-    )
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="run only cases with this in their name")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed or a case not run")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
-    parser.add_argument("--lines", action="store_true", help="print a line of JSON as each case begins and ends")
     return parser
 
 

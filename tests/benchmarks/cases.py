@@ -78,7 +78,7 @@ def case_names() -> list[str]:
     return [name for name, _ in _cases()]
 
 
-def run_cases(only: str, *, quick: bool, before: Callable[[str], None] | None = None) -> Iterator[Outcome]:
+def run_cases(only: str, *, quick: bool) -> Iterator[Outcome]:
     """Run the cases with ``only`` in their name, and yield what became of each as it ends.
 
     Parameters
@@ -87,14 +87,10 @@ def run_cases(only: str, *, quick: bool, before: Callable[[str], None] | None = 
         Part of a name; empty for all cases.
     quick : bool
         Smaller arrays and fewer rounds.
-    before : callable, optional
-        Called with the name of each case as it begins.
     """
     for name, case in _cases():
         if only not in name:
             continue
-        if before is not None:
-            before(name)
         if isinstance(case, str):
             yield Outcome(name, [], case)
             continue

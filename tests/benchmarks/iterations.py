@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,7 @@ import gradscale
 from benchmarks.measure import Call, Idle, Row, interleaved
 from gradscale_numpy import NumpyBackend
 
-__all__ = ["CASES", "plot"]
+__all__ = ["CASES"]
 
 _COUNTS = (1, 10, 100, 300, 1_000, 10_000)
 _SIZE = 10  # elements
@@ -83,36 +80,6 @@ def iterations(quick: bool) -> list[Row]:
             target = _TARGETS.get((name, count), 1.0)
             rows.append(Row(case, medians[name] / times, medians["peer"] / times, "s", target))
     return rows
-
-
-def plot(rows: Iterable[Row], path: Path) -> None:
-    """Draw how the cost of an iteration grows with the number of gradients: both axes logarithmic.
-
-    Raises
-    ------
-    ValueError
-        When there is no row of an iteration.
-    """
-    from matplotlib.figure import Figure
-
-    points: dict[str, dict[int, float]] = collections.defaultdict(dict)
-    for row in rows:
-        found = re.fullmatch(rf"iteration of (\d+) gradients of {_SIZE} elements, (.+) / torch's", row.case)
-        if found is not None:
-            points[f"gradscale, {found[2]}"][int(found[1])] = row.ours
-            points["torch.amp.GradScaler"][int(found[1])] = row.other
-    if not points:
-        msg = "there are no times of iterations to be drawn: run the case 'iterations'"
-        raise ValueError(msg)
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, times in points.items():
-        style = "k--o" if name.startswith("torch") else "-o"
-        axes.loglog(times.keys(), [1e6 * seconds for seconds in times.values()], style, label=name, markersize=4)
-    axes.set(xlabel=f"gradients of {_SIZE} elements", ylabel="microseconds for one iteration")
-    axes.grid(which="major", alpha=0.4)
-    axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 CASES = {"iterations": iterations}

@@ -48,17 +48,6 @@ def test_libraries_get_one_thread_and_the_setting_comes_before_their_import() ->
     assert completed.stdout.splitlines()[-1] == "1 1"
 
 
-@pytest.mark.mpi
-def test_the_case_that_starts_ranks_of_its_own_runs() -> None:
-    require("mpi")
-    completed = bench("--quick", "--only", "agreement", "--lines")
-    assert completed.returncode == 0, completed.stderr
-    begun, ended = (json.loads(line) for line in completed.stdout.splitlines())
-    assert begun == {"begun": "agreement"}
-    assert ended["ended"]["reason"] == "", ended
-    assert len(ended["ended"]["rows"]) == 2
-
-
 def test_a_case_that_raises_is_a_failure_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     require("numpy")
     import benchmarks.unscaling
@@ -85,11 +74,6 @@ def test_a_case_that_raises_is_a_failure_and_the_others_go_on(monkeypatch: pytes
     assert [outcome.met for outcome in outcomes] == [False, False, False]
 
 
-def test_the_cases_are_listed() -> None:
-    require("numpy")
-    assert {"large", "small", "agreement"} <= set(bench("--list").stdout.splitlines())
-
-
 def test_a_case_is_measured_printed_as_a_table_and_written_as_json(tmp_path: Path) -> None:
     require("numpy")
     file = tmp_path / "numbers.json"
@@ -100,24 +84,6 @@ def test_a_case_is_measured_printed_as_a_table_and_written_as_json(tmp_path: Pat
     assert written["rows"]
     assert written["not_run"] == {}
     assert all(row["unit"] == "MiB" and row["ours"] > 0 for row in written["rows"])
-
-
-def test_how_an_iteration_grows_is_drawn(tmp_path: Path) -> None:
-    require("plot")
-    require("numpy")
-    from benchmarks import iterations
-    from benchmarks.measure import Row
-
-    rows = [
-        Row(f"iteration of {count} gradients of 10 elements, {name} / torch's", count * 1e-6, 1e-4, "s", 1.0)
-        for count in (1, 10, 100)
-        for name in ("numpy", "torch")
-    ]
-    iterations.plot(rows, tmp_path / "growth.svg")
-    drawn = (tmp_path / "growth.svg").read_text()
-    assert all(f"<!-- {name} -->" in drawn for name in ("gradscale, numpy", "gradscale, torch", "torch.amp.GradScaler"))
-    with pytest.raises(ValueError, match="no times of iterations"):
-        iterations.plot([Row("memory", 1.0, 1.0, "MiB", None)], tmp_path / "nothing.svg")
 
 
 def test_what_cannot_be_run_is_listed_with_the_pip_command(tmp_path: Path) -> None:
@@ -137,7 +103,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is_measured(tmp_path: Pa
     assert completed.returncode == 2
     assert not list(tmp_path.iterdir())
     assert "no case has 'nothing of this name' in its name" in completed.stderr
-    for option in ("--json", "--plot"):
-        completed = bench(option, "no/such/folder/numbers.json")
-        assert completed.returncode == 2
-        assert f"cannot write {option}" in completed.stderr
+    completed = bench("--json", "no/such/folder/numbers.json")
+    assert completed.returncode == 2
+    assert "cannot write --json" in completed.stderr
