@@ -9,23 +9,13 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = [
-    "CHANGED",
-    "changed",
-    "interrupted",
-    "launch_torch",
-    "lines",
-    "png_size",
-    "torch_command",
-    "torch_environment",
-]
+__all__ = ["CHANGED", "TORCHRUN", "changed", "interrupted", "lines", "png_size"]
 
 CHANGED = """
 import sys
@@ -40,29 +30,8 @@ exec(compile(source.replace(old, new), program, "exec"))
 """Runs a program after a line of it has been replaced; the line, the other and the program are in the arguments."""
 
 
-_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
-
-def torch_environment(program: Path) -> dict[str, str]:
-    """Return an environment without GPUs, in which copies of a program find what it shares with the others."""
-    paths = os.pathsep.join(filter(None, (str(program.parent), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-
-
-def torch_command(size: int, program: Path, *arguments: object) -> list[str]:
-    """Return the command line: under torchrun, or for one rank without."""
-    launcher = [] if size == 1 else [*_TORCHRUN, str(size)]
-    return [sys.executable, *launcher, str(program), *map(str, arguments)]
-
-
-def launch_torch(
-    folder: Path, size: int, program: Path, *arguments: object, environment: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run a program with torch on ``size`` ranks."""
-    command = torch_command(size, program, *arguments)
-    return subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=150, check=False
-    )
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+"""What Python runs to start ranks of torch; their number follows."""
 
 
 def changed(folder: Path, program: Path, *changes: tuple[str, str]) -> Path:
@@ -93,10 +62,12 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def interrupted(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, str]:
-    """Start a program of 100,000 steps, interrupt it after its first ones, and return its status and errors.
+def interrupted(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, begun: bytes = rb"\| [1-9]\d*/100000"
+) -> tuple[int, str]:
+    """Start a program, interrupt it once it has printed what ``begun`` matches, and return its status and errors.
 
-    It prints to a terminal, without which it has no progress bar that tells of its steps.
+    It prints to a terminal, without which it has no progress bar that tells of its steps, which are 100,000.
     """
     terminal, end = pty.openpty()
     # Without a size tqdm takes it for one with no room.
@@ -115,7 +86,7 @@ def interrupted(command: Sequence[str], environment: Mapping[str, str], folder: 
     printed = threading.Thread(target=_drain, args=(terminal, seen := bytearray()))
     printed.start()
     try:
-        while not re.search(rb"\| [1-9]\d*/100000", seen):
+        while not re.search(begun, seen):
             assert process.poll() is None, seen
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)

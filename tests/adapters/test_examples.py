@@ -1,0 +1,637 @@
+"""The examples as a user runs them: what they print and write, what they refuse, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from axes import require
+from programs import TORCHRUN, changed, interrupted, lines, png_size
+from worlds import mpi_command, mpi_environment
+
+pytestmark = pytest.mark.tier("all")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Machines with a GPU run nothing here on it. Copies of an example find what it shares with the others.
+ENVIRONMENT = mpi_environment() | {
+    "CUDA_VISIBLE_DEVICES": "",
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))),
+}
+
+
+class Program(NamedTuple):
+    """An example: its name, the libraries that it needs, its options, and how several ranks of it are started."""
+
+    name: str
+    needs: str
+    options: str = ""
+    mark: Any = None
+    start: Callable[..., list[str]] | None = None
+
+    def command(self, size: int, *arguments: object) -> list[str]:
+        """Return the command line for so many ranks."""
+        alone = size == 1 or self.start is None
+        return [sys.executable, *map(str, arguments)] if alone else self.start(size, *map(str, arguments))  # type: ignore[misc]
+
+
+def torch_command(size: int, *arguments: str) -> list[str]:
+    return [sys.executable, *TORCHRUN, str(size), *arguments]
+
+
+TRAINS = "--steps --seed --inject"
+DIGITS = Program("train_digits.py", "numpy examples", f"{TRAINS} --output", None, mpi_command)
+FSDP = Program("train_fsdp.py", "torch examples", f"{TRAINS} --plot --fsdp1 --ddp", pytest.mark.torch, torch_command)
+RL = Program(
+    "fp16_rl.py", "torch examples", f"{TRAINS} --plot --text-steps --accumulate", pytest.mark.torch, torch_command
+)
+JAX = Program("train_jax.py", "jax examples", f"{TRAINS} --plot --devices", pytest.mark.jax)
+LIGHTNING = Program(
+    "lightning_plugin.py",
+    "torch lightning examples",
+    "--epochs --seed --inject --checkpoint",
+    pytest.mark.torch,
+)
+RECIPES = [
+    Program("flax_linen.py", "jax examples flax optax", "--steps", pytest.mark.jax),
+    Program("flax_nnx.py", "jax examples flax optax orbax", "--steps", pytest.mark.jax),
+    Program("equinox_train.py", "jax examples equinox optax", "--steps", pytest.mark.jax),
+]
+MLX = Program("adapter_mlx.py", "mlx")
+
+
+def case(program: Program, size: int, name: str, *values: object, tier: str | None = None) -> Any:
+    """Return a row of a table, with the marks of its program and its ranks."""
+    is_mpi = size > 1 and program.start is mpi_command
+    marks = [program.mark, pytest.mark.mpi if is_mpi else None, pytest.mark.tier(tier) if tier else None]
+    ranks = f"-{'mpi' if is_mpi else 'ranks'}-{size}" if size > 1 else ""
+    identity = f"{program.name.removesuffix('.py')}{ranks}-{name}"
+    return pytest.param(program, size, *values, marks=list(filter(None, marks)), id=identity)
+
+
+def need(program: Program, size: int) -> None:
+    for name in program.needs.split():
+        require(name)
+    if size > 1 and program.start is mpi_command:
+        require("mpi")
+
+
+def launch(
+    program: Program,
+    folder: Path,
+    size: int,
+    arguments: str,
+    *changes: tuple[str, str],
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> subprocess.CompletedProcess[str]:
+    """Run an example, some of whose text may be replaced, on so many ranks."""
+    need(program, size)
+    path = changed(folder, EXAMPLES / program.name, *changes) if changes else EXAMPLES / program.name
+    command = program.command(size, path, *arguments.split())
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def printed(completed: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the lines of a run that has ended well, without a word on stderr."""
+    assert (completed.returncode, completed.stderr) == (0, ""), completed.stdout + completed.stderr
+    return lines(completed)
+
+
+Table = dict[str, dict[str, float]]
+
+
+def table(text: list[str]) -> Table:
+    """Return the numbers of each run by the titles of their columns."""
+    begin, end = (next(at for at, line in enumerate(text) if line.startswith(first)) for first in ("  ", "("))
+    titles = re.split("  +", text[begin].strip())
+    cells = [line.rsplit(maxsplit=len(titles)) for line in text[begin + 1 : end]]
+    return {name: dict(zip(titles, (float(n.rstrip("%")) for n in row), strict=True)) for name, *row in cells}
+
+
+class Shown(NamedTuple):
+    """What a run shows: skipped steps, steps taken and skipped in each run, the last line, and its picture."""
+
+    skips: list[str]
+    counts: dict[str, tuple[int, int]]
+    last: str
+    picture: str
+    also: Callable[[list[str], Table], None]
+    size: tuple[int, int] = (1080, 960)
+
+
+def everybody(size: int) -> tuple[str, str]:
+    return ("1 rank", "rank 0") if size == 1 else (f"{size} ranks", f"ranks {' '.join(map(str, range(size)))}")
+
+
+def keeps_gradients(_: list[str], rows: Table) -> None:
+    """Assert that scaling keeps the gradients that float16 loses."""
+    fp32, unscaled, *scaled = (row["zero gradients"] for row in rows.values())
+    assert unscaled > fp32 + 10
+    assert all(abs(zeros - fp32) < 1 for zeros in scaled)
+
+
+def keeps_losses(text: list[str], rows: Table) -> None:
+    """Assert that scaling keeps the losses of float32, too."""
+    keeps_gradients(text, rows)
+    found = re.findall(r"training loss is always within ([\d.]+) of fp32 DDP", "\n".join(text))
+    without, with_scaling = map(float, found)
+    assert without > 0.1
+    assert with_scaling < 0.05
+
+
+def compiles_once(_: list[str], rows: Table) -> None:
+    assert all(1 <= row["compilations"] <= 2 for row in rows.values())
+
+
+def rounds_finer_in_fp16(text: list[str], rows: Table) -> None:
+    """Assert that the two passes differ by less in float16, which has three bits more."""
+    found = [
+        re.fullmatch(r"(?:bf16|fp16): median (\S+), mean (\S+), 99 % below \S+, largest \S+", line) for line in text
+    ]
+    bf16, fp16 = (list(map(float, match.groups())) for match in found if match)
+    assert all(4 < coarse / fine < 16 for coarse, fine in zip(bf16, fp16, strict=True))
+    assert 4 < rows["bf16"]["mismatch"] / rows["fp16, gradscale"]["mismatch"] < 16
+
+
+def digits(size: int, rank: int, tier: str | None = None) -> Any:
+    where, ranks = everybody(size)
+    # 65536 doubles after 25 clean steps, and the overflow halves it.
+    skip = f"step 30: overflow seen by rank {rank} (injected); {ranks} skipped; scale 2^17 -> 2^16"
+    counts = {"fp32": (60, 0), "fp16, no scaling": (60, 0), "fp16 with gradscale": (59, 1)}
+    last = f"verified: weights and scaler state are bit-identical on {where}"
+    shown = Shown([skip], counts, last, "train_digits.png", keeps_gradients)
+    return case(DIGITS, size, f"rank-{rank}", f"--steps 60 --inject 30:{rank}", shown, tier=tier)
+
+
+def fsdp(method: str, size: int, rank: int) -> Any:
+    where, ranks = everybody(size)
+    # DDP has averaged the gradients by then; a shard's overflow is seen by its owner alone.
+    seen = ranks if method == "DDP" else f"rank {rank}"
+    # 65536 doubles after 10 clean steps.
+    skip = f"step 15: overflow injected on rank {rank}, seen by {seen}; {ranks} skipped; scale 2^17 -> 2^16"
+    counts = {"fp32 DDP": (20, 0), f"fp16 {method}, no scaling": (20, 0), f"fp16 {method}, gradscale": (19, 1)}
+    last = f"verified: weights and scaler state are bit-identical on {where}"
+    shown = Shown([skip], counts, last, "train_fsdp.png", keeps_losses)
+    option = "" if method == "FSDP2" else f"--{method.lower()} "
+    return case(FSDP, size, f"{method}-rank-{rank}", f"{option}--steps 20 --inject 15:{rank}", shown)
+
+
+def rl(size: int, rank: int) -> Any:
+    where, ranks = everybody(size)
+    # The norm that the gradients are clipped to is that of all shards, so that all see it overflow.
+    skip = f"step 2: overflow injected on rank {rank}, seen by {ranks}; {ranks} skipped; scale 2^16 -> 2^15"
+    counts = {"bf16": (3, 0), "fp16, no scaling": (3, 0), "fp16, gradscale": (2, 1)}
+    last = f"verified: weights, schedule and scaler state are bit-identical on {where}, which skipped as one"
+    shown = Shown([skip], counts, last, "fp16_rl.png", rounds_finer_in_fp16, (1080, 1320))
+    return case(RL, size, f"rank-{rank}", f"--steps 3 --text-steps 10 --inject 2:{rank}", shown)
+
+
+# The one device owns the shards of all four; 65536 doubles after 15 clean steps, and each overflow halves it.
+ON_DEVICES = [
+    f"step {16 + device}: overflow injected on device {device}, seen by device {device * is_owner}; "
+    f"{devices} skipped; scale 2^{17 - device} -> 2^{16 - device}"
+    for is_owner, devices in ((0, "device 0"), (1, "devices 0 1 2 3"))
+    for device in range(4)
+]
+RUNS = [
+    digits(1, 0),
+    digits(2, 0, tier="quick"),
+    digits(2, 1),
+    *(digits(3, rank) for rank in range(3)),
+    *(fsdp(method, 2, rank) for method in ("FSDP2", "FSDP1", "DDP") for rank in range(2)),
+    *(fsdp(method, 1, 0) for method in ("FSDP2", "FSDP1")),
+    *(rl(size, rank) for size, rank in ((1, 0), (2, 0), (2, 1))),
+    case(
+        JAX,
+        1,
+        "each-device",
+        "--steps 20 --inject 16:0 --inject 17:1 --inject 18:2 --inject 19:3",
+        Shown(
+            ON_DEVICES,
+            {
+                "fp32, 4 devices": (20, 0),
+                "fp16, no scaling, 4 devices": (20, 0),
+                "fp16 gradscale, 1 device": (16, 4),
+                "fp16 gradscale, 4 devices": (16, 4),
+            },
+            "verified: skipped steps, scales and scaler state are bit-identical on 1 device and on each of 4",
+            "train_jax.png",
+            compiles_once,
+        ),
+    ),
+    case(
+        JAX,
+        1,
+        "one-device",
+        "--steps 3 --devices 1 --inject 2:0 --inject 3:0 --plot a.png",
+        Shown(
+            [
+                "step 2: overflow injected on device 0, seen by device 0; device 0 skipped; scale 2^16 -> 2^15",
+                "step 3: overflow injected on device 0, seen by device 0; device 0 skipped; scale 2^15 -> 2^14",
+            ],
+            {"fp32, 1 device": (3, 0), "fp16, no scaling, 1 device": (3, 0), "fp16 gradscale, 1 device": (1, 2)},
+            "verified: skipped steps, scales and scaler state are bit-identical on 1 device",
+            "a.png",
+            compiles_once,
+        ),
+    ),
+    case(
+        DIGITS,
+        1,
+        "several",
+        "--steps 20 --inject 5:0 --inject 20:0 --output a.png",
+        Shown(
+            [
+                "step 5: overflow seen by rank 0 (injected); rank 0 skipped; scale 2^16 -> 2^15",
+                "step 20: overflow seen by rank 0 (injected); rank 0 skipped; scale 2^15 -> 2^14",
+            ],
+            {"fp32": (20, 0), "fp16, no scaling": (20, 0), "fp16 with gradscale": (18, 2)},
+            "verified: weights and scaler state are bit-identical on 1 rank",
+            "a.png",
+            keeps_gradients,
+        ),
+    ),
+]
+
+
+def check_run(completed: subprocess.CompletedProcess[str], folder: Path, shown: Shown) -> list[str]:
+    """Assert what a run shows; return its lines."""
+    text = printed(completed)
+    assert [line for line in text if "overflow" in line] == shown.skips
+    assert text[-1] == shown.last
+    rows = table(text)
+    assert {name: (row["steps taken"], row["skipped"]) for name, row in rows.items()} == shown.counts
+    shown.also(text, rows)
+    assert [path.name for path in folder.iterdir()] == [shown.picture]
+    assert png_size(folder / shown.picture) == shown.size
+    return text
+
+
+@pytest.mark.parametrize(("program", "size", "arguments", "shown"), RUNS)
+def test_all_skip_where_one_overflows(
+    tmp_path: Path, program: Program, size: int, arguments: str, shown: Shown
+) -> None:
+    text = check_run(launch(program, tmp_path, size, arguments), tmp_path, shown)
+    if size == 1 and program in (FSDP, RL):
+        assert "for more: torchrun --nproc-per-node 2 " in text[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("program", "size", "arguments", "shown"), [fsdp(m, 1, 0) for m in ("FSDP2", "FSDP1", "DDP")])
+def test_one_process_trains_on_a_gpu(tmp_path: Path, program: Program, size: int, arguments: str, shown: Shown) -> None:
+    if not require("torch").cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    completed = launch(program, tmp_path, size, arguments, environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"})
+    assert check_run(completed, tmp_path, shown)[0].startswith("1 rank, nccl on cuda")
+
+
+@pytest.mark.parametrize(("program", "size"), [case(DIGITS, 1, "learns"), case(JAX, 1, "learns")])
+def test_only_float16_without_scaling_fails_to_learn(tmp_path: Path, program: Program, size: int) -> None:
+    text = printed(launch(program, tmp_path, size, ""))
+    rows = table(text)
+    keeps_gradients(text, rows)
+    fp32, unscaled, *scaled = (row["test accuracy"] for row in rows.values())
+    assert min(fp32, *scaled) > 90
+    assert unscaled < 50
+    # On one device and on four.
+    found = [{title: row[title] for title in list(row)[:5]} for name, row in rows.items() if "gradscale" in name]
+    assert found == [found[0]] * len(found)
+
+
+@pytest.mark.torch
+def test_gradients_of_a_large_batch_vanish_without_scaling(tmp_path: Path) -> None:
+    rows = table(printed(launch(RL, tmp_path, 1, "--steps 3 --text-steps 10 --accumulate 65536")))
+    zeros = {name: row["zero gradients"] for name, row in rows.items()}
+    assert zeros["fp16, no scaling"] > 50
+    assert zeros["fp16, gradscale"] < zeros["fp16, no scaling"] / 2
+
+
+# How far the pass that samples is from the one that trains, where rounding hardly matters.
+IN_FLOAT32 = """
+import torch
+from shared.policy import PROMPT, SAMPLES, Sampler, draw_prompts, log_probabilities
+from shared.text import Transformer, load_text
+from shared.torch_ranks import Ranks
+ranks = Ranks()
+text = load_text()
+alphabet = text[2]
+torch.manual_seed(0)
+actor = Transformer(len(alphabet))
+for parameter in actor.parameters():
+    torch.nn.init.normal_(parameter, std=0.3)
+sampler = Sampler(alphabet, torch.float32, 0, ranks)
+sampler.load(actor)
+prompts = draw_prompts(text, torch.Generator().manual_seed(0), ranks)
+windows, sampled = sampler.continue_(prompts)
+assert (windows[:, :PROMPT] == prompts.repeat_interleave(SAMPLES, dim=0)).all()
+with torch.no_grad():
+    print(sampled.std().item(), (log_probabilities(actor, windows) - sampled).abs().max().item())
+"""
+# How many threads the linear algebra of each rank has.
+THREADS = """
+import numpy  # before the ranks, as the examples do
+from shared.ranks import Ranks
+from threadpoolctl import threadpool_info
+with Ranks() as ranks:
+    counts = ranks.all_gather_objects([pool["num_threads"] for pool in threadpool_info()])
+    print(counts if ranks.rank == 0 else "")
+"""
+
+
+@pytest.mark.torch
+def test_the_passes_of_reinforcement_learning_are_of_one_policy() -> None:
+    need(RL, 1)
+    command = RL.command(1, "-c", IN_FLOAT32)
+    completed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
+    spread, difference = map(float, completed.stdout.split())
+    assert spread > 0.5
+    assert 0 < difference < 1e-4
+
+
+@pytest.mark.mpi
+@pytest.mark.tier("quick")
+def test_each_of_several_ranks_computes_on_one_thread() -> None:
+    need(DIGITS, 2)
+    # As a user has them: not set.
+    unset = {name: value for name, value in ENVIRONMENT.items() if not name.endswith("_NUM_THREADS")}
+    command = DIGITS.command(2, "-c", THREADS)
+    completed = subprocess.run(command, env=unset, capture_output=True, text=True, timeout=60, check=True)
+    assert completed.stdout.split() == ["[[1],", "[1]]"]
+
+
+NO_MPI4PY = ("import sys\n", "import sys\n\nsys.modules['mpi4py'] = None\n")
+
+
+def test_one_process_needs_no_mpi4py(tmp_path: Path) -> None:
+    text = printed(launch(DIGITS, tmp_path, 1, "--steps 5 --inject 3:0", NO_MPI4PY))
+    assert text[-1] == "verified: weights and scaler state are bit-identical on 1 rank"
+
+
+AT_STEP = "        activations = forward(weights, images[mine])\n"
+AUTOCAST = "        with autocast:\n"
+RAISING = "        if ranks.rank == 1:\n            raise ValueError('this rank fails')\n"
+FAILING = [
+    case(DIGITS, 2, "raises", "--steps 5", (AT_STEP, RAISING + AT_STEP), "ValueError: this rank fails"),
+    case(DIGITS, 3, "raises", "--steps 5", (AT_STEP, RAISING + AT_STEP), "ValueError: this rank fails"),
+    case(FSDP, 2, "raises", "--steps 5", (AUTOCAST, RAISING + AUTOCAST), "ValueError: this rank fails"),
+    case(DIGITS, 2, "no-mpi4py", "", NO_MPI4PY, "mpiexec started 2 processes, and mpi4py cannot be used"),
+    case(JAX, 1, "no-agreement", "--steps 3", ('axis_name="data", reduce', "reduce"), "out_specs"),
+]
+
+
+@pytest.mark.parametrize(("program", "size", "arguments", "change", "said"), FAILING)
+def test_a_rank_that_fails_ends_the_others_and_says_why(
+    tmp_path: Path, program: Program, size: int, arguments: str, change: tuple[str, str], said: str
+) -> None:
+    completed = launch(program, tmp_path, size, arguments, change)
+    assert completed.returncode != 0
+    assert said in completed.stderr
+    assert completed.stderr.count("ValueError: this rank fails") <= 1, completed.stderr
+    assert "verified" not in completed.stdout
+
+
+def before(line: str, code: str) -> tuple[str, str]:
+    """Return the change that puts a line of a function before another one."""
+    return line, f"    {code}\n{line}"
+
+
+OF_DIGITS, OF_FSDP, OF_RL = "    # With the optimizer's count of steps", "    run.is_verified = ", "    run.history = "
+OF_LIGHTNING = "    saved = stopped.precision_plugin"
+FORGETTING = "content = torch.load(checkpoint); content.pop('MixedPrecision'); torch.save(content, checkpoint)"
+STATES = "weights or scaler state differ on {size} ranks"
+SKIPS = "weights, schedule, skips or scaler state differ on 2 ranks"
+UNCHECKED = ("out_specs=(ADAM, REPLICATED, RECORD)", "out_specs=(ADAM, REPLICATED, RECORD), check_vma=False")
+COUNTED_ON_ONE = (
+    "return adam, new_state,",
+    'return adam, gradscale_jax.select(jax.lax.axis_index("data") == 1, '
+    "new_state._replace(growth_tracker=new_state.growth_tracker + 1), new_state),",
+)
+OTHER_LOSSES = (
+    "mean: jax.Array = ",
+    "dtype = dtype if jax.lax.axis_size('data') == 1 else jnp.float32\n    mean: jax.Array = "
+    "(3 - 2 * (jax.lax.axis_size('data') == 1)) * ",
+)
+OTHER_DTYPES = [
+    ("step(adam, state, *batch)", "step(adam, state, batch[0].astype(DTYPES[number % 3]), *batch[1:])"),
+    ("GROWTH_INTERVAL =", "DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)\nGROWTH_INTERVAL ="),
+]
+ON_JAX, ON_RL = "--steps 3 --inject 2:1", "--steps 3 --text-steps 10 --inject 2:1"
+ON_LIGHTNING = "--epochs 2 --inject 3"
+APART = [UNCHECKED, ('axis_name="data", reduce', "reduce")]
+UNSEEN_BY_ONE = [("flags.reshape(", "(flags & (len(run.devices) > 1)).reshape(")]
+MOVED = [before(OF_FSDP, "next(model.parameters()).data.add_(ranks.rank)")]
+STEPPED = [before(OF_FSDP, "next(iter(optimizer.state.values()))['step'].add_(ranks.rank)")]
+LOST = [before(OF_LIGHTNING, FORGETTING)]
+UNSEEN = [("Injection(options.inject)", "Injection([])")]
+SPOILED = [
+    case(DIGITS, 2, "weights", "--steps 5", [before(OF_DIGITS, "weights[-1] = ranks.rank")], STATES),
+    case(DIGITS, 3, "state", "--steps 5", [before(OF_DIGITS, "optimizer.steps += ranks.rank")], STATES),
+    case(FSDP, 2, "weights", "--ddp --steps 1", MOVED, STATES),
+    case(FSDP, 2, "steps", "--steps 1", STEPPED, STATES),
+    case(FSDP, 2, "scale", "--steps 1", [before(OF_FSDP, "scaler.update(2.0 ** ranks.rank)")], STATES),
+    case(RL, 2, "scale", ON_RL, [before(OF_RL, "scaler.update(2.0 ** ranks.rank)")], SKIPS),
+    case(RL, 2, "schedule", ON_RL, [("scaler.step_schedule(optimizer, schedule)", "schedule.step()")], SKIPS),
+    case(RL, 2, "skips", ON_RL, [("view(-1)[0] = math.inf", "view(-1)[0] = 0.0")], SKIPS),
+    case(JAX, 1, "no-agreement", ON_JAX, APART, "devices of fp16 gradscale, 4 devices"),
+    case(JAX, 1, "state", ON_JAX, [UNCHECKED, COUNTED_ON_ONE], "devices of fp16 gradscale, 4 devices"),
+    case(JAX, 1, "losses", ON_JAX, [OTHER_LOSSES], "losses on 1 device and on 4"),
+    case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "skipped steps on 1 device and on 4"),
+    case(JAX, 1, "compilations", ON_JAX, OTHER_DTYPES, "3 compilations of fp32, 4 devices"),
+    case(LIGHTNING, 1, "state", ON_LIGHTNING, LOST, "the resumed run has come to another state"),
+    case(LIGHTNING, 1, "skips", ON_LIGHTNING, UNSEEN, "overflow was injected at [3], and skipped were []"),
+]
+
+
+@pytest.mark.parametrize(("program", "size", "arguments", "changes", "what"), SPOILED)
+def test_a_run_that_goes_wrong_is_not_verified(
+    tmp_path: Path, program: Program, size: int, arguments: str, changes: list[tuple[str, str]], what: str
+) -> None:
+    completed = launch(program, tmp_path, size, arguments, *changes)
+    assert completed.returncode == 1, completed.stderr
+    # A launcher may have added something.
+    (verdict,) = (line for line in lines(completed) if line.startswith("FAILED: "))
+    assert what.format(size=size) in verdict
+    assert "verified" not in completed.stdout
+
+
+AT_LEAST = "--{} must be at least {} and --{} at least 0, got {} and {}".format
+NO_FOLDER = "there is no folder missing"
+TO_240 = "argument --inject: must be a step from 1 to 240, got "
+OF_CHECKPOINT = "must be a file in a folder that exists, got "
+REFUSED = [
+    case(program, size, arguments.replace("/", "."), arguments, message)
+    for program, size, arguments, message in [
+        *(
+            (program, size, f"--inject={got}", f"a step from 1 to {steps} and a {where} from 0 to {last}, got {got}")
+            for program, size, got, steps, where, last in [
+                *((DIGITS, 1, got, 600, "rank", 0) for got in ("0:0", "601:0", "5:1", "5:-1")),
+                (DIGITS, 2, "5:2", 600, "rank", 1),
+                (FSDP, 2, "5:2", 200, "rank", 1),
+                (RL, 1, "4:1", 200, "rank", 0),
+                (JAX, 1, "5:4", 500, "device", 3),
+            ]
+        ),
+        (DIGITS, 1, "--inject 5", "must be STEP:RANK, such as 120:2, got '5'"),
+        (DIGITS, 1, "--inject x:y", "must be STEP:RANK, such as 120:2, got 'x:y'"),
+        (DIGITS, 1, "--steps 0", AT_LEAST("steps", 1, "seed", 0, 0)),
+        (DIGITS, 1, "--seed -1", AT_LEAST("steps", 1, "seed", 600, -1)),
+        (DIGITS, 2, "--output missing/plot.png", NO_FOLDER),
+        (FSDP, 1, "--fsdp1 --ddp", "argument --ddp: not allowed with argument --fsdp1"),
+        (FSDP, 1, "--plot missing/plot.png", NO_FOLDER),
+        (RL, 1, "--accumulate 0", AT_LEAST("accumulate", 1, "text-steps", 0, 600)),
+        (RL, 1, "--text-steps -1", AT_LEAST("accumulate", 1, "text-steps", 1, -1)),
+        (RL, 1, "--plot plot.txt", "must end in .png, .svg, .pdf, got plot.txt"),
+        (JAX, 1, "--inject x:y", "must be STEP:DEVICE, such as 120:2, got 'x:y'"),
+        (JAX, 1, "--devices 3", "must be one of [1, 2, 4, 8, 16], got 3"),
+        (JAX, 1, "--plot missing/plot.png", NO_FOLDER),
+        (LIGHTNING, 1, "--epochs 1", AT_LEAST("epochs", 2, "seed", 1, 0)),
+        (LIGHTNING, 1, "--seed -1", AT_LEAST("epochs", 2, "seed", 20, -1)),
+        *((LIGHTNING, 1, f"--inject {got}", f"{TO_240}{got}") for got in (0, 241)),
+        *((LIGHTNING, 1, f"--checkpoint {got}", f"{OF_CHECKPOINT}{got}") for got in ("missing/x.ckpt", ".")),
+    ]
+]
+
+
+@pytest.mark.parametrize(("program", "size", "arguments", "message"), REFUSED)
+def test_bad_options_are_refused_once(
+    tmp_path: Path, program: Program, size: int, arguments: str, message: str
+) -> None:
+    completed = launch(program, tmp_path, size, arguments)
+    is_torchrun = size > 1 and program.start is torch_command
+    # torchrun ends with 1, and with a traceback of its own.
+    assert completed.returncode == (1 if is_torchrun else 2)
+    assert completed.stderr.count(message) == 1, completed.stderr
+    assert is_torchrun or "Traceback" not in completed.stderr
+    assert completed.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "size"), [case(program, 1, "help") for program in (DIGITS, FSDP, RL, JAX, LIGHTNING, *RECIPES)]
+)
+def test_help_shows_how_to_run_it_and_every_option(tmp_path: Path, program: Program, size: int) -> None:
+    text = printed(launch(program, tmp_path, size, "--help"))
+    shown = re.findall(r"^    (?:python|torchrun|mpiexec) .*$", (EXAMPLES / program.name).read_text(), re.MULTILINE)
+    assert shown
+    assert set(shown) <= set(text)
+    for option in program.options.split():
+        assert any(line.lstrip().startswith(option) for line in text), option
+
+
+@pytest.mark.parametrize(
+    ("program", "size", "arguments", "begun", "status"),
+    [
+        case(FSDP, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
+        # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
+        case(FSDP, 2, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 1),
+        case(RL, 2, "steps", "--steps 100000 --text-steps 0", rb"\| [1-9]\d*/100000", 1),
+        case(JAX, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
+        case(LIGHTNING, 1, "steps", "--epochs 1000", rb"overflow", 130),
+    ],
+)
+def test_an_interrupted_run_ends_promptly(
+    tmp_path: Path, program: Program, size: int, arguments: str, begun: bytes, status: int
+) -> None:
+    need(program, size)
+    command = program.command(size, EXAMPLES / program.name, *arguments.split())
+    ended, errors = interrupted(command, ENVIRONMENT, tmp_path, begun)
+    assert ended == status
+    assert errors.count("interrupted\n") == 1, errors
+    assert "KeyboardInterrupt" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+LIKE_ONE_RUN = "verified: weights, optimizer and scaler state of the resumed run are bit-identical to those of one run"
+
+
+@pytest.mark.torch
+def test_lightning_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    text = printed(launch(LIGHTNING, tmp_path, 1, "--inject 100"))
+    assert text[0] == "20 epochs in one run"
+    through, stopped, resumed = (
+        [tuple(map(int, found)) for found in re.findall(r"  step (\d+): .* 2\^(\d+) -> 2\^(\d+)", part)]
+        for part in re.split("10 epochs, and a checkpoint|10 more epochs, from the checkpoint", "\n".join(text))
+    )
+    # 65536 doubles after 40 and after 80 clean steps.
+    assert (100, 18, 17) in through
+    assert all(after == before - 1 for _, before, after in through)
+    assert through == stopped + resumed
+    assert [step for step, *_ in stopped] == [step for step, *_ in through if step <= 120]
+    match = re.fullmatch(r"test accuracy (\d+\.\d)% after (\d+) steps, and (\d+) skipped", text[-2])
+    assert match is not None
+    assert float(match[1]) > 93
+    assert (int(match[2]), int(match[3])) == (240 - len(through), len(through))
+    assert text[-1] == LIKE_ONE_RUN
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("steps", [(9,), (1, 13, 48), (24, 25)], ids=["one", "first-and-last", "around-the-checkpoint"])
+def test_lightning_skips_each_overflow_and_its_checkpoint_serves_torchs_scaler(
+    tmp_path: Path, steps: tuple[int, ...]
+) -> None:
+    torch: Any = require("torch")
+    injections = " ".join(f"--inject {step}" for step in steps)
+    text = printed(launch(LIGHTNING, tmp_path, 1, f"--epochs 4 --checkpoint digits.ckpt {injections}"))
+    halvings = [
+        f"  step {step}: overflow in 1 gradient, skipped; scale 2^{16 - count} -> 2^{15 - count}"
+        for count, step in enumerate(steps)
+    ]
+    early = [step for step in steps if step <= 24]
+    scale, clean = 2.0 ** (16 - len(early)), 24 - early[-1]
+    assert text[:-2] == [
+        *("4 epochs in one run", *halvings),
+        *("2 epochs, and a checkpoint", *halvings[: len(early)]),
+        f"  saved: scale {scale:g}, {clean} clean steps of 40",
+        *("2 more epochs, from the checkpoint", *halvings[len(early) :]),
+    ]
+    assert text[-2].endswith(f" after {48 - len(steps)} steps, and {len(steps)} skipped")
+    assert text[-1] == LIKE_ONE_RUN
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.ckpt"]
+    saved = torch.load(tmp_path / "digits.ckpt", weights_only=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(saved["MixedPrecision"])
+    assert scaler.state_dict() == saved["MixedPrecision"]
+    assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.get_growth_interval()) == (scale, clean, 40)
+
+
+@pytest.mark.parametrize(("program", "size"), [case(program, 1, "resumes") for program in RECIPES])
+def test_a_recipe_learns_skips_and_resumes(tmp_path: Path, program: Program, size: int) -> None:
+    text = "\n".join(printed(launch(program, tmp_path, size, "")))
+    result = re.search(r"accuracy ([\d.]+)%, skipped (\d+) of 200 steps, final scale ([\d.e+]+)", text)
+    assert result, text
+    assert float(result[1]) > 93
+    # 2**24 is too large by a few halvings, of one skipped step each; then it doubles again every 50 steps.
+    assert 1 <= int(result[2]) <= 20
+    assert 2.0**12 <= float(result[3]) < 2.0**24
+    assert re.search(r"resumed with scale [\d.e+]+", text), text
+    assert list(tmp_path.iterdir()) == []
+    # What it computes is what it would have computed without having been saved and resumed.
+    straight = printed(launch(program, tmp_path, size, "", ("if step == options.steps // 2:", "if step < 0:")))
+    assert not any("resumed" in line for line in straight)
+    assert text.splitlines()[-1] == straight[-1]
+
+
+def test_the_adapter_for_mlx_passes_the_suite_and_trains(tmp_path: Path) -> None:
+    assert printed(launch(MLX, tmp_path, 1, "")) == [
+        "MLX and its adapter pass the suite",
+        "step 2: skipped, norm inf",
+        "weights [1.0, 1.0, 1.0], scale 512",
+    ]
+
+
+def test_what_mlx_lacks_by_itself_is_named() -> None:
+    need(MLX, 1)
+    command = MLX.command(1, "-c", "import gradscale, mlx.core as mx; gradscale.testing.check_library(mx.zeros(1))")
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 1
+    assert "BackendNotAvailableError: mlx lacks what gradscale needs" in completed.stderr
+    assert "members of arrays device missing" in completed.stderr
