@@ -55,7 +55,9 @@ class TorchBackend(Backend):
 
     def read(self, x: Tensor, /) -> list[int]:
         """Return a 1-d int32 tensor as Python ints."""
-        refuse_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
+        # A loss may be of another library.
+        if isinstance(x, torch.Tensor):
+            refuse_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
         values: list[int] = x.tolist()
         return values
 

@@ -231,12 +231,13 @@ def greeting() -> list[int]:
 
     ``release`` is the version's three numbers; ``build`` is a hash of the whole version and of the form of messages.
     """
-    # It stands in the package's own file, which imports this one.
-    from gradscale import __version__
+    # It takes long to import.
+    from importlib.metadata import version
 
-    major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
+    own = version("gradscale")
+    major, minor, micro = map(int, re.findall(r"\d+", f"{own}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
-    form = __version__, FLAGS, _FIELDS, _OPTIMIZER_BITS, _CALL_BITS, _REST_BITS, _GROUP_BITS, _SCALER_BITS
+    form = own, FLAGS, _FIELDS, _OPTIMIZER_BITS, _CALL_BITS, _REST_BITS, _GROUP_BITS, _SCALER_BITS
     build = zlib.crc32(ascii(form).encode()) & 0x7FFFFFFF
     return [release, -release, build, -build]
 

@@ -13,7 +13,7 @@ from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
 from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import nearest, shown
-from gradscale.core.protocols import Array, Collectives, Optimizer, Policy
+from gradscale.core.protocols import Array, Collectives, Optimizer, Policy, ScaleState
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
 from gradscale.policies.dynamic import DynamicScale
@@ -26,8 +26,8 @@ from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.diagnosis import Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
-from gradscale.scaler.live_state import ArrayState, checked_scale
-from gradscale.scaler.parts import Pending
+from gradscale.scaler.live_state import ArrayState, checked_scale, numbers_of
+from gradscale.scaler.parts import LiveState, Pending
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip
 from gradscale.scaler.verdict import PendingVerdict
@@ -664,7 +664,8 @@ class GradScaler:
         """
         iteration, live = self._iteration, self._parts.live
         iteration.require_boundary("pickling or copying a scaler")
-        if iteration.state is not None and iteration.state.scale is not live.current().scale:
+        before = iteration.state
+        if before is not None and before.scale is not live.current().scale and _scale_of(before, live) != live.scale():
             iteration.wrong_order(
                 "a scaler is to be pickled or copied between load_state_dict() and unscale_() or step() of gradients "
                 "that were scaled before: the copy would divide them by the loaded scale. Copy it before "
@@ -896,6 +897,12 @@ def end_step(
     report = step_report(verdict, iteration.number, retries, overflow)
     iteration.steps.append(report)
     reports.record(optimizer, report, agreement.rank)
+
+
+def _scale_of(state: ScaleState, live: LiveState) -> float:
+    """Return the scale of a state as a number: one host read of arrays."""
+    scale: float | Array = state.scale
+    return scale if isinstance(scale, float) else numbers_of(state, live.backend_for(scale))["scale"]
 
 
 def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:

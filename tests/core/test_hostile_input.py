@@ -175,7 +175,7 @@ def known(options: dict[str, Any]) -> dict[str, Any]:
 
 def clip(scaler: GradScaler, max_norm: Any) -> None:
     """Unscale and clip; a refusal leaves the gradients alone."""
-    optimizer = Tree([np.ones(2, np.float32)])
+    optimizer = Tree([scaler.scale(np.ones(2, np.float32)) / scaler.get_scale()])
     try:
         scaler.unscale_(optimizer, max_norm=max_norm)
     except GradscaleError:

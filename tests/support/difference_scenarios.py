@@ -10,6 +10,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from scenarios import SGD, gradients, loss, rank_and_size
@@ -299,12 +300,9 @@ def other_version(group: Any, odd_rank: int, version: str, kind: str) -> list[Fa
     else:
         trainer = Trainer(fresh, "numpy" if kind == "list" else kind, 1)
         call = lambda: trainer.iterate((0,))  # noqa: E731
-    own = gradscale.__version__
-    try:
-        gradscale.__version__ = version if rank == odd_rank else own
+    mine = version if rank == odd_rank else gradscale.__version__
+    with mock.patch("importlib.metadata.version", return_value=mine):
         told = [failure_of(call) for _ in range(2)]
-    finally:
-        gradscale.__version__ = own
     if kind != "agreement":
         trainer.scaler.set_group(new())
         told.append(failure_of(call))
