@@ -259,11 +259,12 @@ class TensorScaling:
             iteration = present()
             state = iteration.in_force(tensor)
             iteration.note_scaled(state)
-            if is_capturing(tensor.device):
+            device = tensor.device
+            if device.type != "cpu" and is_capturing(device):
                 iteration.live.is_scaled_unseen = True
             if look is not None:
                 look((tensor,))
-            scaled = tensor * moved(state.scale, tensor.device)
+            scaled = tensor * moved(state.scale, device)
             return scaled.to(tensor.dtype) if self._keeps_dtype else scaled
 
         return multiply(outputs) if isinstance(outputs, Tensor) else _mapped(outputs, multiply)
