@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -106,7 +105,8 @@ class Agreement:
         self.takes_lists = take_lists(self._groups or ())
         self._optimizers: IdentityMap[Met] = IdentityMap()
         self._names: IdentityMap[str] = IdentityMap()
-        self._next = itertools.count()
+        # How many optimizers there were: a list, which copies share.
+        self._count = [0]
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
         self._policy: Policy | None = None
@@ -218,7 +218,11 @@ class Agreement:
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
         if known is None or known.size != size:
-            number = next(self._next) if known is None else known.number
+            if known is None:
+                number = self._count[0]
+                self._count[0] += 1
+            else:
+                number = known.number
             name = self._names.by_id(id(optimizer))
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             kind += "" if name is None else f", named {name!r}"
@@ -270,7 +274,7 @@ class Agreement:
         copied = Agreement(self._groups, diagnoses=self._diagnoses, own_rank=self._own_rank)
         copied._lost = self._lost
         # The same numbers, since some ranks may go on with a copy and others with the original.
-        copied.steps, copied._optimizers, copied._next = self.steps, self._optimizers, self._next
+        copied.steps, copied._optimizers, copied._count = self.steps, self._optimizers, self._count
         copied._names, copied.kinds = self._names, self.kinds
         copied._own_numbers, copied._had, copied._greeted = self._own_numbers, self._had, self._greeted
         return copied
