@@ -124,9 +124,13 @@ def widened(x: Array) -> Array:
 
 def scaled(x: Array, factor: Array) -> Array:
     """Multiply a floating array by a 0-d float32 on its device; a 0-d one of half precision comes back as float32."""
-    xp = array_namespace(x)
     wide = multiply(widened(x), factor)
-    return wide if wide.dtype == x.dtype or x.shape == () else xp.astype(wide, x.dtype)
+    return wide if x.shape == () else _narrowed(wide, x.dtype)
+
+
+def _narrowed(wide: Array, dtype: object) -> Array:
+    """Round an array to a dtype; one that has it already is not copied."""
+    return wide if wide.dtype == dtype else array_namespace(wide).astype(wide, dtype)
 
 
 def nonfinite_flag(x: Array, home: object) -> Array:
@@ -149,10 +153,9 @@ def unscale_arrays(
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
-        xp = array_namespace(x)
         wide = multiply(multiply(widened(x), first.on(x)), second.on(x))
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
-        stored = wide if wide.dtype == stored_dtype else xp.astype(wide, stored_dtype)
+        stored = _narrowed(wide, stored_dtype)
         unscaled.append(stored)
         nonfinite = nonfinite + nonfinite_flag(stored, home)
     return unscaled, as_0d_array(state_xp, nonfinite)
@@ -182,7 +185,7 @@ def _widest(xp: Namespace, where: object) -> object:
 def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays."""
     there = DeviceReplicas(factor)
-    return [array_namespace(x).astype(multiply(widened(x), there.on(x)), x.dtype, copy=False) for x in arrays]
+    return [_narrowed(multiply(widened(x), there.on(x)), x.dtype) for x in arrays]
 
 
 def check_real_dtype(like: Array, dtype: object) -> None:

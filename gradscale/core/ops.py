@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, cast
 
@@ -20,7 +19,6 @@ __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "sele
 _T = TypeVar("_T")
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
-_dtype_of = operator.attrgetter("dtype")
 _reading_leaves = reading("an array")
 
 
@@ -283,7 +281,7 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     """Tell quickly whether leaves are floating arrays of one type and library."""
     if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
         return False
-    kinds = {dtype_kind(dtype, home) for dtype in set(map(_dtype_of, leaves))}
+    kinds = {dtype_kind(dtype, home) for dtype in {x.dtype for x in leaves}}
     return kinds.isdisjoint((Kind.INTEGRAL, Kind.UNKNOWN))
 
 
