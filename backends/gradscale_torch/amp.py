@@ -544,8 +544,10 @@ class GradScaler(TorchGradScaler):
     _get_scale_async = _not_called("_get_scale_async")
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make the state on a device, if it is not made yet."""
-        _live(self).current(torch.empty((), device=dev))
+        """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
+        live = _live(self)
+        live.current(torch.empty((), device=dev))
+        live.is_scaled_unseen = True
 
     def _judge(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""

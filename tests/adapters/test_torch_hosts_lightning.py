@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hosts import (
     optimizer_named,
     overflow,
     same_as_torch,
+    warns_of_older_gradients,
 )
 from tiers import later
 
@@ -224,7 +226,8 @@ def test_two_optimizers_are_stepped_by_hand(make: Make, order: str) -> None:
         modules.append(Module())
         return trained(make, modules[-1])
 
-    rows = same_as_torch(run, make)
+    with warns_of_older_gradients(make) if order == "both-losses-first" else nullcontext():
+        rows = same_as_torch(run, make)
     # Lightning updates the scale with each optimizer: it grows every one and a half batches.
     assert column(rows, "scale")[:3] == [1024.0, 2048.0, 1024.0]
     check_reports(modules[0], [[False, skipped] for skipped in SKIPS])
