@@ -298,6 +298,11 @@ if how == "constructs alone":
 else:
     scaler = gradscale.ShardedGradScaler(group=dist.group.WORLD, timeout=timeout)
     scaler.scale(np.float32(1.0))
+    if how == "leaves one under way":
+        # The first message waits for every rank.
+        scaler.step(Optimizer())
+        scaler.update()
+        scaler.scale(np.float32(1.0))
 dist.barrier()
 if rank:
     if how == "is killed":

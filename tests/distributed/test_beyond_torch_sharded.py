@@ -273,7 +273,7 @@ def test_tensor_ranks_stay_together_though_torchs_diverge_with_a_replicated_para
 def test_a_list_of_groups_is_agreed_over_in_turn() -> None:
     for bad_rank in range(4):
         for result in PLAIN.answer(4, "list_of_groups", bad_rank):
-            assert result == {"sent": 2, "scale": 2.0, "steps": 0}
+            assert result == {"sent": 2, "scale": 1.0, "steps": 0}
 
 
 @pytest.mark.parametrize("how", ["raises", "is late"])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradscale.cli import app, check, check_rank
+from gradscale.core import vector
 
 FOR_EVER = 1e6
 IS_RANK = "--rank"
@@ -28,7 +29,8 @@ class Deaf:
 
         def answer() -> Any:
             values = finish()
-            values[0] = 0
+            # The comparison of the versions, which comes first, is shorter.
+            values[0] = 0 if len(values) == vector.LENGTH else values[0]
             return values
 
         return answer

@@ -171,9 +171,9 @@ def odd_gradients_of_a_mesh(group: Any, kind: str, odd_rank: int) -> tuple[dict[
         parameter.grad = as_dtensor(mesh, local)
     report = scaler.diagnose(optimizer, ["weight"], gather=True).to_dict()
     try:
-        if kind != "overlapping" or is_odd:
-            scaler.unscale_(optimizer)
-    except gradscale.InvalidValueError as error:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    except (gradscale.InvalidValueError, gradscale.ScaleDesyncError) as error:
         return report, str(error)
     return report, ""
 
