@@ -275,7 +275,11 @@ class GradScaler(TorchGradScaler):
         scaler = self._scaler
         if scaler.is_enabled():
             iteration = iteration_of(scaler)
-            request = None if largest is None else Request(largest, iteration=iteration)
+            request = None
+            if largest is not None:
+                is_alone = iteration.agreement.is_alone
+                cast(TensorUnscaler, iteration.unscaler).require_norm(optimizer, is_alone=is_alone)
+                request = Request(largest, iteration=iteration)
             is_of_a_step = iteration.is_inside_closure
             if not is_of_a_step:
                 enter(scaler, "unscale_()")
@@ -317,8 +321,9 @@ class GradScaler(TorchGradScaler):
 
         Notes
         -----
-        One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls,
-        and until then no rank steps.
+        One host read; none for a fused optimizer on a device, whose desync is then raised in one of the next calls of
+        each rank, and until then no rank steps. A rank that already waits for one that has ended raises
+        CollectiveTimeoutError or BackendError.
 
         A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
         BackendError; ``load_state_dict`` begins the iteration again.

@@ -145,6 +145,26 @@ class TensorUnscaler:
         found = _collect(parameters, allow_fp16=self._allows_fp16 or request.takes_fp16)
         return TensorGradients(self, optimizer, parameters, request, *found)
 
+    def require_norm(self, optimizer: Optimizer, *, is_alone: bool) -> None:
+        """Refuse to clip parameters whose norm over the ranks is not defined here, on every rank alike."""
+        parameters = _listed(optimizer).unique
+        name, meshes = type(optimizer).__name__, _meshes_of(parameters)
+        if not is_alone and not meshes:
+            msg = (
+                f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over ranks is defined; those of "
+                f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for "
+                f"FSDP1, or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
+            )
+            raise InvalidValueError(msg)
+        is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters)
+        if is_mixed or len(meshes) > 1:
+            what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(meshes)} meshes"
+            msg = (
+                f"unscale_(max_norm=) needs the parameters of one mesh, got {what} in {name}: call "
+                f"unscale_(optimizer), and clip each kind with torch.nn.utils.clip_grad_norm_"
+            )
+            raise InvalidValueError(msg)
+
     def unscale(self, gradients: TensorGradients, live: TensorState, state: ScaleState) -> TensorFound:
         """Divide gradients by the scale of a state, clip and judge them; or judge them alone.
 
@@ -153,7 +173,7 @@ class TensorUnscaler:
         """
         request, tensors, scale = gradients.request, gradients.tensors, state.scale
         if request.max_norm is not None:
-            _require_norm(gradients)
+            _require_whole(gradients)
         gradients.is_touched = True
         gradients.parameters.left_scaled = False
         flags: Flags = {}
@@ -177,12 +197,13 @@ class TensorUnscaler:
                 # The optimizer will see the sums of duplicates.
                 kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), flags)
             count = kernels.count_nonfinite(flags, tensors)
-        return TensorFound(flags, scale.device, count, number, request.judges_only, norm)
+        return TensorFound(flags, scale.device, count, number, request.judges_only, norm, has_gradients=bool(tensors))
 
     def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: TensorState) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""
         gradients = self.collect(optimizer, Request(takes_fp16=True))
-        _require_norm(gradients)
+        self.require_norm(optimizer, is_alone=True)
+        _require_whole(gradients)
         norm = self._norm(gradients, next((device for device, _ in gradients.tensors), _CPU))
         factor = kernels.clip_factor(norm, max_norm)
         for (device, dtype), tensors in gradients.tensors.items():
@@ -272,16 +293,20 @@ class TensorUnscaler:
         return self._meshes[meshes[0]]
 
 
-def _parameters_of(optimizer: Optimizer) -> Parameters:
-    """Return an optimizer's parameters, which must be tensors."""
+def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
     try:
-        listed = gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
+        return gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
     except Exception as error:
         msg = (
             f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
             f"{type(optimizer).__name__}"
         )
         raise InvalidTypeError(msg) from error
+
+
+def _parameters_of(optimizer: Optimizer) -> Parameters:
+    """Return an optimizer's parameters, which must be tensors."""
+    listed = _listed(optimizer)
     for parameter in listed.unique:
         if not isinstance(parameter, Tensor):
             msg = (
@@ -401,26 +426,10 @@ def values_of(gradient: Tensor) -> Tensor | None:
         return local.values()
 
 
-def _require_norm(gradients: TensorGradients) -> None:
-    """Refuse gradients whose norm is not defined here, before anything is modified."""
-    name, parameters = type(gradients.optimizer).__name__, gradients.parameters
-    iteration = gradients.request.iteration
-    if iteration is not None and not iteration.agreement.is_alone and not parameters.meshes:
-        msg = (
-            f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over the ranks is defined; those of "
-            f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for FSDP1, "
-            f"or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
-        )
-        raise InvalidValueError(msg)
-    sharded: list[Any] = [one for one in parameters.listed.unique if hasattr(one, "device_mesh")]
-    is_mixed = parameters.meshes and len(sharded) < len(parameters.listed.unique)
-    if is_mixed or len(parameters.meshes) > 1:
-        what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(parameters.meshes)} meshes"
-        msg = (
-            f"unscale_(max_norm=) needs the parameters of one mesh, got {what} in {name}: call unscale_(optimizer), "
-            f"and clip each kind with torch.nn.utils.clip_grad_norm_"
-        )
-        raise InvalidValueError(msg)
+def _require_whole(gradients: TensorGradients) -> None:
+    """Refuse to clip gradients that are sums still to be made, before anything is modified."""
+    name = type(gradients.optimizer).__name__
+    sharded: list[Any] = [one for one in gradients.parameters.listed.unique if hasattr(one, "device_mesh")]
     if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
         msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
         raise InvalidValueError(msg)

@@ -142,6 +142,7 @@ class TensorFound:
 
     ``home`` is the scale's device. ``count`` (of gradients that are not finite) and ``scale`` are None if the CPU would
     have to wait for them. ``is_scaled``: they were only judged, and the optimizer unscales them.
+    A norm has a flag, too.
     """
 
     flags: Flags
@@ -150,6 +151,7 @@ class TensorFound:
     scale: float | None = None
     is_scaled: bool = False
     norm: Tensor | None = None
+    has_gradients: bool = False
 
     @property
     def nonfinite(self) -> Tensor:
@@ -195,7 +197,7 @@ class TensorVerdict:
             return
         elif 0.0 < found.scale < math.inf:
             self.known = Verdict(
-                found.count, found.count, bool(live.policy.at_min_scale(state)), found.scale, bool(found.flags)
+                found.count, found.count, bool(live.policy.at_min_scale(state)), found.scale, found.has_gradients
             )
 
     def _message(self, about: Sequence[int]) -> Tensor | list[int]:
@@ -203,12 +205,14 @@ class TensorVerdict:
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
             backend = self._live.backend_for(state.scale)
-            sent: Tensor = vector.pack(backend, policy, state, found.nonfinite, about, has_gradients=bool(found.flags))
+            sent: Tensor = vector.pack(
+                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients
+            )
             return sent
         numbers = ScaleState(*map(Tensor.item, state))
         count = min(found.count, MOST_COUNTED)
         at_min_scale = policy.at_min_scale(state)
-        return vector.pack_plain(numbers, count, bool(at_min_scale), about, has_gradients=bool(found.flags))
+        return vector.pack_plain(numbers, count, bool(at_min_scale), about, has_gradients=found.has_gradients)
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:
@@ -231,7 +235,7 @@ class TensorVerdict:
     @property
     def has_nothing(self) -> bool:
         """Whether this process decides alone, and has no gradient to decide on."""
-        return self._ballot is None and not self._found.flags and not self._shown
+        return self._ballot is None and not self._found.has_gradients and not self._shown
 
     @property
     def is_for_cpu(self) -> bool:
@@ -278,7 +282,7 @@ class TensorVerdict:
         if self._ballot is None:
             nonfinite, scale, *rest = values
             count = int(nonfinite) if self._found.count is None else self._found.count
-            found = Verdict(count, count, any(rest), scale, bool(self._found.flags))
+            found = Verdict(count, count, any(rest), scale, self._found.has_gradients)
         else:
             whole = list(map(int, values))
             found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from torch_runs import assert_same
 
 from gradscale import CallOrderError, GradscaleError, InvalidValueError
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
     pytest.mark.torch,
@@ -286,9 +288,12 @@ def test_an_optimizer_without_gradients_has_the_norm_zero(torch: Any, ours: Any,
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     norm = scaler.unscale_(optimizer, max_norm=1.0)
     assert (norm.item(), norm.dtype, norm.shape) == (0.0, torch.float32, ())
-    scaler.step(optimizer)
-    scaler.update()
-    assert not scaler.last_step(optimizer).skipped
+    # A step without gradients is torch's error, with a norm of them or without.
+    with (
+        nullcontext() if not enabled else pytest.raises(AssertionError, match="none of whose parameters has a gradient")
+    ):
+        scaler.step(optimizer)
+    assert scaler.last_step(optimizer).skipped is enabled
 
 
 @pytest.mark.parametrize("kind", ["transposed", "strided", "complex", "coo"])
@@ -364,3 +369,20 @@ def test_clipping_obeys_the_order_of_calls_and_serves_one_call_only(torch: Any, 
     scaler.step(second)
     scaler.update()
     assert [parameter.item() for parameter in parameters] == pytest.approx([-1.0, -10.0], rel=TOLERANCE)
+
+
+def test_plain_gradients_over_a_group_are_clipped_as_the_refusal_says(torch: Any) -> None:
+    from gradscale_torch import GradScaler
+
+    def rank(group: ThreadCollectives) -> list[float]:
+        scaler, parameter = GradScaler("cpu", group=group), torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        parameter.grad = scaler.scale(torch.full((1,), 3.0))
+        with pytest.raises(InvalidValueError, match=r"Call unscale_\(optimizer\), and then"):
+            scaler.unscale_(optimizer, max_norm=1.0)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        scaler.step(optimizer)
+        return [round(value, 5) for value in parameter.tolist()]
+
+    assert run_ranks(2, rank) == [[-1.0], [-1.0]]
