@@ -1,0 +1,272 @@
+"""Two ranks whose programs differ in one call: an error on both, or equal states."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from axes import require
+from tiers import examples
+
+import gradscale
+from gradscale.testing import ThreadCollectives, run_ranks
+
+# What the gradients are, unscaled.
+TRUE = {"A": 1.0, "B": 2.0, "C": 4.0}
+
+pytestmark = pytest.mark.tier("ranks")
+
+Call = tuple[str, *tuple[Any, ...]]
+Program = tuple[Call, ...]
+
+STEP = "step"
+ITERATION: Program = (("scale",), (STEP, "A"), (STEP, "B"), ("update",))
+UNSCALED: Program = (("scale",), ("unscale", "A"), ("unscale", "B"), (STEP, "A"), (STEP, "B"), ("update",))
+PROGRAMS: dict[str, Program] = {
+    "plain": ITERATION * 2,
+    "unscaled": UNSCALED * 2,
+    "skips and restarts": (
+        *ITERATION,
+        *(("overflow", "A"), ("unscale", "A"), (STEP, "A"), (STEP, "B"), ("update",), ("save",)),
+        *(("scale",), (STEP, "B"), ("update",), ("load",)),
+    ),
+    "optimizers of two classes": (
+        *(("scale",), (STEP, "A"), (STEP, "C"), ("update",)),
+        *(("scale",), ("unscale", "C"), (STEP, "A"), (STEP, "C"), ("update",)),
+    ),
+    "settings": (
+        *(*ITERATION, ("set_growth_interval", 3), ("scale",), (STEP, "A"), ("update", 64.0), ("get_scale",)),
+        *ITERATION,
+    ),
+    "a diagnosis": (*ITERATION, ("diagnose", "A", True), *ITERATION),
+    "accumulated": (("scale",), ("scale",), (STEP, "A"), ("update",), ("scale",), ("unscale", "A"), ("update",)),
+    "clipped": (("scale",), ("clip", "A", 1.0), (STEP, "A"), ("unscale", "B"), ("update",), *ITERATION),
+}
+CALLS: Program = (
+    *((call, optimizer) for call in ("unscale", STEP) for optimizer in TRUE),
+    *((call, optimizer) for call in ("overflow", "name", "without_gradients") for optimizer in "AB"),
+    *((call, "A") for call in ("step_alone", "last_step", "step_schedule")),
+    *(("diagnose", *arguments) for arguments in (("A", False), ("A", True), ("B", True))),
+    *(("update", *arguments) for arguments in ((), (4.0,), (65536.0,))),
+    *(("set_growth_interval", 2), ("set_growth_interval", 5), ("set_growth_factor", 4.0)),
+    *((call,) for call in ("scale", "get_scale", "save", "load", "copy", "pickle", "join", "construct")),
+    *(("clip", optimizer, norm) for optimizer, norm in (("A", 1.0), ("A", 2.0), ("B", 1.0))),
+)
+
+
+class Optimizer:
+    """Notes each gradient that it is stepped with."""
+
+    def __init__(self) -> None:
+        self.grads: list[Any] = []
+        self.seen: list[list[float]] = []
+
+    def step(self) -> None:
+        self.seen.append([float(gradient[0]) for gradient in self.grads])
+
+
+class Other(Optimizer):
+    """Of another class."""
+
+
+def optimizers_of_torch() -> dict[str, Any]:
+    """Return optimizers of torch that note each gradient."""
+    torch = require("torch")
+
+    def noting(base: Any) -> Any:
+        class Noting(base):  # type: ignore[misc]
+            def step(self, closure: Any = None) -> None:  # noqa: ARG002
+                gradients = [parameter.grad for parameter in self.param_groups[0]["params"]]
+                self.seen.append([float(gradient[0]) for gradient in gradients if gradient is not None])
+
+        optimizer = Noting([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        optimizer.seen = []
+        return optimizer
+
+    return {"A": noting(torch.optim.SGD), "B": noting(torch.optim.SGD), "C": noting(torch.optim.Adagrad)}
+
+
+class Rank:
+    """One rank that makes the calls of a program."""
+
+    def __init__(self, group: ThreadCollectives, library: str) -> None:
+        self.is_torch = library == "torch"
+        self.group = group
+        self.optimizers: dict[str, Any]
+        self._array: Callable[[float, int], Any]
+        if self.is_torch:
+            torch = require("torch")
+            import gradscale_torch
+
+            self._make = lambda: gradscale_torch.ShardedGradScaler("cpu", group=group, growth_interval=2)
+            self._array = lambda value, size: torch.full((size,), value) if size else torch.tensor(value)
+            self.optimizers = optimizers_of_torch()
+        else:
+            self._make = lambda: gradscale.ShardedGradScaler(group=group, growth_interval=2)
+            self._array = lambda value, size: np.full(size, value, np.float32) if size else np.float32(value)
+            self.optimizers = {"A": Optimizer(), "B": Optimizer(), "C": Other()}
+        self.scaler: Any = self._make()
+        self._saved = self.scaler.state_dict()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Make one call, of a method here or of the scaler."""
+        chosen = [self.optimizers.get(argument, argument) for argument in arguments]
+        getattr(self if hasattr(self, name) else self.scaler, name)(*chosen)
+
+    def scale(self, overflow: Any = None) -> None:
+        factor = float(self.scaler.scale(self._array(1.0, 0)))
+        for name, optimizer in self.optimizers.items():
+            value = math.inf if optimizer is overflow else TRUE[name] * factor
+            self._put(optimizer, [self._array(value, 3)])
+
+    def _put(self, optimizer: Any, gradients: list[Any]) -> None:
+        if self.is_torch:
+            optimizer.param_groups[0]["params"][0].grad = gradients[0] if gradients else None
+        else:
+            optimizer.grads = gradients
+
+    def overflow(self, optimizer: Any) -> None:
+        # The rank that makes the usual calls has it, too, but a good gradient.
+        self.scale(optimizer if self.group.rank == 1 else None)
+
+    def without_gradients(self, optimizer: Any) -> None:
+        self._put(optimizer, [])
+
+    def unscale(self, optimizer: Any) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def clip(self, optimizer: Any, max_norm: float) -> None:
+        self.scaler.unscale_(optimizer, max_norm=max_norm, **({} if self.is_torch else {"norm_over": "rank"}))
+
+    def step_alone(self, optimizer: Any) -> None:
+        optimizer.step()
+
+    def step_schedule(self, optimizer: Any) -> None:
+        class Schedule:
+            def step(self) -> None:
+                pass
+
+        self.scaler.step_schedule(optimizer, Schedule())
+
+    def diagnose(self, optimizer: Any, gather: bool) -> None:
+        self.scaler.diagnose(optimizer, gather=gather)
+
+    def name(self, optimizer: Any) -> None:
+        self.scaler.name(optimizer, "x")
+
+    def save(self) -> None:
+        self._saved = self.scaler.state_dict()
+
+    def load(self) -> None:
+        self.scaler.load_state_dict(self._saved)
+
+    def copy(self) -> None:
+        self.scaler = copy.deepcopy(self.scaler)
+
+    def pickle(self) -> None:
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+        self.join()
+
+    def join(self) -> None:
+        self.scaler.set_group(self.group)
+
+    def construct(self) -> None:
+        self._make()
+
+
+class Outcome(NamedTuple):
+    """How a program ended on one rank."""
+
+    error: BaseException | None
+    state: Any
+    seen: dict[str, list[list[float]]]
+    """By optimizer, the gradients of each of its steps."""
+
+
+def outcomes(programs: tuple[Program, Program], library: str) -> list[Outcome]:
+    """Return how two programs end, of which each is followed by two usual iterations."""
+    ended: dict[int, Outcome] = {}
+
+    def work(group: ThreadCollectives) -> None:
+        try:
+            rank = Rank(group, library)
+            for call in (*programs[group.rank], *ITERATION, *ITERATION):
+                rank.call(*call)
+        except BaseException as error:
+            ended[group.rank] = Outcome(error, None, {})
+            raise
+        seen = {name: optimizer.seen for name, optimizer in rank.optimizers.items()}
+        ended[group.rank] = Outcome(None, rank.scaler.state_dict(), seen)
+
+    with contextlib.suppress(Exception):
+        run_ranks(2, work)
+    return [ended[rank] for rank in range(2)]
+
+
+def variants(program: Program) -> Iterator[tuple[str, Program]]:
+    """Yield each program that differs in one call: dropped, exchanged with the next, added or replaced."""
+    for place, usual in enumerate(program):
+        before, after = program[:place], program[place + 1 :]
+        yield f"{place}: without {usual}", before + after
+        if after:
+            yield f"{place}: {usual} after {after[0]}", (*before, after[0], usual, *after[1:])
+        for call in CALLS:
+            yield f"{place}: {call} before {usual}", (*before, call, usual, *after)
+            if call != usual:
+                yield f"{place}: {call} for {usual}", (*before, call, *after)
+    for call in CALLS:
+        yield f"{call} at the end", (*program, call)
+
+
+def is_safe(ended: list[Outcome], own_gradients: bool) -> bool:
+    """Tell whether both ranks have failed with an error of gradscale, or both are in one state after the same steps."""
+    if all(one.error is not None for one in ended):
+        return all(isinstance(one.error, gradscale.GradscaleError) for one in ended)
+    if any(one.error is not None for one in ended) or ended[0].state != ended[1].state:
+        return False
+    steps = [{name: len(seen) for name, seen in one.seen.items()} for one in ended]
+    return own_gradients or steps[0] == steps[1]
+
+
+def cases() -> list[Any]:
+    """Return every program on NumPy, and on torch those that it has: it clips sharded gradients alone over a group."""
+    of_torch = [pytest.mark.torch, pytest.mark.tier("all")]
+    return [
+        pytest.param(library, name, marks=of_torch if library == "torch" else ())
+        for library in ("numpy", "torch")
+        for name in PROGRAMS
+        if (library, name) != ("torch", "clipped")
+    ]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(("library", "name"), cases())
+def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str, name: str, odd: int) -> None:
+    usual = PROGRAMS[name]
+    for one in outcomes((usual, usual), library):
+        assert one.error is None
+    pairs = list(variants(usual))
+    wrong = []
+    # A tenth before the last tier, others for each rank.
+    step = 1 if examples(10) == 10 else 10
+    for what, program in pairs[odd % step :: step]:
+        ended = outcomes((program, usual) if odd == 0 else (usual, program), library)
+        # A rank may step an optimizer by itself, without the scaler.
+        if not is_safe(ended, "step_alone" in what):
+            wrong.append((what, ended))
+    assert not wrong
+
+
+def test_ranks_that_end_apart_are_found() -> None:
+    ended, failed = Outcome(None, {"scale": 4.0}, {"A": [[1.0]]}), Outcome(gradscale.ScaleDesyncError(""), None, {})
+    assert is_safe([ended, ended], False)
+    assert is_safe([failed, failed], False)
+    for other in (failed, ended._replace(state={"scale": 2.0}), ended._replace(seen={"A": []})):
+        assert not is_safe([ended, other], False)
+    assert not is_safe([failed, failed._replace(error=RuntimeError())], False)
