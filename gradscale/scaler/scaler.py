@@ -218,19 +218,11 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        parts, iteration = self._parts, self._iteration
-        iteration.require_sound()
+        parts = self._parts
+        self._iteration.require_sound()
         look = self._count_nonfinite if parts.reports.diagnoses else None
-        # A closure scales within the step that calls it.
-        is_call = not iteration.is_inside_closure
-        if is_call and not self._busy.acquire(blocking=False):
-            _refuse_nested("scale()")
-        try:
-            scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
-            return scaled
-        finally:
-            if is_call:
-                self._busy.release()
+        scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
+        return scaled
 
     @checked_arguments
     def unscale_(
@@ -646,13 +638,14 @@ class GradScaler:
         loaded = checkpoint.parse(state_dict, self._parts.live.policy)
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
         before, self._iteration = self._iteration, Iteration(loaded.iteration, self._parts)
-        if agreement.failure is None:
-            # Gradients under way are unscaled by what they were scaled with.
-            self._iteration.scaled, self._iteration.state = before.scaled, before.state
+        is_under_way = before.scaled and agreement.failure is None
+        if is_under_way:
+            # These gradients are unscaled by what they were scaled with.
+            self._iteration.scaled, self._iteration.state = True, before.state
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
-        live.load(loaded.policy, loaded.snapshot, keep=before.scaled)
+        live.load(loaded.policy, loaded.snapshot, keep=is_under_way)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: settings and numbers, without arrays, groups, callbacks and reports.

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch_runs import assert_same
 
-from gradscale import CallOrderError, DynamicScale, GradscaleError, StateDictError, StaticScale
+from gradscale import CallOrderError, DynamicScale, GradscaleError, ScaleDesyncError, StateDictError, StaticScale
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -370,3 +371,20 @@ def test_a_state_dict_that_is_loaded_after_the_backward_pass_serves_the_next_ite
     assert parameter.item() == -1.0
     scaler.update()
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (1024.0, 4)
+
+
+def test_a_checkpoint_after_ranks_have_differed_is_loaded_into_the_same_tensors(torch: Any) -> None:
+    from gradscale_torch import GradScaler
+
+    def rank(group: ThreadCollectives) -> tuple[bool, float]:
+        scaler, parameter = GradScaler("cpu", group=group), torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = scaler.scale(torch.ones(1))
+        saved, tensor = scaler.state_dict(), scaler._scale
+        if group.rank:
+            scaler.set_growth_factor(4.0)
+        with pytest.raises(ScaleDesyncError):
+            scaler.step(torch.optim.SGD([parameter]))
+        scaler.load_state_dict(saved | {"scale": 8.0})
+        return scaler._scale is tensor, scaler.get_scale()
+
+    assert run_ranks(2, rank) == [(True, 8.0)] * 2
