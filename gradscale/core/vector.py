@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib
 import itertools
 import math
 import numbers
@@ -231,10 +232,7 @@ def greeting() -> list[int]:
 
     ``release`` is the version's three numbers; ``build`` is a hash of the whole version and of the form of messages.
     """
-    # It takes long to import.
-    from importlib.metadata import version
-
-    own = version("gradscale")
+    own: str = importlib.import_module("gradscale").__version__
     major, minor, micro = map(int, re.findall(r"\d+", f"{own}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
     form = own, FLAGS, _FIELDS, _OPTIMIZER_BITS, _CALL_BITS, _REST_BITS, _GROUP_BITS, _SCALER_BITS
@@ -476,7 +474,10 @@ def _difference(name: str, low: int, high: int, own: int | None, policy: object,
         return f"policy (here {policy!r}) or diagnose="
     if name == "kind":
         here = f" (here {kinds[own]})" if own is not None and own in kinds else ""
-        return f"optimizer's class, number of param_groups or name{here}, so some rank has them in another order"
+        return (
+            f"optimizer's class, number of param_groups or name{here}, so some rank has them in another order; if "
+            f"ranks hold other parts of a model, give its optimizer one name on all: scaler.name(optimizer, 'main')"
+        )
     if name == "group":
         return "position of the group in the list, so some rank has the groups in another order"
     if name == "rest":

@@ -95,22 +95,26 @@ class Agreement:
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._had: IdentityMap[int] = IdentityMap()
         self.kinds: dict[int, str] = {}
+        self._names: IdentityMap[str] = IdentityMap()
         # As for all scalers, but of groups that cannot be referenced weakly.
         self._greeted: IdentityMap[bool] = IdentityMap()
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
-        """Reset the counters, as every rank does that joins a group."""
-        self.steps = 0
+        """Reset what depends on the groups, as every rank does that joins one."""
+        self._forget_counts()
         self.takes_lists = take_lists(self._groups or ())
-        self._optimizers: IdentityMap[Met] = IdentityMap()
-        self._names: IdentityMap[str] = IdentityMap()
-        # How many optimizers there were: a list, which copies share.
-        self._count = [0]
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
         self._policy: Policy | None = None
         self._identity = 0
+
+    def _forget_counts(self) -> None:
+        """Count steps and optimizers from 0 again."""
+        self.steps = 0
+        self._optimizers: IdentityMap[Met] = IdentityMap()
+        # How many optimizers there were: a list, which copies share.
+        self._count = [0]
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -163,6 +167,15 @@ class Agreement:
             self.failure = error
             raise
 
+    def break_off(self, error: BaseException, iteration: int) -> None:
+        """Use the groups no more, since something like Ctrl-C has come between the messages that start an agreement."""
+        lost = BackendError(
+            f"{type(error).__name__} has interrupted the start of an agreement, {whereabouts(self.groups, iteration)}: "
+            f"call set_group() with another group on every rank"
+        )
+        lost.__cause__ = error
+        self._lost = self.failure = lost
+
     def lose(self, error: BackendError | CollectiveTimeoutError, iteration: int) -> None:
         """Use the groups no more."""
         if isinstance(error, CollectiveTimeoutError):
@@ -171,6 +184,9 @@ class Agreement:
 
     def recover(self) -> None:
         """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
+        if self.failure is not None:
+            # Every rank has failed, and they may have counted differently.
+            self._forget_counts()
         self.failure = None
 
     def usable_groups(self) -> Sequence[Collectives]:
@@ -225,17 +241,18 @@ class Agreement:
                 number = known.number
             name = self._names.by_id(id(optimizer))
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
-            kind += "" if name is None else f", named {name!r}"
-            known = Met(number, size, zlib.crc32(kind.encode()) & 0x7FFFFFFF)
-            self.kinds[known.kind] = kind
+            # With a name, ranks may hold other parts of a model, such as the stages of a pipeline.
+            known = Met(number, size, zlib.crc32(ascii(name or kind).encode()) & 0x7FFFFFFF)
+            self.kinds[known.kind] = kind if name is None else f"{kind}, named {name!r}"
             self._optimizers.put(optimizer, known)
         return known
 
     def name(self, optimizer: object, name: str) -> None:
-        """Compare a name of an optimizer with the other ranks', too."""
-        known = self.met(optimizer)
+        """Compare a name of an optimizer with the other ranks' instead of its class and number of ``param_groups``."""
         self._names.put(optimizer, name)
-        self._optimizers.put(optimizer, known._replace(size=-1))
+        known = self._optimizers.by_id(id(optimizer))
+        if known is not None:
+            self._optimizers.put(optimizer, known._replace(size=-1))
 
     def number_over(self, collectives: Collectives) -> int:
         """Return the number of this scaler over a group, counted when it joins the group or first sends over it."""
@@ -309,6 +326,11 @@ class Ballot:
                 self._start(group, sent)
         except (BackendError, CollectiveTimeoutError) as error:
             agreement.lose(error, number)
+            raise
+        except GradscaleError:
+            raise
+        except BaseException as error:
+            agreement.break_off(error, number)
             raise
 
     def _start(self, group: Collectives, sent: Array) -> None:

@@ -16,6 +16,7 @@ from gradscale.errors import (
     BackendError,
     CallOrderError,
     CollectiveTimeoutError,
+    GradscaleError,
     InvalidTypeError,
     InvalidValueError,
     ScaleDesyncError,
@@ -228,7 +229,10 @@ class Iteration:
                     verdict = pending.verdict()
                 self.live.observe(verdict.scale, pending.version)
                 if not verdict.has_gradients:
-                    self.wrong_order("a step before, whose verdict has now arrived, found no gradient on any rank")
+                    # No error: each rank would raise it at another call, and the others would wait for it.
+                    warn_caller(
+                        f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
+                    )
 
     def unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None = None) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
@@ -281,7 +285,7 @@ class Iteration:
         max_norm = None if request is None else request.max_norm
         try:
             turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm)
-        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
+        except GradscaleError as error:
             agreement.failure = error
             raise
         return found.norm

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -137,24 +139,120 @@ def test_optimizers_in_another_order_from_the_first_iteration_on_are_an_error(ki
         assert f"optimizer's class, number of param_groups or name {here}" in message
 
 
+def iterate(scaler: GradScaler, *optimizers: Tree) -> None:
+    """Make a clean iteration."""
+    for optimizer in optimizers:
+        optimizer.grads = [scaler.scale(np.float32([2.0]))]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.numpy
+def test_ranks_may_step_other_classes_under_one_name_and_name_them_in_any_order() -> None:
+    def rank(group: ThreadCollectives) -> int:
+        scaler = ShardedGradScaler(group=group)
+        optimizers = [Tree(), Other()] if group.rank == 0 else [Other(), Tree()]
+        named = list(zip(optimizers, ("generator", "critic"), strict=True))
+        for optimizer, name in named if group.rank == 0 else reversed(named):
+            scaler.name(optimizer, name)
+        iterate(scaler, *optimizers)
+        scaler.set_group(group)
+        # The names go with the scaler to another group.
+        iterate(scaler, *optimizers)
+        with pytest.raises(gradscale.ScaleDesyncError, match=r"named '(generator|critic)'"):
+            iterate(scaler, *(optimizers if group.rank == 0 else reversed(optimizers)))
+        return sum(optimizer.steps for optimizer in optimizers)
+
+    assert run_ranks(2, rank) == [4, 4]
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("what", ["a step left out", "another order"])
+def test_a_checkpoint_on_every_rank_mends_counts_that_differ(what: str) -> None:
+    def rank(group: ThreadCollectives) -> int:
+        scaler, one, other = ShardedGradScaler(group=group), Tree(), Other()
+        saved = scaler.state_dict()
+        met = [one]
+        if what == "another order":
+            met = [one, other] if group.rank == 0 else [other, one]
+        else:
+            one.grads = [scaler.scale(np.float32([2.0]))]
+            scaler.unscale_(one)
+            if group.rank == 0:
+                scaler.step(one)
+            scaler.update()
+        with pytest.raises(gradscale.ScaleDesyncError):
+            iterate(scaler, *met)
+        before = one.steps
+        scaler.load_state_dict(saved)
+        for _ in range(2):
+            iterate(scaler, one, other)
+        return one.steps - before
+
+    assert run_ranks(2, rank) == [2, 2]
+
+
+@pytest.mark.numpy
+def test_ctrl_c_while_versions_are_compared_leaves_a_scaler_that_takes_another_group() -> None:
+    class Interrupted(Solo):
+        def start_max(self, x: Any, /) -> Callable[[], Any]:  # noqa: ARG002
+            raise KeyboardInterrupt
+
+    scaler, optimizer = ShardedGradScaler(group=Interrupted()), Tree()
+    optimizer.grads = [scaler.scale(np.float32([2.0]))]
+    with pytest.raises(KeyboardInterrupt):
+        scaler.unscale_(optimizer)
+    with pytest.raises(gradscale.BackendError, match=r"KeyboardInterrupt has interrupted .* call set_group\(\)"):
+        scaler.step(optimizer)
+    scaler.set_group(Solo())
+    iterate(scaler, optimizer)
+    assert optimizer.steps == 1
+
+
+class Solo:
+    """A group of one rank."""
+
+    rank, size = 0, 1
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        return lambda: x
+
+
 BUSY = "while another call of this scaler is under way"
 
 
 @pytest.mark.numpy
-@pytest.mark.parametrize("call", ["scale", "unscale_", "step", "update"])
+@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
 def test_a_call_inside_of_a_step_is_an_error_and_the_step_is_made_once(call: str) -> None:
     scaler = GradScaler(init_scale=4.0)
 
     class Nested(Tree):
         def step(self, *args: Any, **kwargs: Any) -> str:
             with pytest.raises(CallOrderError, match=rf"^{call}\(\) was called {BUSY}"):
-                getattr(scaler, call)(*{"scale": (np.float32(1.0),), "update": ()}.get(call, (self,)))
+                getattr(scaler, call)(*() if call == "update" else (self,))
             return super().step(*args, **kwargs)
 
     optimizer = Nested([scaler.scale(np.float32([2.0]))])
     scaler.step(optimizer)
     scaler.update()
     assert (optimizer.steps, optimizer.grads[0].tolist(), scaler.last_step(optimizer).iteration) == (1, [2.0], 1)
+
+
+@pytest.mark.numpy
+def test_a_loss_may_be_scaled_inside_of_a_step_and_in_another_thread() -> None:
+    scaler = GradScaler(init_scale=4.0)
+
+    class Scaling(Tree):
+        def step(self, *args: Any, **kwargs: Any) -> str:
+            with ThreadPoolExecutor(1) as pool:
+                self.losses = [scaler.scale(np.float32(1.0)), pool.submit(scaler.scale, np.float32(1.0)).result()]
+            return super().step(*args, **kwargs)
+
+    optimizer = Scaling([scaler.scale(np.float32([2.0]))])
+    scaler.step(optimizer)
+    scaler.update()
+    assert (optimizer.losses, optimizer.grads[0].tolist()) == ([4.0, 4.0], [2.0])
 
 
 @pytest.mark.numpy

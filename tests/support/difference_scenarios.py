@@ -301,7 +301,7 @@ def other_version(group: Any, odd_rank: int, version: str, kind: str) -> list[Fa
         trainer = Trainer(fresh, "numpy" if kind == "list" else kind, 1)
         call = lambda: trainer.iterate((0,))  # noqa: E731
     mine = version if rank == odd_rank else gradscale.__version__
-    with mock.patch("importlib.metadata.version", return_value=mine):
+    with mock.patch.object(gradscale, "__version__", mine):
         told = [failure_of(call) for _ in range(2)]
     if kind != "agreement":
         trainer.scaler.set_group(new())
