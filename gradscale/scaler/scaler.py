@@ -553,8 +553,9 @@ class GradScaler:
     def name(self, optimizer: Optimizer, name: str) -> None:
         """Give an optimizer a name, which the ranks of a group compare in each message about it.
 
-        Ranks compare the class and the number of ``param_groups`` of an optimizer anyway. Of two of one kind, such as
-        the generator's and the critic's, they know only the order in which they meet them: a name tells these apart.
+        Without a name ranks compare the class and the number of ``param_groups`` of an optimizer. Of two of one kind,
+        such as the generator's and the critic's, they know only the order in which they meet them: names tell these
+        apart. And where ranks hold other parts of a model, classes and numbers may differ under one name.
 
         Parameters
         ----------
