@@ -560,7 +560,8 @@ class GradScaler(TorchGradScaler):
         turn = iteration.turn_of(optimizer)
         stage = turn.stage
         iteration.unscale(turn, optimizer, Request(judges_only=True, takes_fp16=True))
-        turn.stage = stage
+        # It counts in place of one that the optimizer was stepped by, as in torch.
+        turn.stage, turn.verdict = stage, None
         return found_by_device(iteration, turn)
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge)
