@@ -281,8 +281,10 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     """Tell quickly whether leaves are floating arrays of one type and library."""
     if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
         return False
-    kinds = {dtype_kind(dtype, home) for dtype in {x.dtype for x in leaves}}
-    return kinds.isdisjoint((Kind.INTEGRAL, Kind.UNKNOWN))
+    for dtype in {x.dtype for x in leaves}:
+        if dtype_kind(dtype, home) in (Kind.INTEGRAL, Kind.UNKNOWN):
+            return False
+    return True
 
 
 def _path(leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:
