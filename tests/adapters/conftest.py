@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,3 +55,21 @@ def cupy_backend(cupy: Any) -> Any:  # noqa: ARG001
     from gradscale_cupy.arrays import CupyBackend
 
     return CupyBackend()
+
+
+@pytest.fixture(params=["torch", "gradscale"])
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """Return what makes a scaler for a framework: torch's, which shows what the framework expects, or ours."""
+    from hosts import maker
+
+    return maker(request.param)
+
+
+@pytest.fixture
+def reset_accelerate() -> Iterator[None]:
+    """Forget accelerate's global state afterwards."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()

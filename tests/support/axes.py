@@ -104,4 +104,4 @@ def leave_out_gpu(reason: str) -> NoReturn:
 def _leave_out(name: str, reason: str) -> NoReturn:
     if name in required():
         pytest.fail(f"{reason}, and {VARIABLE} requires it")
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)
