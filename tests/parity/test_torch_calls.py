@@ -13,48 +13,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axes_torch import torch
+from small_torch import Small
 from torch_runs import assert_same
 
 from gradscale import GradscaleError, InvalidValueError
 
 pytestmark = pytest.mark.torch
 
-CLASSES = ["GradScaler", "ShardedGradScaler"]
 WARNING = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+Pair = tuple[Any, Any]
 
 
 @pytest.fixture
-def no_cuda(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this be a machine without CUDA."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
 
 
-@pytest.fixture(params=CLASSES)
-def makers(request: pytest.FixtureRequest, classes: dict[str, tuple[Any, Any]], torch: Any) -> Iterator[list[Any]]:
+@pytest.fixture
+def makers(group: None, pair: Pair) -> list[Any]:  # noqa: ARG001
     """Return what makes our scaler and torch's for the CPU, in a world of one."""
-    if request.param == "ShardedGradScaler":
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield [functools.partial(make, "cpu") for make in classes[request.param]]
-    if request.param == "ShardedGradScaler":
-        torch.distributed.destroy_process_group()
+    return [functools.partial(make, "cpu") for make in pair]
 
 
 # Signatures.
 
 
-def test_the_arguments_of_the_constructor_are_torchs(pair: tuple[Any, Any]) -> None:
-    ours, theirs = (list(inspect.signature(each).parameters.values()) for each in pair)
-    plain = [(each.name, each.kind, each.default) for each in theirs if each.name != "process_group"]
-    assert [(each.name, each.kind, each.default) for each in ours[: len(plain)]] == plain
-    assert [each.name for each in ours[: len(theirs)]] == [each.name for each in theirs]
-    for parameter in ours[len(theirs) :]:
-        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameter.default is not inspect.Parameter.empty
-    group = next((each for each in ours if each.name == "process_group"), None)
-    assert group is None or (group.kind, group.default) == (inspect.Parameter.POSITIONAL_OR_KEYWORD, None)
+def check_signature(ours: Any, theirs: Any, but: str = "") -> None:
+    """Check that a function takes torch's arguments, of which one may have another default, and options of its own."""
+    mine, wanted = ([*inspect.signature(each).parameters.values()] for each in (ours, theirs))
+    for one, other in zip(mine, wanted, strict=False):
+        assert (one.name, one.kind) == (other.name, other.kind), theirs
+        assert one.default == other.default or one.name == but, theirs
+    assert len(mine) >= len(wanted)
+    for parameter in mine[len(wanted) :]:
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, theirs
+        assert parameter.default is not inspect.Parameter.empty, theirs
 
 
-def test_positional_arguments_mean_what_they_mean_at_torchs(classes: dict[str, tuple[Any, Any]]) -> None:
+def test_every_public_method_of_torchs_and_the_constructor_take_torchs_arguments(pair: Pair) -> None:
+    ours, theirs = pair
+    check_signature(ours, theirs, but="process_group")
+    names = [name for name, value in inspect.getmembers(theirs) if callable(value) and not name.startswith("_")]
+    assert len(names) >= 13
+    for name in names:
+        check_signature(getattr(ours, name), getattr(theirs, name))
+
+
+def test_positional_arguments_mean_what_they_mean_at_torchs(classes: dict[str, Pair]) -> None:
     for name, arguments in {"GradScaler": (8.0, 3.0, 0.25, 7), "ShardedGradScaler": (8.0, 0.25, 3.0, 7)}.items():
         ours, theirs = (make("cpu", *arguments, True) for make in classes[name])
         assert ours.state_dict() == theirs.state_dict()
@@ -62,27 +69,7 @@ def test_positional_arguments_mean_what_they_mean_at_torchs(classes: dict[str, t
         assert not any(make("cpu", *arguments, False).is_enabled() for make in classes[name])
 
 
-def public_methods(kind: Any) -> list[str]:
-    """Return the names of the methods that a class has for everybody."""
-    return [name for name, value in inspect.getmembers(kind) if callable(value) and not name.startswith("_")]
-
-
-def test_every_public_method_of_torchs_takes_torchs_arguments(pair: tuple[Any, Any]) -> None:
-    ours, theirs = pair
-    names = public_methods(theirs)
-    assert len(names) >= 13
-    for name in names:
-        theirs_of, ours_of = (
-            list(inspect.signature(getattr(each, name)).parameters.values()) for each in (theirs, ours)
-        )
-        theirs_kinds = [(each.name, each.kind, each.default) for each in theirs_of]
-        assert [(each.name, each.kind, each.default) for each in ours_of[: len(theirs_of)]] == theirs_kinds, name
-        for parameter in ours_of[len(theirs_of) :]:
-            assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, name
-            assert parameter.default is not inspect.Parameter.empty, name
-
-
-def test_ours_is_an_instance_of_torchs_gradscaler(torch: Any, pair: tuple[Any, Any]) -> None:
+def test_ours_is_an_instance_of_torchs_gradscaler(pair: Pair) -> None:
     assert issubclass(pair[0], torch.amp.GradScaler)
     assert isinstance(pair[0]("cpu"), torch.amp.GradScaler)
 
@@ -100,9 +87,7 @@ def warned_by(make: Any, *arguments: Any, **options: Any) -> tuple[Any, list[war
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("arguments", [(), ("cuda",)], ids=["default", "named"])
-def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(
-    pair: tuple[Any, Any], arguments: tuple[str, ...]
-) -> None:
+def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(pair: Pair, arguments: tuple[str, ...]) -> None:
     ours, theirs = (warned_by(make, *arguments) for make in pair)
     for scaler, caught in (ours, theirs):
         assert not scaler.is_enabled()
@@ -120,51 +105,41 @@ def test_cuda_without_cuda_warns_as_torch_does_and_is_disabled(
     ids=["cuda-disabled", "cpu", "cpu-disabled", "xpu"],
 )
 def test_other_devices_do_not_warn_as_at_torchs(
-    pair: tuple[Any, Any], arguments: tuple[str, ...], options: dict[str, Any]
+    pair: Pair, arguments: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     ours, theirs = (warned_by(make, *arguments, **options) for make in pair)
     assert (ours[1], theirs[1]) == ([], [])
     assert ours[0].is_enabled() is theirs[0].is_enabled()
 
 
-@pytest.mark.parametrize("device", ["nonsense", "", "cuda:x", 1.5], ids=repr)
-def test_a_device_that_does_not_exist_is_an_error_where_torch_takes_it(pair: tuple[Any, Any], device: Any) -> None:
+@pytest.mark.parametrize("device", ["nonsense", "cdua", "cpu:", "gpu", "", "cuda:x", 1.5], ids=repr)
+def test_a_device_that_does_not_exist_is_named_where_torch_takes_it(pair: Pair, device: Any) -> None:
     ours, theirs = pair
     assert theirs(device).is_enabled()
-    with pytest.raises(GradscaleError, match="device"):
+    with pytest.raises(GradscaleError, match="device") as caught:
         ours(device)
+    assert repr(device) in str(caught.value)
 
 
 # Disabled.
 
 
+FACTORS: list[dict[str, float]] = [
+    *({"growth_factor": value} for value in (1.0, 0.5)),
+    *({"backoff_factor": value} for value in (1.0, 2.0)),
+]
+
+
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"growth_factor": 1.0},
-        {"backoff_factor": 1.0},
-        {"growth_factor": 0.5, "init_scale": 0.0},
-        {"growth_interval": 0},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_a_disabled_scaler_takes_any_factors_as_torchs_does(pair: tuple[Any, Any], options: dict[str, Any]) -> None:
-    ours, theirs = pair
-    assert not theirs("cpu", enabled=False, **options).is_enabled()
-    assert not ours("cpu", enabled=False, **options).is_enabled()
-    for make in (theirs, ours):
+@pytest.mark.parametrize("options", [*FACTORS, {"init_scale": 0.0}, {"growth_interval": 0}], ids=str)
+def test_a_disabled_scaler_takes_any_factors_as_torchs_does(pair: Pair, options: dict[str, Any]) -> None:
+    for make in pair:
+        assert not make("cpu", enabled=False, **options).is_enabled()
         assert not warned_by(make, "cuda", **options)[0].is_enabled()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"growth_factor": 1.0}, {"growth_factor": 0.5}, {"backoff_factor": 1.0}, {"backoff_factor": 2.0}],
-    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
-)
-def test_an_enabled_scaler_refuses_the_factors_that_torchs_refuses(
-    pair: tuple[Any, Any], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", FACTORS, ids=str)
+def test_an_enabled_scaler_refuses_the_factors_that_torchs_refuses(pair: Pair, options: dict[str, Any]) -> None:
     ours, theirs = pair
     with pytest.raises(AssertionError, match="factor"):
         theirs("cpu", **options)
@@ -172,53 +147,38 @@ def test_an_enabled_scaler_refuses_the_factors_that_torchs_refuses(
         ours("cpu", **options)
 
 
-def test_a_disabled_scaler_passes_everything_through_as_torchs_does(torch: Any, makers: list[Any]) -> None:
+def test_a_disabled_scaler_passes_everything_through_as_torchs_does(makers: list[Any]) -> None:
     seen = []
     for make in makers:
         scaler = make(enabled=False)
-        parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-        parameter.grad = torch.tensor([0.5, float("inf")])
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        run = Small(scaler, start=1.0)
+        run.put(torch.tensor([0.5, float("inf")]))
         for outputs in (torch.ones(2), [torch.ones(())], {"a": 1}, "text", None, 3, iter([1])):
             assert scaler.scale(outputs) is outputs
         before = [
-            scaler.unscale_(optimizer),
-            scaler.unscale_(optimizer),
-            scaler.step(optimizer),
-            scaler.step(optimizer, lambda: torch.full((), 7.0)),
-            scaler.step(optimizer, closure=lambda: torch.full((), 8.0)),
-            scaler.update(),
-            scaler.update(3.0),
-            scaler.update("nonsense"),
-            scaler.load_state_dict({}),
-            scaler.load_state_dict({"scale": 2.0}),
-            scaler.get_scale(),
-            scaler._get_growth_tracker(),
-            scaler.is_enabled(),
-            scaler.state_dict(),
-            scaler._enabled,
-            scaler._device,
+            *[scaler.unscale_(run.optimizer) for _ in range(2)],
+            scaler.step(run.optimizer),
+            scaler.step(run.optimizer, lambda: torch.full((), 7.0)),
+            scaler.step(run.optimizer, closure=lambda: torch.full((), 8.0)),
+            *[scaler.update(*arguments) for arguments in ((), (3.0,), ("nonsense",))],
+            *[scaler.load_state_dict(state) for state in ({}, {"scale": 2.0})],
+            *[run.state, scaler.is_enabled(), scaler.state_dict(), scaler._enabled, scaler._device],
         ]
         if "process_group" not in inspect.signature(make).parameters:
             restored = [pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)]
             before += [(each.is_enabled(), each.get_scale(), each.state_dict()) for each in restored]
-        seen.append([before, parameter, parameter.grad])
+        seen.append([before, run.parameter, run.parameter.grad])
     assert_same(*seen)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_a_disabled_scaler_steps_a_fused_optimizer_as_torchs_does(torch: Any, makers: list[Any], fused: bool) -> None:
+@pytest.mark.parametrize("variant", ["AdamW", "AdamW-fused"])
+def test_a_disabled_scaler_steps_a_fused_optimizer_as_torchs_does(makers: list[Any], variant: str) -> None:
     seen = []
     for make in makers:
-        scaler = make(enabled=False)
-        parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-        optimizer = torch.optim.AdamW([parameter], lr=0.5, fused=fused)
+        run = Small(make(enabled=False), variant, start=1.0, lr=0.5)
         for gradient in (3.0, -1.0):
-            parameter.grad = torch.full((2,), gradient)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        seen.append([parameter, optimizer.state_dict(), hasattr(optimizer, "found_inf")])
+            run.iterate(gradient, explicit=True)
+        seen.append([run.parameter, run.optimizer.state_dict(), hasattr(run.optimizer, "found_inf")])
     assert_same(*seen)
 
 
@@ -230,9 +190,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "int32", "in
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [2.0**16, 3.0])
-def test_what_scale_returns_is_torchs(
-    torch: Any, makers: list[Any], dtype: str, shape: tuple[int, ...], scale: float
-) -> None:
+def test_what_scale_returns_is_torchs(makers: list[Any], dtype: str, shape: tuple[int, ...], scale: float) -> None:
     tensor = torch.full(shape, 5, dtype=getattr(torch, dtype))
     ours, theirs = (make(init_scale=scale) for make in makers)
     assert_same(ours.scale(tensor), theirs.scale(tensor))
@@ -242,20 +200,14 @@ def test_what_scale_returns_is_torchs(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_only_the_sharded_scaler_keeps_the_dtype_of_a_half_loss(
-    torch: Any, classes: dict[str, tuple[Any, Any]], dtype: str
-) -> None:
+def test_only_the_sharded_scaler_keeps_the_dtype_of_a_half_loss(makers: list[Any], pair: Pair, dtype: str) -> None:
     loss = torch.ones((), dtype=getattr(torch, dtype))
-    assert classes["GradScaler"][0]("cpu").scale(loss).dtype is torch.float32
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert classes["ShardedGradScaler"][0]("cpu").scale(loss).dtype is loss.dtype
-        assert classes["ShardedGradScaler"][0]("cpu").scale([loss])[0].dtype is loss.dtype
-    finally:
-        torch.distributed.destroy_process_group()
+    kept = loss.dtype if pair[0].__name__ == "ShardedGradScaler" else torch.float32
+    assert makers[0]().scale(loss).dtype is kept
+    assert makers[0]().scale([loss])[0].dtype is kept
 
 
-def test_scaled_losses_are_differentiable_as_torchs(torch: Any, makers: list[Any]) -> None:
+def test_scaled_losses_are_differentiable_as_torchs(makers: list[Any]) -> None:
     gradients = []
     for make in makers:
         leaf = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -275,7 +227,7 @@ class Losses(list):  # type: ignore[type-arg]
     [list, tuple, Losses, lambda parts: [[tuple(parts)], []], lambda _: [], lambda _: ()],
     ids=["list", "tuple", "subclass", "nested", "empty-list", "empty-tuple"],
 )
-def test_containers_come_back_as_torchs(torch: Any, makers: list[Any], container: Any) -> None:
+def test_containers_come_back_as_torchs(makers: list[Any], container: Any) -> None:
     ours, theirs = (make() for make in makers)
     scaled = [scaler.scale(container([torch.ones(()), torch.ones(2)])) for scaler in (ours, theirs)]
     assert_same(*scaled)
@@ -285,9 +237,7 @@ def test_containers_come_back_as_torchs(torch: Any, makers: list[Any], container
 @pytest.mark.parametrize(
     "make_iterable", [iter, lambda parts: (x for x in parts), set], ids=["iterator", "generator", "set"]
 )
-def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(
-    torch: Any, makers: list[Any], make_iterable: Any
-) -> None:
+def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(makers: list[Any], make_iterable: Any) -> None:
     for make in makers:
         scaler = make(init_scale=4.0)
         lazy = scaler.scale(make_iterable([torch.ones(()), torch.ones(())]))
@@ -298,28 +248,22 @@ def test_other_iterables_are_scaled_when_they_are_consumed_as_torchs(
         assert [each.item() for each in lazy] == [4.0]
 
 
-@pytest.mark.parametrize("in_a_later_iteration", [False, True])
-def test_an_iterator_counts_as_scaled_when_it_is_consumed(
-    torch: Any, makers: list[Any], in_a_later_iteration: bool
-) -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["at-once", "in-a-later-iteration"])
+def test_an_iterator_counts_as_scaled_when_it_is_consumed(makers: list[Any], later: bool) -> None:
     for make in makers:
-        scaler, weight = make(init_scale=4.0, growth_interval=1), torch.ones(1, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        lazy = scaler.scale(iter([weight.sum()]))
-        if in_a_later_iteration:
-            scaler.scale(weight.sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+        run = Small(make(init_scale=4.0, growth_interval=1), size=1)
+        lazy = run.scaler.scale(iter([run.parameter.sum()]))
+        if later:
+            run.iterate(1.0)
+            run.optimizer.zero_grad()
         next(lazy).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert (weight.item(), weight.grad.item()) == (-1.0 if in_a_later_iteration else 0.0, 1.0)
+        run.step()
+        assert (run.held, run.parameter.grad.item()) == ([[-2.0 if later else -1.0]], 1.0)
 
 
 @pytest.mark.parametrize("outputs", [3, 1.5, None, object()], ids=["int", "float", "none", "object"])
 @pytest.mark.parametrize("nested", [False, True], ids=["bare", "nested"])
-def test_what_is_no_tensor_is_torchs_error(torch: Any, makers: list[Any], outputs: Any, nested: bool) -> None:
+def test_what_is_no_tensor_is_torchs_error(makers: list[Any], outputs: Any, nested: bool) -> None:
     messages = []
     for make in makers:
         with pytest.raises(ValueError, match="outputs must be a Tensor") as caught:
@@ -331,9 +275,7 @@ def test_what_is_no_tensor_is_torchs_error(torch: Any, makers: list[Any], output
 Pair = collections.namedtuple("Pair", "first second")
 
 
-def test_named_tuples_and_dicts_fail_or_lose_their_values_at_torchs_and_not_at_ours(
-    torch: Any, makers: list[Any]
-) -> None:
+def test_named_tuples_and_dicts_fail_or_lose_their_values_at_torchs_and_not_at_ours(makers: list[Any]) -> None:
     ours, theirs = (make(init_scale=4.0) for make in makers)
     with pytest.raises(TypeError):
         theirs.scale(Pair(torch.ones(()), torch.ones(())))
