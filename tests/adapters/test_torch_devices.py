@@ -328,6 +328,19 @@ def test_a_step_waits_once(cuda: Any, groups: int) -> None:
         cuda.waits.clear()
 
 
+@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
+def test_the_verdict_is_read_once_for_all_schedules(cuda: Any, name: str) -> None:
+    run = Run(GradScaler("cuda"), name, "cuda")
+    schedules = [torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5) for _ in range(2)]
+    for _ in range(2):
+        cuda.waits.clear()
+        run.iterate(math.inf)
+        for schedule in schedules:
+            run.scaler.step_schedule(run.optimizer, schedule)
+        assert len(cuda.waits) == 1
+    assert [schedule.last_epoch for schedule in schedules] == [0, 0]
+
+
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("home", ["cuda:0", "cuda:1"])
 def test_a_late_verdict_is_waited_for_on_its_own_device(cuda: Any, current: int, home: str) -> None:
