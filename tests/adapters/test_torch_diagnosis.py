@@ -4,197 +4,142 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
+from axes_torch import GradScaler, ShardedGradScaler, torch
+from small_torch import Small, optimizer_of
 
+from gradscale import InvalidValueError
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(autouse=True)
-def torch() -> Any:
-    """Return torch."""
-    return require("torch")
+def named(scaler: Any, optimizer: str | Callable[[Any], Any] = "SGD-fused") -> Small:
+    """Return a run of an optimizer that knows the name of its parameter, of three elements."""
+    make = functools.partial(optimizer_of, optimizer, lr=0.1) if isinstance(optimizer, str) else optimizer
+    return Small(scaler, lambda parameters: make([("weight", *parameters)]), size=3)
 
 
-def largest(scaler: Any, optimizer: Any) -> dict[str, float | None]:
-    return {entry.name: entry.largest for entry in scaler.diagnose(optimizer).entries}
+def largest(run: Small, names: Any = None) -> dict[str, float | None]:
+    given = () if names is None else (names,)
+    return {entry.name: entry.largest for entry in run.scaler.diagnose(run.optimizer, *given).entries}
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-def test_magnitudes_are_those_of_the_true_gradients_at_every_stage(torch: Any, fused: bool, bad: float | None) -> None:
-    from gradscale_torch import GradScaler
-
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
-    expected = {"weight": 4.0, "bias": 2.0}
-    for _ in range(2):
-        scaler.scale(torch.tensor(1.0))
-        model.weight.grad = torch.full((2, 3), 4.0 * scaler.get_scale())
-        model.bias.grad = torch.full((2,), -2.0 * scaler.get_scale())
-        if bad is not None:
-            model.weight.grad[1, 2] = bad
-        before = model.weight.grad.clone()
-        assert largest(scaler, optimizer) == expected
-        assert torch.equal(model.weight.grad.nan_to_num(7.0), before.nan_to_num(7.0))
-        scaler.step(optimizer)
-        assert largest(scaler, optimizer) == expected
-        assert scaler.last_step(optimizer).skipped == (bad is not None)
-        scaler.update()
-        assert largest(scaler, optimizer) == expected
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_a_skipped_step_is_diagnosed_by_itself_with_its_names_and_its_loss(torch: Any, fused: bool) -> None:
-    from gradscale_torch import GradScaler
-
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", diagnose="on_overflow")
-    for loss, cause in ((1.0, "scale"), (math.nan, "model")):
-        scaler.scale(torch.tensor(loss))
-        model.weight.grad = torch.full((2, 3), math.inf)
-        model.bias.grad = torch.ones(2)
-        scaler.step(optimizer)
-        report = scaler.last_step(optimizer).overflow
-        scaler.update()
-        assert [entry.name for entry in report.nonfinite] == ["weight"]
-        assert (report.nonfinite[0].inf, report.nonfinite[0].nan, report.cause) == (6, 0, cause)
-    model.weight.grad = torch.ones(2, 3)
-    scaler.scale(torch.tensor(1.0))
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).overflow is None
-
-
-def test_names_that_do_not_match_are_refused_and_nothing_changes(torch: Any) -> None:
-    from gradscale import InvalidValueError
-    from gradscale_torch import GradScaler
-
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
-    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-    before = scaler.state_dict()
-    for names in (["weight"], ["weight", "bias", "more"], {"weight": model.weight}):
-        with pytest.raises(InvalidValueError, match="names"):
-            scaler.diagnose(optimizer, names)
-    assert {entry.name for entry in scaler.diagnose(optimizer, model.named_parameters()).entries} == {"weight", "bias"}
-    assert scaler.state_dict() == before
-    scaler.step(optimizer)
-    assert not scaler.last_step(optimizer).skipped
+WEIGHT = {"weight": 4.0}
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale"])
 @pytest.mark.parametrize("scale", [1024.0, 0.5])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("name", ["SGD", *(f"{name}-fused" for name in ("SGD", "Adam", "AdamW", "Adagrad"))])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_every_fused_kernel_is_allowed_for(
-    torch: Any, monkeypatch: pytest.MonkeyPatch, name: str, scale: float, explicit: bool, late: bool
+def test_magnitudes_are_those_of_the_true_gradients_at_every_stage(
+    monkeypatch: pytest.MonkeyPatch, name: str, scale: float, explicit: bool, late: bool
 ) -> None:
-    from gradscale_torch import GradScaler, verdicts
-
     # Late is a verdict that the host reads when it is asked for it, as those of a device are.
-    monkeypatch.setattr(verdicts, "would_wait", lambda _: late)
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = getattr(torch.optim, name)([("weight", weight)], lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=scale)
+    monkeypatch.setattr("gradscale_torch.verdicts.would_wait", lambda _: late)
+    run = named(GradScaler("cpu", init_scale=scale), name)
     for value in (1.0, math.nan, math.inf, 2.0):
-        current = scaler.get_scale()
-        scaler.scale(torch.tensor(1.0))
-        weight.grad = torch.tensor([value, -4.0, 2.0]) * current
-        found = [largest(scaler, optimizer)]
+        current = run.scaler.get_scale()
+        run.give(torch.tensor([value, -4.0, 2.0]))
+        before = run.parameter.grad.clone()
+        found = [largest(run)]
+        assert torch.equal(run.parameter.grad.nan_to_num(7.0), before.nan_to_num(7.0))
         if explicit:
-            scaler.unscale_(optimizer)
-            found.append(largest(scaler, optimizer))
-        scaler.step(optimizer)
-        found.append(largest(scaler, optimizer))
-        scaler.update()
-        report = scaler.diagnose(optimizer)
+            run.scaler.unscale_(run.optimizer)
+            found.append(largest(run))
+        run.scaler.step(run.optimizer)
+        found.append(largest(run))
+        assert run.report.skipped == (not math.isfinite(value))
+        run.scaler.update()
+        report = run.scaler.diagnose(run.optimizer)
         assert (report.scale, len(report.nonfinite)) == (current, int(not math.isfinite(value)))
-        assert [*found, {"weight": report.entries[0].largest}] == [{"weight": 4.0}] * (4 if explicit else 3)
+        assert [*found, largest(run)] == [WEIGHT] * (4 if explicit else 3)
 
 
-def test_a_closure_after_a_skipped_fused_step_leaves_unscaled_gradients(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([("weight", weight)], lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.tensor(1.0))
-    weight.grad = torch.tensor([math.inf, 4096.0, 0.0])
-    scaler.step(optimizer)
-    scaler.update()
-    assert largest(scaler, optimizer) == {"weight": 4.0}
-
-    def closure() -> Any:
-        weight.grad = torch.tensor([math.inf, 4.0, 0.0]) * scaler.scale(torch.tensor(1.0))
-        return weight.grad.sum()
-
-    scaler.scale(torch.tensor(1.0))
-    scaler.step(optimizer, closure)
-    assert scaler.last_step(optimizer).skipped
-    assert largest(scaler, optimizer) == {"weight": 4.0}
-    scaler.update()
-    assert largest(scaler, optimizer) == {"weight": 4.0}
-
-
-def test_gradients_unscaled_after_a_skipped_fused_step_are_unscaled_though_no_step_follows(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([("weight", weight)], lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    for leaves_out_the_step in (False, True):
-        scale = float(scaler.scale(torch.tensor(1.0)))
-        weight.grad = torch.tensor([math.inf, 4.0, 0.0]) * scale
-        if leaves_out_the_step:
-            scaler.unscale_(optimizer)
-        else:
-            scaler.step(optimizer)
+@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
+def test_a_skipped_step_is_diagnosed_by_itself_with_its_names_and_its_loss(name: str) -> None:
+    scaler = GradScaler("cpu", diagnose="on_overflow")
+    run = Small(scaler, lambda parameters: optimizer_of(name, zip("ab", parameters, strict=True)), count=2)
+    for loss, cause in ((1.0, "scale"), (math.nan, "model")):
+        run.give(math.inf, 1.0)
+        scaler.scale(torch.tensor(loss))
+        scaler.step(run.optimizer)
+        report = run.report.overflow
         scaler.update()
-        assert largest(scaler, optimizer) == {"weight": 4.0}
+        assert [entry.name for entry in report.nonfinite] == ["a"]
+        assert (report.nonfinite[0].inf, report.nonfinite[0].nan, report.cause) == (2, 0, cause)
+    run.iterate(1.0)
+    assert run.report.overflow is None
+
+
+def test_names_that_do_not_match_are_refused_and_nothing_changes() -> None:
+    run = Small(GradScaler("cpu"), count=2)
+    run.give(1.0)
+    before, (weight, bias) = run.scaler.state_dict(), run.parameters
+    for names in (["weight"], ["weight", "bias", "more"], {"weight": weight}):
+        with pytest.raises(InvalidValueError, match="names"):
+            run.scaler.diagnose(run.optimizer, names)
+    assert set(largest(run, [("weight", weight), ("bias", bias)])) == {"weight", "bias"}
+    assert run.scaler.state_dict() == before
+    run.step()
+    assert not run.report.skipped
+
+
+BAD = torch.tensor([math.inf, 4.0, 0.0])
+
+
+def test_a_closure_after_a_skipped_fused_step_leaves_unscaled_gradients() -> None:
+    run = named(GradScaler("cpu", init_scale=1024.0))
+    run.give(BAD)
+    run.step()
+    assert largest(run) == WEIGHT
+    run.scaler.step(run.optimizer, lambda: run.give(BAD))
+    assert run.report.skipped
+    assert largest(run) == WEIGHT
+    run.scaler.update()
+    assert largest(run) == WEIGHT
+
+
+def test_gradients_unscaled_after_a_skipped_fused_step_are_unscaled_though_no_step_follows() -> None:
+    run = named(GradScaler("cpu", init_scale=1024.0))
+    for call in (run.scaler.step, run.scaler.unscale_):
+        run.give(BAD)
+        call(run.optimizer)
+        run.scaler.update()
+        assert largest(run) == WEIGHT
 
 
 @pytest.mark.filterwarnings("ignore:.*takes grad_scaler=.*:FutureWarning")
 @pytest.mark.parametrize("options", [{}, {"diagnose": "on_overflow"}], ids=["asked", "automatic"])
-def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled(torch: Any, options: dict[str, Any]) -> None:
-    from gradscale_torch import GradScaler
-
-    class Asking(torch.optim.SGD):
+def test_an_optimizer_that_asks_the_scaler_leaves_what_it_skips_scaled(options: dict[str, Any]) -> None:
+    class Asking(torch.optim.SGD):  # type: ignore[misc]
         _step_supports_amp_scaling = True
 
         def step(self, *, grad_scaler: Any) -> None:
             if any(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()):
                 return
-            weight.grad /= grad_scaler._get_scale_async()
+            run.parameter.grad /= grad_scaler._get_scale_async()
             super().step()
 
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = Asking([("weight", weight)], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=1024.0, **options)
+    run = named(GradScaler("cpu", init_scale=1024.0, **options), Asking)
     for value in (1.0, math.nan, 1.0):
-        weight.grad = torch.tensor([value, 4.0, 2.0]) * scaler.scale(torch.tensor(1.0))
-        found = [largest(scaler, optimizer)]
-        scaler.step(optimizer)
-        found.append(largest(scaler, optimizer))
-        report = scaler.last_step(optimizer)
-        scaler.update()
-        found.append(largest(scaler, optimizer))
-        assert found == [{"weight": 4.0}] * 3
+        run.give(torch.tensor([value, 4.0, 2.0]))
+        found = [largest(run)]
+        run.scaler.step(run.optimizer)
+        found.append(largest(run))
+        report = run.report
+        run.scaler.update()
+        assert [*found, largest(run)] == [WEIGHT] * 3
         assert report.skipped == math.isnan(value)
         if report.skipped and options:
             assert report.overflow.entries[0].largest == 4.0
 
 
-def test_gradients_that_are_lazily_negated_are_looked_at(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
+def test_gradients_that_are_lazily_negated_are_looked_at() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([("weight", weight)], lr=0.1)
     weight.grad = torch.tensor([[1 + 0j, 3 - 4j], [0, 2 + 5j]]).conj().imag
@@ -203,9 +148,7 @@ def test_gradients_that_are_lazily_negated_are_looked_at(torch: Any) -> None:
     assert (entry.largest, entry.zeros, entry.shape) == (5.0, 2, (2, 2))
 
 
-def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_the_first_step(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
+def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_the_first_step() -> None:
     def train(collectives: Any, looks: bool) -> list[float]:
         parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
         optimizer = torch.optim.SGD(parameters, lr=1.0)
@@ -222,9 +165,7 @@ def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_th
         assert run_ranks(1, functools.partial(train, looks=looks)) == [[-1.0, -1.0]]
 
 
-def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step(torch: Any) -> None:
-    from gradscale_torch import ShardedGradScaler
-
+def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([1.0, 3.0])
     optimizer = torch.optim.SGD([("weight", weight)], lr=1.0)
@@ -237,9 +178,7 @@ def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_
     assert (entry.name, entry.rank, entry.largest) == ("weight", (0,), 3.0)
 
 
-def test_sparse_gradients_with_duplicates_are_left_as_they_are(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
+def test_sparse_gradients_with_duplicates_are_left_as_they_are() -> None:
     def look(collectives: Any, gather: bool) -> Any:
         weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
         values = torch.tensor([8.0, 16.0, 20.0], dtype=torch.float16)
@@ -256,9 +195,7 @@ def test_sparse_gradients_with_duplicates_are_left_as_they_are(torch: Any) -> No
         assert run_ranks(1, functools.partial(look, gather=gather)) == [((4,), 2, 6.0)]
 
 
-def test_a_loss_of_any_library_counts_once(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
+def test_a_loss_of_any_library_counts_once() -> None:
     scaler = GradScaler("cpu")
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
