@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from axes import leave_out_gpu, require
+from axes import leave_out_gpu
+from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from small_torch import Small
 
 import gradscale
 from gradscale.scaler.scaler import iteration_of
@@ -20,18 +23,17 @@ from gradscale.testing import check_backend
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    """Return torch, on a machine with CUDA."""
-    torch = require("torch")
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    """Leave the tests out where there is no CUDA."""
     if not torch.cuda.is_available():
         leave_out_gpu("torch finds no CUDA device")
-    yield torch
+    yield
     torch.cuda.synchronize()
 
 
 @pytest.fixture
-def without_sync(torch: Any) -> Iterator[None]:
+def without_sync(_device: None) -> Iterator[None]:
     """Make every wait of the host for the device an error."""
     with warnings.catch_warnings():
         # torch calls this mode a prototype, once.
@@ -43,190 +45,142 @@ def without_sync(torch: Any) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def optimizer_on(torch: Any, name: str, device: str = "cuda", **options: Any) -> Any:
-    """Return an optimizer of two parameters of ones on a device."""
-    parameters = [torch.nn.Parameter(torch.ones(5, device=device)) for _ in range(2)]
-    return getattr(torch.optim, name)(parameters, lr=0.125, **options)
+def run_on(device: str, scaler: Any, optimizer: str = "AdamW-fused", home: str = "", **options: Any) -> Small:
+    """Return a run of two parameters of ones on a device."""
+    given = {"size": 5, "start": 1.0, "lr": 0.125, **options}
+    return Small(scaler, optimizer, devices=[device] * 2, home=home or device, **given)
 
 
-def give(torch: Any, scaler: Any, optimizer: Any, gradient: float, device: str = "cuda") -> None:
-    """Scale a loss on a device, and set every gradient to a value times the scale."""
-    scaler.scale(torch.ones((), device=device))
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.full((5,), gradient, device=parameter.device) * scaler._scale.to(parameter.device)
-
-
-def iterate(torch: Any, scaler: Any, optimizer: Any, gradient: float, device: str = "cuda") -> None:
-    """Make one iteration."""
-    give(torch, scaler, optimizer, gradient, device)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def stall(torch: Any, device: str = "cuda") -> None:
+def stall(device: str = "cuda") -> None:
     """Keep the current stream of a device busy for some tenths of a second; the host goes on."""
     with torch.cuda.device(device):
         torch.cuda._sleep(1_000_000_000)  # cycles
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
-def test_the_adapter_conforms_on_the_device(torch: Any, dtype: str) -> None:
+def test_the_adapter_conforms_on_the_device(dtype: str) -> None:
     like = torch.zeros(1, device="cuda")
     check_backend(gradscale.registry.backend_for(like), like, dtypes=[getattr(torch, dtype)])
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("variant", ["", "-fused"], ids=["foreach", "fused"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_a_run_is_torchs_bit_for_bit(torch: Any, name: str, fused: bool) -> None:
-    from gradscale_torch import GradScaler
-
+def test_a_run_is_torchs_bit_for_bit(name: str, variant: str) -> None:
     seen = []
-    for make in (torch.amp.GradScaler, GradScaler):
-        scaler, optimizer = make("cuda", growth_interval=2), optimizer_on(torch, name, fused=fused)
-        states = []
-        for gradient in (1.0, float("inf"), 2.0, -1.0, float("nan"), 3.0):
-            iterate(torch, scaler, optimizer, gradient)
-            parameters = [parameter.tolist() for parameter in optimizer.param_groups[0]["params"]]
-            states.append((parameters, scaler.get_scale(), scaler._get_growth_tracker()))
+    for make in (TorchScaler, GradScaler):
+        run, states = run_on("cuda", make("cuda", growth_interval=2), name + variant), []
+        for gradient in (1.0, math.inf, 2.0, -1.0, math.nan, 3.0):
+            run.iterate(gradient)
+            states.append((run.held, run.state))
         seen.append(states)
     assert seen[0] == seen[1]
 
 
 @pytest.mark.usefixtures("without_sync")
-def test_a_fused_iteration_never_waits_and_the_report_is_right_when_asked_for(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    scaler, optimizer = GradScaler("cuda"), optimizer_on(torch, "AdamW", fused=True)
-    for gradient in (1.0, float("inf"), 1.0):
-        iterate(torch, scaler, optimizer, gradient)
+def test_a_fused_iteration_never_waits_and_the_report_is_right_when_asked_for() -> None:
+    run = run_on("cuda", GradScaler("cuda"))
+    for gradient in (1.0, math.inf, 1.0):
+        run.iterate(gradient)
         if gradient != 1.0:
             torch.cuda.set_sync_debug_mode("default")
-            assert scaler.last_step(optimizer).skipped
+            assert run.report.skipped
             torch.cuda.set_sync_debug_mode("error")
 
 
-def test_a_fused_iteration_is_launched_while_the_device_is_busy(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    scaler, optimizer = GradScaler("cuda"), optimizer_on(torch, "AdamW", fused=True)
-    stream = torch.cuda.Stream()
+def test_a_fused_iteration_is_launched_while_the_device_is_busy() -> None:
+    run, stream = run_on("cuda", GradScaler("cuda")), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         # Kernels are loaded, and memory is allocated, before the stream is kept busy.
         torch.cuda._sleep(1)
         for _ in range(3):
-            iterate(torch, scaler, optimizer, 1.0)
+            run.iterate(1.0)
         stream.synchronize()
-        stall(torch)
-        iterate(torch, scaler, optimizer, float("inf"))
+        stall()
+        run.iterate(math.inf)
         # A host that had waited would find the stream done.
         assert not stream.query()
-        assert scaler.last_step(optimizer).skipped
+        assert run.report.skipped
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("SGD", {}), ("SGD", {"fused": True, "momentum": 0.5}), ("AdamW", {"fused": True})],
+    [("SGD", {}), ("SGD-fused", {"momentum": 0.5}), ("AdamW-fused", {})],
     ids=["SGD", "fused-SGD", "fused-AdamW"],
 )
 @pytest.mark.parametrize("max_norm", [None, 1.5], ids=["unclipped", "clipped"])
 def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
-    torch: Any, name: str, options: dict[str, Any], max_norm: float | None
+    name: str, options: dict[str, Any], max_norm: float | None
 ) -> None:
     # As with FSDP2's CPU offload.
-    from gradscale_torch import GradScaler
-
     seen = []
     for home in ("cpu", "cuda"):
-        scaler = GradScaler(home, init_scale=8.0, growth_interval=2)
-        optimizer = optimizer_on(torch, name, "cpu", **options)
-        states = []
-        for gradient in (1.0, float("inf"), -2.0, 0.5, float("nan"), 3.0):
-            give(torch, scaler, optimizer, gradient, home)
+        run = run_on("cpu", GradScaler(home, init_scale=8.0, growth_interval=2), name, home, **options)
+        states: list[Any] = []
+        for gradient in (1.0, math.inf, -2.0, 0.5, math.nan, 3.0):
+            run.give(gradient)
             # Not in the first two iterations, which load the kernels.
             if home == "cuda" and len(states) > 1:
-                stall(torch)
-            if max_norm is not None:
-                scaler.unscale_(optimizer, max_norm=max_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            parameters = [parameter.tolist() for parameter in optimizer.param_groups[0]["params"]]
-            report = scaler.last_step(optimizer)
-            states.append((parameters, report.skipped, report.scale, scaler.get_scale()))
+                stall()
+            run.step(**({} if max_norm is None else {"max_norm": max_norm}))
+            states.append((run.held, run.report.skipped, run.report.scale, run.scaler.get_scale()))
         seen.append(states)
     assert seen[0] == seen[1]
 
 
-def test_a_late_verdict_is_waited_for_on_its_own_device(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
+def test_a_late_verdict_is_waited_for_on_its_own_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"gpu: torch finds {torch.cuda.device_count()} CUDA device, and 2 are needed")
     # The current device is the other one.
-    scaler, optimizer = GradScaler("cuda:1", init_scale=8.0), optimizer_on(torch, "AdamW", "cuda:1", fused=True)
-    iterate(torch, scaler, optimizer, 1.0, "cuda:1")
+    run = run_on("cuda:1", GradScaler("cuda:1", init_scale=8.0))
+    run.iterate(1.0)
     torch.cuda.synchronize("cuda:1")
-    for gradient in (float("inf"), 1.0, float("nan")):
-        stall(torch, "cuda:1")
+    for gradient in (math.inf, 1.0, math.nan):
+        stall("cuda:1")
         # The update looks for verdicts that have arrived.
-        iterate(torch, scaler, optimizer, gradient, "cuda:1")
-    assert [(report.skipped, report.scale) for report in scaler.history] == [
-        *((False, 8.0), (True, 8.0), (False, 4.0), (True, 4.0))
-    ]
+        run.iterate(gradient)
+    told = [(report.skipped, report.scale) for report in run.scaler.history]
+    assert told == [(False, 8.0), (True, 8.0), (False, 4.0), (True, 4.0)]
 
 
 @pytest.mark.usefixtures("without_sync")
-def test_scaling_unscaling_and_clipping_never_wait(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    scaler, optimizer = GradScaler("cuda"), optimizer_on(torch, "SGD")
-    scaler.scale(torch.ones((), device="cuda"))
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.ones(5, device="cuda")
-    norm = scaler.unscale_(optimizer, max_norm=1e-6)
+def test_scaling_unscaling_and_clipping_never_wait() -> None:
+    run = run_on("cuda", GradScaler("cuda"), "SGD")
+    run.put(1.0)
+    norm = run.scaler.unscale_(run.optimizer, max_norm=1e-6)
     torch.cuda.set_sync_debug_mode("default")
     assert norm.item() == pytest.approx(10**0.5 / 65536)
 
 
-def test_gradients_of_the_host_and_of_the_device_make_one_verdict(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    for bad in range(2):
-        parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for device in ("cuda", "cpu")]
-        optimizer, scaler = torch.optim.SGD(parameters), GradScaler("cuda")
-        scaler.scale(torch.ones((), device="cuda"))
-        for index, parameter in enumerate(parameters):
-            parameter.grad = torch.full_like(parameter, float("inf") if index == bad else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.last_step(optimizer).skipped
-        assert scaler.get_scale() == 32768.0
+@pytest.mark.parametrize("bad", [0, 1])
+def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int) -> None:
+    run = Small(GradScaler("cuda"), devices=["cuda", "cpu"], home="cuda")
+    run.iterate(*[math.inf if index == bad else 1.0 for index in range(2)])
+    assert run.report.skipped
+    assert run.scaler.get_scale() == 32768.0
 
 
-def captured_steps(
-    torch: Any, scaler: Any, before: Callable[[], object] = lambda: None
-) -> list[tuple[float, int, bool, float]]:
+def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> list[tuple[float, int, bool, float]]:
     """Return what each replay of a captured step leaves; ``before`` is called just before the capture.
 
     For gradients of 1, 1, inf and 1: the scale, the growth tracker, and whether the step was skipped at which scale.
     """
-    optimizer = optimizer_on(torch, "AdamW", fused=True, capturable=True)
+    run = run_on("cuda", scaler, capturable=True)
     source = torch.ones(5, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
     def step() -> None:
-        for parameter in optimizer.param_groups[0]["params"]:
+        for parameter in run.parameters:
             parameter.grad.copy_(source * scaler._scale)
-        scaler.step(optimizer)
-        scaler.update()
+        run.step()
 
     with torch.cuda.stream(stream):
-        iterate(torch, scaler, optimizer, 1.0)
+        run.iterate(1.0)
         # So that the verdict of the last step is still on its way.
-        stall(torch)
+        stall()
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
+    assert run.state == (8.0, 0)
     graph = torch.cuda.CUDAGraph()
     scaler.scale(source)
     assert iteration_of(scaler._scaler).reports.under_way
@@ -234,26 +188,21 @@ def captured_steps(
     with torch.cuda.graph(graph):
         step()
     seen = []
-    for value in (1.0, 1.0, float("inf"), 1.0):
+    for value in (1.0, 1.0, math.inf, 1.0):
         source.fill_(value)
         graph.replay()
-        report = scaler.last_step(optimizer)
-        seen.append((scaler.get_scale(), scaler._get_growth_tracker(), report.skipped, report.scale))
+        seen.append((*run.state, run.report.skipped, run.report.scale))
     return seen
 
 
 CAPTURED = [(8.0, 1, False, 8.0), (16.0, 0, False, 8.0), (8.0, 0, True, 16.0), (8.0, 1, False, 8.0)]
 
 
-def test_a_captured_graph_sees_the_scale_of_each_replay(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    assert captured_steps(torch, GradScaler("cuda", init_scale=4.0, growth_interval=2)) == CAPTURED
+def test_a_captured_graph_sees_the_scale_of_each_replay() -> None:
+    assert captured_steps(GradScaler("cuda", init_scale=4.0, growth_interval=2)) == CAPTURED
 
 
-def test_a_captured_graph_agrees_over_nccl(torch: Any, tmp_path: Path) -> None:
-    from gradscale_torch import ShardedGradScaler
-
+def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
     if not torch.distributed.is_nccl_available():
         pytest.skip("gpu: this build of torch has no NCCL")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -267,26 +216,24 @@ def test_a_captured_graph_agrees_over_nccl(torch: Any, tmp_path: Path) -> None:
         def begin_many() -> None:
             # More than are kept without a question whether they are done.
             x = torch.zeros(22, dtype=torch.int32, device="cuda")
-            stall(torch)
+            stall()
             pending.extend(collectives.start_max(x) for _ in range(12))
 
-        assert captured_steps(torch, scaler, begin_many) == CAPTURED
+        assert captured_steps(scaler, begin_many) == CAPTURED
         assert [one().sum().item() for one in pending] == [0] * 12
     finally:
         torch.cuda.synchronize()
         torch.distributed.destroy_process_group()
 
 
-def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph(torch: Any) -> None:
-    from gradscale_torch import GradScaler
-
-    scaler, optimizer = GradScaler("cuda", init_scale=4.0), optimizer_on(torch, "AdamW", capturable=True)
-    iterate(torch, scaler, optimizer, 1.0)
-    give(torch, scaler, optimizer, 1.0)
+def test_a_step_that_the_host_has_to_read_is_refused_in_a_graph() -> None:
+    run = run_on("cuda", GradScaler("cuda", init_scale=4.0), "AdamW", capturable=True)
+    run.iterate(1.0)
+    run.give(1.0)
     counter = torch.zeros((), device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         counter.add_(1)
         with pytest.raises(gradscale.CallOrderError, match="being captured"):
-            scaler.step(optimizer)
-    scaler.step(optimizer)
-    assert not scaler.last_step(optimizer).skipped
+            run.scaler.step(run.optimizer)
+    run.scaler.step(run.optimizer)
+    assert not run.report.skipped
