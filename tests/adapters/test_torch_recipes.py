@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from axes import require
+from axes_torch import GradScaler, ShardedGradScaler, torch
 from batches import Batch, Case
+from hosts import Loader
 
 from gradscale.testing import ThreadCollectives, run_ranks
 
@@ -22,7 +24,9 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
 ]
 
+recipes: Any = importlib.import_module("recipe_scenarios")
 OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
+SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
     *("schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
     *("trainer", "fabric", "accelerate", "transformers", "timm", "ignite", "keras"),
@@ -30,16 +34,6 @@ NAMES = {
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)
 PARTS = range(4)  # of the pipeline, two on each of two ranks
-FOLDER = "checkpoint"
-
-
-@pytest.fixture(autouse=True)
-def recipes() -> Any:
-    """Return what runs the blocks."""
-    require("torch")
-    import recipe_scenarios
-
-    return recipe_scenarios
 
 
 def cases(size: int) -> list[Case]:
@@ -55,11 +49,8 @@ def cases(size: int) -> list[Case]:
 BATCH = Batch("recipe_scenarios", cases)
 
 
-def common(recipes: Any, overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
+def common(overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
     """Return what most recipes take for granted."""
-    torch = require("torch")
-    from gradscale_torch import GradScaler
-
     model = recipes.made_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {
@@ -76,10 +67,16 @@ def skips(scaler: Any) -> list[bool]:
     return [report.skipped for report in scaler.history]
 
 
-SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
+def run_common(name: str, scaler_of: str = "", **more: Any) -> dict[str, Any]:
+    """Run a recipe with what most take for granted: the scaler skips, and the schedule holds."""
+    names: dict[str, Any] = recipes.run_block(name, **common() | more)
+    scaler = names["scaler"] if not scaler_of else names[scaler_of].scaler
+    assert skips(scaler) == SKIPS
+    assert getattr(names["schedule"], "last_epoch", 5) == 5
+    return names | {"scaler": scaler}
 
 
-def test_every_block_is_known_and_short(recipes: Any) -> None:
+def test_every_block_is_known_and_short() -> None:
     assert set(recipes.blocks()) == NAMES
     lines = {
         name: len([line for line in code.splitlines() if line and not line.startswith(("import ", "from "))])
@@ -89,14 +86,18 @@ def test_every_block_is_known_and_short(recipes: Any) -> None:
     assert max(lines.values()) <= 13
 
 
-def test_a_schedule_holds(recipes: Any) -> None:
-    names = recipes.run_block("schedule", **common(recipes))
-    assert skips(names["scaler"]) == SKIPS
-    assert names["schedule"].last_epoch == 5
+@pytest.mark.parametrize(
+    ("name", "scaler_of", "library"), [("schedule", "", "torch"), ("accelerate", "accelerator", "accelerate")]
+)
+@pytest.mark.usefixtures("reset_accelerate")
+def test_a_schedule_holds(name: str, scaler_of: str, library: str) -> None:
+    require(library)
+    run_common(name, scaler_of)
 
 
-def test_what_follows_the_optimizer_holds(recipes: Any) -> None:
-    names = recipes.run_block("followers", **common(recipes))
+def test_what_follows_the_optimizer_holds() -> None:
+    # The block leaves the schedule alone.
+    names = recipes.run_block("followers", **common())
     assert skips(names["scaler"]) == SKIPS
     assert names["steps"] == int(names["average"].n_averaged) == 5
 
@@ -105,7 +106,6 @@ class SAM:
     """Sharpness-aware minimisation with the interface of davda54/sam."""
 
     def __init__(self, parameters: Any, rho: float = 0.05) -> None:
-        torch = require("torch")
         self.base_optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         self.param_groups = self.base_optimizer.param_groups
         self.state: dict[Any, Any] = collections.defaultdict(dict)
@@ -118,7 +118,6 @@ class SAM:
 
     def first_step(self, zero_grad: bool = False) -> None:
         """Climb, and remember where from."""
-        torch = require("torch")
         norm = torch.stack([weight.grad.norm() for weight in self.weights()]).norm()
         for weight in self.weights():
             self.state[weight]["old_p"] = weight.data.clone()
@@ -137,9 +136,9 @@ class SAM:
         self.base_optimizer.zero_grad()
 
 
-def trained_by_sam(recipes: Any, overflows: tuple[int, ...]) -> dict[str, Any]:
+def trained_by_sam(overflows: tuple[int, ...]) -> dict[str, Any]:
     """Run the recipe with SAM; the calls of the loss at these numbers are infinite."""
-    given = common(recipes, overflows)
+    given = common(overflows)
     sam = SAM(given["model"].parameters())
     weights = []
 
@@ -152,9 +151,8 @@ def trained_by_sam(recipes: Any, overflows: tuple[int, ...]) -> dict[str, Any]:
     return names | {"weights": [*weights, [weight.tolist() for weight in given["model"].parameters()]]}
 
 
-def test_sam_in_two_steps_is_sam_in_float32(recipes: Any) -> None:
-    torch = require("torch")
-    names = trained_by_sam(recipes, ())
+def test_sam_in_two_steps_is_sam_in_float32() -> None:
+    names = trained_by_sam(())
     model = recipes.made_model()
     sam, loss_of = SAM(model.parameters()), recipes.Losses()
     for batch in recipes.made_loader():
@@ -172,9 +170,9 @@ def test_sam_in_two_steps_is_sam_in_float32(recipes: Any) -> None:
     assert names["scaler"]._get_growth_tracker() == recipes.BATCHES
 
 
-def test_an_overflow_of_either_pass_of_sam_leaves_the_weights_as_they_were(recipes: Any) -> None:
+def test_an_overflow_of_either_pass_of_sam_leaves_the_weights_as_they_were() -> None:
     # The first pass of the second batch, and the second one of the third.
-    names = trained_by_sam(recipes, (3, 5))
+    names = trained_by_sam((3, 5))
     weights = names["weights"]
     assert skips(names["scaler"])[2:5] == [True, False, True]
     # Before the second batch, the third and the fourth.
@@ -201,28 +199,15 @@ def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int) -> None:
 
 
 def test_dcp_saves_and_loads_the_scaler(tmp_path: Path) -> None:
-    batch = Batch("recipe_scenarios", lambda _: [("checkpoint", str(tmp_path / FOLDER))])
-    for answer in batch.answer(2, "checkpoint", str(tmp_path / FOLDER)):
+    batch = Batch("recipe_scenarios", lambda _: [("checkpoint", str(tmp_path / "dcp"))])
+    for answer in batch.answer(2, "checkpoint", str(tmp_path / "dcp")):
         assert answer["before"] == answer["after"]
         assert (answer["after"]["scale"], answer["after"]["growth_interval"]) == (2.0**15, 400)
 
 
-class Loader:
-    """Batches, as Lightning takes them; a list would be several loaders."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-def test_the_trainer_skips_and_holds_the_schedule(recipes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trainer_skips_and_holds_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     lightning = require("lightning")
-    given = common(recipes)
+    given = common()
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -236,55 +221,25 @@ def test_the_trainer_skips_and_holds_the_schedule(recipes: Any, capsys: pytest.C
             schedule = {"scheduler": given["schedule"], "interval": "step"}
             return {"optimizer": given["optimizer"], "lr_scheduler": schedule}
 
-    options = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(silent, False)}
     names = recipes.run_block("trainer", module=Module(), options=options, loader=Loader(recipes.made_loader()))
     assert skips(names["scaler"]) == SKIPS
     assert given["schedule"].last_epoch == 5
     assert "StepReport(skipped=True" in capsys.readouterr().out
 
 
-def test_fabric_skips_holds_the_schedule_and_saves(recipes: Any, tmp_path: Path) -> None:
-    torch = require("torch")
+def test_fabric_skips_holds_the_schedule_and_saves(tmp_path: Path) -> None:
     require("lightning")
-    given = common(recipes) | {"path": tmp_path / "fabric.ckpt"}
-    names = recipes.run_block("fabric", **given)
-    scaler = names["precision"].scaler
-    assert skips(scaler) == SKIPS
-    assert given["schedule"].last_epoch == 5
-    saved = torch.load(given["path"], weights_only=True)
-    assert saved["precision"] == scaler.state_dict()
+    names = run_common("fabric", "precision", path=tmp_path / "fabric.ckpt")
+    saved = torch.load(tmp_path / "fabric.ckpt", weights_only=True)
+    assert saved["precision"] == names["scaler"].state_dict()
 
 
-@pytest.fixture
-def accelerate() -> Iterator[Any]:
-    """Return accelerate, and forget its global state afterwards."""
-    module = require("accelerate")
-    yield module
-    module.state.AcceleratorState._reset_state(reset_partial_state=True)
-    module.state.GradientState._reset_state()
-
-
-@pytest.mark.usefixtures("accelerate")
-def test_accelerate_skips_and_holds_the_schedule(recipes: Any) -> None:
-    given = common(recipes)
-    names = recipes.run_block("accelerate", **given)
-    assert skips(names["accelerator"].scaler) == SKIPS
-    assert given["schedule"].last_epoch == 5
-
-
-@pytest.mark.usefixtures("accelerate")
-def test_the_trainer_of_transformers_skips_and_holds_the_schedule(recipes: Any, tmp_path: Path) -> None:
-    torch = require("torch")
+@pytest.mark.usefixtures("reset_accelerate")
+def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path) -> None:
     require("transformers")
-    given = common(recipes)
+    given = common()
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -295,20 +250,10 @@ def test_the_trainer_of_transformers_skips_and_holds_the_schedule(recipes: Any, 
             assert labels.shape == (8, 1)
             return {"loss": given["loss_of"](self.inner, inputs)}
 
-    names = recipes.run_block(
-        "transformers",
-        model=Model(),
-        examples=[{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch],
-        options={
-            "output_dir": str(tmp_path),
-            "use_cpu": True,
-            "num_train_epochs": 1,
-            "per_device_train_batch_size": 8,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-        },
-    )
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "num_train_epochs": 1, "per_device_train_batch_size": 8}
+    silent = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    examples = [{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch]
+    names = recipes.run_block("transformers", model=Model(), examples=examples, options=options | silent)
     assert skips(names["trainer"].accelerator.scaler) == SKIPS
     assert names["trainer"].lr_scheduler.last_epoch == 5
 
@@ -316,7 +261,6 @@ def test_the_trainer_of_transformers_skips_and_holds_the_schedule(recipes: Any, 
 @pytest.fixture
 def timm() -> Any:
     """Return timm, also where torchvision is one for CUDA and torch one for the CPU."""
-    torch = require("torch")
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
@@ -328,12 +272,12 @@ def timm() -> Any:
 
 
 @pytest.mark.usefixtures("timm")
-def test_timm_skips_holds_the_schedule_and_resumes(recipes: Any, tmp_path: Path) -> None:
+def test_timm_skips_holds_the_schedule_and_resumes(tmp_path: Path) -> None:
     from timm.models import resume_checkpoint
     from timm.scheduler import StepLRScheduler
     from timm.utils import CheckpointSaver, NativeScaler
 
-    given = common(recipes)
+    given = common()
     optimizer = given["optimizer"]
     given["schedule"] = StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5, t_in_epochs=False)
     names = recipes.run_block("timm", **given)
@@ -353,12 +297,11 @@ def test_timm_skips_holds_the_schedule_and_resumes(recipes: Any, tmp_path: Path)
 # ignite 0.5 itself uses what torch 2.13 has deprecated.
 @pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning")
-def test_ignite_skips_holds_the_schedule_and_saves(recipes: Any, tmp_path: Path) -> None:
-    torch = require("torch")
+def test_ignite_skips_holds_the_schedule_and_saves(tmp_path: Path) -> None:
     require("ignite")
     from ignite.handlers import Checkpoint, DiskSaver
 
-    given = common(recipes)
+    given = common()
     losses = given["loss_of"]
 
     def loss_fn(outputs: Any, targets: Any) -> Any:
@@ -378,9 +321,8 @@ def test_ignite_skips_holds_the_schedule_and_saves(recipes: Any, tmp_path: Path)
     assert resumed.get_growth_interval() == 500
 
 
-def test_the_optimizers_of_a_container_skip_together(recipes: Any) -> None:
-    torch = require("torch")
-    given = common(recipes, ())
+def test_the_optimizers_of_a_container_skip_together() -> None:
+    given = common(())
     model = given["model"]
     # Of one optimizer's gradients alone.
     model[2].weight.register_post_accumulate_grad_hook(recipes.overflowing(OVERFLOWS))
@@ -432,27 +374,26 @@ def flat(nested: Any) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("bad_part", PARTS)
-def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(recipes: Any, bad_part: int) -> None:
+def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(bad_part: int) -> None:
     answers = BATCH.answer(2, "pipeline", MICRO_OVERFLOWS, bad_part)
     assert [answer["skipped"] for answer in answers] == [[2, 4]] * 2
     assert [answer["local"] for answer in answers] == [[2, 4] if bad_part % 2 == rank else [] for rank in range(2)]
     assert [answer["scale"] for answer in answers] == [2.0**14] * 2
-    check_trained(recipes, answers, skipped=(2, 4))
+    check_trained(answers, skipped=(2, 4))
 
 
-def test_a_pipeline_trains_as_one_process_does(recipes: Any) -> None:
+def test_a_pipeline_trains_as_one_process_does() -> None:
     answers = BATCH.answer(2, "pipeline", (), 0)
     assert [answer["skipped"] for answer in answers] == [[], []]
-    check_trained(recipes, answers, skipped=())
+    check_trained(answers, skipped=())
     # Each of the skipped batches makes a difference that would be seen.
     for skipped in ((2,), (4,)):
         with pytest.raises(AssertionError):
-            check_trained(recipes, answers, skipped=skipped)
+            check_trained(answers, skipped=skipped)
 
 
-def check_trained(recipes: Any, answers: list[Any], skipped: tuple[int, ...]) -> None:
+def check_trained(answers: list[Any], skipped: tuple[int, ...]) -> None:
     """Check that the ranks' weights are those of plain training in float32, but for the skipped batches."""
-    torch = require("torch")
     parts = recipes.made_parts()
     model = torch.nn.Sequential(*parts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -471,9 +412,7 @@ def check_trained(recipes: Any, answers: list[Any], skipped: tuple[int, ...]) ->
             torch.testing.assert_close(torch.tensor(mine), plain.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradscale_torch import ShardedGradScaler
-
+def test_sam_steps_on_both_ranks_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
     # As unscale_ says itself: over a group, plain tensors may be parts or copies. Here they are copies.
     old = "scaler.unscale_(sam.base_optimizer, max_norm=1.0)\n"
     clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
@@ -490,7 +429,7 @@ def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.Mo
         # It has no gradient, and SAM leaves it alone.
         model[0].bias.requires_grad_(False)
         given = {
-            "torch": require("torch"),
+            "torch": torch,
             "sam": SAM(model.parameters()),
             "model": model,
             "scaler": ShardedGradScaler("cpu", group=group),
@@ -505,9 +444,9 @@ def test_sam_steps_on_both_ranks_or_on_none(recipes: Any, monkeypatch: pytest.Mo
     assert [index for index, skipped in enumerate(answers[0][0]) if skipped] == [2, 4]
 
 
-def test_a_recipe_that_does_not_ask_is_found(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_that_does_not_ask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asks = "if not scaler.last_step(optimizer).skipped:"
     code = recipes.blocks()["followers"]
     assert code.count(asks) == 1
     monkeypatch.setattr(recipes, "blocks", lambda: {"followers": code.replace(asks, "if True:")})
-    assert recipes.run_block("followers", **common(recipes))["steps"] == recipes.BATCHES
+    assert recipes.run_block("followers", **common())["steps"] == recipes.BATCHES
