@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from axes_torch import TorchScaler, torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from libraries import Library, opened
@@ -32,7 +33,7 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
         yield library
 
 
-def torch_update(torch: Any, scale: float, tracker: int, found: float, policy: Any) -> tuple[float, int]:
+def torch_update(scale: float, tracker: int, found: float, policy: Any) -> tuple[float, int]:
     """Return torch's scale and tracker after a step."""
     new_scale, new_tracker = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
     torch._amp_update_scale_(
@@ -63,11 +64,11 @@ def our_update(arrays: Library, scale: float, tracker: int, found: int, policy: 
 @example(scale=LARGEST, interval=1, behind=1, growth=1.0 + 2.0**-40, backoff=0.5, found=0)
 @example(scale=2.0**127, interval=2, behind=1, growth=2.0 - 2.0**-24, backoff=0.5, found=0)
 def test_update_is_torchs(
-    arrays: Library, torch: Any, scale: float, interval: int, behind: int, growth: float, backoff: float, found: int
+    arrays: Library, scale: float, interval: int, behind: int, growth: float, backoff: float, found: int
 ) -> None:
     policy = DynamicScale(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
     tracker = max(interval - behind, 0)
-    theirs = torch_update(torch, scale, tracker, float(found), policy)
+    theirs = torch_update(scale, tracker, float(found), policy)
     ours = our_update(arrays, scale, tracker, found, policy)
     if theirs[0] < SMALLEST:
         # Torch goes on into the subnormals, and to 0.
@@ -81,7 +82,7 @@ def test_update_is_torchs(
 PATTERNS: dict[str, Any] = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 
 
-def torch_unscale(torch: Any, grads: list[Any], scale: float) -> tuple[list[Any], bool]:
+def torch_unscale(grads: list[Any], scale: float) -> tuple[list[Any], bool]:
     """Return torch's gradients and verdict, given NumPy's."""
     tensors = [torch.from_numpy(grad.copy()) for grad in grads]
     inverse = torch.tensor(scale).double().reciprocal().float()
@@ -90,10 +91,10 @@ def torch_unscale(torch: Any, grads: list[Any], scale: float) -> tuple[list[Any]
     return [tensor.numpy() for tensor in tensors], bool(found.item())
 
 
-def check_unscale(arrays: Library, torch: Any, grads: list[Any], scale: float) -> None:
+def check_unscale(arrays: Library, grads: list[Any], scale: float) -> None:
     """Compare bits and verdict."""
     names = [grad.dtype.name for grad in grads]
-    theirs, their_verdict = torch_unscale(torch, grads, scale)
+    theirs, their_verdict = torch_unscale(grads, scale)
     state = start(arrays, DynamicScale(init_scale=scale))
     ours, nonfinite = gradscale.unscale([arrays.xp.asarray(grad) for grad in grads], state)
     for name, mine, other in zip(names, ours, theirs, strict=True):
@@ -111,22 +112,22 @@ def check_unscale(arrays: Library, torch: Any, grads: list[Any], scale: float) -
     data=st.data(),
     scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
 )
-def test_unscale_is_torchs_whatever_the_bits(arrays: Library, torch: Any, dtype: str, data: Any, scale: float) -> None:
+def test_unscale_is_torchs_whatever_the_bits(arrays: Library, dtype: str, data: Any, scale: float) -> None:
     unsigned = PATTERNS[dtype]
     bits = st.integers(0, int(np.iinfo(unsigned).max))
     values = data.draw(st.lists(st.lists(bits, max_size=5), max_size=3))
     grads = [np.asarray(value, unsigned).view(dtype) for value in values]
-    check_unscale(arrays, torch, grads, scale)
+    check_unscale(arrays, grads, scale)
 
 
 @pytest.mark.parametrize("scale", [65536.0, 3.0, 2.0**-3])
-def test_unscale_of_several_dtypes_is_torchs(arrays: Library, torch: Any, scale: float) -> None:
+def test_unscale_of_several_dtypes_is_torchs(arrays: Library, scale: float) -> None:
     values = [1.0, -0.0, 6e-8, 65504.0, math.inf]
     for keep in (4, 5):
-        check_unscale(arrays, torch, [np.asarray(values[:keep], dtype) for dtype in PATTERNS], scale)
+        check_unscale(arrays, [np.asarray(values[:keep], dtype) for dtype in PATTERNS], scale)
 
 
-def test_unscale_of_bfloat16_is_torchs(torch: Any) -> None:
+def test_unscale_of_bfloat16_is_torchs() -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for scale in (65536.0, 3.0, 2.0**-10):
         theirs = patterns.clone().view(torch.bfloat16)
@@ -148,10 +149,10 @@ def test_unscale_of_bfloat16_is_torchs(torch: Any) -> None:
     factors=st.sampled_from([(2.0, 0.5), (1.7, 0.3), (4.0, 0.25)]),
 )
 def test_a_whole_run_is_torchs(
-    arrays: Library, torch: Any, sequence: list[str], interval: int, factors: tuple[float, float]
+    arrays: Library, sequence: list[str], interval: int, factors: tuple[float, float]
 ) -> None:
     settings = {"growth_factor": factors[0], "backoff_factor": factors[1], "growth_interval": interval}
-    theirs, ours = torch.amp.GradScaler("cpu", **settings), GradScaler(**settings)  # type: ignore[arg-type]
+    theirs, ours = TorchScaler("cpu", **settings), GradScaler(**settings)  # type: ignore[arg-type]
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer, recording = torch.optim.SGD([parameter], lr=1.0), Tree()
     moved = 0
@@ -180,7 +181,7 @@ def test_a_whole_run_is_torchs(
     assert recording.steps == moved
 
 
-def test_our_scaler_trains_a_torch_model_with_torchs_optimizer_as_torchs_does(torch: Any) -> None:
+def test_our_scaler_trains_a_torch_model_with_torchs_optimizer_as_torchs_does() -> None:
     def train(scaler: Any) -> tuple[list[float], float]:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
@@ -199,10 +200,10 @@ def test_our_scaler_trains_a_torch_model_with_torchs_optimizer_as_torchs_does(to
         return [value for parameter in model.parameters() for value in parameter.flatten().tolist()], scaler.get_scale()
 
     settings = {"init_scale": 2.0**12, "growth_interval": 2}
-    assert train(GradScaler(**settings)) == train(torch.amp.GradScaler("cpu", **settings))  # type: ignore[arg-type]
+    assert train(GradScaler(**settings)) == train(TorchScaler("cpu", **settings))  # type: ignore[arg-type]
 
 
-def test_lbfgs_of_torch_minimises_through_an_overflow(torch: Any) -> None:
+def test_lbfgs_of_torch_minimises_through_an_overflow() -> None:
     parameter = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
     optimizer = torch.optim.LBFGS([parameter], lr=0.5, max_iter=10)
     scaler = GradScaler(init_scale=2.0**127)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from axes import require
+from axes_torch import GradScaler, TorchScaler, torch
+from small_torch import optimizer_of
 from torch_runs import assert_same
 
 pytestmark = [
@@ -20,60 +21,36 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated:DeprecationWarning"),
 ]
 
-OPTIMIZERS = ["SGD-foreach", "SGD-fused", "Adam-foreach", "Adam-fused"]
 INPUTS = [1.0, math.inf, 2.0, 3.0, 4.0]
 
 
-@pytest.fixture(scope="module")
-def ours() -> Any:
-    """Return the adapter."""
-    require("torch")
-    import gradscale_torch
-
-    return gradscale_torch
-
-
 @pytest.fixture(autouse=True)
-def _fresh_compiler(torch: Any) -> Iterator[None]:
+def _fresh_compiler() -> Iterator[None]:
     """Forget what was compiled before and after."""
-    import torch._dynamo
-
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 class Run:
-    """A model, its optimizer and a scaler, with one step of training.
+    """A model, its optimizer of some kind and a scaler, with one step of training."""
 
-    Parameters
-    ----------
-    torch : module
-        Torch.
-    make_scaler : callable
-        Of the scaler.
-    kind : str
-        Of the optimizer.
-    """
-
-    def __init__(self, torch: Any, make_scaler: Any, kind: str) -> None:
-        self.torch = torch
+    def __init__(self, make_scaler: Any, kind: str) -> None:
         self.scaler = make_scaler("cpu", init_scale=2.0**10, growth_interval=2)
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-        name, variant = kind.split("-")
-        self.optimizer = getattr(torch.optim, name)(self.model.parameters(), lr=0.1, **{variant: True})
+        self.optimizer = optimizer_of(kind, self.model.parameters(), lr=0.1)
 
     def step(self, inputs: Any, explicit: bool) -> Any:
         """Make one iteration, with or without an explicit ``unscale_``."""
         self.optimizer.zero_grad()
-        with self.torch.autocast("cpu", dtype=self.torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = self.model(inputs).float().square().mean()
         # An inf here makes the gradients infinite, and leaves the graph the same.
         self.scaler.scale(loss * inputs.abs().max()).backward()
         if explicit:
             self.scaler.unscale_(self.optimizer)
-            self.torch.nn.utils.clip_grad_value_(self.model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), 0.5)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
@@ -82,50 +59,44 @@ class Run:
         """Make some iterations, one of which overflows, and return what is to be seen after each."""
         seen = []
         for value in INPUTS:
-            step(self.torch.full((2, 3), value), explicit)
+            step(torch.full((2, 3), value), explicit)
             parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
             seen.append([self.scaler.get_scale(), self.scaler._get_growth_tracker(), parameters])
         return seen
 
 
-def compiled(torch: Any, make_scaler: Any, kind: str, explicit: bool) -> tuple[list[Any], dict[str, int]]:
+def compiled(make_scaler: Any, kind: str, explicit: bool) -> tuple[list[Any], dict[str, int]]:
     """Train with a compiled step; return what was seen, and the graph breaks by their reasons."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    run = Run(torch, make_scaler, kind)
+    run = Run(make_scaler, kind)
     seen = run.train(torch.compile(run.step, backend="eager"), explicit)
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     return seen, dict(counters["graph_break"])
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-clip-step"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_compiled_step_breaks_no_graph_that_torchs_does_not(torch: Any, ours: Any, kind: str, explicit: bool) -> None:
-    seen, breaks = compiled(torch, ours.GradScaler, kind, explicit)
-    their_seen, their_breaks = compiled(torch, torch.amp.GradScaler, kind, explicit)
+@pytest.mark.parametrize("kind", ["SGD-foreach", "SGD-fused", "Adam-foreach", "Adam-fused"])
+def test_a_compiled_step_gives_what_an_eager_one_gives_and_breaks_no_graph_that_torchs_does_not(
+    kind: str, explicit: bool
+) -> None:
+    runs = [Run(make, kind) for make in (GradScaler, TorchScaler)]
+    eager, theirs = (run.train(run.step, explicit) for run in runs)
+    assert_same(eager, theirs)
+    assert [scale for scale, *_ in eager] == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
+    seen, breaks = compiled(GradScaler, kind, explicit)
+    _, their_breaks = compiled(TorchScaler, kind, explicit)
     assert 0 < sum(breaks.values()) <= sum(their_breaks.values()), (breaks, their_breaks)
-    assert [each[:2] for each in seen] == [each[:2] for each in their_seen]
-    assert [scale for scale, *_ in seen] == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-clip-step"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_compiled_step_gives_what_an_eager_one_gives(torch: Any, ours: Any, kind: str, explicit: bool) -> None:
-    run = Run(torch, ours.GradScaler, kind)
-    eager = run.train(run.step, explicit)
-    theirs = Run(torch, torch.amp.GradScaler, kind)
-    assert_same(eager, theirs.train(theirs.step, explicit))
-    seen, _ = compiled(torch, ours.GradScaler, kind, explicit)
     assert [each[:2] for each in seen] == [each[:2] for each in eager]
     for (*_, ours_of), (*_, expected) in zip(seen, eager, strict=True):
         # A compiled Adam computes its bias correction in another order.
         torch.testing.assert_close(ours_of, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_scaled_loss_in_a_compiled_function_is_the_eager_one(torch: Any, ours: Any) -> None:
-    for make in (torch.amp.GradScaler, ours.GradScaler):
+def test_a_scaled_loss_in_a_compiled_function_is_the_eager_one() -> None:
+    for make in (TorchScaler, GradScaler):
         scaler = make("cpu", init_scale=3.0)
         function = torch.compile(functools.partial(_scaled_square, scaler), backend="eager")
         for value in (1.0, 2.0):
