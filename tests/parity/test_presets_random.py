@@ -7,16 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from axes import require
-from libraries import Library, opened
+from libraries import opened
 from numpy.typing import NDArray
 
 from gradscale import presets
+
+pytestmark = pytest.mark.jax
 
 STEPS = 10_000
 # Probabilities of an overflow after a clean step, and after an overflow.
@@ -35,13 +37,6 @@ def overflows(chances: str, seed: int) -> NDArray[np.bool_]:
 
 
 RUNS = [(chances, seed) for chances in CHANCES for seed in SEEDS]
-# One seed in the first tier.
-CASES = [pytest.param(run, marks=pytest.mark.tier("quick" if run[1] == SEEDS[0] else "ranks")) for run in RUNS]
-
-
-def run_ids(run: tuple[str, int]) -> str:
-    """Return the id of a run."""
-    return f"{run[0]}-{run[1]}"
 
 
 def ours(policy: Any, found: NDArray[np.bool_]) -> NDArray[np.float32]:
@@ -66,14 +61,14 @@ def assert_same(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> None:
     np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.fixture
-def jax_arrays() -> Iterator[Library]:
-    """Return JAX with float64."""
-    with opened("jax") as library:
-        yield library
+@pytest.fixture(autouse=True)
+def _jax() -> Iterator[None]:
+    """Let JAX have float64."""
+    with opened("jax"):
+        yield
 
 
-FACTORS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "short": {"growth_interval": 10, "init_scale": 1024.0},
     "odd": {"growth_interval": 25, "growth_factor": 3.0},
@@ -81,10 +76,15 @@ FACTORS: dict[str, dict[str, Any]] = {
 # One factor for both directions leaves no other choice to jmp; torch and flax have two.
 BACKOFFS = {"defaults": {}, "short": {"backoff_factor": 0.25}, "odd": {"backoff_factor": 0.3}}
 
+Original = tuple[Any, NDArray[np.float32]]
+"""The policy that is said to be an original, and the original's scale after each step."""
 
-def torch_scales(settings: dict[str, Any], found: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Return the scales of torch.amp.GradScaler, whose ``update()`` is given the verdict that ``unscale_`` leaves."""
+
+def of_torch(setting: str, found: NDArray[np.bool_]) -> Original:
+    """Give ``update()`` of torch.amp.GradScaler the verdict that ``unscale_`` leaves."""
     torch = require("torch")
+    # Short, since without a minimum the original's scale would reach 0.
+    settings = {"init_scale": 65536.0} | SETTINGS[setting] | BACKOFFS[setting] | {"growth_interval": 10}
     scaler = torch.amp.GradScaler("cpu", **settings)
     scaler.scale(torch.ones(()))
     verdicts = {False: torch.zeros(()), True: torch.ones(())}
@@ -93,83 +93,75 @@ def torch_scales(settings: dict[str, Any], found: NDArray[np.bool_]) -> NDArray[
         scaler._per_optimizer_states[0]["found_inf_per_device"] = {torch.device("cpu"): verdicts[bad]}
         scaler.update()
         scales[step] = scaler._scale
-    return scales
+    return presets.torch(**settings), scales
 
 
-@pytest.mark.torch
-@pytest.mark.jax
-@pytest.mark.parametrize("chances", CHANCES)
-@pytest.mark.parametrize("setting", FACTORS)
-@pytest.mark.usefixtures("jax_arrays")
-def test_torch(setting: str, chances: str) -> None:
-    # Short, since without a minimum the original's scale would reach 0.
-    settings = FACTORS[setting] | BACKOFFS[setting] | {"growth_interval": 10}
-    found = overflows(chances, SEEDS[list(FACTORS).index(setting)])
-    renamed = settings | {"init_scale": settings.get("init_scale", 65536.0)}
-    assert_same(ours(presets.torch(**settings), found), torch_scales(renamed, found))
-
-
-@pytest.mark.jax
-@pytest.mark.parametrize("run", CASES, ids=run_ids)
-@pytest.mark.parametrize("setting", FACTORS)
-@pytest.mark.usefixtures("jax_arrays")
-def test_jmp(setting: str, run: tuple[str, int]) -> None:
-    require("jmp")
-    import jmp
+def of_jmp(setting: str, found: NDArray[np.bool_]) -> Original:
+    jmp = require("jmp")
     from jax import lax
     from jax import numpy as jnp
 
-    settings = FACTORS[setting] | {"min_scale": {"short": 2.0**-20}.get(setting, 1.0)}
-    policy: Any = presets.jmp(**settings)
+    policy: Any = presets.jmp(**SETTINGS[setting], min_scale={"short": 2.0**-20}.get(setting, 1.0))
 
     def step(carry: Any, bad: Any) -> Any:
         # Made anew on each step: its minimum is lost on the way through a compiled loop. The factor is no constant,
         # since the compiler would multiply by its rounded reciprocal where jmp divides.
         scale, counter, factor = carry
-        original = jmp.DynamicLossScale(
-            scale, counter, policy.growth_interval, factor, min_loss_scale=jnp.float32(policy.min_scale)
-        )
+        least = jnp.float32(policy.min_scale)
+        original = jmp.DynamicLossScale(scale, counter, policy.growth_interval, factor, min_loss_scale=least)
         adjusted: Any = original.adjust(jnp.logical_not(bad))
         return (adjusted.loss_scale, adjusted.counter, factor), adjusted.loss_scale
 
-    found = overflows(*run)
     first = (jnp.float32(policy.init_scale), jnp.zeros((), jnp.int32), jnp.float32(policy.growth_factor))
-    assert_same(ours(policy, found), np.asarray(lax.scan(step, first, jnp.asarray(found))[1]))
+    return policy, np.asarray(lax.scan(step, first, jnp.asarray(found))[1])
 
 
-@pytest.mark.tier("ranks")
-@pytest.mark.jax
-@pytest.mark.parametrize("run", CASES, ids=run_ids)
-@pytest.mark.parametrize("setting", FACTORS)
-@pytest.mark.usefixtures("jax_arrays")
-def test_flax(setting: str, run: tuple[str, int]) -> None:
+def of_flax(setting: str, found: NDArray[np.bool_]) -> Original:
     require("flax")
-    from flax.training.dynamic_scale import DynamicScale as Original
+    from flax.training.dynamic_scale import DynamicScale as FlaxScale
     from jax import lax
     from jax import numpy as jnp
 
-    settings = FACTORS[setting] | BACKOFFS[setting] | {"min_scale": {"short": 2.0**-20}.get(setting, 2.0**-126)}
-    policy: Any = presets.flax(**settings)
+    least = {"short": 2.0**-20}.get(setting, 2.0**-126)
+    policy: Any = presets.flax(**SETTINGS[setting], **BACKOFFS[setting], min_scale=least)
+    factors = {name: getattr(policy, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
 
     def step(carry: Any, bad: Any) -> Any:
         scale, clean_steps = carry
-        original = Original(
-            growth_factor=policy.growth_factor,
-            backoff_factor=policy.backoff_factor,
-            growth_interval=policy.growth_interval,
-            fin_steps=clean_steps,
-            scale=scale,
-            minimum_scale=policy.min_scale,
-        )
+        original = FlaxScale(**factors, fin_steps=clean_steps, scale=scale, minimum_scale=policy.min_scale)
         gradient = jnp.where(bad, jnp.inf, 2.0**-126).astype(jnp.float32)
         adjusted, is_finite, _, _ = original.value_and_grad(lambda x: x * gradient)(jnp.float32(1.0))
         return (adjusted.scale, adjusted.fin_steps), (adjusted.scale, is_finite)
 
-    found = overflows(*run)
     first = (jnp.float32(policy.init_scale), jnp.zeros((), jnp.int32))
     scales, finite = lax.scan(step, first, jnp.asarray(found))[1]
     np.testing.assert_array_equal(np.asarray(finite), ~found)
-    assert_same(ours(policy, found), np.asarray(scales))
+    return policy, np.asarray(scales)
+
+
+CASES = [
+    # One seed in the first tier, and for torch in all.
+    *[
+        pytest.param(of_torch, setting, chances, SEEDS[index], marks=pytest.mark.torch)
+        for index, setting in enumerate(SETTINGS)
+        for chances in CHANCES
+    ],
+    *[
+        pytest.param(of, setting, *run, marks=pytest.mark.tier("quick" if (of, run[1]) == (of_jmp, 1) else "ranks"))
+        for of in (of_jmp, of_flax)
+        for setting in SETTINGS
+        for run in RUNS
+    ],
+]
+
+
+@pytest.mark.parametrize(("of", "setting", "chances", "seed"), CASES)
+def test_the_scale_is_the_originals_after_each_step_of_a_long_run(
+    of: Callable[[str, NDArray[np.bool_]], Original], setting: str, chances: str, seed: int
+) -> None:
+    found = overflows(chances, seed)
+    policy, scales = of(setting, found)
+    assert_same(ours(policy, found), scales)
 
 
 KERAS = """
@@ -199,8 +191,6 @@ json.dump(results, sys.stdout)
 
 
 @pytest.mark.tier("all")
-@pytest.mark.jax
-@pytest.mark.usefixtures("jax_arrays")
 def test_keras() -> None:
     """In a process of its own, because Keras takes its backend when it is imported, once."""
     if importlib.util.find_spec("keras") is None:
@@ -229,8 +219,6 @@ def test_keras() -> None:
 
 
 @pytest.mark.numpy
-@pytest.mark.jax
-@pytest.mark.usefixtures("jax_arrays")
 def test_numpy_and_a_compiler_agree_on_such_a_run() -> None:
     found = overflows("bursts", 9)[:1500]
     for policy in (presets.torch(growth_interval=20), presets.guided_diffusion(growth_interval=300)):
@@ -244,8 +232,6 @@ def test_numpy_and_a_compiler_agree_on_such_a_run() -> None:
         np.testing.assert_array_equal(ours(rule, found), np.asarray(scales, np.float32))
 
 
-@pytest.mark.jax
-@pytest.mark.usefixtures("jax_arrays")
 def test_a_wrong_run_does_not_pass() -> None:
     found = overflows("frequent", 1)
     right = ours(presets.jmp(growth_interval=20), found)
