@@ -28,114 +28,68 @@ os.environ.setdefault("KERAS_BACKEND", "numpy")
 TRACES = json.loads(Path(__file__).with_name("policy_traces.json").read_text(encoding="utf-8"))
 SEQUENCES: dict[str, str] = TRACES["sequences"]
 
-STEPS = st.lists(st.sampled_from("CCCO"), min_size=1, max_size=30).map("".join)
-CUTS = st.floats(0, 1)
-INTERVALS = st.integers(1, 5)
-SCALES = st.integers(-3, 20).map(lambda power: 2.0**power)
-
-
-def split(steps: str, cut: float) -> tuple[str, str]:
-    """Return the steps before and after a point that is given as a fraction."""
-    at = round(cut * len(steps))
-    return steps[:at], steps[at:]
-
-
-# The originals that can be installed. Each runs some steps and returns the scales; `state` is saved in between.
+# The originals that can be installed: each runs some steps and returns the scales, and says what is to be loaded.
 
 
 class Torch:
     """torch.amp.GradScaler on the CPU."""
 
     def __init__(self, scale: float, interval: int) -> None:
-        torch = require("torch")
-        self.parameter = torch.nn.Parameter(torch.ones(()))
-        self.optimizer = torch.optim.SGD([self.parameter], 0.0)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
-        self.scaler.scale(torch.ones(()))
+        self.torch = require("torch")
+        self.parameter = self.torch.nn.Parameter(self.torch.ones(()))
+        self.optimizer = self.torch.optim.SGD([self.parameter], 0.0)
+        self.scaler = self.torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+        self.scaler.scale(self.torch.ones(()))
 
-    def run(self, steps: str) -> list[float]:
-        torch = require("torch")
-        scales = []
-        for step in steps:
-            self.parameter.grad = torch.full((), float("inf") if step == "O" else 1.0)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            scales.append(self.scaler.get_scale())
-        return scales
+    def step(self, overflows: bool) -> float:
+        self.parameter.grad = self.torch.full((), float("inf") if overflows else 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        scale: float = self.scaler.get_scale()
+        return scale
 
-
-@pytest.mark.torch
-@settings(max_examples=examples(40))
-@given(steps=STEPS, cut=CUTS, interval=INTERVALS, scale=SCALES)
-def test_a_run_that_torch_began_goes_on_as_in_torch(steps: str, cut: float, interval: int, scale: float) -> None:
-    before, after = split(steps, cut)
-    original = Torch(scale, interval)
-    original.run(before)
-    loaded = load_foreign_state(original.scaler.state_dict())
-    assert (loaded.format, loaded.missing) == ("torch", ())
-    assert ours(loaded, after) == original.run(after)
+    def saved(self, _: str) -> Any:
+        return self.scaler.state_dict()
 
 
-def run_jmp(original: Any, steps: str) -> tuple[Any, list[float]]:
-    jnp = require("jax").numpy
-    scales = []
-    for step in steps:
-        original = original.adjust(jnp.asarray(step == "C"))
-        scales.append(float(original.loss_scale))
-    return original, scales
+class Jmp:
+    """jmp.DynamicLossScale, by factors of 4."""
+
+    def __init__(self, scale: float, interval: int) -> None:
+        self.jnp = require("jax").numpy
+        zero, least = self.jnp.zeros((), self.jnp.int32), self.jnp.float32(0.125)
+        self.original = require("jmp").DynamicLossScale(self.jnp.float32(scale), zero, interval, 4, least)
+
+    def step(self, overflows: bool) -> float:
+        self.original = self.original.adjust(self.jnp.asarray(not overflows))
+        return float(self.original.loss_scale)
+
+    def saved(self, _: str) -> Any:
+        return vars(self.original)
 
 
-@pytest.mark.jax
-@settings(max_examples=examples(15))
-@given(steps=STEPS, cut=CUTS, interval=INTERVALS, scale=SCALES, factor=st.sampled_from([2, 4]))
-def test_a_run_that_jmp_began_goes_on_as_in_jmp(
-    steps: str, cut: float, interval: int, scale: float, factor: int
-) -> None:
-    jmp, jnp = require("jmp"), require("jax").numpy
-    before, after = split(steps, cut)
-    zero, least = jnp.zeros((), jnp.int32), jnp.float32(0.125)
-    original, _ = run_jmp(jmp.DynamicLossScale(jnp.float32(scale), zero, interval, factor, least), before)
-    loaded = load_foreign_state(vars(original))
-    assert (loaded.format, loaded.missing) == ("jmp", ())
-    assert ours(loaded, after) == run_jmp(original, after)[1]
+class Flax:
+    """flax.training.dynamic_scale.DynamicScale."""
 
+    def __init__(self, scale: float, interval: int) -> None:
+        require("flax")
+        from flax.training.dynamic_scale import DynamicScale as FlaxScale
 
-def run_flax(original: Any, steps: str) -> tuple[Any, list[float]]:
-    jnp = require("jax").numpy
-    scales = []
-    for step in steps:
-        error = jnp.float32(np.inf if step == "O" else 1.0)
-        original = original.value_and_grad(lambda weight, error=error: error * weight)(jnp.float32(1.0)).dynamic_scale
-        scales.append(float(original.scale))
-    return original, scales
+        self.jnp = require("jax").numpy
+        self.original: Any = FlaxScale(growth_interval=interval, scale=self.jnp.float32(scale))
 
+    def step(self, overflows: bool) -> float:
+        error = self.jnp.float32(np.inf if overflows else 1.0)
+        self.original = self.original.value_and_grad(lambda weight: error * weight)(self.jnp.float32(1.0)).dynamic_scale
+        return float(self.original.scale)
 
-@pytest.mark.jax
-@pytest.mark.parametrize("road", ["fields", "state dict", "msgpack"])
-@settings(max_examples=examples(10))
-@given(steps=STEPS, cut=CUTS, interval=INTERVALS, scale=SCALES)
-def test_a_run_that_flax_began_goes_on_as_in_flax(
-    road: str, steps: str, cut: float, interval: int, scale: float
-) -> None:
-    require("flax")
-    from flax import serialization
-    from flax.training.dynamic_scale import DynamicScale as FlaxScale
+    def saved(self, road: str) -> Any:
+        from flax import serialization
 
-    jnp = require("jax").numpy
-    before, after = split(steps, cut)
-    original, _ = run_flax(FlaxScale(growth_interval=interval, scale=jnp.float32(scale)), before)
-    if road == "fields":
-        loaded = load_foreign_state(vars(original))
-        assert loaded.missing == ()
-    else:
-        saved = serialization.to_state_dict(original)
-        if road == "msgpack":
-            saved = serialization.msgpack_restore(serialization.to_bytes(original))
-        loaded = load_foreign_state(saved, growth_interval=interval)
-        assert set(loaded.missing) == {"growth_factor", "backoff_factor", "growth_interval", "min_scale"}
-        assert "growth_interval" not in loaded.assumed
-    assert loaded.format == "flax"
-    assert ours(loaded, after) == run_flax(original, after)[1]
+        if road == "fields":
+            return vars(self.original)
+        saved = serialization.to_state_dict(self.original)
+        return saved if road == "state dict" else serialization.msgpack_restore(serialization.to_bytes(self.original))
 
 
 class Keras:
@@ -148,20 +102,17 @@ class Keras:
         self.optimizer = optimizers.LossScaleOptimizer(optimizers.SGD(0.0), scale, interval)
         self.optimizer.build([self.variable])
 
-    def run(self, steps: str) -> list[float]:
-        scales = []
-        for step in steps:
-            value = np.asarray([np.inf if step == "O" else 1.0], np.float32)
-            # With jax, apply() works inside a compiled step alone.
-            variables = [variable.value for variable in self.optimizer.variables]
-            gradients = [self.keras.ops.convert_to_tensor(value)]
-            _, changed = self.optimizer.stateless_apply(variables, gradients, [self.variable.value])
-            for variable, new in zip(self.optimizer.variables, changed, strict=True):
-                variable.assign(new)
-            scales.append(float(self.optimizer.dynamic_scale))
-        return scales
+    def step(self, overflows: bool) -> float:
+        value = np.asarray([np.inf if overflows else 1.0], np.float32)
+        # With jax, apply() works inside a compiled step alone.
+        variables = [variable.value for variable in self.optimizer.variables]
+        gradients = [self.keras.ops.convert_to_tensor(value)]
+        _, changed = self.optimizer.stateless_apply(variables, gradients, [self.variable.value])
+        for variable, new in zip(self.optimizer.variables, changed, strict=True):
+            variable.assign(new)
+        return float(self.optimizer.dynamic_scale)
 
-    def saved(self, road: str, folder: Path) -> Any:
+    def saved(self, road: str) -> Any:
         if road == "variables":
             return {variable.name: variable for variable in self.optimizer.variables}
         numbered: dict[str, Any] = {}
@@ -170,28 +121,56 @@ class Keras:
             return numbered
         import h5py
 
-        with h5py.File(folder / "optimizer.h5", "w") as file:
-            for name, value in numbered.items():
-                file[name] = value
-        return h5py.File(folder / "optimizer.h5")
+        file = h5py.File("optimizer.h5", "w", driver="core", backing_store=False)
+        for name, value in numbered.items():
+            file[name] = value
+        return file
+
+
+def run(original: Any, steps: str) -> list[float]:
+    """Return the scale after each step."""
+    return [original.step(step == "O") for step in steps]
+
+
+FACTORS = {"growth_factor", "backoff_factor", "growth_interval", "min_scale"}
+late = pytest.mark.tier("ranks")
+# What is saved on which road, and what of it one has to say.
+ORIGINALS = [
+    pytest.param(Torch, "", set(), marks=pytest.mark.torch, id="torch"),
+    pytest.param(Jmp, "", set(), marks=pytest.mark.jax, id="jmp"),
+    pytest.param(Flax, "fields", set(), marks=pytest.mark.jax, id="flax-fields"),
+    *[
+        pytest.param(Flax, road, FACTORS, marks=pytest.mark.jax, id=f"flax-{road}")
+        for road in ("state dict", "msgpack")
+    ],
+    *[
+        pytest.param(Keras, road, {"growth_interval"}, marks=late, id=f"keras-{road}")
+        for road in ("variables", "numbered", "h5")
+    ],
+]
 
 
 # Keras' variables predate NumPy 2's copy=.
-@pytest.mark.tier("ranks")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("seed", "road"), [(0, "variables"), (1, "numbered"), (2, "h5"), (3, "variables"), (4, "numbered"), (5, "h5")]
+@pytest.mark.parametrize(("kind", "road", "missing"), ORIGINALS)
+@settings(max_examples=examples(15))
+@given(
+    steps=st.lists(st.sampled_from("CCCO"), min_size=1, max_size=30).map("".join),
+    cut=st.floats(0, 1),
+    interval=st.integers(1, 5),
+    scale=st.integers(-3, 20).map(lambda power: 2.0**power),
 )
-def test_a_run_that_keras_began_goes_on_as_in_keras(road: str, seed: int, tmp_path: Path) -> None:
-    draw = np.random.default_rng(seed)
-    steps = "".join(draw.choice(list("CCCO"), 30))
-    before, after = split(steps, draw.random())
-    interval = int(draw.integers(1, 6))
-    original = Keras(256.0, interval)
-    original.run(before)
-    loaded = load_foreign_state(original.saved(road, tmp_path), growth_interval=interval)
-    assert (loaded.format, loaded.missing, dict(loaded.assumed)) == ("keras", ("growth_interval",), {})
-    assert ours(loaded, after) == original.run(after)
+def test_a_run_that_the_original_began_goes_on_as_there(
+    kind: Any, road: str, missing: set[str], steps: str, cut: float, interval: int, scale: float
+) -> None:
+    at = round(cut * len(steps))
+    original = kind(scale, interval)
+    run(original, steps[:at])
+    given = {"growth_interval": interval} if missing else {}
+    loaded = load_foreign_state(original.saved(road), **given)
+    assert (loaded.format, set(loaded.missing)) == (kind.__name__.lower(), missing)
+    assert set(loaded.assumed) <= missing - {"growth_interval"}
+    assert ours(loaded, steps[at:]) == run(original, steps[at:])
 
 
 # Those that are here by their rules alone.
