@@ -125,83 +125,58 @@ def first(policy: DynamicScale) -> Any:
     return policy.init(require("jax").numpy.zeros(()))
 
 
+def beside(peer: str, loss: Callable[..., Any], at: Any, **settings: Any) -> tuple[tuple[Step, Any], tuple[Step, Any]]:
+    """Return our step and the peer's, each with its first state, of the same settings."""
+    jnp = require("jax").numpy
+    policy = DynamicScale(growth_after="interval" if peer == "jmp" else "interval_plus_one", **settings)
+    scale, least = jnp.float32(policy.init_scale), policy.min_scale
+    theirs: Any
+    if peer == "jmp":
+        theirs = require("jmp").DynamicLossScale(
+            scale, jnp.zeros((), jnp.int32), policy.growth_interval, policy.growth_factor, jnp.float32(least)
+        )
+    else:
+        require("flax")
+        from flax.training.dynamic_scale import DynamicScale as FlaxScale
+
+        factors = {name: getattr(policy, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        theirs = FlaxScale(**factors, scale=scale, minimum_scale=least)
+    their_step = jmp_step(loss, at) if peer == "jmp" else flax_step(loss, at)
+    return (our_step(policy, loss, at), first(policy)), (their_step, theirs)
+
+
 POWERS = st.integers(-20, 40).map(lambda power: 2.0**power)
 ERRORS = st.lists(st.sampled_from([1.0, 1.0, 1.0, math.inf, math.nan]), min_size=1, max_size=20)
+peers = pytest.mark.parametrize("peer", ["jmp", "flax"])
 
 
-@settings(max_examples=examples(30))
-@given(errors=ERRORS, period=st.integers(1, 5), factor=st.sampled_from([2, 4, 8]), scales=st.tuples(POWERS, POWERS))
-def test_it_follows_jmp_step_by_step(
-    jmp: Any, jnp: Any, errors: list[float], period: int, factor: int, scales: tuple[float, float]
-) -> None:
-    smallest, scale = sorted(scales)
-    policy = DynamicScale(
-        init_scale=scale,
-        growth_interval=period,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        min_scale=smallest,
-    )
-    theirs = jmp.DynamicLossScale(
-        jnp.float32(scale), jnp.zeros((), jnp.int32), period, factor, min_loss_scale=jnp.float32(smallest)
-    )
-    at = jnp.ones(())
-    assert_same_runs((our_step(policy, linear, at), first(policy)), (jmp_step(linear, at), theirs), errors)
-
-
+@peers
 @settings(max_examples=examples(30))
 @given(
     errors=ERRORS,
     interval=st.integers(1, 5),
-    growth=st.sampled_from([2.0, 4.0]),
+    growth=st.sampled_from([2.0, 4.0, 8.0]),
     backoff=st.sampled_from([0.5, 0.125]),
     scales=st.tuples(POWERS, POWERS),
 )
-def test_it_follows_flax_step_by_step(
-    flax_scale: Any,
-    jnp: Any,
-    errors: list[float],
-    interval: int,
-    growth: float,
-    backoff: float,
-    scales: tuple[float, float],
+def test_it_follows_the_peer_step_by_step(
+    jnp: Any, peer: str, errors: list[float], interval: int, growth: float, backoff: float, scales: tuple[float, float]
 ) -> None:
     smallest, scale = sorted(scales)
-    policy = DynamicScale(
-        init_scale=scale,
-        growth_interval=interval,
-        growth_after="interval_plus_one",
-        growth_factor=growth,
-        backoff_factor=backoff,
-        min_scale=smallest,
-    )
-    theirs = flax_scale(growth, backoff, interval, scale=jnp.float32(scale), minimum_scale=smallest)
-    at = jnp.ones(())
-    assert_same_runs((our_step(policy, linear, at), first(policy)), (flax_step(linear, at), theirs), errors)
+    given = {"init_scale": scale, "min_scale": smallest, "growth_interval": interval, "growth_factor": growth}
+    # jmp has one factor for both directions.
+    given["backoff_factor"] = 1 / growth if peer == "jmp" else backoff
+    assert_same_runs(*beside(peer, linear, jnp.ones(()), **given), errors)
 
 
+@peers
 @pytest.mark.parametrize("power", [8, 110], ids=["injected", "scale-too-large"])
-@pytest.mark.parametrize("peer", ["jmp", "flax"])
 def test_a_compiled_run_has_the_peers_losses_and_gradients(jax: Any, jnp: Any, peer: str, power: int) -> None:
-    require(peer)
     errors = np.random.default_rng(0).choice([1.0, 1.0, 1.0, 1.0, math.inf, math.nan], 120)
-    weights = jnp.asarray(WEIGHTS)
     # Beyond 2**120 these gradients overflow of themselves, and the scale never comes to float32's end.
-    common: dict[str, Any] = {"init_scale": 2.0**power, "growth_interval": 1 if power > 8 else 3, "min_scale": 1.0}
-    if peer == "jmp":
-        import jmp
-
-        policy = DynamicScale(**common)
-        theirs = jmp.DynamicLossScale(jnp.float32(2.0**power), jnp.zeros((), jnp.int32), period=policy.growth_interval)
-        their_step = jmp_step(squares, weights)
-    else:
-        from flax.training.dynamic_scale import DynamicScale as FlaxScale
-
-        policy = DynamicScale(growth_after="interval_plus_one", **common)
-        theirs = FlaxScale(growth_interval=policy.growth_interval, scale=jnp.float32(2.0**power), minimum_scale=1.0)
-        their_step = flax_step(squares, weights)
-    mine = (jax.jit(our_step(policy, squares, weights)), first(policy))
-    assert_same_runs(mine, (jax.jit(their_step), theirs), errors.tolist())
+    given: dict[str, Any] = {"init_scale": 2.0**power, "growth_interval": 1 if power > 8 else 3, "min_scale": 1.0}
+    (our, state), (their, their_state) = beside(peer, squares, jnp.asarray(WEIGHTS), **given)
+    assert_same_runs((jax.jit(our), state), (jax.jit(their), their_state), errors.tolist())
 
 
 @pytest.mark.parametrize(
@@ -209,13 +184,12 @@ def test_a_compiled_run_has_the_peers_losses_and_gradients(jax: Any, jnp: Any, p
     [{"growth_interval": 4}, {"backoff_factor": 0.25}, {"growth_factor": 4.0}, {"min_scale": 128.0}],
     ids=lambda wrong: "-".join(wrong),
 )
-def test_a_run_with_a_wrong_setting_is_found(flax_scale: Any, jnp: Any, wrong: dict[str, float]) -> None:
-    right: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 3, "growth_after": "interval_plus_one"}
-    policy = DynamicScale(**(right | wrong))
-    at = jnp.ones(())
-    theirs = (flax_step(linear, at), flax_scale(growth_interval=3, scale=jnp.float32(256.0)))
+def test_a_run_with_a_wrong_setting_is_found(jnp: Any, wrong: dict[str, float]) -> None:
+    right: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 3, "min_scale": 2.0**-126}
+    _, theirs = beside("flax", linear, jnp.ones(()), **right)
+    mine, _ = beside("flax", linear, jnp.ones(()), **(right | wrong))
     with pytest.raises(AssertionError, match="scale after step"):
-        assert_same_runs((our_step(policy, linear, at), first(policy)), theirs, [1.0] * 5 + [math.inf] * 3)
+        assert_same_runs(mine, theirs, [1.0] * 5 + [math.inf] * 3)
 
 
 # Faults of the originals.
