@@ -282,7 +282,8 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
         return False
     for dtype in {x.dtype for x in leaves}:
-        if dtype_kind(dtype, home) in (Kind.INTEGRAL, Kind.UNKNOWN):
+        kind = dtype_kind(dtype, home)
+        if kind is Kind.INTEGRAL or kind is Kind.UNKNOWN:
             return False
     return True
 
