@@ -1,256 +1,236 @@
-"""A scaler's random life on every rank of a group, held to a plain model in each of its iterations.
+"""A scaler's random life, held to a plain model in each of its calls: alone, or on every rank of a group.
 
-Several optimizers, overflows on one rank, steps that are left out, clipping, scales and settings that are set, state
-dicts that are loaded, pickles and copies. All ranks draw the same life, and the fault is one rank's. As a program it
-lives longer than a test may, and prints what an iteration took and the process held in each tenth of the life::
-
-    python tests/support/lives.py --iterations 1000000
-    mpiexec -n 2 python tests/support/lives.py --iterations 100000 --world mpi
+Legal and illegal calls on several optimizers: overflows on one rank, steps that are left out or come twice, clipping,
+scales and settings that are set, state dicts that are loaded, pickles and copies. All ranks draw the same life, and a
+fault is one rank's.
 """
 
 from __future__ import annotations
 
-import argparse
+import collections
 import copy
+import json
 import math
-import os
 import pickle
 import random
-import resource
-import sys
-import time
-import zlib
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-
-from scenarios import rank_and_size
+from scenarios import SGD, rank_and_size
 
 import gradscale
-from gradscale.testing import run_ranks
 
 __all__ = ["Model", "live"]
 
 OPTIMIZERS = 3
+VALUES = (1.0, -2.0, 0.25)
 BAD = (math.inf, -math.inf, math.nan)
 MAX_NORM = 0.5
 LOWEST, HIGHEST = 2.0**-126, 2.0**127
-ONE = np.float32(1.0)
-# What becomes of an optimizer in an iteration, by a random number; the rest are stepped without unscale_.
-# An agreement costs most of an iteration, and so many of them are left out.
-LEFT_OUT, CLIPPED_OVER_GROUP, CLIPPED, UNSCALED_ALONE, UNSCALED = 0.6, 0.61, 0.68, 0.76, 0.8
+# How often each call is drawn.
+CALLS = {"backward": 4, "unscale": 5, "step": 8, "update": 5, "set_scale": 0.1, "resume": 0.5, "change_setting": 0.2}
 
 
 class Model:
-    """What a scaler does to its scale, as plainly as it can be said."""
+    """What a scaler does, as plainly as it can be said."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, is_known: bool) -> None:
         self.scale, self.run, self.iteration = 2.0**16, 0, 1
         self.growth, self.backoff, self.interval = 2.0, 0.5, 5
+        # Whether there is a state on the device yet.
+        self.is_known = is_known
+        # By optimizer: the gradient on each rank, how far it is in its iteration, and whether one is bad.
+        self.gradients = [[0.0] * size for _ in range(OPTIMIZERS)]
+        self.begin()
 
-    def update(self, verdicts: list[bool]) -> None:
-        """End an iteration whose optimizers were judged so: True for an overflow on any rank."""
-        self.iteration += 1
-        if any(verdicts):
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.stages, self.bad = ["ready"] * OPTIMIZERS, [False] * OPTIMIZERS
+
+    def divide(self, k: int) -> None:
+        """Unscale in float32: gradients that are unscaled again in a later iteration drift away."""
+        with np.errstate(all="ignore"):
+            self.gradients[k] = [float(np.float32(value / self.scale)) for value in self.gradients[k]]
+        self.bad[k] = not all(map(math.isfinite, self.gradients[k]))
+        self.stages[k] = "unscaled"
+
+    def update(self) -> None:
+        """End an iteration in which optimizers have been judged."""
+        if any(self.bad):
             self.scale, self.run = max(self.scale * self.backoff, LOWEST), 0
-        elif verdicts:
+        else:
             self.run += 1
             if self.run >= self.interval:
                 grown = self.scale * self.growth
                 self.scale, self.run = grown if grown <= HIGHEST else self.scale, 0
-
-    def set_scale(self, scale: float) -> None:
-        """End an iteration by a scale that the user sets."""
         self.iteration += 1
-        self.scale = scale
+        self.begin()
 
-    def agrees(self, saved: dict[str, Any]) -> bool:
-        """Tell whether a state dict says the same."""
-        mine = (self.scale, self.run, self.iteration, self.growth, self.backoff, self.interval)
-        keys = ("scale", "_growth_tracker", "iteration", "growth_factor", "backoff_factor", "growth_interval")
-        return mine == tuple(saved[key] for key in keys)
-
-
-class _Walker:
-    """An optimizer with one gradient, which counts its steps and keeps what it saw in the last."""
-
-    def __init__(self) -> None:
-        self.grads: Any = None
-        self.steps = 0
-        self.seen = 0.0
-
-    def step(self) -> str:
-        """Count."""
-        self.steps += 1
-        self.seen = float(self.grads[0][0])
-        return "stepped"
+    def state(self) -> dict[str, Any]:
+        """Return what a state dict must say."""
+        return {
+            "scale": self.scale,
+            "_growth_tracker": self.run,
+            "iteration": self.iteration,
+            "growth_factor": self.growth,
+            "backoff_factor": self.backoff,
+            "growth_interval": self.interval,
+        }
 
 
-def live(group: Any, iterations: int, seed: int, library: str = "numpy") -> dict[str, Any]:  # noqa: ARG001
-    """Live so many iterations on one rank, comparing each with the model; return what all ranks must have alike.
+def live(group: Any, calls: int, seed: int) -> dict[str, Any]:
+    """Make so many calls on one rank, comparing each with the model; return what all ranks must have alike.
 
     Raises
     ------
     AssertionError
-        At the first difference, with the iteration.
+        At the first difference, with the last calls.
     """
-    return _Life(group, seed).run(iterations)
+    life = _Life(group, seed)
+    for number in range(calls):
+        life.call(compares=number % 10 == 0 or number == calls - 1)
+    return {"state": life.scaler.state_dict(), "counts": dict(life.counts)}
 
 
 class _Life:
     def __init__(self, group: Any, seed: int) -> None:
         self.group, self.chance = group, random.Random(seed)
-        self.rank, self.size = rank_and_size(group)
-        self.scaler = gradscale.ShardedGradScaler(group=group, growth_interval=5, timeout=60.0)
-        self.model = Model()
-        self.optimizers = [_Walker() for _ in range(OPTIMIZERS)]
-        self.steps = [0] * OPTIMIZERS
-        self.skipped = self.told = 0
-        self.digest = 0
+        self.rank, self.size = (0, 1) if group is None else rank_and_size(group)
+        self.scaler = self.make()
+        self.optimizers = [SGD([np.zeros(1, np.float32)]) for _ in range(OPTIMIZERS)]
+        # Over a group a rank may have no state of its own.
+        self.model = Model(self.size, is_known=group is not None)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.story: collections.deque[str] = collections.deque(maxlen=20)
+        if group is not None:
+            self.backward()
 
-    def run(self, iterations: int, tell: Any = None) -> dict[str, Any]:
-        """Live; ``tell`` is called with the number of iterations lived after each tenth."""
-        tenth = max(iterations // 10, 1)
-        for number in range(1, iterations + 1):
-            self._iterate()
-            if number % 50 == 0:
-                assert self.model.agrees(self.scaler.state_dict()), self._where()
-                self._turn_of_fate()
-            self.digest = zlib.crc32(f"{self.scaler.get_scale()!r}{self.skipped}".encode(), self.digest)
-            if tell is not None and number % tenth == 0:
-                tell(number)
-        assert self.model.agrees(self.scaler.state_dict()), self._where()
-        state = self.scaler.state_dict()
-        return {"state": state, "digest": self.digest, "steps": self.steps, "skipped": self.skipped}
+    def make(self, **settings: Any) -> Any:
+        settings = {"growth_interval": 5} | settings
+        if self.group is None:
+            return gradscale.GradScaler(**settings)
+        return gradscale.ShardedGradScaler(group=self.group, timeout=60.0, **settings)
 
-    def _iterate(self) -> None:
-        """Make one iteration, in which the true gradient of optimizer k is 2**k, but for one overflow now and then."""
-        chance, scaler, model = self.chance.random, self.scaler, self.model
-        assert float(scaler.scale(ONE)) == model.scale, self._where()
-        verdicts = []
-        for k in self.chance.sample(range(OPTIMIZERS), OPTIMIZERS) if chance() < 0.5 else range(OPTIMIZERS):
-            way, fault, victim = chance(), chance(), int(chance() * self.size)
-            optimizer, true = self.optimizers[k], 2.0**k
-            # At the largest scales the gradients of some optimizers overflow by themselves, on every rank.
-            scaled = true * model.scale if true * model.scale < 2.0 * HIGHEST else math.inf
-            is_bad = fault < 0.05 or scaled == math.inf
-            value = BAD[int(fault * 60.0)] if fault < 0.05 and victim == self.rank else scaled
-            optimizer.grads = [np.full(1, value, np.float32)]
-            if way < LEFT_OUT:
-                continue
-            wanted = true
-            if way < UNSCALED:
-                wanted = self._unscale(optimizer, true, over_group=way < CLIPPED_OVER_GROUP, clips=way < CLIPPED)
-            verdicts.append(is_bad)
-            # A step that is left out after unscale_ counts all the same.
-            if UNSCALED_ALONE < way < UNSCALED:
-                continue
-            returned = scaler.step(optimizer)
-            self.steps[k] += not is_bad
-            self.skipped += is_bad
-            assert returned == (None if is_bad else "stepped"), self._where()
-            assert optimizer.steps == self.steps[k], self._where()
-            assert is_bad or abs(optimizer.seen - wanted) <= 2e-6 * wanted, (optimizer.seen, wanted, self._where())
-            report = scaler.last_step(optimizer)
-            assert (report.skipped, report.scale, report.iteration) == (is_bad, model.scale, model.iteration)
-        if chance() < 0.004:
-            wanted = 2.0 ** self.chance.randint(-20, 30)
-            scaler.update(wanted)
-            model.set_scale(wanted)
-        elif not verdicts:
-            self._end_without_a_verdict()
-        else:
-            scaler.update()
-            model.update(verdicts)
+    def call(self, compares: bool) -> None:
+        (name,) = self.chance.choices(list(CALLS), list(CALLS.values()))
+        self.story.append(name)
+        self.counts[name] += 1
+        getattr(self, name)()
+        if compares:
+            saved = self.scaler.state_dict()
+            self.require({key: saved[key] for key in self.model.state()}, self.model.state())
+        for k, optimizer in enumerate(self.optimizers):
+            expected, found = self.model.gradients[k][self.rank], float(optimizer.grads[0][0])
+            is_close = math.isclose(found, expected, rel_tol=2e-6, abs_tol=1e-37)
+            assert is_close or (math.isnan(found) and math.isnan(expected)), (found, expected, *self.story)
 
-    def _end_without_a_verdict(self) -> None:
-        """Be refused, and end the iteration by setting the scale that there is."""
+    def require(self, found: Any, expected: Any) -> None:
+        assert found == expected, (found, expected, f"rank {self.rank} of {self.size}", *self.story)
+
+    def refused(self, call: Callable[[], Any], said: str = "") -> None:
+        """Assert that a call is an error of order."""
+        self.counts[f"{self.story[-1]} refused"] += 1
+        told = "accepted"
         try:
-            self.scaler.update()
-        except gradscale.CallOrderError:
-            self.scaler.update(self.model.scale)
-            self.model.set_scale(self.model.scale)
-        else:
-            raise AssertionError(self._where())
+            call()
+        except gradscale.CallOrderError as error:
+            told = str(error)
+        assert told != "accepted", self.story
+        assert said in told
 
-    def _unscale(self, optimizer: Any, true: float, *, over_group: bool, clips: bool) -> float:
-        """Unscale an optimizer's gradient, and clip it if that is wanted; return what it should be."""
-        if not clips:
-            self.scaler.unscale_(optimizer)
-            return true
-        self.scaler.unscale_(optimizer, max_norm=MAX_NORM, norm_over="group" if over_group else "rank")
-        norm = true * math.sqrt(self.size) if over_group else true
-        return true * min(MAX_NORM / (norm + 1e-6), 1.0)
+    def backward(self) -> None:
+        model = self.model
+        self.require(float(self.scaler.scale(np.float32(1.0))), model.scale)
+        model.is_known = True
+        for k, optimizer in enumerate(self.optimizers):
+            values = [self.chance.choice(VALUES)] * self.size
+            if self.chance.random() < 0.1:
+                values[self.chance.randrange(self.size)] = self.chance.choice(BAD)
+            with np.errstate(all="ignore"):
+                # At the largest scales gradients overflow by themselves, on every rank.
+                model.gradients[k] = [float(np.float32(value * model.scale)) for value in values]
+            optimizer.grads = [np.array([model.gradients[k][self.rank]], np.float32)]
 
-    def _turn_of_fate(self) -> None:
-        """Load, pickle, copy or change a setting between two iterations; mostly nothing."""
-        draw, scaler, model = self.chance.random(), self.scaler, self.model
-        if draw < 0.1:
-            scaler.load_state_dict(scaler.state_dict())
-        elif draw < 0.15:
-            other = gradscale.ShardedGradScaler(group=self.group, init_scale=3.0, timeout=60.0)
-            other.load_state_dict(scaler.state_dict())
-            self.scaler = other
-        elif draw < 0.2:
-            self.scaler = pickle.loads(pickle.dumps(scaler))
+    def unscale(self) -> None:
+        k, how = self.chance.randrange(OPTIMIZERS), self.chance.choice(["plain", "plain", "rank", "group"])
+        if self.model.stages[k] != "ready" or not self.model.is_known:
+            self.refused(lambda: self.scaler.unscale_(self.optimizers[k]))
+            return
+        self.model.divide(k)
+        clip: dict[str, Any] = {}
+        # Squares of gradients that have drifted away might overflow.
+        if how != "plain" and not any(4.0 < abs(value) < math.inf for value in self.model.gradients[k]):
+            clip = {"max_norm": MAX_NORM} | ({} if self.group is None else {"norm_over": how})
+        self.scaler.unscale_(self.optimizers[k], **clip)
+        if clip and self.model.bad[k]:
+            # What becomes of gradients that nobody steps with is not said.
+            self.model.gradients[k][self.rank] = float(self.optimizers[k].grads[0][0])
+        elif clip:
+            values = self.model.gradients[k]
+            whole = math.sqrt(sum(value**2 for value in values))
+            norms = [whole if how == "group" else abs(value) for value in values]
+            pairs = zip(values, norms, strict=True)
+            self.model.gradients[k] = [value * min(MAX_NORM / (norm + 1e-6), 1.0) for value, norm in pairs]
+
+    def step(self) -> None:
+        k = self.chance.randrange(OPTIMIZERS)
+        optimizer, model = self.optimizers[k], self.model
+        if model.stages[k] == "stepped" or not model.is_known:
+            self.refused(lambda: self.scaler.step(optimizer))
+            return
+        if model.stages[k] == "ready":
+            model.divide(k)
+        before, bad = optimizer.steps, model.bad[k]
+        returned = self.scaler.step(optimizer)
+        self.require((returned, optimizer.steps), (None, before) if bad else ("moved", before + 1))
+        model.stages[k] = "stepped"
+        self.counts["skipped" if bad else "stepped"] += 1
+        report = self.scaler.last_step(optimizer)
+        expected = (bad, model.scale, model.iteration, bad)
+        self.require((report.skipped, report.scale, report.iteration, report.nonfinite > 0), expected)
+
+    def update(self) -> None:
+        # A step that is left out after unscale_ counts all the same.
+        if self.model.stages == ["ready"] * OPTIMIZERS:
+            self.refused(self.scaler.update)
+            return
+        self.scaler.update()
+        self.model.update()
+
+    def set_scale(self) -> None:
+        wanted = 2.0 ** self.chance.randint(-126, 127)
+        self.scaler.update(np.array([wanted], np.float32) if self.chance.random() < 0.5 else wanted)
+        self.model.scale, self.model.is_known = wanted, True
+        self.model.iteration += 1
+        self.model.begin()
+
+    def resume(self) -> None:
+        """Go on with a copy, or with a state dict that is loaded."""
+        how = self.chance.choice(["pickle", "deepcopy", "same", "fresh"])
+        saved = json.loads(json.dumps(self.scaler.state_dict()))
+        other = self.make(init_scale=3.0)
+        roads: dict[str, Callable[[], Any]] = {
+            "pickle": lambda: pickle.loads(pickle.dumps(self.scaler)),
+            "deepcopy": lambda: copy.deepcopy(self.scaler),
+            "same": lambda: self.scaler.load_state_dict(saved),
+            "fresh": lambda: other.load_state_dict(saved),
+        }
+        if how != "fresh" and self.model.stages != ["ready"] * OPTIMIZERS:
+            self.refused(roads[how])
+            return
+        made = roads[how]()
+        self.scaler = {"same": self.scaler, "fresh": other}.get(how, made)
+        if how == "pickle" and self.group is not None:
+            self.refused(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
             self.scaler.set_group(self.group)
-        elif draw < 0.25:
-            self.scaler = copy.deepcopy(scaler)
-        elif draw < 0.3:
-            model.interval = self.chance.randint(1, 9)
-            scaler.set_growth_interval(model.interval)
-        elif draw < 0.35:
-            model.growth = self.chance.choice([2.0, 4.0])
-            scaler.set_growth_factor(model.growth)
-        elif draw < 0.4:
-            model.backoff = self.chance.choice([0.5, 0.25])
-            scaler.set_backoff_factor(model.backoff)
+        self.model.begin()
+        self.model.is_known = self.model.is_known or how in ("same", "fresh")
 
-    def _where(self) -> str:
-        return f"rank {self.rank} of {self.size}, iteration {self.model.iteration}, {vars(self.model)}"
-
-
-def _memory() -> float:
-    """Return the memory that this process holds now, in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-
-def _tell_tenths(life: _Life, iterations: int) -> dict[str, Any]:
-    last = [0, time.perf_counter(), time.process_time()]
-
-    def tell(number: int) -> None:
-        now, busy = time.perf_counter(), time.process_time()
-        made = number - last[0]
-        taken = f"{(now - last[1]) / made * 1e6:7.0f} us, {(busy - last[2]) / made * 1e6:6.0f} us of the processor"
-        print(f"rank {life.rank}: {number:9} iterations, {taken} for each, {_memory():7.1f} MiB", flush=True)
-        last[:] = [number, time.perf_counter(), time.process_time()]
-
-    return life.run(iterations, tell if life.rank == 0 else None)
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=2, help="how many threads (default: %(default)s)")
-    parser.add_argument("--world", choices=["threads", "mpi"], default="threads")
-    given = parser.parse_args()
-    if given.world == "threads":
-        results = run_ranks(given.ranks, lambda group: _tell_tenths(_Life(group, given.seed), given.iterations))
-    else:
-        from mpi4py import MPI
-
-        own = _tell_tenths(_Life(MPI.COMM_WORLD, given.seed), given.iterations)
-        results = MPI.COMM_WORLD.allgather(own)
-    if any(result != results[0] for result in results):
-        msg = f"the ranks differ: {results}"
-        raise SystemExit(msg)
-    print(f"process {os.getpid()}: {len(results)} ranks agree: {results[0]}")
-
-
-if __name__ == "__main__":
-    _main()
+    def change_setting(self) -> None:
+        if self.model.stages != ["ready"] * OPTIMIZERS:
+            return
+        name = self.chance.choice(["growth_interval", "growth_factor", "backoff_factor"])
+        value = self.chance.choice({"growth_interval": [1, 4, 9], "growth_factor": [2.0, 4.0]}.get(name, [0.5, 0.25]))
+        getattr(self.scaler, f"set_{name}")(value)
+        setattr(self.model, {"growth_interval": "interval"}.get(name, name.partition("_")[0]), value)
