@@ -28,6 +28,18 @@ def processes(request: pytest.FixtureRequest) -> ProcessWorld:
     return _usable(request.param)
 
 
+@pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], MPIWorld)])
+def mpi(request: pytest.FixtureRequest) -> MPIWorld:
+    """Return a world of 2 or 3 ranks under mpiexec."""
+    return _usable(request.param)
+
+
+@pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], GlooWorld)])
+def gloo(request: pytest.FixtureRequest) -> GlooWorld:
+    """Return a world of 2 or 3 ranks over gloo."""
+    return _usable(request.param)
+
+
 World = TypeVar("World", bound=ThreadWorld | ProcessWorld)
 
 

@@ -104,6 +104,8 @@ def main() -> None:
     """Serve until the input ends."""
     # What takes longest is done once for all ranks: adapters are loaded, and their kernels compiled.
     registry.get("torch")
+    # torch imports its compiler with the first optimizer.
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scenarios.iterate(gradscale.GradScaler(), scenarios.SGD(None), scenarios.gradients("numpy"))
     gc.freeze()
     for line in sys.stdin:

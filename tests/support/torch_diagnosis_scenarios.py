@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from fsdp_scenarios import backward_loss, distribute, distribute_over, inject_infinity, local_gradients, make_scaler
 from fsdp_setups import Setup
-from mesh_scenarios import as_dtensor, sharded
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch_sharded_scenarios import as_dtensor, sharded
 from worlds import Failure
 
 import gradscale

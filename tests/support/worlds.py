@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -195,6 +195,22 @@ def _gloo_server() -> subprocess.Popen[str]:
     )
     atexit.register(server.communicate)
     return server
+
+
+def each(
+    world: ThreadWorld | ProcessWorld, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]
+) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+    """Run a scenario's cases, and yield each with what the ranks returned, after asserting that none has raised."""
+    cases = list(cases)
+    for case, results in zip(cases, world.run_each(scenario, cases), strict=True):
+        assert not any(isinstance(result, Failure) for result in results), (case, results)
+        yield case, results
+
+
+def assert_all_equal(results: Sequence[Any]) -> None:
+    """Assert that all ranks have returned the same, and that none has raised."""
+    assert not [result for result in results if isinstance(result, Failure)], results
+    assert all(result == results[0] for result in results), results
 
 
 def print_failures(results: Sequence[Any]) -> None:
