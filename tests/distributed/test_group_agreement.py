@@ -1,7 +1,6 @@
 """GroupAgreement: loops of pure functions agree on every step, over any group, with arrays of any library."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import group_scenarios
@@ -47,22 +46,6 @@ def test_ranks_that_differ_are_an_error_on_every_rank_from_then_on(world: World,
             assert f"rank {rank} of {world.size}" in first.message
             assert second.kind == "BackendError"
             assert "construct a new GroupAgreement" in second.message
-
-
-def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, tmp_path: Path) -> None:
-    for absent_rank in range(world.size):
-        # Each with a group of its own: one that was given up cannot be used again.
-        (folder := tmp_path / str(absent_rank)).mkdir()
-        results = world.run(
-            group_scenarios.lateness, absent_rank, {"timeout": world.short_timeout, "folder": str(folder)}
-        )
-        for rank, result in enumerate(results):
-            if rank == absent_rank:
-                continue
-            assert result["failure"].kind == "CollectiveTimeoutError", result
-            assert f"rank {rank} of {world.size} waited {world.short_timeout:g} s" in result["failure"].message
-            assert "in iteration 1" in result["failure"].message
-            assert 0.9 * world.short_timeout <= result["seconds"] < 30.0
 
 
 def test_an_overflow_at_a_minimum_that_must_be_raised_is_raised_on_every_rank(world: World) -> None:

@@ -14,19 +14,24 @@ pytestmark = pytest.mark.numpy
 
 LARGEST = 128  # bytes
 ITERATIONS = 3
+DTYPES = (np.float32, np.float16, np.float64, np.complex64)
 
 
 def sent_by_a_rank(group: ThreadCollectives, optimizers: int, gradients: int) -> list[int]:
-    """Return the bytes of each message that a rank sends in some iterations."""
+    """Return the bytes of each message that a rank sends in some iterations: several dtypes, and an overflow."""
     counting = Counting(group)
     scaler = ShardedGradScaler(group=counting)
     trees = [Tree() for _ in range(optimizers)]
-    for _ in range(ITERATIONS):
+    for iteration in range(ITERATIONS):
         scaler.scale(np.ones((), np.float32))
-        for tree in trees:
-            tree.grads = [np.ones(3, np.float32) for _ in range(gradients)]
+        value = np.inf if (group.rank, iteration) == (group.size - 1, 1) else 1.0
+        for index, tree in enumerate(trees):
+            tree.grads = [np.full(3, value, DTYPES[place % 4]) for place in range(gradients)]
+            if index % 2:
+                scaler.unscale_(tree)
             scaler.step(tree)
         scaler.update()
+    assert [tree.steps for tree in trees] == [ITERATIONS - 1] * optimizers
     return counting.sent
 
 
