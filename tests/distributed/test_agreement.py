@@ -79,20 +79,6 @@ def test_no_rank_with_gradients_is_the_same_error_on_every_rank(world: World) ->
         assert "none of whose parameters has a gradient on any rank" in result.message
 
 
-def test_random_overflows_leave_the_states_bit_identical(world: World) -> None:
-    for results in world.run_each(scenarios.many_iterations, [(seed, 150) for seed in range(3)]):
-        assert_all_equal(results)
-        assert {skipped for skipped, _ in results[0]["history"]} == {True, False}
-        assert len({scale for _, scale in results[0]["history"]}) > 3
-
-
-@pytest.mark.parametrize("order", ["step by step", "unscale both first"])
-def test_two_optimizers_are_skipped_on_their_own_verdicts(world: World, order: str) -> None:
-    for results in world.run_each(scenarios.two_optimizers, [(bad_rank, order) for bad_rank in range(world.size)]):
-        assert_all_equal(results)
-        assert results[0] == {"skipped": [True, False], "steps": [0, 1], "scale": 32768.0}
-
-
 def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
     for results in world.run_each(scenarios.closure_overflow, [(bad_rank,) for bad_rank in range(world.size)]):
         assert_all_equal(results)
@@ -101,20 +87,6 @@ def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
         assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2, 0, None)
         assert results[0]["scale"] == 16384.0
         assert (results[0]["steps"], results[0]["returned"]) == (1, 1.0)
-
-
-def test_a_step_left_out_on_purpose_still_counts_its_verdict(world: World) -> None:
-    for results in world.run_each(scenarios.skip_on_purpose, [(bad_rank,) for bad_rank in range(world.size)]):
-        assert_all_equal(results)
-        assert results[0]["scale"] == 32768.0
-        assert results[0]["then"] == (False, 32768.0)
-
-
-def test_copies_agree_and_an_unpickled_scaler_asks_for_its_group(world: World) -> None:
-    results = world.run(scenarios.copies, 0)
-    assert_all_equal(results)
-    assert "set_group" in results[0]["refused"]
-    assert results[0]["reports"] == [(False, 32768.0)] * 3
 
 
 def test_overflow_at_the_minimum_raises_on_every_rank(world: World) -> None:

@@ -81,15 +81,6 @@ def test_wrong_names_on_one_rank_are_an_error_on_all_and_the_group_goes_on(world
             assert rank == wrong_rank or f"failed on rank {wrong_rank}" in failure.message
 
 
-def test_a_rank_that_does_not_come_ends_in_a_timeout() -> None:
-    results = run_ranks(
-        2, lambda group: scenarios.absent(group, 1, {"timeout": 0.3}), timeout=0.3, return_exceptions=True
-    )
-    assert isinstance(results[0], Failure)
-    assert "rank 0 of 2 waited 0.3 s" in results[0].message
-    assert "in iteration 1" in results[0].message
-
-
 def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: World) -> None:
     results = world.run(scenarios.many, 3000)
     assert_all_equal(results)

@@ -6,7 +6,7 @@ import fault_scenarios
 import pytest
 import scenarios
 from fault_scenarios import CLEAN
-from worlds import Failure, GlooWorld, ProcessWorld, ThreadWorld
+from worlds import Failure, GlooWorld, MPIWorld, ProcessWorld, ThreadWorld
 
 World = ThreadWorld | ProcessWorld
 
@@ -38,33 +38,76 @@ def test_a_rank_that_has_drifted_is_an_error_on_every_rank(world: World, what: s
             assert result["steps"] == 0
 
 
-@pytest.mark.parametrize("how", ["raises", pytest.param("is late", marks=pytest.mark.tier("quick"))])
-def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(world: World, how: str, tmp_path: Path) -> None:
+# What a rank that does not come leaves the others in, what they wait for, and what they are told the next time.
+STEP = "the agreement on a step"
+AGAIN = ("CollectiveTimeoutError", "rank {} of {} waited")
+WAITING = {
+    "core": (2, STEP, AGAIN),
+    "torch": (2, STEP, AGAIN),
+    "torch fused": (2, STEP, AGAIN),
+    "norm": (2, STEP, ("BackendError", "needs set_group() with another one")),
+    "diagnosis": (2, STEP, ("BackendError", "needs set_group() with another one")),
+    "agreement": (1, STEP, ("BackendError", "construct a new GroupAgreement on all of them")),
+    "construction": (None, "the construction of a ShardedGradScaler", AGAIN),
+}
+
+
+def assert_times_out(world: World, operation: str, how: str, folder: Path) -> None:
+    """Assert that a rank that does not come, each in turn, is a timeout on the others, who cannot go on."""
+    iteration, waited_for, (kind, then) = WAITING[operation]
+    timeout = world.short_timeout
     for absent_rank in range(world.size):
-        (folder := tmp_path / str(absent_rank)).mkdir()
-        results = world.run(
-            scenarios.absence, absent_rank, how, {"timeout": world.short_timeout, "folder": str(folder)}
-        )
+        (own := folder / str(absent_rank)).mkdir()
+        settings = {"timeout": timeout, "folder": str(own)}
+        results = world.run(fault_scenarios.absence, operation, absent_rank, how, settings)
+        if how == "raises":
+            assert results[absent_rank].kind == "ValueError"
         for rank, result in enumerate(results):
             if rank == absent_rank:
-                if how == "raises":
-                    assert result.kind == "ValueError"
                 continue
-            failure = result["failure"]
-            assert failure is not None, f"rank {rank} did not notice"
-            assert failure.kind == "CollectiveTimeoutError"
-            assert {"TimeoutError", "GradscaleError"} <= set(failure.bases)
-            assert failure.attributes == {
-                "rank": rank,
-                "size": world.size,
-                "seconds": world.short_timeout,
-                "iteration": 2,
-                "operation": "the agreement on a step",
-            }
-            waited = f"rank {rank} of {world.size} waited {world.short_timeout:g} s"
-            assert f"{waited} for the agreement on a step in iteration 2" in failure.message
-            assert 0.9 * world.short_timeout <= result["seconds"] < 30.0
+            first, second = result["failures"]
+            assert first.kind == "CollectiveTimeoutError", first
+            assert {"TimeoutError", "GradscaleError"} <= set(first.bases)
+            told = {"rank": rank, "size": world.size, "seconds": timeout}
+            assert first.attributes == told | {"iteration": iteration, "operation": waited_for}
+            where = "" if iteration is None else f" in iteration {iteration}"
+            assert f"rank {rank} of {world.size} waited {timeout:g} s for {waited_for}{where}" in first.message
+            assert second.kind == kind
+            assert then.format(rank, world.size) in second.message
+            assert 0.9 * timeout <= result["seconds"] < 30.0
             assert result["steps"] == 1
+
+
+LATER = pytest.mark.tier("ranks")
+
+
+@pytest.mark.parametrize(
+    ("operation", "how"),
+    [
+        pytest.param("core", "is late", marks=pytest.mark.tier("quick")),
+        ("core", "raises"),
+        pytest.param("norm", "is late", marks=LATER),
+        pytest.param("diagnosis", "is late", marks=LATER),
+        pytest.param("agreement", "is late", marks=LATER),
+    ],
+)
+def test_a_rank_that_does_not_come_is_a_timeout_on_the_others(
+    world: World, operation: str, how: str, tmp_path: Path
+) -> None:
+    assert_times_out(world, operation, how, tmp_path)
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize(("operation", "how"), [("torch", "raises"), ("torch", "is late"), ("torch fused", "is late")])
+def test_a_rank_that_does_not_come_is_a_timeout_on_the_others_of_torchs_scaler(
+    gloo: GlooWorld, operation: str, how: str, tmp_path: Path
+) -> None:
+    assert_times_out(gloo, operation, how, tmp_path)
+
+
+@pytest.mark.tier("ranks")
+def test_a_rank_that_constructs_no_scaler_is_a_timeout_on_the_others(mpi: MPIWorld, tmp_path: Path) -> None:
+    assert_times_out(mpi, "construction", "is late", tmp_path)
 
 
 @pytest.mark.tier("ranks")

@@ -1,18 +1,15 @@
-"""What the ranks do in the tests of clipping: the norm over a group, a rank that is late for it, two that differ."""
+"""What the ranks do in the tests of clipping: over a group, and each rank by itself."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
-from events import tell, wait_for
 from scenarios import SGD, rank_and_size
-from worlds import Failure
 
 import gradscale
 
-__all__ = ["PARTS", "clip_parts", "late_for_the_norm", "own_norm"]
+__all__ = ["PARTS", "clip_parts", "own_norm"]
 
 # What the ranks hold: the last of three has no gradient at all.
 PARTS = ([3.0, -4.0, 0.5], [12.0], [])
@@ -48,26 +45,3 @@ def own_norm(group: Any) -> tuple[float, list[float]]:
     norm = scaler.unscale_(optimizer, max_norm=1.5, norm_over="rank")
     scaler.step(optimizer)
     return float(np.asarray(norm)), optimizer.grads[0].tolist()
-
-
-def late_for_the_norm(group: Any, absent_rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Let one rank never ask for the norm."""
-    rank, size = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"], init_scale=8.0)
-    optimizer = SGD(None)
-    scaler.scale(np.float32(1.0))
-    optimizer.grads = [np.array([24.0], np.float32)]
-    begin = time.monotonic()
-    failures = []
-    if rank == absent_rank:
-        # The others give up before this rank ends.
-        wait_for(settings["folder"], "gave up", size - 1)
-        return {"failures": failures, "seconds": 0.0}
-    for _ in range(2):
-        try:
-            scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
-        except gradscale.GradscaleError as error:
-            failures.append(Failure.of(error))
-    seconds = time.monotonic() - begin
-    tell(settings["folder"], "gave up", rank)
-    return {"failures": failures, "seconds": seconds}

@@ -88,19 +88,6 @@ def many(group: Any, count: int) -> dict[str, Any]:
     }
 
 
-def absent(group: Any, absent_rank: int, settings: dict[str, Any]) -> Any:
-    """Let one rank stay away from a diagnosis."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"])
-    if rank == absent_rank:
-        return None
-    try:
-        scaler.diagnose(SGD(gradients("numpy")), gather=True)
-    except gradscale.CollectiveTimeoutError as error:
-        return Failure.of(error)
-    return "no error"
-
-
 def raises_on(group: Any, bad_rank: int, kind: str) -> Failure:
     """Give one rank an iterator of names that fails, or a gradient that is none; then gather again without."""
     rank, _ = rank_and_size(group)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from events import tell, wait_for
 from scenarios import SGD, gradients, rank_and_size
 from worlds import Failure, alone
 
@@ -92,14 +93,14 @@ def _core(group: Any, timeout: float) -> tuple[Any, Callable[[float], None], Cal
     return scaler, iterate, lambda: optimizer.steps
 
 
-def _torch(group: Any, timeout: float) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
+def _torch(group: Any, timeout: float, fused: bool = False) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
     import torch
 
     import gradscale_torch
 
     scaler = gradscale_torch.ShardedGradScaler("cpu", process_group=group, timeout=timeout)
     weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
 
     def iterate(value: float) -> None:
         weight.grad = scaler.scale(torch.tensor(value)) * torch.ones(3)
@@ -110,7 +111,11 @@ def _torch(group: Any, timeout: float) -> tuple[Any, Callable[[float], None], Ca
     return scaler, iterate, lambda: -round(weight[0].item())
 
 
-_SCALERS = {"core": _core, "torch": _torch}
+def _fused(group: Any, timeout: float) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
+    return _torch(group, timeout, fused=True)
+
+
+_SCALERS = {"core": _core, "torch": _torch, "torch fused": _fused}
 
 
 def _prepared(group: Any, kind: str) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
@@ -144,6 +149,51 @@ def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
             break
     times = {"seconds": longest, "with the fault": whole}
     return {"failure": failure, "steps": steps(), "scale": scaler.get_scale(), **times}
+
+
+def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], Any], Callable[[], int]]:
+    """Return an operation of the second iteration, after a first one, and what counts the steps."""
+    if operation in _SCALERS:
+        _, iterate, steps = _SCALERS[operation](group, timeout)
+        iterate(1.0)
+        return lambda: iterate(1.0), steps
+    if operation == "construction":
+        return lambda: gradscale.ShardedGradScaler(group=group, timeout=timeout), lambda: 1
+    if operation == "agreement":
+        policy = gradscale.DynamicScale()
+        agree = gradscale.GroupAgreement(group, policy, timeout=timeout)
+        state = policy.init(np.zeros((), np.float32))
+        nonfinite = np.zeros((), np.int32)
+        agree(nonfinite, state)
+        return lambda: agree(nonfinite, state), lambda: 1
+    scaler, iterate, steps = _core(group, timeout)
+    iterate(1.0)
+    scaler.scale(np.float32(1.0))
+    optimizer = SGD(gradients("numpy"))
+    if operation == "norm":
+        return lambda: scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"), steps
+    return lambda: scaler.diagnose(optimizer, gather=True), steps
+
+
+@alone
+def absence(group: Any, operation: str, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Let one rank raise before it comes to an operation, or come too late; the others try twice."""
+    rank, size = rank_and_size(group)
+    call, steps = _second(group, operation, settings["timeout"])
+    if rank == absent_rank:
+        if how == "raises":
+            _raise()
+        wait_for(settings["folder"], "gave up", size - 1)
+    failures, times = [], [time.monotonic()]
+    for _ in range(1 if rank == absent_rank else 2):
+        try:
+            call()
+            failures.append(None)
+        except gradscale.GradscaleError as error:
+            failures.append(Failure.of(error))
+        times.append(time.monotonic())
+    tell(settings["folder"], "gave up", rank)
+    return {"failures": failures, "seconds": times[1] - times[0], "steps": steps()}
 
 
 @alone

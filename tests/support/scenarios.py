@@ -5,14 +5,10 @@ Everything that a scenario returns is plain Python, so that it can be compared b
 
 from __future__ import annotations
 
-import copy
-import pickle
-import time
 from typing import Any
 
 import numpy as np
-from events import tell, wait_for
-from worlds import Failure, alone
+from worlds import Failure
 
 import gradscale
 from gradscale import registry
@@ -119,20 +115,6 @@ def empty_on(group: Any, empty_ranks: list[int], bad_ranks: list[int], kind: str
     return {"skipped": report.skipped, "state": scaler.state_dict(), "steps": optimizer.steps}
 
 
-def many_iterations(group: Any, seed: int, count: int) -> dict[str, Any]:
-    """Overflow on random ranks in random iterations; every rank draws its own."""
-    rank, _ = rank_and_size(group)
-    random = np.random.default_rng([seed, rank])
-    policy = gradscale.DynamicScale(growth_interval=3, hysteresis=2)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, policy=policy)
-    optimizer = SGD(None)
-    history = []
-    for _ in range(count):
-        report = iterate(scaler, optimizer, gradients("numpy", np.nan if random.random() < 0.1 else 1.0))
-        history.append((report.skipped, report.scale))
-    return {"history": history, "state": scaler.state_dict(), "weights": optimizer.weights.tobytes()}
-
-
 def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Let one rank resume from another checkpoint, or be set up differently; then step."""
     rank, _ = rank_and_size(group)
@@ -158,50 +140,6 @@ def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -
     except gradscale.ScaleDesyncError as error:
         failure = Failure.of(error)
     return {"failure": failure, "steps": optimizer.steps}
-
-
-@alone
-def absence(group: Any, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Let one rank raise before the step of iteration 2, or come too late."""
-    rank, size = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=settings["timeout"])
-    optimizer = SGD(None)
-    iterate(scaler, optimizer, gradients("numpy"))
-    if rank == absent_rank:
-        if how == "raises":
-            msg = "this rank fails before its step"
-            raise ValueError(msg)
-        wait_for(settings["folder"], "gave up", size - 1)
-    begin = time.monotonic()
-    failure = None
-    try:
-        iterate(scaler, optimizer, gradients("numpy"))
-    except gradscale.CollectiveTimeoutError as error:
-        failure = Failure.of(error)
-    seconds = time.monotonic() - begin
-    tell(settings["folder"], "gave up", rank)
-    return {"failure": failure, "seconds": seconds, "steps": optimizer.steps}
-
-
-def two_optimizers(group: Any, bad_rank: int, order: str) -> dict[str, Any]:
-    """Step two optimizers that share the scale; the first overflows on one rank."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    first, second = SGD(gradients("numpy")), SGD(gradients("numpy"))
-    if rank == bad_rank:
-        first.grads[0][0] = np.inf
-    scaler.scale([np.float32(1.0), np.float32(1.0)])
-    if order == "unscale both first":
-        scaler.unscale_(first)
-        scaler.unscale_(second)
-    scaler.step(first)
-    scaler.step(second)
-    scaler.update()
-    return {
-        "skipped": [scaler.last_step(optimizer).skipped for optimizer in (first, second)],
-        "steps": [first.steps, second.steps],
-        "scale": scaler.get_scale(),
-    }
 
 
 class Evaluating:
@@ -244,39 +182,6 @@ def closure_overflow(group: Any, bad_rank: int) -> dict[str, Any]:
         "scale": scaler.get_scale(),
         "steps": optimizer.steps,
     }
-
-
-def skip_on_purpose(group: Any, bad_rank: int) -> dict[str, Any]:
-    """Leave out a step on every rank after unscale_; its verdict still counts."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(gradients("numpy", np.inf if rank == bad_rank else 1.0))
-    scaler.scale(np.float32(1.0))
-    scaler.unscale_(optimizer)
-    scaler.update()
-    after = scaler.get_scale()
-    report = iterate(scaler, optimizer, gradients("numpy", 0.5))
-    return {"scale": after, "then": (report.skipped, report.scale), "state": scaler.state_dict()}
-
-
-def copies(group: Any, bad_rank: int) -> dict[str, Any]:
-    """Go on with a deep copy, and with an unpickled scaler that is given its group anew."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(None)
-    iterate(scaler, optimizer, gradients("numpy", np.inf if rank == bad_rank else 1.0))
-    copied = copy.deepcopy(scaler)
-    unpickled = pickle.loads(pickle.dumps(scaler))
-    refused = None
-    try:
-        unpickled.scale(np.float32(1.0))
-        unpickled.step(SGD(gradients("numpy", 0.5)))
-    except gradscale.CallOrderError as error:
-        refused = str(error)
-    unpickled = pickle.loads(pickle.dumps(scaler))
-    unpickled.set_group(group)
-    reports = [iterate(one, optimizer, gradients("numpy", 0.5)) for one in (scaler, copied, unpickled)]
-    return {"refused": refused, "reports": [(report.skipped, report.scale) for report in reports]}
 
 
 def collectives_conform(group: Any, library: str, repetitions: int) -> str:
