@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
+import importlib
 from typing import Any
 
 import pytest
 from axes import require
-from batches import Batch, Case
 from fsdp_setups import Setup
-from tiers import later
+from worlds import GlooWorld, each
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-SIZES = [2, *later("all", 3)]
 SCALE = 1024.0
 # How the model is spread, the optimizer, and the numbers of ranks.
 RUNS = {
@@ -26,35 +25,24 @@ RUNS = {
 }
 # The shape of the mesh, what its ranks are for, and whether the scaler is given the groups of its dimensions.
 MESHES = {"hybrid-dimensions": ((2, 2), "hybrid", True), "data-and-tensor-whole": ((2, 2), "data and tensor", False)}
-ODD = ["missing", "overlapping", "no loss"]
 
 Report = dict[str, Any]
 Found = dict[tuple[int, ...], dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def _torch_is_there() -> None:
+def scenarios() -> Any:
+    """Return what the ranks do."""
     require("torch")
+    return importlib.import_module("torch_diagnosis_scenarios")
 
 
-def cases(size: int) -> list[Case]:
-    """Return what this file asks of a world of some ranks."""
-    if size == 4:
-        return [("each_rank_of_a_mesh", *mesh) for mesh in MESHES.values()]
-    return [
-        *(("each_rank_in_turn", setup, how) for setup, how, sizes in RUNS.values() if size in sizes),
-        ("bad_names_of_a_model",),
-        *(("odd_gradients_of_a_mesh", kind, rank) for kind, rank in itertools.product(ODD, range(size))),
-        *(("loss_of_a_mesh", kind, rank) for kind, rank in itertools.product(("replicated", "parts"), range(size))),
-    ]
-
-
-BATCH = Batch("torch_diagnosis_scenarios", cases)
-
-
+@functools.cache
 def each_rank_in_turn(run: str, size: int) -> list[list[dict[str, Any]]]:
     """Return what each rank was told in each iteration of a run."""
-    return BATCH.answer(size, "each_rank_in_turn", *RUNS[run][:2])
+    scenario = importlib.import_module("torch_diagnosis_scenarios").each_rank_in_turn
+    ((_, results),) = each(GlooWorld(size), scenario, [RUNS[run][:2]])
+    return results
 
 
 def runs(*names: str) -> pytest.MarkDecorator:
@@ -164,19 +152,18 @@ def test_the_comparison_of_reports_sees_any_difference(wrong: str) -> None:
         assert_is_told(changed, expected, (0,))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_name_left_out_on_one_rank_is_an_error_on_all_and_training_goes_on(size: int) -> None:
-    results = BATCH.answer(size, "bad_names_of_a_model")
-    for bad_rank, rank in itertools.product(range(size), repeat=2):
-        failure = results[rank][bad_rank]
-        assert failure.kind == ("InvalidValueError" if rank == bad_rank else "BackendError")
-        assert "names must hold each of the optimizer's 6 parameters, got 5 names" in failure.message
-        assert rank == bad_rank or f"failed on rank {bad_rank}" in failure.message
+def test_a_name_left_out_on_one_rank_is_an_error_on_all_and_training_goes_on(gloo: GlooWorld, scenarios: Any) -> None:
+    ((_, results),) = each(gloo, scenarios.bad_names_of_a_model, [()])
+    for rank, failures in enumerate(results):
+        for bad_rank, failure in enumerate(failures):
+            assert failure.kind == ("InvalidValueError" if rank == bad_rank else "BackendError")
+            assert "names must hold each of the optimizer's 6 parameters, got 5 names" in failure.message
+            assert rank == bad_rank or f"failed on rank {bad_rank}" in failure.message
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(mesh: str) -> None:
-    results = BATCH.answer(4, "each_rank_of_a_mesh", *MESHES[mesh])
+def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(scenarios: Any, mesh: str) -> None:
+    ((_, results),) = each(GlooWorld(4), scenarios.each_rank_of_a_mesh, [MESHES[mesh]])
     *_, is_given = MESHES[mesh]
     places = [divmod(rank, 2) if is_given else (rank,) for rank in range(4)]
     for bad_rank in range(4):
@@ -186,28 +173,29 @@ def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(mesh: str) -> 
             assert result[bad_rank][0] == results[0][bad_rank][0]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", ODD)
-def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(kind: str, size: int) -> None:
-    for odd_rank in range(size):
-        results = BATCH.answer(size, "odd_gradients_of_a_mesh", kind, odd_rank)
+@pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])
+def test_a_rank_whose_gradients_are_missing_or_refused_takes_part(gloo: GlooWorld, scenarios: Any, kind: str) -> None:
+    cases = [(kind, odd_rank) for odd_rank in range(gloo.size)]
+    for (_, odd_rank), results in each(gloo, scenarios.odd_gradients_of_a_mesh, cases):
+        values = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(gloo.size)}
+        if kind != "overlapping":
+            values[odd_rank,]["weight"] = None
         for rank, (report, error) in enumerate(results):
             assert report == results[0][0]
             assert (report["scale"], report["cause"]) == (4.0, "none")
+            assert found(report) == values
             # Whether a gradient can be unscaled in place is still looked at when it is.
             expected = "overlaps itself" if rank == odd_rank else f"rank {odd_rank} has refused its gradients"
             assert (expected in error) if kind == "overlapping" else error == ""
-        by_rank = found(results[0][0])
-        has_gradient = [kind == "overlapping" or rank != odd_rank for rank in range(size)]
-        assert by_rank == {(rank,): {"weight": ([2], 0, 1.0) if has_gradient[rank] else None} for rank in range(size)}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(size: int) -> None:
-    for bad_rank in range(size):
-        for placement, own, whole in (("replicated", 1, size), ("parts", 0, 1)):
-            results = BATCH.answer(size, "loss_of_a_mesh", placement, bad_rank)
-            for rank, result in enumerate(results):
-                # One more is a number that is not finite.
-                assert result["asked"] == 1 + (own or int(rank == bad_rank))
-                assert (result["told"], result["cause"]) == (whole, "model")
+@pytest.mark.parametrize(("placement", "own"), [("replicated", 1), ("parts", 0)])
+def test_a_loss_that_is_a_dtensor_is_judged_by_its_part_on_each_rank(
+    gloo: GlooWorld, scenarios: Any, placement: str, own: int
+) -> None:
+    cases = [(placement, bad_rank) for bad_rank in range(gloo.size)]
+    for (_, bad_rank), results in each(gloo, scenarios.loss_of_a_mesh, cases):
+        for rank, result in enumerate(results):
+            # One more is a number that is not finite.
+            assert result["asked"] == 1 + (own or int(rank == bad_rank))
+            assert (result["told"], result["cause"]) == (gloo.size if own else 1, "model")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from axes import require
-from batches import Batch, Case
 from fsdp_setups import DDP, OFFLOADED_FSDP1, SHARDED, Setup
 from tiers import later
+from worlds import GlooWorld, each
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
@@ -20,43 +22,27 @@ LIBRARIES = ("torch", "gradscale")
 FSDP2 = [setup for setup in SHARDED if setup.method == "FSDP2"]
 # Largest difference between FSDP and DDP, which add the ranks' gradients in another order; weights are about 0.3.
 TOLERANCE = {"fp32": 1e-6, "fp16": 1e-3}
-# The ranks that a mesh is for, and its shape.
-MESHES = {
-    "data": ("data", (4,)),
-    "hybrid": ("hybrid", (2, 2)),
-    "data-and-tensor": ("data and tensor", (2, 2)),
-}
+EVERYTHING = ["loss", "scale", "tracker", "weights", "digest"]
+# What a mesh is for, and its shape.
+MESHES = {"data": (4,), "hybrid": (2, 2), "data and tensor": (2, 2)}
 
 Record = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _torch_is_there() -> None:
+def scenarios() -> Any:
+    """Return what the ranks do."""
     require("torch")
+    return importlib.import_module("fsdp_scenarios")
 
 
-def cases(size: int) -> list[Case]:
-    """Return what this file asks of a world of some ranks."""
-    if size == 4:
-        overflows = itertools.product(MESHES.values(), LIBRARIES, range(size))
-        clips = itertools.product(MESHES.values(), LIBRARIES, (0.01, 1e6))
-        return [
-            *(("mesh_overflow", shape, parallel, library, bad) for (parallel, shape), library, bad in overflows),
-            *(("clip", shape, parallel, library, max_norm) for (parallel, shape), library, max_norm in clips),
-        ]
-    runs = itertools.product([*DDP, *SHARDED], LIBRARIES, ("loss", "gradient"))
-    fused = itertools.product(FSDP2, LIBRARIES, ("loss", "gradient"))
-    return [
-        *(("train", setup, lib, how, False) for setup, lib, how in runs if setup.method != "DDP" or how == "loss"),
-        *(("train", setup, lib, how, True) for setup, lib, how in fused),
-        *(("train_once", setup, "nothing") for setup in OFFLOADED_FSDP1),
-        ("train_once", Setup("FSDP2", half=False, offload=True), "pinned memory"),
-        ("train_once", Setup("FSDP1", half=False), "no device"),
-        ("has_accelerator",),
-    ]
-
-
-BATCH = Batch("fsdp_scenarios", cases, limit=240.0)
+@functools.cache
+def trained(size: int, overflow: str, is_fused: bool) -> dict[tuple[Setup, str], list[list[Record]]]:
+    """Return what each rank has recorded with each setup and library."""
+    setups = FSDP2 if is_fused else [*DDP, *SHARDED]
+    cases = [(setup, library, overflow, is_fused) for setup in setups for library in LIBRARIES]
+    train = importlib.import_module("fsdp_scenarios").train
+    return {case[:2]: results for case, results in each(GlooWorld(size), train, cases)}
 
 
 def whole_weights(records: list[Record]) -> Any:
@@ -99,55 +85,43 @@ def expected_scales(overflows: list[bool], scale: float, interval: int) -> list[
 
 
 @pytest.mark.parametrize("overflow", ["loss", "gradient"])
-@pytest.mark.parametrize("setup", SHARDED, ids=str)
+@pytest.mark.parametrize(
+    ("setup", "is_fused"),
+    [
+        *(pytest.param(setup, False, id=str(setup)) for setup in [*DDP, *SHARDED]),
+        *(pytest.param(setup, True, id=f"{setup}-fused") for setup in FSDP2),
+    ],
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_each_iteration_ends_as_with_torchs_own_scaler_bit_for_bit(size: int, setup: Setup, overflow: str) -> None:
-    ours = BATCH.answer(size, "train", setup, "gradscale", overflow, False)
-    theirs = BATCH.answer(size, "train", setup, "torch", overflow, False)
-    for one, other in zip(ours, theirs, strict=True):
+def test_each_iteration_ends_as_with_torchs_own_scaler_bit_for_bit(
+    size: int, setup: Setup, is_fused: bool, overflow: str
+) -> None:
+    runs = trained(size, overflow, is_fused)
+    for ours, theirs in zip(runs[setup, "gradscale"], runs[setup, "torch"], strict=True):
         # The digest is of this rank's shards of the weights, the gradients and the momentum.
-        assert_same_training(one, other, ["loss", "scale", "tracker", "weights", "digest"])
-
-
-@pytest.mark.parametrize("overflow", ["loss", "gradient"])
-@pytest.mark.parametrize("setup", FSDP2, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_fused_steps_over_a_mesh_end_as_with_torchs_own_scaler(size: int, setup: Setup, overflow: str) -> None:
-    ours = BATCH.answer(size, "train", setup, "gradscale", overflow, True)
-    theirs = BATCH.answer(size, "train", setup, "torch", overflow, True)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_training(one, other, ["loss", "scale", "tracker", "weights", "digest"])
-        assert [record["report"] for record in one][1:] == skips(one)[1:]
-        assert True in skips(one)
+        assert_same_training(ours, theirs, EVERYTHING)
+        if is_fused:
+            assert [record["report"] for record in ours][1:] == skips(ours)[1:]
+            assert True in skips(ours)
 
 
 @pytest.mark.parametrize("setup", SHARDED, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_sharded_training_is_the_training_of_ddp(size: int, setup: Setup) -> None:
-    ours = BATCH.answer(size, "train", setup, "gradscale", "loss", False)
+    runs = trained(size, "loss", False)
     # Torch's own scaler and DDP; in float16 with float32 masters beside the model.
-    theirs = BATCH.answer(size, "train", Setup("DDP", setup.half), "torch", "loss", False)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_training(one, other, ["scale", "tracker"])
-        assert_close_weights(one, other, TOLERANCE["fp16" if setup.half else "fp32"])
-        assert skips(one)[3]
+    for ours, theirs in zip(runs[setup, "gradscale"], runs[Setup("DDP", setup.half), "torch"], strict=True):
+        assert_same_training(ours, theirs, ["scale", "tracker"])
+        assert_close_weights(ours, theirs, TOLERANCE["fp16" if setup.half else "fp32"])
+        assert skips(ours)[3]
         # 2**18 is too much for the gradients in float16, and for nothing else.
-        assert one[0]["report"] == setup.half
-
-
-@pytest.mark.parametrize("setup", DDP, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_ddp_needs_no_group_and_ends_as_with_torchs_own_scaler(size: int, setup: Setup) -> None:
-    ours = BATCH.answer(size, "train", setup, "gradscale", "loss", False)
-    theirs = BATCH.answer(size, "train", setup, "torch", "loss", False)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_training(one, other, ["loss", "scale", "tracker", "weights", "digest"])
+        assert ours[0]["report"] == setup.half
 
 
 @pytest.mark.parametrize("setup", SHARDED, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_an_infinity_on_each_rank_in_turn_makes_all_ranks_skip_together(size: int, setup: Setup) -> None:
-    results = BATCH.answer(size, "train", setup, "gradscale", "gradient", False)
+    results = trained(size, "gradient", False)[setup, "gradscale"]
     overflows = [bool(iteration % 2) for iteration in range(2 * size + 2)]
     for records in results:
         assert [record["report"] for record in records] == overflows
@@ -158,19 +132,17 @@ def test_an_infinity_on_each_rank_in_turn_makes_all_ranks_skip_together(size: in
         assert_same_training(records, results[0], ["weights", "scale", "tracker"])
 
 
-@pytest.mark.parametrize("name", ["loss", "scale", "tracker", "weights", "digest"])
+@pytest.mark.parametrize("name", EVERYTHING)
 def test_the_comparison_of_runs_sees_any_difference(name: str) -> None:
-    ours = BATCH.answer(2, "train", SHARDED[0], "gradscale", "loss", False)[0]
-    other = copy.deepcopy(ours)
-    other[-1][name] = {"weights": b"\x01" + ours[-1]["weights"][1:], "digest": "other"}.get(name, 1234)
-    with pytest.raises(AssertionError, match=f"{name} after iteration {len(ours) - 1}"):
-        assert_same_training(ours, other, ["loss", "scale", "tracker", "weights", "digest"])
+    ours = [dict.fromkeys(EVERYTHING, 1) for _ in range(2)]
+    with pytest.raises(AssertionError, match=f"{name} after iteration 1"):
+        assert_same_training(ours, [ours[0], ours[1] | {name: 2}], EVERYTHING)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 def test_the_comparison_of_weights_sees_one_step_unscaled_by_half_the_scale(half: bool) -> None:
     tolerance = TOLERANCE["fp16" if half else "fp32"]
-    ours = BATCH.answer(2, "train", Setup("FSDP2", half), "gradscale", "loss", False)[0]
+    ours = trained(2, "loss", False)[Setup("FSDP2", half), "gradscale"][0]
     wrong = copy.deepcopy(ours)
     weights = whole_weights(ours)
     wrong[-1]["weights"] = (weights[-1] + (weights[-1] - weights[-2])).tobytes()
@@ -180,54 +152,53 @@ def test_the_comparison_of_weights_sees_one_step_unscaled_by_half_the_scale(half
         assert_close_weights(ours[:1], ours[:1], tolerance)
 
 
-@pytest.mark.parametrize("setup", OFFLOADED_FSDP1, ids=str)
-def test_fsdp1_offloads_to_the_cpu_only_where_there_is_an_accelerator(setup: Setup) -> None:
-    assert_needs_accelerator("Cannot access accelerator device when none is available", setup, "nothing")
+NO_DEVICE = "Cannot access accelerator device when none is available"
 
 
-def test_fsdp2_offloads_to_pinned_memory_only_where_there_is_an_accelerator() -> None:
-    setup = Setup("FSDP2", half=False, offload=True)
-    assert_needs_accelerator("Cannot access accelerator device when none is available", setup, "pinned memory")
-
-
-def test_fsdp1_must_be_told_its_device_where_there_is_no_accelerator() -> None:
-    assert_needs_accelerator("FSDP needs a non-CPU accelerator device", Setup("FSDP1", half=False), "no device")
-
-
-def assert_needs_accelerator(message: str, setup: Setup, change: str) -> None:
-    """Assert that torch fails with a message on every rank without an accelerator; else there is nothing to assert."""
-    if any(BATCH.answer(2, "has_accelerator")):
+@pytest.mark.parametrize(
+    ("setup", "change", "message"),
+    [
+        *(pytest.param(setup, "nothing", NO_DEVICE, id=str(setup)) for setup in OFFLOADED_FSDP1),
+        pytest.param(Setup("FSDP2", half=False, offload=True), "pinned memory", NO_DEVICE, id="FSDP2-pinned"),
+        pytest.param(
+            Setup("FSDP1", half=False), "no device", "FSDP needs a non-CPU accelerator device", id="FSDP1-no-device"
+        ),
+    ],
+)
+def test_some_setups_run_only_where_there_is_an_accelerator(
+    scenarios: Any, setup: Setup, change: str, message: str
+) -> None:
+    if require("torch").accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    for failure in BATCH.outcome(2, "train_once", setup, change):
+    for failure in GlooWorld(2).run(scenarios.train_once, setup, change):
         assert failure.kind == "RuntimeError"
         assert message in failure.message
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_an_infinity_on_each_rank_of_a_mesh_is_found_on_all_without_a_group(mesh: str) -> None:
-    parallel, shape = MESHES[mesh]
-    for bad_rank in range(4):
-        results = BATCH.answer(4, "mesh_overflow", shape, parallel, "gradscale", bad_rank)
-        assert [result["finite here"] for result in results] == [rank != bad_rank for rank in range(4)]
-        for result in results:
+@pytest.mark.parametrize("parallel", MESHES)
+def test_an_infinity_on_each_rank_of_a_mesh_is_found_on_all_without_a_group(scenarios: Any, parallel: str) -> None:
+    cases = [(MESHES[parallel], parallel, library, bad) for bad in range(4) for library in LIBRARIES]
+    answers = [results for _, results in each(GlooWorld(4), scenarios.mesh_overflow, cases)]
+    for bad_rank, (theirs, ours) in enumerate(zip(answers[::2], answers[1::2], strict=True)):
+        assert [result["finite here"] for result in ours] == [rank != bad_rank for rank in range(4)]
+        for result in ours:
             assert result["found"] == {"cpu": 1.0}
             # Each gradient is the initial one times exactly 1/8.
-            assert result["unscaled"]
-            assert all(result["unscaled"])
+            assert set(result["unscaled"]) == {True}
             assert result["stages"] == ("UNSCALED", "STEPPED")
-            assert not result["stepped"]
-            assert result["scale"] == 4.0
-        if mesh != "hybrid":
+            assert (result["stepped"], result["scale"]) == (False, 4.0)
+        if parallel != "hybrid":
             # Torch's scaler does the same, but where a dimension replicates.
-            assert results == BATCH.answer(4, "mesh_overflow", shape, parallel, "torch", bad_rank)
+            assert ours == theirs
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(mesh: str, max_norm: float) -> None:
-    parallel, shape = MESHES[mesh]
-    ours = BATCH.answer(4, "clip", shape, parallel, "gradscale", max_norm)
-    theirs = BATCH.answer(4, "clip", shape, parallel, "torch", max_norm)
+@pytest.mark.parametrize("parallel", MESHES)
+def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(
+    scenarios: Any, parallel: str, max_norm: float
+) -> None:
+    cases = [(MESHES[parallel], parallel, library, max_norm) for library in LIBRARIES]
+    (_, theirs), (_, ours) = each(GlooWorld(4), scenarios.clip, cases)
     for one, other in zip(ours, theirs, strict=True):
         assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
         assert one["norm"] == ours[0]["norm"] > 0.02

@@ -1,7 +1,7 @@
 """What the ranks do in the tests of sharded models: DDP, FSDP1 and FSDP2 with gradscale's scalers, and with torch's.
 
 The functions take a process group first, and return plain Python, so that it can be compared between ranks and sent by
-pickle. ``run_case`` runs any of them by name, so that one world serves many tests.
+pickle.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ SETTINGS = {
     "loss": {"init_scale": 2.0**18, "growth_interval": 2},
     "gradient": {"init_scale": 2.0**10, "growth_interval": 3},
 }
-
-
-def run_case(group: Any, name: str, *args: Any) -> Any:
-    """Run the scenario of this name."""
-    return globals()[name](group, *args)
 
 
 def make_model() -> nn.Sequential:
@@ -227,12 +222,6 @@ def train_once(group: Any, setup: Setup, change: str) -> str:
     model = distribute(setup, **options[change])
     model(torch.ones(2, 6)).sum().backward()
     return "trained"
-
-
-def has_accelerator(group: Any) -> bool:
-    """Tell whether torch sees an accelerator on this rank."""
-    del group
-    return torch.accelerator.is_available()
 
 
 def mesh_overflow(

@@ -1,6 +1,6 @@
 """What the ranks do in the tests of diagnoses of sharded models: FSDP1, FSDP2 and DTensors made without them.
 
-The functions take a process group first, and return plain Python. ``run_case`` runs any of them by name.
+The functions take a process group first, and return plain Python.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from gradscale_torch import verdicts
 LEARNING_RATE = 0.25
 SCALE = 1024.0
 FSDP2 = Setup("FSDP2", half=False)
-
-
-def run_case(group: Any, name: str, *args: Any) -> Any:
-    """Run the scenario of this name."""
-    return globals()[name](group, *args)
 
 
 def each_rank_in_turn(group: Any, setup: Setup, how: str) -> list[dict[str, Any]]:
@@ -162,13 +157,10 @@ def odd_gradients_of_a_mesh(group: Any, kind: str, odd_rank: int) -> tuple[dict[
     optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
     is_odd = group.rank() == odd_rank
-    local = torch.full((2,), 4.0)
-    if is_odd and kind == "overlapping":
-        local = torch.tensor([4.0]).expand(2)
     if not is_odd or kind != "no loss":
         scaler.scale(torch.ones(()))
-    if not is_odd or kind not in ("missing", "no loss"):
-        parameter.grad = as_dtensor(mesh, local)
+    if not is_odd or kind == "overlapping":
+        parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
     report = scaler.diagnose(optimizer, ["weight"], gather=True).to_dict()
     try:
         scaler.unscale_(optimizer)
