@@ -1,18 +1,11 @@
 """All ranks skip together, back off together, and end with bit-identical states, wherever the bad value is."""
 
-from typing import Any
-
 import pytest
 import scenarios
 from axes import require
-from worlds import Failure, ProcessWorld, ThreadWorld
+from worlds import Failure, ProcessWorld, ThreadWorld, assert_all_equal
 
 World = ThreadWorld | ProcessWorld
-
-
-def assert_all_equal(results: list[Any]) -> None:
-    assert not [result for result in results if isinstance(result, Failure)], results
-    assert all(result == results[0] for result in results), results
 
 
 def test_assert_all_equal_fails_for_a_rank_that_differs_or_raised() -> None:

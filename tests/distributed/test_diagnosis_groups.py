@@ -9,23 +9,13 @@ import diagnosis_scenarios as scenarios
 import numpy as np
 import pytest
 from axes import require
-from worlds import Failure, ProcessWorld, ThreadWorld
+from scenarios import grid_of_threads
+from worlds import Failure, ProcessWorld, ThreadWorld, assert_all_equal
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 World = ThreadWorld | ProcessWorld
-
-
-def assert_all_equal(results: list[Any]) -> None:
-    assert not [result for result in results if isinstance(result, Failure)], results
-    assert all(result == results[0] for result in results), results
-
-
-@pytest.mark.parametrize("wrong", [[1, 2], [Failure.of(ValueError("x"))] * 2], ids=["differ", "raised"])
-def test_the_comparison_fails_for_ranks_that_differ_or_raised(wrong: list[Any]) -> None:
-    with pytest.raises(AssertionError):
-        assert_all_equal(wrong)
 
 
 @pytest.mark.parametrize("when", ["before", "after step", "after update"])
@@ -91,37 +81,12 @@ def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: World
     assert results[0]["head"].startswith(f"5 of {3000 * world.size} gradients")
 
 
-class Part:
-    """Collectives over some of the ranks: whoever is not among them contributes nothing.
-
-    Parameters
-    ----------
-    inner : Collectives
-        Over all ranks; every one of them makes the same number of calls.
-    members : list of list of int
-        The groups that the ranks fall into.
-    """
-
-    def __init__(self, inner: ThreadCollectives, members: list[list[int]]) -> None:
-        self.mine = next(index for index, ranks in enumerate(members) if inner.rank in ranks)
-        self.groups = len(members)
-        self.rank, self.size = members[self.mine].index(inner.rank), len(members[self.mine])
-        self.inner = inner
-
-    def start_max(self, x: Any, /) -> Any:
-        """Reduce a row for each group, and take this group's; rows are as long as the longest."""
-        length = int(self.inner.start_max(np.array([len(x)], np.int32))()[0])
-        rows = np.full((self.groups, length), np.iinfo(np.int32).min, np.int32)
-        rows[self.mine, : len(x)] = x
-        received = self.inner.start_max(rows.reshape(-1))().reshape(self.groups, length)
-        return lambda: received[self.mine, : len(x)].copy()
-
-
 @pytest.mark.parametrize("bad_rank", range(4))
 def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
+    groups = grid_of_threads()
+
     def train(collectives: ThreadCollectives) -> Any:
-        groups = [Part(collectives, [[0, 1], [2, 3]]), Part(collectives, [[0, 2], [1, 3]])]
-        scaler = gradscale.ShardedGradScaler(group=groups)
+        scaler = gradscale.ShardedGradScaler(group=groups(collectives.rank))
         scaler.scale(np.float32(1.0))
         value = np.inf if collectives.rank == bad_rank else collectives.rank + 1.0
         return scaler.diagnose(scenarios.SGD([np.full(2, value, np.float32)]), gather=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import difference_scenarios as scenarios
 import numpy as np
 import pytest
 from axes import require
+from scenarios import grid_of_threads
 from tiers import later
 from worlds import Failure, GlooWorld, MPIWorld, ProcessWorld, ThreadWorld
 
@@ -178,44 +178,16 @@ def test_the_first_message_over_a_group_is_of_one_form_for_ever() -> None:
 # Lists of groups.
 
 
-class Members:
-    """Collectives over some threads, each of which holds one of these for every group that it is in."""
-
-    def __init__(self, shared: dict[tuple[Any, int], dict[int, Any]], key: Any, ranks: list[int], rank: int) -> None:
-        self.rank, self.size = ranks.index(rank), len(ranks)
-        self._shared, self._key, self._calls = shared, key, 0
-        self._changed: threading.Condition = shared["changed"]  # type: ignore[index,assignment]
-
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        """Begin a MAX over the members."""
-        place = self._key, self._calls
-        self._calls += 1
-        with self._changed:
-            received = self._shared.setdefault(place, {})
-            received[self.rank] = np.array(x, copy=True)
-            self._changed.notify_all()
-
-        def finish() -> Any:
-            with self._changed:
-                assert self._changed.wait_for(lambda: len(received) == self.size, 20.0)
-                return np.max(np.stack(list(received.values())), axis=0)
-
-        return finish
-
-
 @pytest.mark.parametrize("policy", [None, gradscale.StaticScale(4.0)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("odd_rank", [None, 0, 1, 2, 3])
 def test_a_list_of_groups_in_another_order_on_one_rank_is_named_on_every_rank(
     odd_rank: int | None, policy: Any
 ) -> None:
-    shared: dict[Any, Any] = {"changed": threading.Condition()}
+    groups = grid_of_threads()
 
     def train(collectives: ThreadCollectives) -> Any:
-        rank = collectives.rank
-        rows = Members(shared, ("row", rank // 2), [rank // 2 * 2, rank // 2 * 2 + 1], rank)
-        columns = Members(shared, ("column", rank % 2), [rank % 2, rank % 2 + 2], rank)
-        settings = {"policy": policy}
-        return scenarios.grid_in_another_order([rows, columns], rank == odd_rank, "numpy", settings)
+        is_odd = collectives.rank == odd_rank
+        return scenarios.grid_in_another_order(groups(collectives.rank), is_odd, "numpy", {"policy": policy})
 
     for result in run_ranks(4, train):
         if odd_rank is None:
@@ -249,8 +221,7 @@ def test_a_list_of_communicators_in_another_order_on_one_rank_is_named_on_every_
 def test_a_norm_over_a_mesh_on_one_rank_is_named_on_every_rank(size: int) -> None:
     require("torch")
     cases = [(odd_rank,) for odd_rank in range(size)]
-    for (odd_rank,), results in zip(
-        cases, GlooWorld(size).run_each(scenarios.torch_norm_on_one_rank, cases), strict=True
-    ):
+    by_case = GlooWorld(size).run_each(scenarios.torch_norm_on_one_rank, cases)
+    for odd_rank, results in enumerate(by_case):
         for rank, result in enumerate(results):
             assert_told(result, calls("norm", "step") if rank == odd_rank else calls("step", "norm"), rank, size)

@@ -13,20 +13,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from group_scenarios import fresh
 from scenarios import SGD, gradients, loss, rank_and_size
 from worlds import Failure
 
 import gradscale
-
-__all__ = [
-    "Trainer",
-    "differ",
-    "first_step",
-    "grid_in_another_order",
-    "legal",
-    "other_version",
-    "torch_norm_on_one_rank",
-]
 
 TIMEOUT = 20.0
 
@@ -47,27 +38,22 @@ class Trainer:
         self.refill()
 
     def optimizer(self) -> Any:
-        """Return a new optimizer, with gradients."""
+        """Return a new optimizer."""
         if self.library == "torch":
             import torch
 
-            parameter = torch.nn.Parameter(torch.ones(3))
-            parameter.grad = torch.ones(3)
-            return torch.optim.SGD([parameter], lr=0.1)
-        return SGD([np.ones(3, np.float32)])
+            return torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        return SGD(None)
 
     def refill(self) -> None:
         """Call ``scale``, and give every optimizer gradients anew."""
-        if self.library == "torch":
-            import torch
-
-            self.scaler.scale(torch.ones(()))
-            for optimizer in self.optimizers:
-                optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
-            return
-        self.scaler.scale(np.float32(1.0))
+        self.scaler.scale(loss(self.library))
         for optimizer in self.optimizers:
-            optimizer.grads = [np.ones(3, np.float32)]
+            if self.library == "torch":
+                (parameter,) = optimizer.param_groups[0]["params"]
+                parameter.grad = parameter.data.clone()
+            else:
+                optimizer.grads = [np.ones(3, np.float32)]
 
     def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False) -> None:
         """Make one iteration, with the optimizers in this order."""
@@ -89,20 +75,16 @@ def failure_of(call: Callable[[], Any]) -> Failure | None:
     return None
 
 
-def _swapped(group: Any, is_odd: bool, library: str, unscales: bool) -> Failure | None:
+def swapped_steps(group: Any, is_odd: bool, library: str, unscales: bool = False) -> Failure | None:
+    """Step two optimizers, in the second iteration in another order on the odd rank."""
     trainer = Trainer(group, library)
     trainer.iterate(unscales=unscales)
     return failure_of(lambda: trainer.iterate((1, 0) if is_odd else (0, 1), unscales))
 
 
-def swapped_steps(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Step two optimizers, in the second iteration in another order on the odd rank."""
-    return _swapped(group, is_odd, library, False)
-
-
 def swapped_unscaling(group: Any, is_odd: bool, library: str) -> Failure | None:
     """Unscale two optimizers, in the second iteration in another order on the odd rank."""
-    return _swapped(group, is_odd, library, True)
+    return swapped_steps(group, is_odd, library, unscales=True)
 
 
 def swapped_scalers(group: Any, is_odd: bool, library: str) -> Failure | None:
@@ -126,7 +108,22 @@ def step_left_out(group: Any, is_odd: bool, library: str) -> Failure | None:
     return failure_of(lambda: trainer.iterate((0,)))
 
 
-def _clipped(group: Any, library: str, **settings: Any) -> Failure | None:
+# What the odd rank is asked to clip to, and the others.
+NORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "norm_of_rank": ({"max_norm": 2.0, "norm_over": "rank"}, {"max_norm": 1.0, "norm_over": "rank"}),
+    "norm_of_group": ({"max_norm": 2.0, "norm_over": "group"}, {"max_norm": 1.0, "norm_over": "group"}),
+    # One float32, and two float64.
+    "last_digit_of_norm": (
+        {"max_norm": 0.1 * (1 + 2**-40), "norm_over": "rank"},
+        {"max_norm": 0.1, "norm_over": "rank"},
+    ),
+    "norm_left_out": ({}, {"max_norm": 1.0, "norm_over": "rank"}),
+    "group_norm_alone": ({"max_norm": 1.0, "norm_over": "group"}, {"max_norm": 1.0, "norm_over": "rank"}),
+}
+
+
+def clipped(group: Any, library: str, **settings: Any) -> Failure | None:
+    """Unscale and step with these settings."""
     trainer = Trainer(group, library, 1)
 
     def train() -> None:
@@ -134,31 +131,6 @@ def _clipped(group: Any, library: str, **settings: Any) -> Failure | None:
         trainer.scaler.step(trainer.optimizers[0])
 
     return failure_of(train)
-
-
-def norm_of_rank(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Clip to another norm on the odd rank, where all ranks hold all gradients."""
-    return _clipped(group, library, max_norm=2.0 if is_odd else 1.0, norm_over="rank")
-
-
-def norm_of_group(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Clip to another norm on the odd rank, where each holds a part."""
-    return _clipped(group, library, max_norm=2.0 if is_odd else 1.0, norm_over="group")
-
-
-def last_digit_of_norm(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Clip to norms that are one float32, and two float64."""
-    return _clipped(group, library, max_norm=0.1 * (1 + 2**-40) if is_odd else 0.1, norm_over="rank")
-
-
-def norm_left_out(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Clip on the other ranks alone."""
-    return _clipped(group, library, **({} if is_odd else {"max_norm": 1.0, "norm_over": "rank"}))
-
-
-def group_norm_alone(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Ask for the norm over the group on the odd rank alone."""
-    return _clipped(group, library, max_norm=1.0, norm_over="group" if is_odd else "rank")
 
 
 def diagnosis_alone(group: Any, is_odd: bool, library: str) -> Failure | None:
@@ -202,16 +174,14 @@ def step_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
     trainer = Trainer(group, library, 1, **({"allow_fp16_grads": False} if library == "torch" else {}))
     trainer.iterate((0,))
     trainer.refill()
+    optimizer = trainer.optimizers[0]
     if is_odd and library == "torch":
-        import torch
-
-        parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-        parameter.grad = torch.ones(3, dtype=torch.float16)
-        trainer.optimizers[0].param_groups[0]["params"][0] = parameter
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad, parameter.data = None, parameter.data.half()
+        parameter.grad = parameter.data.clone()
     elif is_odd:
-        trainer.optimizers[0].grads = [1.0]
-    scaler, optimizer = trainer.scaler, trainer.optimizers[0]
-    return failure_of(lambda: scaler.step(optimizer))
+        optimizer.grads = [1.0]
+    return failure_of(lambda: trainer.scaler.step(optimizer))
 
 
 def unscaling_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
@@ -225,8 +195,10 @@ def unscaling_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
 
 def differ(group: Any, odd_rank: int, what: str, library: str) -> Failure | None:
     """Run the scenario of this name; what this rank was told."""
-    rank, _ = rank_and_size(group)
-    told: Failure | None = globals()[what](group, rank == odd_rank, library)
+    is_odd = rank_and_size(group)[0] == odd_rank
+    if what in NORMS:
+        return clipped(group, library, **NORMS[what][not is_odd])
+    told: Failure | None = globals()[what](group, is_odd, library)
     return told
 
 
@@ -285,26 +257,20 @@ def first_step(group: Any) -> Failure | None:
 def other_version(group: Any, odd_rank: int, version: str, kind: str) -> list[Failure | None]:
     """Run another version on the odd rank; what is said twice, and then over another group of one version."""
     rank, _ = rank_and_size(group)
-    if callable(group.rank):
-        import torch.distributed as dist
-
-        new = dist.new_group
-    else:
-        new = group.Dup
-    fresh = [new(), new()] if kind == "list" else new()
+    given = [fresh(group), fresh(group)] if kind == "list" else fresh(group)
     if kind == "agreement":
         policy = gradscale.DynamicScale()
-        agree = gradscale.GroupAgreement(fresh, policy, timeout=TIMEOUT)
+        agree = gradscale.GroupAgreement(given, policy, timeout=TIMEOUT)
         state = policy.init(loss("numpy"))
         call = lambda: agree(gradscale.unscale(gradients("numpy"), state)[1], state)  # noqa: E731
     else:
-        trainer = Trainer(fresh, "numpy" if kind == "list" else kind, 1)
+        trainer = Trainer(given, "numpy" if kind == "list" else kind, 1)
         call = lambda: trainer.iterate((0,))  # noqa: E731
     mine = version if rank == odd_rank else gradscale.__version__
     with mock.patch.object(gradscale, "__version__", mine):
         told = [failure_of(call) for _ in range(2)]
     if kind != "agreement":
-        trainer.scaler.set_group(new())
+        trainer.scaler.set_group(fresh(group))
         told.append(failure_of(call))
     return told
 

@@ -5,6 +5,8 @@ Everything that a scenario returns is plain Python, so that it can be compared b
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -204,3 +206,42 @@ def underflow(group: Any, bad_rank: int) -> dict[str, Any]:
         except gradscale.ScaleUnderflowError as error:
             raised.append(str(error))
     return {"raised": raised, "state": scaler.state_dict(), "steps": optimizer.steps}
+
+
+class Members:
+    """Collectives over some threads, each of which holds one of these for every group that it is in."""
+
+    def __init__(self, shared: dict[tuple[Any, int], dict[int, Any]], key: Any, ranks: list[int], rank: int) -> None:
+        self.rank, self.size = ranks.index(rank), len(ranks)
+        self._shared, self._key, self._calls = shared, key, 0
+        self._changed: threading.Condition = shared["changed"]  # type: ignore[index,assignment]
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        """Begin a MAX over the members."""
+        place = self._key, self._calls
+        self._calls += 1
+        with self._changed:
+            received = self._shared.setdefault(place, {})
+            received[self.rank] = np.array(x, copy=True)
+            self._changed.notify_all()
+
+        def finish() -> Any:
+            with self._changed:
+                assert self._changed.wait_for(lambda: len(received) == self.size, 20.0)
+                return np.max(np.stack(list(received.values())), axis=0)
+
+        return finish
+
+
+def grid_of_threads() -> Callable[[int], list[Members]]:
+    """Return what returns, for one of 4 ranks, its row and its column of a grid of 2 x 2 threads."""
+    shared: dict[Any, Any] = {"changed": threading.Condition()}
+
+    def groups(rank: int) -> list[Members]:
+        row, column = divmod(rank, 2)
+        return [
+            Members(shared, ("row", row), [2 * row, 2 * row + 1], rank),
+            Members(shared, ("column", column), [column, column + 2], rank),
+        ]
+
+    return groups
