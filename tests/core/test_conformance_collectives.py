@@ -51,102 +51,85 @@ def test_a_group_of_one_passes(arrays: Library) -> None:
     check_collectives(One(), arrays.asarray(0.0))
 
 
-class Wrapped:
-    """Right collectives, to be bent."""
-
-    def __init__(self, inner: ThreadCollectives) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        return self.inner.start_max(x)
+Start = Callable[[Any], Callable[[], Any]]
 
 
-class DropsTheMaximum(Wrapped):
-    """Gives each rank its own values back."""
+class Bent:
+    """Collectives that do something wrong with what is sent, or with what comes back."""
+
+    def __init__(self, inner: ThreadCollectives, how: Callable[[Start, Any], Callable[[], Any]]) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self.inner, self.how = inner, how
 
     def start_max(self, x: Any, /) -> Callable[[], Any]:
-        pending = self.inner.start_max(x)
-        return lambda: (pending(), x)[1]
+        return self.how(self.inner.start_max, x)
 
 
-class Minimum(Wrapped):
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        pending = self.inner.start_max(-x)
-        return lambda: -pending()
+def after(bend: Callable[[Any, Any], Any]) -> Callable[[Start, Any], Callable[[], Any]]:
+    """Bend what comes back, given what was sent as well."""
+
+    def how(start: Start, x: Any) -> Callable[[], Any]:
+        pending = start(x)
+        return lambda: bend(pending(), x)
+
+    return how
 
 
-class Widens(Wrapped):
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        pending = self.inner.start_max(x)
-        return lambda: array_namespace(x).astype(pending(), arrays_int64(x))
+def minimum(start: Start, x: Any) -> Callable[[], Any]:
+    pending = start(-x)
+    return lambda: -pending()
 
 
-class Reshapes(Wrapped):
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        pending = self.inner.start_max(x)
-        return lambda: array_namespace(x).reshape(pending(), (-1, 1))
+WRONG = {
+    "gives each rank its own values back": after(lambda _, x: x),
+    "takes the minimum": minimum,
+    "widens": after(lambda result, x: array_namespace(x).astype(result, array_namespace(x).int64)),
+    "reshapes": after(lambda result, x: array_namespace(x).reshape(result, (-1, 1))),
+}
 
 
-class Hosts(Wrapped):
-    """Gives back an array of another library."""
-
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        pending = self.inner.start_max(x)
-        return lambda: gradscale.registry.backend_for(x).read(pending())
-
-
-class WrongRank(Wrapped):
-    def __init__(self, inner: ThreadCollectives) -> None:
-        super().__init__(inner)
-        self.rank += 1
-
-
-def arrays_int64(x: Any) -> Any:
-    """Return the int64 of an array's library."""
-    return array_namespace(x).int64
-
-
-@pytest.mark.parametrize(
-    "kind", [DropsTheMaximum, Minimum, Widens, Reshapes, WrongRank], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("size", [2, 3])
-def test_wrong_collectives_fail(arrays: Library, kind: Any, size: int) -> None:
+def test_wrong_collectives_fail(arrays: Library, what: str, size: int) -> None:
     with pytest.raises((AssertionError, RankFailedError)) as caught:
-        check_on(size, arrays, kind)
+        check_on(size, arrays, lambda inner: Bent(inner, WRONG[what]))
     assert isinstance(caught.value, AssertionError)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_wrong_rank_fails(arrays: Library, size: int) -> None:
+    def wrong(inner: ThreadCollectives) -> Bent:
+        bent = Bent(inner, lambda start, x: start(x))
+        bent.rank += 1
+        return bent
+
+    with pytest.raises(AssertionError):
+        check_on(size, arrays, wrong)
+
+
 def test_collectives_that_give_a_list_fail(arrays: Library) -> None:
+    hosts = after(lambda result, x: gradscale.registry.backend_for(x).read(result))
     with pytest.raises((AssertionError, AttributeError)):
-        check_on(2, arrays, Hosts)
+        check_on(2, arrays, lambda inner: Bent(inner, hosts))
 
 
 @pytest.mark.numpy
 def test_collectives_that_write_to_the_array_sent_fail() -> None:
-    class Overwrites(Wrapped):
-        def start_max(self, x: Any, /) -> Callable[[], Any]:
-            pending = self.inner.start_max(x)
-
-            def finish() -> Any:
-                result = pending()
-                x[...] = result
-                return result
-
-            return finish
+    def overwrite(result: Any, x: Any) -> Any:
+        x[...] = result
+        return result
 
     with opened("numpy") as library, pytest.raises(AssertionError, match="was modified to"):
-        check_on(2, library, Overwrites)
+        check_on(2, library, lambda inner: Bent(inner, after(overwrite)))
 
 
 @pytest.mark.numpy
 def test_collectives_that_finish_in_one_buffer_fail() -> None:
-    class OneBuffer(Wrapped):
-        buffer = np.zeros(5, dtype=np.int32)
+    buffer = np.zeros(5, dtype=np.int32)
 
-        def start_max(self, x: Any, /) -> Callable[[], Any]:
-            result = self.inner.start_max(x)()
-            self.buffer[: x.size] = result
-            return lambda: self.buffer[: x.size]
+    def fill(start: Start, x: Any) -> Callable[[], Any]:
+        buffer[: x.size] = start(x)()
+        return lambda: buffer[: x.size]
 
     with opened("numpy") as library, pytest.raises(AssertionError):
-        check_on(1, library, OneBuffer)
+        check_on(1, library, lambda inner: Bent(inner, fill))

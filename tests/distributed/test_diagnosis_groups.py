@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import grid_of_threads
-from worlds import Failure, ProcessWorld, ThreadWorld, assert_all_equal
+from worlds import ProcessWorld, ThreadWorld, assert_all_equal
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -61,14 +61,23 @@ def test_a_rank_without_gradients_takes_part(world: World) -> None:
         assert {one["largest"] for one in results[0]["entries"]} == {1.0}
 
 
-def test_wrong_names_on_one_rank_are_an_error_on_all_and_the_group_goes_on(world: World) -> None:
-    cases = [(rank,) for rank in range(world.size)]
-    for (wrong_rank,), results in zip(cases, world.run_each(scenarios.wrong_names_on, cases), strict=True):
-        assert all(isinstance(result, Failure) for result in results), results
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        ("too few", "InvalidValueError", "one for each of the optimizer's 3 parameters, got 1"),
+        ("failing", "InvalidTypeError", ""),
+        ("gradient", "InvalidTypeError", ""),
+    ],
+)
+def test_whatever_one_rank_raises_is_an_error_on_all_and_the_group_goes_on(
+    world: World, kind: str, error: str, said: str
+) -> None:
+    cases = [(rank, kind) for rank in range(world.size)]
+    for (bad_rank, _), results in zip(cases, world.run_each(scenarios.refused_on, cases), strict=True):
         for rank, failure in enumerate(results):
-            assert "one for each of the optimizer's 3 parameters, got 1" in failure.message
-            assert failure.kind == ("InvalidValueError" if rank == wrong_rank else "BackendError")
-            assert rank == wrong_rank or f"failed on rank {wrong_rank}" in failure.message
+            assert said in failure.message
+            assert failure.kind == (error if rank == bad_rank else "BackendError")
+            assert rank == bad_rank or f"failed on rank {bad_rank}, and so on all: {error}" in failure.message
 
 
 def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: World) -> None:
@@ -97,15 +106,6 @@ def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
     assert sorted(entry.rank for entry in reports[0].entries) == sorted(coordinates)
     assert reports[0].entries[0].rank == coordinates[bad_rank]
     assert "/".join(map(str, coordinates[bad_rank])) in str(reports[0])
-
-
-@pytest.mark.parametrize("kind", ["names", "gradient"])
-def test_whatever_one_rank_raises_is_an_error_on_all_and_the_group_goes_on(kind: str) -> None:
-    for bad_rank in range(3):
-        results = run_ranks(3, functools.partial(scenarios.raises_on, bad_rank=bad_rank, kind=kind))
-        for rank, failure in enumerate(results):
-            assert failure.kind == ("InvalidTypeError" if rank == bad_rank else "BackendError")
-            assert rank == bad_rank or f"failed on rank {bad_rank}, and so on all: InvalidTypeError" in failure.message
 
 
 def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale() -> None:

@@ -55,23 +55,6 @@ def nothing_on(group: Any, empty_rank: int) -> dict[str, Any]:
     return scaler.diagnose(SGD([] if rank == empty_rank else gradients("numpy")), gather=True).to_dict()
 
 
-def wrong_names_on(group: Any, wrong_rank: int) -> Failure:
-    """Give one rank names that do not match; then gather again with the right ones."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    scaler.scale(np.float32(1.0))
-    optimizer = SGD(gradients("numpy"))
-    names = ["a"] if rank == wrong_rank else ["a", "b", "c"]
-    try:
-        scaler.diagnose(optimizer, names, gather=True)
-    except gradscale.GradscaleError as error:
-        scaler.diagnose(optimizer, gather=True)
-        scaler.step(optimizer)
-        return Failure.of(error)
-    msg = "names that do not match were taken"
-    raise RuntimeError(msg)
-
-
 def many(group: Any, count: int) -> dict[str, Any]:
     """Gather more parameters than a report lists."""
     rank, _ = rank_and_size(group)
@@ -88,17 +71,17 @@ def many(group: Any, count: int) -> dict[str, Any]:
     }
 
 
-def raises_on(group: Any, bad_rank: int, kind: str) -> Failure:
-    """Give one rank an iterator of names that fails, or a gradient that is none; then gather again without."""
+def refused_on(group: Any, bad_rank: int, kind: str) -> Failure:
+    """Give one rank too few names, an iterator of names that fails, or a gradient that is none; then gather again."""
     rank, _ = rank_and_size(group)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
     scaler.scale(np.float32(1.0))
     optimizer = SGD(gradients("numpy"))
-    names = None
-    if rank == bad_rank and kind == "names":
-        names = (missing["name"] for missing in [{}])
-    elif rank == bad_rank:
+    names: Any = None if kind == "gradient" else ["a", "b", "c"]
+    if rank == bad_rank and kind == "gradient":
         optimizer.grads = [np.array(["text"])]
+    elif rank == bad_rank:
+        names = {"too few": ["a"], "failing": (missing["name"] for missing in [{}])}[kind]
     try:
         scaler.diagnose(optimizer, names, gather=True)
     except (gradscale.GradscaleError, KeyError) as error:
