@@ -83,9 +83,25 @@ def strict() -> Iterator[Library]:
         yield library
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that chooses the tier."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the option that chooses the tier, and the setting of pytest-timeout where that is not installed."""
     parser.addoption("--tier", choices=TIERS, default=TIERS[0], help="which tests are run (default: %(default)s)")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take, which only pytest-timeout limits")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spread the tests over processes, as ``-n auto --dist loadfile`` does, where pytest-xdist is installed.
+
+    The tests of a file stay in one process: they share what is slow to start, such as ranks.
+    """
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    if config.option.numprocesses is None and not config.option.tx:
+        config.option.numprocesses = "auto"
+    if config.option.dist == "no":
+        config.option.dist = "loadfile"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,9 +117,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("gradscale")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return over how many processes ``-n auto`` spreads the tests: those that run ranks keep all cores busy."""
-    return 0 if _is_rank() else min(len(os.sched_getaffinity(0)), _LARGEST_WORKERS)
+    # macOS has no affinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if _is_rank() else min(cores, _LARGEST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

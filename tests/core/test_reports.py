@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+from axes import require
 from libraries import Library, opened
 from optimizers import Tree, iterate, scaled
 
@@ -262,8 +263,7 @@ def test_bad_settings_are_refused(name: str, bad: Any) -> None:
 
 @pytest.mark.torch
 def test_torchs_replacements_report_in_the_same_way() -> None:
-    import torch
-
+    torch = require("torch")
     from gradscale_torch import GradScaler as TorchGradScaler
 
     with opened("torch"):

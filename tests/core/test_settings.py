@@ -7,9 +7,9 @@ import math
 from types import ModuleType
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 import pytest
+from axes import require
 from libraries import Library
 from optimizers import Tree, iterate, iterate_plainly
 
@@ -134,7 +134,7 @@ def test_a_new_scale_may_be_an_array_of_one_element(arrays: Library, shape: tupl
 @pytest.mark.numpy
 def test_a_new_scale_may_be_of_ml_dtypes() -> None:
     scaler = GradScaler()
-    scaler.update(np.array(96.0, dtype=ml_dtypes.bfloat16))
+    scaler.update(np.array(96.0, dtype=require("ml_dtypes").bfloat16))
     assert scaler.get_scale() == 96.0
 
 
