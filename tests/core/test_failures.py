@@ -87,6 +87,65 @@ def test_after_a_timeout_every_call_fails_until_there_is_another_group() -> None
     assert run_ranks(2, second) == [(1, 65536.0)] * 2
 
 
+class Unreachable:
+    """A group whose library refuses each message, or whose ranks never come."""
+
+    rank, size = 1, 3
+
+    def __init__(self, is_refusing: bool) -> None:
+        self.is_refusing = is_refusing
+
+    def start_max(self, _: Any) -> Any:
+        if self.is_refusing:
+            msg = "the process group was destroyed"
+            raise BackendError(msg)
+
+        def finish() -> None:
+            raise CollectiveTimeoutError(self.rank, self.size, 1.0)
+
+        return finish
+
+
+@pytest.mark.parametrize("is_refusing", [True, False], ids=["not sent", "not answered"])
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0, "norm_over": "group"}], ids=["verdict", "norm"])
+def test_a_message_that_is_lost_ends_the_iteration_and_the_scaler_can_be_given_another_group(
+    is_refusing: bool, clip: dict[str, Any]
+) -> None:
+    scaler = ShardedGradScaler(group=Unreachable(is_refusing), init_scale=1024.0)
+    optimizer = begin(scaler)
+    error, said = (BackendError, "destroyed") if is_refusing else (CollectiveTimeoutError, "in iteration 1")
+    for call in (
+        lambda: scaler.unscale_(optimizer, **clip) if clip else scaler.step(optimizer),
+        lambda: scaler.step(optimizer),
+        scaler.update,
+    ):
+        with pytest.raises(error, match=said):
+            call()
+    assert (scaler.get_scale(), optimizer.steps) == (1024.0, 0)
+    scaler.set_group(Unreachable(is_refusing))
+
+
+def test_a_group_agreement_whose_message_is_lost_must_be_made_anew() -> None:
+    agree = gradscale.GroupAgreement(Unreachable(is_refusing=True), DynamicScale())
+    state = DynamicScale().init(np.float32(1.0))
+    for message in ("destroyed", "construct a new GroupAgreement"):
+        with pytest.raises(BackendError, match=message):
+            agree(np.asarray(0, np.int32), state)
+
+
+def test_gradients_may_be_diagnosed_after_ranks_have_differed() -> None:
+    def rank(group: Any) -> int:
+        scaler = ShardedGradScaler(group=group, init_scale=4.0 * (1 + group.rank))
+        optimizer = begin(scaler)
+        with pytest.raises(ScaleDesyncError):
+            scaler.step(optimizer)
+        with pytest.raises(ScaleDesyncError):
+            begin(scaler)
+        return len(scaler.diagnose(optimizer).entries)
+
+    assert run_ranks(2, rank) == [1, 1]
+
+
 def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it() -> None:
     def train(group: Any) -> list[Any]:
         scaler = ShardedGradScaler(group=group, init_scale=65536.0 / (1 + group.rank))
