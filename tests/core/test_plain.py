@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscale import DynamicScale, GradScaler, ScaleState, StaticScale, presets
-from gradscale.policies.plain import plain_rule
+from gradscale.policies.plain import first_state, plain_rule
 from gradscale.scaler.live_state import ArrayState
 
 pytestmark = pytest.mark.numpy
@@ -29,6 +29,7 @@ def assert_same_life(policy: Any, counts: list[int]) -> None:
     assert rule is not None
     arrays = policy.init(np.zeros((), np.float32))
     numbers = plain(arrays)
+    assert first_state(policy) == numbers
     for count in counts:
         arrays, numbers = policy.update(arrays, nonfinite=np.asarray(count)), rule.update(numbers, count)
         assert plain(arrays) == numbers
@@ -52,18 +53,20 @@ def test_every_preset_lives_as_over_arrays(name: str) -> None:
             "growth_factor": st.sampled_from([2.0, 1.1, 3.7]),
             "backoff_factor": st.sampled_from([0.5, 0.3, 0.9]),
             "growth_interval": st.integers(1, 4),
+            "growth_after": st.sampled_from(["interval", "first_interval_plus_one", "interval_plus_one"]),
             "at_min": st.sampled_from(["clamp", "hold", "raise"]),
             "init_scale": st.just(300.0),
         },
         optional={
             "min_scale": st.sampled_from([100.0, 300.0]),
             "max_scale": st.sampled_from([300.0, 1000.0]),
-            "tolerance": st.just(0.3),
+            "patience": st.sampled_from([{"tolerance": 0.3}, {"hysteresis": 3, "hysteresis_refill": ("growth",)}]),
         },
     ),
 )
 def test_any_setting_lives_as_over_arrays(counts: list[int], settings: dict[str, Any]) -> None:
-    assert_same_life(DynamicScale(**settings), counts)
+    patience = settings.pop("patience", {})
+    assert_same_life(DynamicScale(**settings, **patience), counts)
 
 
 @dataclasses.dataclass(frozen=True)

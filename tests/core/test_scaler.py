@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import weakref
 from typing import Any
 
 import numpy as np
@@ -237,20 +236,6 @@ def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_
 
     for alive in run_ranks(ranks, train) if ranks else [train()]:
         assert alive <= 101
-
-
-def test_optimizers_are_not_kept_alive(arrays: Library) -> None:
-    scaler = GradScaler()
-    optimizer = Tree()
-    iterate(arrays, scaler, optimizer)
-    scaler.scale(arrays.asarray(1.0))
-    optimizer.grads = scaled(arrays, scaler, 1.0)
-    scaler.unscale_(optimizer)
-    reference = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert reference() is None
-    assert len(iteration_of(scaler).reports._last) == 0
 
 
 class Counting(Backend):

@@ -1,0 +1,65 @@
+"""What a scaler keeps alive: neither optimizers nor gradients, and nothing waits for the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from optimizers import Tree
+
+from gradscale import GradScaler
+
+pytestmark = [pytest.mark.numpy, pytest.mark.usefixtures("_no_collector")]
+
+
+class Gradient(np.ndarray):  # type: ignore[type-arg]
+    """An array that can be referenced weakly."""
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def begun() -> tuple[GradScaler, Tree]:
+    """Return a scaler that has scaled a loss, and an optimizer with its gradient."""
+    scaler = GradScaler(init_scale=4.0)
+    scaler.scale(np.float32(1.0))
+    return scaler, Tree([np.array([4.0, 8.0], np.float32).view(Gradient)])
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_an_iteration_keeps_neither_an_optimizer_nor_gradients(call: str) -> None:
+    scaler, optimizer = begun()
+    getattr(scaler, call)(optimizer)
+    optimizer.seen.clear()
+    assert optimizer.grads[0].tolist() == [1.0, 2.0]
+    held = [weakref.ref(one) for one in (optimizer, optimizer.grads[0])]
+    del optimizer
+    assert [reference() for reference in held] == [None] * 2
+
+
+def test_a_scaler_keeps_no_gradients_from_one_iteration_to_the_next() -> None:
+    scaler, optimizer = begun()
+    held = weakref.ref(optimizer.grads[0])
+    scaler.unscale_(optimizer, max_norm=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.grads = []
+    optimizer.seen.clear()
+    assert held() is None
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["unscaled", "stepped"])
+def test_a_scaler_is_in_no_cycle(steps: bool) -> None:
+    scaler, optimizer = begun()
+    (scaler.step if steps else scaler.unscale_)(optimizer)
+    held = weakref.ref(scaler)
+    del scaler
+    assert held() is None
