@@ -319,44 +319,48 @@ class Ballot:
     def __init__(self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
-        self._agreed: Array = None if groups else sent
+        # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
+        self._answers: list[Array] = []
+        if groups:
+            self._start(groups[0], sent)
+
+    def _start(self, group: Collectives, sent: Array) -> None:
+        agreement = self._agreement
         try:
-            for group in groups[:1]:
-                self._start(group, sent)
+            agreement.greet(group, sent, self._number)
+            self._begun.append(group.start_max(sent))
         except (BackendError, CollectiveTimeoutError) as error:
-            agreement.lose(error, number)
+            agreement.lose(error, self._number)
             raise
         except GradscaleError:
             raise
         except BaseException as error:
-            agreement.break_off(error, number)
+            agreement.break_off(error, self._number)
             raise
-
-    def _start(self, group: Collectives, sent: Array) -> None:
-        self._agreement.greet(group, sent, self._number)
-        self._begun.append(group.start_max(sent))
 
     def agreed(self, *, is_read: bool = False) -> Array:
         """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent.
 
         For a read, let the CPU wait for the ranks, as long as it can still give up.
         """
+        answers = self._answers
         try:
-            if self._agreed is None:
-                agreed = self._begun[0]()
-                for group, by in zip(self._groups[1:], self._shifts, strict=True):
-                    backend = None if isinstance(agreed, list) else registry.backend_for(agreed)
-                    self._start(group, vector.shifted(backend, agreed, by))
-                    agreed = self._begun[-1]()
-                self._agreed = agreed
-            if is_read and not isinstance(self._agreed, list):
+            # After Ctrl-C this goes on where it was.
+            while len(answers) < len(self._groups):
+                if len(self._begun) == len(answers):
+                    backend = None if isinstance(answers[-1], list) else registry.backend_for(answers[-1])
+                    shifted = vector.shifted(backend, answers[-1], self._shifts[len(answers) - 1])
+                    self._start(self._groups[len(answers)], shifted)
+                answers.append(self._begun[-1]())
+            agreed = answers[-1] if answers else self.sent
+            if is_read and not isinstance(agreed, list):
                 for finish in self._begun:
                     _wait_for_ranks(finish)
         except (BackendError, CollectiveTimeoutError) as error:
             self._agreement.lose(error, self._number)
             raise
-        return self._agreed
+        return agreed
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
         """Return the answer and what this rank has sent: one host read, none of lists."""

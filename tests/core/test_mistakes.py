@@ -210,12 +210,43 @@ def test_ctrl_c_while_versions_are_compared_leaves_a_scaler_that_takes_another_g
     assert optimizer.steps == 1
 
 
+@pytest.mark.numpy
+@pytest.mark.parametrize("place", [0, 1])
+def test_ctrl_c_in_one_of_two_groups_sends_nothing_twice(place: int) -> None:
+    class Waiting(Solo):
+        started = interrupted = 0
+
+        def start_max(self, x: Any, /) -> Callable[[], Any]:
+            self.started += 1
+            finish = super().start_max(x)
+            return self.wait if self is groups[place] and self.started == 2 else finish
+
+        def wait(self) -> Any:
+            self.interrupted += 1
+            if self.interrupted == 1:
+                raise KeyboardInterrupt
+            return self.sent
+
+    groups = [Waiting(), Waiting()]
+    scaler, optimizer = ShardedGradScaler(group=groups), Tree()
+    optimizer.grads = [scaler.scale(np.float32([2.0]))]
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    # The first message of a group compares versions.
+    assert ([group.started for group in groups], optimizer.steps) == ([2, 2], 1)
+
+
 class Solo:
     """A group of one rank."""
+
+    sent: Any = None
 
     rank, size = 0, 1
 
     def start_max(self, x: Any, /) -> Callable[[], Any]:
+        self.sent = x
         return lambda: x
 
 
