@@ -550,6 +550,28 @@ def test_a_scale_that_may_be_below_one_is_divided_out_before_a_fused_step(
     assert run.report.scale < 1.0
 
 
+@pytest.mark.parametrize(
+    ("policy", "unread", "passes"),
+    [
+        (gradscale.DynamicScale(init_scale=4.0), 2, 1),
+        (gradscale.DynamicScale(init_scale=4.0), 3, 2),
+        (gradscale.StaticScale(4.0), 5, 1),
+        (FallsFast(4.0), 1, 2),
+    ],
+    ids=["two-steps", "three-steps", "static", "own-policy"],
+)
+def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowered_the_scale_below_one(
+    monkeypatch: pytest.MonkeyPatch, policy: Any, unread: int, passes: int
+) -> None:
+    run = Run(GradScaler("cuda", policy=policy), "AdamW-fused", "cuda")
+    run.iterate_all([1.0] * unread)
+    kernel, calls = torch._amp_foreach_non_finite_check_and_unscale_, []
+    name = "_amp_foreach_non_finite_check_and_unscale_"
+    monkeypatch.setattr(torch, name, lambda *args: (calls.append(1), kernel(*args)))
+    run.iterate(1.0)
+    assert len(calls) == passes
+
+
 def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

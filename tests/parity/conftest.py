@@ -1,4 +1,4 @@
-"""What the tests of parity share: torch, our scaler and torch's, and a process group of this process alone."""
+"""What the tests of parity share: our scalers beside torch's, and a process group of this process alone."""
 
 from __future__ import annotations
 
@@ -9,46 +9,24 @@ import pytest
 from axes import require
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    """Return torch, on one thread."""
-    module = require("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture(scope="module")
-def ours(torch: Any) -> Any:  # noqa: ARG001
-    """Return our GradScaler."""
-    from gradscale_torch import GradScaler
-
-    return GradScaler
-
-
-@pytest.fixture(scope="module")
-def theirs(torch: Any) -> Any:
-    """Return torch's."""
-    return torch.amp.GradScaler
-
-
 @pytest.fixture
-def group(torch: Any) -> Iterator[None]:
+def group() -> Iterator[None]:
     """Make torch's default group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    distributed = require("torch").distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
-    torch.distributed.destroy_process_group()
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def classes(torch: Any) -> dict[str, tuple[Any, Any]]:
+def classes() -> dict[str, tuple[Any, Any]]:
     """Return our class and torch's, by name."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    import gradscale_torch
+    from axes_torch import GradScaler, ShardedGradScaler, TorchScaler
+    from torch.distributed.fsdp import sharded_grad_scaler
 
     return {
-        "GradScaler": (gradscale_torch.GradScaler, torch.amp.GradScaler),
-        "ShardedGradScaler": (gradscale_torch.ShardedGradScaler, ShardedGradScaler),
+        "GradScaler": (GradScaler, TorchScaler),
+        "ShardedGradScaler": (ShardedGradScaler, sharded_grad_scaler.ShardedGradScaler),
     }
 
 
