@@ -11,24 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hosts
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
-from hosts import (
-    SCALES,
-    SKIPS,
-    TRACKERS,
-    Make,
-    Row,
-    batches,
-    check_run,
-    column,
-    loss_of,
-    network,
-    optimizer_named,
-    overflow,
-    row,
-    same_as_torch,
-)
+from hosts import Make, Row, batches, column, loss_of, network, row
 from torch.amp.grad_scaler import OptState
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
@@ -46,7 +32,7 @@ def scripted(
     make_optimizer: Callable[[Any], Any],
     *,
     unscales: bool = True,
-    local: Callable[[Any], object] = overflow,
+    local: Callable[[Any], object] = hosts.overflow,
     between: Callable[[Any, Any], object] = lambda _scaler, _optimizer: None,
     returns: object = None,
     preset: float | None = None,
@@ -61,11 +47,11 @@ def scripted(
     for index, batch in enumerate(batches()):
         optimizer.zero_grad()
         scaler.scale((preset or 1.0) * loss_of(model, batch)).backward()
-        if SKIPS[index]:
+        if hosts.SKIPS[index]:
             local(model)
         if unscales:
             scaler.unscale_(optimizer)
-        if SKIPS[index]:
+        if hosts.SKIPS[index]:
             between(scaler, optimizer)
         if preset is not None:
             optimizer.grad_scale = preset
@@ -164,10 +150,10 @@ def test_an_optimizer_that_takes_the_scaler_is_served(make: Make, kind: Any, uns
     def is_given(scaler: Any, optimizer: Any) -> bool:
         return optimizer.scaler is scaler
 
-    rows = same_as_torch(
+    rows = hosts.same_as_torch(
         lambda make: scripted(make, kind, unscales=unscales, returns="called", is_given=is_given), make
     )
-    check_run(rows)
+    hosts.check_run(rows)
     assert all(column(rows, "is_given"))
 
 
@@ -200,12 +186,12 @@ def test_an_optimizer_that_reads_attributes_is_served(make: Make, preset: float 
     def run(make: Make) -> list[Row]:
         return scripted(make, made, unscales=unscales, returns="called", preset=preset, divisor=divisor)
 
-    rows = same_as_torch(run, make)
-    check_run(rows)
-    used = [1024.0, *SCALES[:-1]]
+    rows = hosts.same_as_torch(run, make)
+    hosts.check_run(rows)
+    used = [1024.0, *hosts.SCALES[:-1]]
     assert column(rows, "divisor") == [(preset or 1.0) * (1.0 if unscales else scale) for scale in used]
     if preset is None:
-        plain = scripted(make, functools.partial(optimizer_named, "SGD"))
+        plain = scripted(make, functools.partial(hosts.optimizer_named, "SGD"))
         assert column(rows, "weights") == column(plain, "weights")
 
 
@@ -218,14 +204,14 @@ def test_a_verdict_that_a_script_reduces_by_itself_counts(make: Make, how: str, 
         (flag,) = (scaler._found_inf_per_device(raw) if how == "method" else by_state).values()
         flag.fill_(1.0)
 
-    made = functools.partial(optimizer_named, optimizer)
-    check_run(same_as_torch(lambda make: scripted(make, made, local=lambda _: None, between=reduce), make))
+    made = functools.partial(hosts.optimizer_named, optimizer)
+    hosts.check_run(hosts.same_as_torch(lambda make: scripted(make, made, local=lambda _: None, between=reduce), make))
 
 
 @pytest.mark.parametrize("overflows", [True, False], ids=["overflow", ""])
 def test_stage_and_verdict_are_read_at_every_point(make: Make, overflows: bool) -> None:
     scaler, model = make(), network()
-    optimizer = optimizer_named("SGD", model)
+    optimizer = hosts.optimizer_named("SGD", model)
 
     def read() -> tuple[str, list[float], list[float]]:
         state = state_of(scaler, optimizer)
@@ -237,7 +223,7 @@ def test_stage_and_verdict_are_read_at_every_point(make: Make, overflows: bool) 
     for _ in range(2):
         scaler.scale(loss_of(model, batches(1)[0])).backward()
         if overflows:
-            overflow(model)
+            hosts.overflow(model)
         assert read() == ("READY", [], [])
         scaler.unscale_(optimizer)
         assert read() == ("UNSCALED", flags, flags)
@@ -254,7 +240,7 @@ def test_the_state_is_none_before_the_first_loss_and_made_on_demand(make: Make) 
     assert scaler._enabled
     assert scaler._scale is scaler._growth_tracker is scaler._get_scale_async() is None
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (1024.0, 0)
-    optimizer = optimizer_named("SGD", network())
+    optimizer = hosts.optimizer_named("SGD", network())
     assert scaler._found_inf_per_device(optimizer) == {}
     assert state_of(scaler, optimizer)["stage"].name == "READY"
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
@@ -269,13 +255,13 @@ def test_a_captured_scale_sees_every_update(make: Make) -> None:
     held, seen = (scaler._scale, scaler._growth_tracker), []
 
     def made(model: Any) -> Any:
-        optimizer = optimizer_named("SGD", model)
+        optimizer = hosts.optimizer_named("SGD", model)
         optimizer.register_step_pre_hook(lambda *_: seen.append([tensor.item() for tensor in held]))
         return optimizer
 
     rows = scripted(lambda: scaler, made)
-    assert [tensor.item() for tensor in held] == [SCALES[-1], TRACKERS[-1]]
-    before = zip([1024.0, *column(rows, "scale")], [0, *column(rows, "tracker")], SKIPS, strict=False)
+    assert [tensor.item() for tensor in held] == [hosts.SCALES[-1], hosts.TRACKERS[-1]]
+    before = zip([1024.0, *column(rows, "scale")], [0, *column(rows, "tracker")], hosts.SKIPS, strict=False)
     assert seen == [[scale, tracker] for scale, tracker, skipped in before if not skipped]
 
 
