@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from axes import require
+from axes_torch import gradscale_torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.torch
+
+collectives = gradscale_torch.collectives
 
 INT32 = st.integers(-(2**31) + 1, 2**31 - 1)
 TAILS = st.lists(INT32, min_size=1, max_size=21)
@@ -19,16 +21,13 @@ MOST = 2**15 - 3
 
 def told(vectors: list[list[int]]) -> tuple[int, bool] | None:
     """Return what every rank learns from the short forms of these vectors."""
-    from gradscale_torch.collectives import short_form, told_count
-
-    sent = [short_form(vector) for vector in vectors]
+    sent = [collectives.short_form(vector) for vector in vectors]
     assert all(len(one) == 2 and all(-(2**63) <= value < 2**63 for value in one) for one in sent)
-    return told_count([max(column) for column in zip(*sent, strict=True)])
+    return collectives.told_count([max(column) for column in zip(*sent, strict=True)])
 
 
 @given(counts=st.lists(st.integers(0, MOST), min_size=1, max_size=8), tail=TAILS)
 def test_ranks_that_hold_the_same_learn_the_greatest_count(counts: list[int], tail: list[int]) -> None:
-    require("torch")
     assert told([[count, 0, True, *tail] for count in counts]) == (max(counts), True)
     # A rank without gradients holds the same as the others.
     assert told([[0, 0, False, *tail], *([count, 0, True, *tail] for count in counts)]) == (max(counts), True)
@@ -37,7 +36,6 @@ def test_ranks_that_hold_the_same_learn_the_greatest_count(counts: list[int], ta
 
 @given(data=st.data(), tail=TAILS, size=st.integers(2, 8))
 def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, tail: list[int], size: int) -> None:
-    require("torch")
     place = data.draw(st.integers(0, len(tail) - 1))
     vectors = [[data.draw(st.integers(0, MOST)), 0, True, *tail] for _ in range(size)]
     for rank in data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1)):
@@ -47,7 +45,6 @@ def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, tail
 
 @pytest.mark.parametrize("first", [-1, MOST + 1, 2**31 - 1, -(2**31) + 1])
 def test_a_first_number_that_does_not_fit_is_seen_by_every_rank(first: int) -> None:
-    require("torch")
     for rank in range(3):
         assert told([[first if rank == bad else 5, 0, True, 7, -7] for bad in range(3)]) is None
     assert told([[first, 0, True, 7, -7]] * 3) is None
@@ -55,9 +52,6 @@ def test_a_first_number_that_does_not_fit_is_seen_by_every_rank(first: int) -> N
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1], ids=["smallest hash", "largest hash"])
 def test_the_extreme_hashes_fit_into_an_int64(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    require("torch")
-    from gradscale_torch import collectives
-
     class Digest:
         def __init__(self, *_: Any, **__: Any) -> None:
             pass

@@ -7,20 +7,13 @@ import warnings
 from typing import Any
 
 import pytest
-from axes import require
+from axes_torch import torch
 
 from gradscale import registry
 from gradscale.core.summaries import Summary
+from gradscale_torch.unscaler import values_of
 
 pytestmark = pytest.mark.torch
-
-torch: Any = None
-
-
-@pytest.fixture(autouse=True)
-def _torch() -> None:
-    global torch
-    torch = require("torch")
 
 
 def summaries(*tensors: Any) -> Any:
@@ -56,8 +49,6 @@ def test_float8_goes_through_the_pure_form() -> None:
 
 
 def test_the_values_of_sparse_meta_and_graph_tensors() -> None:
-    from gradscale_torch.unscaler import values_of
-
     indices = torch.tensor([[0, 0, 2]])
     for dtype in (torch.float32, torch.float16):
         sparse = torch.sparse_coo_tensor(
