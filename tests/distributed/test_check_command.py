@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from axes import require
 from tiers import later
-from worlds import find_mpiexec, mpi_command, mpi_environment
+from worlds import mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
 
@@ -35,22 +35,15 @@ SAID = {
 }
 # Of those that make the others wait, several run at a time.
 WAITING = ("hang", "die")
-# The one that meets two ranks before the last tier.
-EARLY = ("verdict", 1)
 MPI_FAULTS = [
     *(
-        pytest.param(
-            2,
-            kind,
-            rank,
-            id=f"mpi-2-{kind}-{rank}",
-            marks=pytest.mark.tier("ranks" if (kind, rank) == EARLY else "all"),
-        )
+        # One meets two ranks before the last tier.
+        pytest.param(2, kind, rank, marks=pytest.mark.tier("ranks" if (kind, rank) == ("verdict", 1) else "all"))
         for kind in SAID
         for rank in (0, 1)
         if kind not in WAITING
     ),
-    pytest.param(3, "verdict", 1, id="mpi-3-verdict-1", marks=pytest.mark.tier("all")),
+    pytest.param(3, "verdict", 1, marks=pytest.mark.tier("all")),
 ]
 TORCH_FAULTS = [("late", 1), ("die", 0)]
 ENVIRONMENT = {
@@ -61,16 +54,37 @@ ENVIRONMENT = {
 }
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], inherited: dict[str, str] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; terminals' colours are left out."""
     return subprocess.run(
         command,
-        env=mpi_environment() | ENVIRONMENT | environment,
+        env=(mpi_environment() if inherited is None else inherited) | ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
     )
+
+
+def check(
+    *arguments: str, inherited: dict[str, str] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as one process."""
+    require("cli")
+    return run([sys.executable, "-m", "gradscale", "check", *arguments], inherited, **environment)
+
+
+def without_launcher(*also: str) -> dict[str, str]:
+    """Return the environment without what launchers set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "MPI", *also))}
+
+
+def at_start(folder: Path, code: str) -> str:
+    """Let each Python begin with some code; the PYTHONPATH for it."""
+    (folder / "sitecustomize.py").write_text(code)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def program(fault: str) -> list[str]:
@@ -151,14 +165,12 @@ def test_the_page_is_printed_once_and_nothing_else_is() -> None:
 def test_rank_0_says_at_once_that_it_starts(tmp_path: Path) -> None:
     require("mpi")
     # Before a rank imports anything.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.write(2, b'begun'); os._exit(1)"
+    path = at_start(
+        tmp_path, "import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.write(2, b'begun'); os._exit(1)"
     )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, *program(""), "--group", "mpi", "--timeout", "7"]
-    said = run(command, PYTHONPATH=path).stderr
+    said = check("--group", "mpi", "--timeout", "7", PYTHONPATH=path).stderr
     assert said.startswith("gradscale check: starting 1 rank over MPI, with up to 7 s for each stage\nbegun")
-    assert "starting" not in run(command, PYTHONPATH=path, PMI_RANK="1").stderr
+    assert "starting" not in check("--group", "mpi", "--timeout", "7", PYTHONPATH=path, PMI_RANK="1").stderr
 
 
 @mpi
@@ -191,13 +203,10 @@ def test_ranks_that_hang_or_die_are_named_and_end_all_others() -> None:
 
 @mpi
 def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
-    require("cli")
     require("mpi")
-    mpiexec = find_mpiexec()
-    assert mpiexec is not None
-    check = [sys.executable, "-m", "gradscale", "check", "--group", "mpi", "--timeout", "1"]
+    mpiexec, _, _, *command = mpi_command(1, *program(""), "--group", "mpi", "--timeout", "1")
     absent = [sys.executable, "-c", "import time; time.sleep(60)"]
-    completed = run([mpiexec, "-n", "1", *check, ":", "-n", "1", *absent])
+    completed = run([mpiexec, "-n", "1", *command, ":", "-n", "1", *absent])
     assert completed.returncode != 0
     assert "rank 0 of " in completed.stderr
     assert "has not come out of MPI_Init in 3 s: some rank has not come to it" in completed.stderr
@@ -232,9 +241,8 @@ def test_versions_that_differ_are_noted_in_the_page(
 
 @mpi
 def test_one_process_without_mpiexec_works_and_says_what_that_is_worth() -> None:
-    require("cli")
     require("mpi")
-    completed = run([sys.executable, "-m", "gradscale", "check", "--group", "mpi"])
+    completed = check("--group", "mpi")
     assert completed.returncode == 0, completed.stderr
     assert "1 rank over MPI: passed" in completed.stdout
     assert "1 rank proves nothing about agreement" in completed.stdout
@@ -242,11 +250,9 @@ def test_one_process_without_mpiexec_works_and_says_what_that_is_worth() -> None
 
 @mpi
 def test_processes_that_are_each_alone_in_their_group_do_not_pass() -> None:
-    require("cli")
     require("mpi")
     # As under the mpiexec of another MPI than the one of mpi4py.
-    check = [sys.executable, "-m", "gradscale", "check", "--group", "mpi", "--json"]
-    completed = run(check, OMPI_COMM_WORLD_SIZE="4")
+    completed = check("--group", "mpi", "--json", OMPI_COMM_WORLD_SIZE="4")
     assert completed.returncode == 1
     (problem,) = page_of(completed)["problems"]
     assert problem["problem"].startswith("4 processes were started, and each is alone in its group: for MPI take the")
@@ -265,10 +271,9 @@ def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, ran
 
 @torch
 def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
-    require("cli")
     require("torch")
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
-    completed = run([sys.executable, "-m", "gradscale", "check", "--timeout", "1"], **environment)
+    completed = check("--timeout", "1", **environment)
     assert completed.returncode == 1
     assert "gradscale: check: rank 1 of 2 (" in completed.stderr
     # Torch tries again and gives up, or the command's own watch is the first to see that it takes too long.
@@ -276,48 +281,35 @@ def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
     assert any(text in completed.stderr for text in said), completed.stderr
 
 
-def test_without_a_launcher_the_usage_error_names_both_commands() -> None:
-    require("cli")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "MPI"))}
-    completed = subprocess.run(
-        [sys.executable, "-m", "gradscale", "check"],
-        env=environment | {"COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert completed.returncode == 2
-    said = " ".join(completed.stderr.replace("│", " ").split())
-    assert "mpiexec -n 4 python -m gradscale check --group mpi" in said
-    assert "torchrun --nproc-per-node 2 -m gradscale check --group torch" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(("--group", "mpi", "--timeout", "0"), "--timeout", id="timeout"),
-        pytest.param(("--group", "nccl"), "--group", id="group"),
+        pytest.param(("--group", "mpi", "--timeout", "0"), ["--timeout"], id="timeout"),
+        pytest.param(("--group", "nccl"), ["--group"], id="group"),
+        pytest.param(
+            (),
+            [
+                "mpiexec -n 4 python -m gradscale check --group mpi",
+                "torchrun --nproc-per-node 2 -m gradscale check --group torch",
+            ],
+            id="no-launcher",
+        ),
     ],
 )
-def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
-    require("cli")
-    completed = run([sys.executable, "-m", "gradscale", "check", *arguments], COLUMNS="300")
+def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: list[str]) -> None:
+    completed = check(*arguments, inherited=without_launcher(), COLUMNS="300")
     assert completed.returncode == 2
-    assert said in " ".join(completed.stderr.replace("│", " ").split())
+    shown = " ".join(completed.stderr.replace("│", " ").split())
+    assert all(one in shown for one in said), shown
 
 
 @pytest.mark.parametrize(("group", "module", "extra"), [("mpi", "mpi4py", "mpi"), ("torch", "torch", "torch")])
 def test_a_group_that_is_not_installed_is_one_line_with_the_command(
     group: str, module: str, extra: str, tmp_path: Path
 ) -> None:
-    require("cli")
-    blocker = (
-        f"import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda n, p=None: None if n == {module!r} "
-        f"else find(n, p)\n"
-    )
-    (tmp_path / "sitecustomize.py").write_text(blocker)
-    completed = run([sys.executable, "-m", "gradscale", "check", "--group", group], PYTHONPATH=str(tmp_path))
+    find = f"u.find_spec = lambda n, p=None: None if n == {module!r} else find(n, p)\n"
+    path = at_start(tmp_path, f"import importlib.util as u\nfind = u.find_spec\n{find}")
+    completed = check("--group", group, PYTHONPATH=path)
     assert completed.returncode == 1
     assert completed.stderr.splitlines() == [
         f"gradscale: check --group {group} needs {module}, got: No module named {module!r}; "
@@ -329,23 +321,12 @@ def test_a_group_that_is_not_installed_is_one_line_with_the_command(
 @pytest.mark.tier("ranks")
 def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
     require("mpi")
-    require("cli")
-    dying = (
+    dies = (
         "import os, signal, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)"
     )
-    (tmp_path / "sitecustomize.py").write_text(dying)
-    launched = ("RANK", "WORLD_SIZE", "OMPI_", "PMI", "SLURM_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
-    completed = subprocess.run(
-        [sys.executable, "-m", "gradscale", "check", "--group", "mpi"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    environment = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "PYTHONPATH": at_start(tmp_path, dies)}
+    inherited = without_launcher("RANK", "WORLD_SIZE", "SLURM_")
+    completed = check("--group", "mpi", inherited=inherited, **environment)
     assert completed.returncode == 1, completed.stderr
     assert "rank 2 of 4 (" in completed.stderr
     assert "was killed by SIGKILL" in completed.stderr
