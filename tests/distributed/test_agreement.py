@@ -3,7 +3,7 @@
 import pytest
 import scenarios
 from axes import require
-from worlds import Failure, ProcessWorld, ThreadWorld, assert_all_equal
+from worlds import Failure, GlooWorld, ProcessWorld, ThreadWorld, assert_all_equal, each
 
 World = ThreadWorld | ProcessWorld
 
@@ -20,7 +20,7 @@ def test_assert_all_equal_fails_for_a_rank_that_differs_or_raised() -> None:
 def test_overflow_on_each_rank_in_turn_skips_all_ranks(world: World, explicit: bool) -> None:
     values = (float("inf"), float("-inf"), float("nan"))
     cases = [([bad_rank], value, "numpy", explicit) for bad_rank in range(world.size) for value in values]
-    for (bad_ranks, *_), results in zip(cases, world.run_each(scenarios.overflow_on, cases), strict=True):
+    for (bad_ranks, *_), results in each(world, scenarios.overflow_on, cases):
         seen = [result.pop("seen here") for result in results]
         assert seen == [[0, int(rank in bad_ranks), 0, 0] for rank in range(world.size)]
         assert_all_equal(results)
@@ -53,16 +53,21 @@ def test_arrays_of_any_library_agree_over_any_group(world: World, library: str) 
 
 @pytest.mark.parametrize("kind", ["list", "none", "zero-size"])
 def test_a_rank_without_gradients_takes_part(world: World, kind: str) -> None:
+    check_empty_ranks(world, kind)
+
+
+@pytest.mark.tier("ranks")
+def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld) -> None:
+    check_empty_ranks(processes, "no backend", "torch" if isinstance(processes, GlooWorld) else "numpy")
+
+
+def check_empty_ranks(world: World, kind: str, library: str = "numpy") -> None:
+    """Assert that each rank in turn may have nothing, while another one overflows or none does."""
     ranks = range(world.size)
-    for overflowing in world.run_each(
-        scenarios.empty_on, [([rank], [(rank + 1) % world.size], kind) for rank in ranks]
-    ):
-        assert_all_equal(overflowing)
-        assert overflowing[0]["skipped"]
-        assert overflowing[0]["state"]["scale"] == 32768.0
-    for clean in world.run_each(scenarios.empty_on, [([rank], [], kind) for rank in ranks]):
-        assert_all_equal(clean)
-        assert clean[0]["steps"] == 1
+    cases = [([rank], bad, kind, library) for rank in ranks for bad in ([], [(rank + 1) % world.size])]
+    for (_, bad, *_), results in each(world, scenarios.empty_on, cases):
+        end = {"skipped": [False, True, False], "scale": 32768.0, "steps": 2}
+        assert results == [end if bad else {"skipped": [False] * 3, "scale": 65536.0, "steps": 3}] * world.size
 
 
 def test_no_rank_with_gradients_is_the_same_error_on_every_rank(world: World) -> None:
@@ -73,7 +78,7 @@ def test_no_rank_with_gradients_is_the_same_error_on_every_rank(world: World) ->
 
 
 def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
-    for results in world.run_each(scenarios.closure_overflow, [(bad_rank,) for bad_rank in range(world.size)]):
+    for _, results in each(world, scenarios.closure_overflow, [(bad_rank,) for bad_rank in range(world.size)]):
         assert_all_equal(results)
         assert results[0]["evaluations"] == [65536.0, 32768.0, 16384.0]
         assert results[0]["gradient"] == [1.0, 1.0, 1.0]
@@ -83,7 +88,7 @@ def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
 
 
 def test_overflow_at_the_minimum_raises_on_every_rank(world: World) -> None:
-    for results in world.run_each(scenarios.underflow, [(bad_rank,) for bad_rank in range(world.size)]):
+    for _, results in each(world, scenarios.underflow, [(bad_rank,) for bad_rank in range(world.size)]):
         assert_all_equal(results)
         first, second, third = results[0]["raised"]
         assert (first, third) == ("", "")

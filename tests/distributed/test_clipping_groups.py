@@ -1,28 +1,21 @@
 """unscale_(max_norm=) over threads, MPI and gloo: one norm and one factor on every rank, and no hang."""
 
 import math
-from typing import Any
 
 import clipping_scenarios
 import numpy as np
 import pytest
-from worlds import Failure, ProcessWorld, ThreadWorld
+from worlds import ProcessWorld, ThreadWorld, each
 
 World = ThreadWorld | ProcessWorld
-
-
-def sound(results: list[Any]) -> list[Any]:
-    """Return what the ranks gave, or fail with what they raised."""
-    assert not [result for result in results if isinstance(result, Failure)], results
-    return results
 
 
 def test_every_rank_clips_by_the_norm_of_all_parts_and_skips_with_each_in_turn(world: World) -> None:
     cases = [(rank, value) for rank in range(world.size) for value in (math.inf, math.nan)]
     parts = [np.array(values) for values in clipping_scenarios.PARTS[: world.size]]
     norm = math.sqrt(sum(float(x @ x) for x in parts))
-    for results in world.run_each(clipping_scenarios.clip_parts, cases):
-        for rank, result in enumerate(sound(results)):
+    for _, results in each(world, clipping_scenarios.clip_parts, cases):
+        for rank, result in enumerate(results):
             assert (result["skipped"], result["scale"]) == ([False, True, False], 4.0)
             # The same bits on all ranks.
             assert result["norms"] == results[0]["norms"]
@@ -33,6 +26,7 @@ def test_every_rank_clips_by_the_norm_of_all_parts_and_skips_with_each_in_turn(w
 
 
 def test_ranks_may_each_clip_by_a_norm_of_their_own(world: World) -> None:
-    for rank, (norm, clipped) in enumerate(sound(world.run(clipping_scenarios.own_norm))):
+    ((_, results),) = each(world, clipping_scenarios.own_norm, [()])
+    for rank, (norm, clipped) in enumerate(results):
         assert norm == 3.0 * (rank + 1)
         assert clipped == pytest.approx([1.5], rel=1e-6)

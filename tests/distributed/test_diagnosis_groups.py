@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import grid_of_threads
-from worlds import ProcessWorld, ThreadWorld, assert_all_equal
+from worlds import ProcessWorld, ThreadWorld, assert_all_equal, each
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -21,7 +21,7 @@ World = ThreadWorld | ProcessWorld
 @pytest.mark.parametrize("when", ["before", "after step", "after update"])
 def test_a_bad_value_on_each_rank_in_turn_is_named_on_every_rank(world: World, when: str) -> None:
     cases = [(rank, "numpy", when) for rank in range(world.size)]
-    for (bad_rank, *_), results in zip(cases, world.run_each(scenarios.bad_on, cases), strict=True):
+    for (bad_rank, *_), results in each(world, scenarios.bad_on, cases):
         assert_all_equal(results)
         report = results[0]["report"]
         assert [(one["name"], one["rank"], one["nan"]) for one in report["entries"] if one["nan"]] == [
@@ -47,7 +47,7 @@ def test_arrays_of_any_library_are_gathered_over_any_group(world: World, library
 
 def test_a_skipped_step_is_diagnosed_over_the_group_by_itself(world: World) -> None:
     cases = [(rank, bad_loss) for rank in range(world.size) for bad_loss in (False, True)]
-    for (bad_rank, bad_loss), results in zip(cases, world.run_each(scenarios.on_overflow, cases), strict=True):
+    for (bad_rank, bad_loss), results in each(world, scenarios.on_overflow, cases):
         assert_all_equal(results)
         assert results[0]["cause"] == ("model" if bad_loss else "scale")
         assert results[0]["loss_nonfinite"] == int(bad_loss)

@@ -75,12 +75,6 @@ def test_arrays_of_any_layout_are_reduced(processes: ProcessWorld) -> None:
     assert processes.run(scenarios.odd_arrays) == [expected] * processes.size
 
 
-def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld) -> None:
-    cases = [(empty, (empty + 1) % processes.size) for empty in range(processes.size)]
-    for _, results in each(processes, scenarios.never_an_array, cases):
-        assert results == [[(False, 65536.0), (True, 32768.0), (False, 32768.0)]] * processes.size
-
-
 # MPI.
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scenarios import SGD, rank_and_size
-
-import gradscale
+from scenarios import begun
 
 __all__ = ["PARTS", "clip_parts", "own_norm"]
 
@@ -17,9 +15,7 @@ PARTS = ([3.0, -4.0, 0.5], [12.0], [])
 
 def clip_parts(group: Any, bad_rank: int, value: float) -> dict[str, Any]:
     """Make three iterations, the second with a bad value on one rank, clipped to the norm of all ranks' parts."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, init_scale=8.0, backend="numpy")
-    optimizer = SGD(None)
+    rank, scaler, optimizer = begun(group, init_scale=8.0, backend="numpy")
     norms, skipped, clipped = [], [], []
     for iteration in range(3):
         scaler.scale(np.float32(1.0))
@@ -37,9 +33,7 @@ def clip_parts(group: Any, bad_rank: int, value: float) -> dict[str, Any]:
 
 def own_norm(group: Any) -> tuple[float, list[float]]:
     """Clip what every rank holds to its own norm."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, init_scale=8.0)
-    optimizer = SGD(None)
+    rank, scaler, optimizer = begun(group, init_scale=8.0)
     scaler.scale(np.float32(1.0))
     optimizer.grads = [np.array([24.0 * (rank + 1)], np.float32)]
     norm = scaler.unscale_(optimizer, max_norm=1.5, norm_over="rank")

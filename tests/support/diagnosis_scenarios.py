@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from scenarios import SGD, gradients, loss, rank_and_size
+from scenarios import SGD, begun, gradients, loss, rank_and_size
 from worlds import Failure
 
 import gradscale
@@ -14,9 +14,8 @@ import gradscale
 
 def bad_on(group: Any, bad_rank: int, library: str, when: str) -> dict[str, Any]:
     """Gather a diagnosis before or after a step in which one rank holds a NaN."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(gradients(library))
+    rank, scaler, optimizer = begun(group)
+    optimizer.grads = gradients(library)
     if rank == bad_rank:
         optimizer.grads[1] = optimizer.grads[1] * math.nan
     scaler.scale(loss(library))
@@ -37,9 +36,8 @@ def bad_on(group: Any, bad_rank: int, library: str, when: str) -> dict[str, Any]
 
 def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
     """Let the scaler gather by itself when a step is skipped."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, diagnose="on_overflow")
-    optimizer = SGD(gradients("numpy", np.inf if rank == bad_rank else 1.0))
+    rank, scaler, optimizer = begun(group, diagnose="on_overflow")
+    optimizer.grads = gradients("numpy", np.inf if rank == bad_rank else 1.0)
     scaler.scale(np.float32(np.nan if bad_loss and rank == bad_rank else 1.0))
     scaler.step(optimizer)
     report = scaler.last_step(optimizer).overflow
@@ -95,9 +93,7 @@ def refused_on(group: Any, bad_rank: int, kind: str) -> Failure:
 
 def scaled_on(group: Any, scaling_rank: int) -> list[dict[str, Any]]:
     """Call ``scale`` on one rank alone, as a pipeline does; what is gathered in the second iteration and after it."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(None)
+    rank, scaler, optimizer = begun(group)
     reports = []
     for value in (np.inf, 1.0):
         if rank == scaling_rank:

@@ -191,25 +191,6 @@ def odd_arrays(group: Any) -> list[list[int]]:
     return [[int(value) for value in result] for result in results]
 
 
-def never_an_array(group: Any, empty_rank: int, bad_rank: int) -> list[Any]:
-    """Take part on a rank that never has a loss, a gradient or a backend named."""
-    rank, _ = rank_and_size(group)
-    library = "numpy" if is_mpi(group) else "torch"
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(None)
-    seen = []
-    for iteration in range(3):
-        if rank == empty_rank:
-            optimizer.grads = []
-        else:
-            scaler.scale(loss(library))
-            optimizer.grads = gradients(library, np.nan if (rank, iteration) == (bad_rank, 1) else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((scaler.last_step(optimizer).skipped, scaler.get_scale()))
-    return seen
-
-
 # Over MPI.
 
 

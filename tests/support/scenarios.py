@@ -41,6 +41,12 @@ def rank_and_size(group: Any) -> tuple[int, int]:
     return group.rank, group.size
 
 
+def begun(group: Any, **settings: Any) -> tuple[int, Any, SGD]:
+    """Return the rank, a scaler over the group, and an optimizer."""
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, **settings)
+    return rank_and_size(group)[0], scaler, SGD(None)
+
+
 def gradients(library: str, value: float = 1.0) -> list[Any]:
     """Return a few gradients of a library, scaled by the default scale."""
     if library == "numpy":
@@ -74,9 +80,7 @@ def iterate(scaler: Any, optimizer: SGD, grads: list[Any], library: str = "numpy
 
 def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, explicit: bool) -> dict[str, Any]:
     """Overflow on some ranks in the second of four iterations, with or without an explicit unscale_."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(None)
+    rank, scaler, optimizer = begun(group)
     reports = []
     seen_here = []
     for iteration in range(4):
@@ -101,20 +105,26 @@ def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, ex
     }
 
 
-def empty_on(group: Any, empty_ranks: list[int], bad_ranks: list[int], kind: str) -> dict[str, Any]:
-    """Give some ranks no gradients at all; others may overflow."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
-    optimizer = SGD(None)
-    # A rank without gradients may never have a loss either (the inner stages of a pipeline).
-    if rank not in empty_ranks:
-        scaler.scale(np.float32(1.0))
-    nothing: Any = {"list": [], "none": [None, None], "zero-size": [np.zeros((0, 3), dtype=np.float32)]}[kind]
-    optimizer.grads = nothing if rank in empty_ranks else gradients("numpy", np.inf if rank in bad_ranks else 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    report = scaler.last_step(optimizer)
-    return {"skipped": report.skipped, "state": scaler.state_dict(), "steps": optimizer.steps}
+def empty_on(
+    group: Any, empty_ranks: list[int], bad_ranks: list[int], kind: str, library: str = "numpy"
+) -> dict[str, Any]:
+    """Give some ranks no gradients in three iterations; others may overflow in the second.
+
+    ``kind`` is what they have instead; on "no backend" they are told no library either.
+    """
+    rank, scaler, optimizer = begun(group, **({} if kind == "no backend" else {"backend": "numpy"}))
+    nothing: Any = {"none": [None, None], "zero-size": [np.zeros((0, 3), dtype=np.float32)]}.get(kind, [])
+    skipped = []
+    for iteration in range(3):
+        # A rank without gradients may never have a loss either (the inner stages of a pipeline).
+        if rank not in empty_ranks:
+            scaler.scale(loss(library))
+        is_bad = rank in bad_ranks and iteration == 1
+        optimizer.grads = nothing if rank in empty_ranks else gradients(library, np.inf if is_bad else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.last_step(optimizer).skipped)
+    return {"skipped": skipped, "scale": scaler.get_scale(), "steps": optimizer.steps}
 
 
 def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -> dict[str, Any]:
