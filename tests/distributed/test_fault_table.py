@@ -18,7 +18,7 @@ pytestmark = pytest.mark.tier("all")
 GRACE = 5.0  # seconds
 # What a fault comes to: the right result on all ranks, or an error on all that live.
 HARMLESS = {"one suspended for a while", "all suspended for longer than the timeout", "late"}
-KINDS = {"MPIWorld": ["core"], "GlooWorld": ["core", "torch"]}
+KINDS = {"MPIWorld": ["numpy"], "GlooWorld": ["numpy", "torch"]}
 WORLDS = [
     pytest.param(world, kind, id=f"{name}-{size}-{kind}", marks=mark)
     for size in (2, 3)

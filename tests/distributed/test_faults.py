@@ -42,7 +42,7 @@ def test_a_rank_that_has_drifted_is_an_error_on_every_rank(world: World, what: s
 STEP = "the agreement on a step"
 AGAIN = ("CollectiveTimeoutError", "rank {} of {} waited")
 WAITING = {
-    "core": (2, STEP, AGAIN),
+    "numpy": (2, STEP, AGAIN),
     "torch": (2, STEP, AGAIN),
     "torch fused": (2, STEP, AGAIN),
     "norm": (2, STEP, ("BackendError", "needs set_group() with another one")),
@@ -75,7 +75,7 @@ def assert_times_out(world: World, operation: str, how: str, folder: Path) -> No
             assert second.kind == kind
             assert then.format(rank, world.size) in second.message
             assert 0.9 * timeout <= result["seconds"] < 30.0
-            assert result["steps"] == 1
+            assert result["steps"] in (1, None)
 
 
 LATER = pytest.mark.tier("ranks")
@@ -84,8 +84,8 @@ LATER = pytest.mark.tier("ranks")
 @pytest.mark.parametrize(
     ("operation", "how"),
     [
-        pytest.param("core", "is late", marks=pytest.mark.tier("quick")),
-        ("core", "raises"),
+        pytest.param("numpy", "is late", marks=pytest.mark.tier("quick")),
+        ("numpy", "raises"),
         pytest.param("norm", "is late", marks=LATER),
         pytest.param("diagnosis", "is late", marks=LATER),
         pytest.param("agreement", "is late", marks=LATER),
@@ -113,7 +113,7 @@ def test_a_rank_that_constructs_no_scaler_is_a_timeout_on_the_others(mpi: MPIWor
 @pytest.mark.tier("ranks")
 def test_all_ranks_suspended_for_longer_than_the_timeout_go_on(processes: ProcessWorld) -> None:
     """The whole table of faults is in test_fault_table.py."""
-    for answer in processes.run(fault_scenarios.suspended, "all suspended for longer than the timeout", 1, "core"):
+    for answer in processes.run(fault_scenarios.suspended, "all suspended for longer than the timeout", 1, "numpy"):
         assert not isinstance(answer, Failure), answer
         assert answer.pop("with the fault") > fault_scenarios.LONGER - 1.0, "the ranks were not suspended"
         del answer["seconds"]
@@ -122,7 +122,7 @@ def test_all_ranks_suspended_for_longer_than_the_timeout_go_on(processes: Proces
 
 @pytest.mark.tier("ranks")
 def test_a_child_after_fork_is_refused_and_its_parents_go_on(processes: ProcessWorld) -> None:
-    for kind in ["core", "torch"] if isinstance(processes, GlooWorld) else ["core"]:
+    for kind in ["numpy", "torch"] if isinstance(processes, GlooWorld) else ["numpy"]:
         for rank, answer in enumerate(processes.run(fault_scenarios.forked, 1, kind)):
             assert not isinstance(answer, Failure), answer
             said = answer.pop("said")

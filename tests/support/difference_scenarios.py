@@ -8,71 +8,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from group_scenarios import fresh
-from scenarios import SGD, gradients, loss, rank_and_size
+from scenarios import TIMEOUT, Trainer, failure_of, gradients, loss, rank_and_size
 from worlds import Failure
 
 import gradscale
-
-TIMEOUT = 20.0
-
-
-class Trainer:
-    """A scaler of a library over a group, and optimizers that are told how large their gradients are."""
-
-    def __init__(self, group: Any, library: str, count: int = 2, **settings: Any) -> None:
-        self.library = library
-        self.scaler: Any
-        if library == "torch":
-            import gradscale_torch
-
-            self.scaler = gradscale_torch.ShardedGradScaler("cpu", group=group, timeout=TIMEOUT, **settings)
-        else:
-            self.scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, **settings)
-        self.optimizers = [self.optimizer() for _ in range(count)]
-        self.refill()
-
-    def optimizer(self) -> Any:
-        """Return a new optimizer."""
-        if self.library == "torch":
-            import torch
-
-            return torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-        return SGD(None)
-
-    def refill(self) -> None:
-        """Call ``scale``, and give every optimizer gradients anew."""
-        self.scaler.scale(loss(self.library))
-        for optimizer in self.optimizers:
-            if self.library == "torch":
-                (parameter,) = optimizer.param_groups[0]["params"]
-                parameter.grad = parameter.data.clone()
-            else:
-                optimizer.grads = [np.ones(3, np.float32)]
-
-    def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False) -> None:
-        """Make one iteration, with the optimizers in this order."""
-        self.refill()
-        if unscales:
-            for index in order:
-                self.scaler.unscale_(self.optimizers[index])
-        for index in order:
-            self.scaler.step(self.optimizers[index])
-        self.scaler.update()
-
-
-def failure_of(call: Callable[[], Any]) -> Failure | None:
-    """Return what a call raises; None for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return Failure.of(error)
-    return None
 
 
 def swapped_steps(group: Any, is_odd: bool, library: str, unscales: bool = False) -> Failure | None:

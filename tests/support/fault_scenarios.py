@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from events import tell, wait_for
-from scenarios import SGD, gradients, rank_and_size
+from scenarios import Trainer, failure_of, rank_and_size
 from worlds import Failure, alone
 
 import gradscale
@@ -81,49 +81,10 @@ FAULTS: dict[str, Callable[[bool], None]] = {
 """What happens in the faulty iteration, given whether this is the faulty rank."""
 
 
-def _core(group: Any, timeout: float) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
-    scaler, optimizer = gradscale.ShardedGradScaler(group=group, timeout=timeout), SGD(None)
-
-    def iterate(value: float) -> None:
-        scaler.scale(np.float32(1.0))
-        optimizer.grads = gradients("numpy", value)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return scaler, iterate, lambda: optimizer.steps
-
-
-def _torch(group: Any, timeout: float, fused: bool = False) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
-    import torch
-
-    import gradscale_torch
-
-    scaler = gradscale_torch.ShardedGradScaler("cpu", process_group=group, timeout=timeout)
-    weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-
-    def iterate(value: float) -> None:
-        weight.grad = scaler.scale(torch.tensor(value)) * torch.ones(3)
-        scaler.step(optimizer)
-        scaler.update()
-
-    # A step of 1 against a gradient of 1.
-    return scaler, iterate, lambda: -round(weight[0].item())
-
-
-def _fused(group: Any, timeout: float) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
-    return _torch(group, timeout, fused=True)
-
-
-_SCALERS = {"core": _core, "torch": _torch, "torch fused": _fused}
-
-
-def _prepared(group: Any, kind: str) -> tuple[Any, Callable[[float], None], Callable[[], int]]:
-    """Return a scaler, what makes an iteration with it, and what counts its steps."""
+def _prepared(group: Any, kind: str) -> Trainer:
     # What is slow the first time is not equally slow on each rank.
-    _, iterate, _ = _SCALERS[kind](group, 60.0)
-    iterate(1.0)
-    return _SCALERS[kind](group, TIMEOUT)
+    Trainer(group, kind, 1, timeout=60.0).iterate((0,))
+    return Trainer(group, kind, 1, timeout=TIMEOUT)
 
 
 def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
@@ -132,7 +93,7 @@ def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
     ``seconds`` is the longest time for one iteration, without this rank's own fault before it.
     """
     rank, size = rank_and_size(group)
-    scaler, iterate, steps = _prepared(group, kind)
+    trainer = _prepared(group, kind)
     failure, longest, whole = None, 0.0, 0.0
     for iteration in range(1, ITERATIONS + 1):
         begin = time.monotonic()
@@ -140,7 +101,8 @@ def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
             FAULTS[name](rank == faulty_rank)
         after_fault = time.monotonic()
         try:
-            iterate(np.inf if (iteration, rank) == (_OVERFLOWING_ITERATION, size - 1) else 1.0)
+            is_bad = (iteration, rank) == (_OVERFLOWING_ITERATION, size - 1)
+            trainer.iterate((0,), value=np.inf if is_bad else 1.0)
         except gradscale.GradscaleError as error:
             failure = Failure.of(error)
         end = time.monotonic()
@@ -148,52 +110,46 @@ def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
         if failure is not None:
             break
     times = {"seconds": longest, "with the fault": whole}
-    return {"failure": failure, "steps": steps(), "scale": scaler.get_scale(), **times}
+    return {"failure": failure, "steps": trainer.steps, "scale": trainer.scaler.get_scale(), **times}
 
 
-def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], Any], Callable[[], int]]:
-    """Return an operation of the second iteration, after a first one, and what counts the steps."""
-    if operation in _SCALERS:
-        _, iterate, steps = _SCALERS[operation](group, timeout)
-        iterate(1.0)
-        return lambda: iterate(1.0), steps
+def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], Any], Trainer | None]:
+    """Return an operation of the second iteration, after a first one, and whose step it is."""
     if operation == "construction":
-        return lambda: gradscale.ShardedGradScaler(group=group, timeout=timeout), lambda: 1
+        return lambda: gradscale.ShardedGradScaler(group=group, timeout=timeout), None
     if operation == "agreement":
         policy = gradscale.DynamicScale()
         agree = gradscale.GroupAgreement(group, policy, timeout=timeout)
         state = policy.init(np.zeros((), np.float32))
         nonfinite = np.zeros((), np.int32)
         agree(nonfinite, state)
-        return lambda: agree(nonfinite, state), lambda: 1
-    scaler, iterate, steps = _core(group, timeout)
-    iterate(1.0)
-    scaler.scale(np.float32(1.0))
-    optimizer = SGD(gradients("numpy"))
+        return lambda: agree(nonfinite, state), None
+    trainer = Trainer(group, operation if operation.startswith("torch") else "numpy", 1, timeout=timeout)
+    trainer.iterate((0,))
+    trainer.refill()
+    (optimizer,) = trainer.optimizers
     if operation == "norm":
-        return lambda: scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"), steps
-    return lambda: scaler.diagnose(optimizer, gather=True), steps
+        return lambda: trainer.scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"), trainer
+    if operation == "diagnosis":
+        return lambda: trainer.scaler.diagnose(optimizer, gather=True), trainer
+    return lambda: trainer.scaler.step(optimizer), trainer
 
 
 @alone
 def absence(group: Any, operation: str, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Let one rank raise before it comes to an operation, or come too late; the others try twice."""
     rank, size = rank_and_size(group)
-    call, steps = _second(group, operation, settings["timeout"])
+    call, trainer = _second(group, operation, settings["timeout"])
     if rank == absent_rank:
         if how == "raises":
             _raise()
         wait_for(settings["folder"], "gave up", size - 1)
     failures, times = [], [time.monotonic()]
     for _ in range(1 if rank == absent_rank else 2):
-        try:
-            call()
-            failures.append(None)
-        except gradscale.GradscaleError as error:
-            failures.append(Failure.of(error))
+        failures.append(failure_of(call))
         times.append(time.monotonic())
     tell(settings["folder"], "gave up", rank)
-    return {"failures": failures, "seconds": times[1] - times[0], "steps": steps()}
+    return {"failures": failures, "seconds": times[1] - times[0], "steps": None if trainer is None else trainer.steps}
 
 
 @alone
@@ -206,29 +162,25 @@ def suspended(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, A
 def forked(group: Any, forking_rank: int, kind: str) -> dict[str, Any]:
     """Step, and construct, in a child after fork; and go on in the parents."""
     rank, _ = rank_and_size(group)
-    scaler, iterate, steps = _prepared(group, kind)
-    iterate(1.0)
+    trainer = _prepared(group, kind)
+    trainer.iterate((0,))
     said: Any = []
     if rank == forking_rank:
         readable, writable = os.pipe()
         child = os.fork()
         if not child:
-            answers = []
-            for call in (lambda: iterate(1.0), lambda: _SCALERS[kind](group, TIMEOUT)):
-                try:
-                    call()
-                    answers.append("came out")
-                except gradscale.GradscaleError as error:
-                    answers.append(f"{type(error).__name__}: {error}")
+            calls = (lambda: trainer.iterate((0,)), lambda: Trainer(group, kind, 1))
+            failures = [failure_of(call) for call in calls]
+            answers = [failure and f"{failure.kind}: {failure.message}" for failure in failures]
             os.write(writable, json.dumps([os.getpid(), os.getppid(), *answers]).encode())
             os._exit(0)
         os.close(writable)
-        with os.fdopen(readable) as answers:
-            said = json.loads(answers.read())
+        with os.fdopen(readable) as answered:
+            said = json.loads(answered.read())
         os.waitpid(child, 0)
-    iterate(np.inf if rank == forking_rank else 1.0)
-    iterate(1.0)
-    return {"steps": steps(), "scale": scaler.get_scale(), "said": said}
+    trainer.iterate((0,), value=np.inf if rank == forking_rank else 1.0)
+    trainer.iterate((0,))
+    return {"steps": trainer.steps, "scale": trainer.scaler.get_scale(), "said": said}
 
 
 def be_a_rank(folder: str, name: str, faulty_rank: str, kind: str) -> None:

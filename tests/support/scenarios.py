@@ -16,6 +16,7 @@ import gradscale
 from gradscale import registry
 from gradscale.testing import check_collectives
 
+TIMEOUT = 20.0  # seconds
 SHAPES = ((3,), (2, 5), ())
 
 
@@ -43,7 +44,7 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 def begun(group: Any, **settings: Any) -> tuple[int, Any, SGD]:
     """Return the rank, a scaler over the group, and an optimizer."""
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, **settings)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, **settings)
     return rank_and_size(group)[0], scaler, SGD(None)
 
 
@@ -216,6 +217,68 @@ def underflow(group: Any, bad_rank: int) -> dict[str, Any]:
         except gradscale.ScaleUnderflowError as error:
             raised.append(str(error))
     return {"raised": raised, "state": scaler.state_dict(), "steps": optimizer.steps}
+
+
+class Trainer:
+    """A scaler over a group and its optimizers, of a library: "numpy", "torch", or "torch fused"."""
+
+    def __init__(self, group: Any, library: str, count: int = 2, **settings: Any) -> None:
+        settings = {"timeout": TIMEOUT} | settings
+        self.library = library
+        self._counted: list[Any] = []
+        self.scaler: Any
+        if library == "numpy":
+            self.scaler = gradscale.ShardedGradScaler(group=group, **settings)
+        else:
+            import gradscale_torch
+
+            self.scaler = gradscale_torch.ShardedGradScaler("cpu", group=group, **settings)
+        self.optimizers = [self.optimizer() for _ in range(count)]
+        self.refill()
+
+    def optimizer(self) -> Any:
+        """Return a new optimizer."""
+        if self.library == "numpy":
+            return SGD(None)
+        import torch
+
+        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=self.library == "torch fused")
+        made.register_step_post_hook(lambda *_: self._counted.append(1))
+        return made
+
+    @property
+    def steps(self) -> int:
+        """How many steps the optimizers have really made."""
+        return len(self._counted) + sum(getattr(optimizer, "steps", 0) for optimizer in self.optimizers)
+
+    def refill(self, value: float = 1.0) -> None:
+        """Call ``scale``, and give every optimizer gradients anew."""
+        self.scaler.scale(loss(self.library.split()[0]))
+        for optimizer in self.optimizers:
+            if self.library == "numpy":
+                optimizer.grads = [np.full(3, value, np.float32)]
+            else:
+                (parameter,) = optimizer.param_groups[0]["params"]
+                parameter.grad = parameter.detach().new_full((3,), value)
+
+    def iterate(self, order: tuple[int, ...] = (0, 1), unscales: bool = False, value: float = 1.0) -> None:
+        """Make one iteration, with the optimizers in this order."""
+        self.refill(value)
+        if unscales:
+            for index in order:
+                self.scaler.unscale_(self.optimizers[index])
+        for index in order:
+            self.scaler.step(self.optimizers[index])
+        self.scaler.update()
+
+
+def failure_of(call: Callable[[], Any]) -> Failure | None:
+    """Return what a call raises; None for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return Failure.of(error)
+    return None
 
 
 class Members:

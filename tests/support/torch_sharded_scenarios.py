@@ -7,13 +7,13 @@ The functions take a group first and, where both are compared, the library whose
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fsdp_scenarios import TIMEOUT, Collectives, started
-from scenarios import rank_and_size
+from scenarios import failure_of, rank_and_size
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -56,15 +56,6 @@ def parameters_with(*values: float) -> list[torch.nn.Parameter]:
 def loss() -> Tensor:
     """Return a loss."""
     return torch.ones(())
-
-
-def failure_of(call: Callable[[], Any]) -> Failure | None:
-    """Return what a call raises; None for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return Failure.of(error)
-    return None
 
 
 class Speaking(torch.optim.SGD):
