@@ -329,30 +329,24 @@ def test_waiting_by_asking_gives_the_result_or_the_timeout(gloo: GlooWorld, tmp_
         ("cuda:nccl", "cuda:1", "cuda:1"),
         ("cuda:nccl", "cpu", "cuda:3"),
         ("xpu:xccl", "xpu:1", "xpu:1"),
+        # A rank without arrays takes part on the group's accelerator.
+        ("cpu:gloo,cuda:gloo", None, "cpu"),
+        ("cpu:gloo,cuda:nccl", None, "cuda"),
+        ("cuda:nccl", None, "cuda"),
     ],
 )
 def test_a_tensor_travels_on_its_own_device_or_on_one_that_the_group_carries(
-    backends: str, device: str, expected: str
+    backends: str, device: str | None, expected: str
 ) -> None:
     torch = require("torch")
     from gradscale_torch import groups
 
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda:3"))
     found = dict(pair.split(":") for pair in backends.split(","))
-    assert groups.travels_on(found, torch.device(device), group) == torch.device(expected)
-
-
-@torch_only
-@pytest.mark.parametrize(
-    ("backends", "expected"), [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda:3"), ("cuda:nccl", "cuda:3")]
-)
-def test_a_rank_without_arrays_takes_part_on_the_groups_accelerator(backends: str, expected: str) -> None:
-    torch = require("torch")
-    from gradscale_torch import groups
-
-    group: Any = SimpleNamespace(bound_device_id=torch.device("cuda:3"))
-    found = dict(pair.split(":") for pair in backends.split(","))
-    assert groups.example_device(found, group, None).type == torch.device(expected).type
+    if device is None:
+        assert groups.example_device(found, group, None).type == expected
+    else:
+        assert groups.travels_on(found, torch.device(device), group) == torch.device(expected)
 
 
 # Whole programs.

@@ -92,6 +92,8 @@ def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
             for own in record["own"]:
                 assert found(own) == {(): expected[rank,]}
             assert record["report"] == (bad is not None, scale)
+            steps = [(number + 1, number < size, SCALE / 2**number) for number in range(iteration + 1)]
+            assert record["history"] == steps
 
 
 @runs(*(run for run in RUNS if run != "FSDP2-late"))
@@ -113,13 +115,6 @@ def test_callbacks_of_sharded_models_run_on_rank_0_unless_told_otherwise(run: st
         skipped = list(range(1, size + 1))
         assert result[-1]["told"] == (skipped if rank == 0 else [], skipped)
         assert [record["told overflow"] for record in result] == [True] * size + [None]
-
-
-@runs(*RUNS)
-def test_the_history_is_the_same_on_every_rank(run: str, size: int) -> None:
-    steps = [(number, number <= size, SCALE / 2 ** (number - 1)) for number in range(1, size + 2)]
-    for result in each_rank_in_turn(run, size):
-        assert [record["history"] for record in result] == [steps[: count + 1] for count in range(size + 1)]
 
 
 @runs("FSDP2-plain", "FSDP1-original")
