@@ -23,10 +23,3 @@ def test_every_rank_clips_by_the_norm_of_all_parts_and_skips_with_each_in_turn(w
                 assert np.frombuffer(result["norms"][iteration], np.float32)[0] == pytest.approx(norm, rel=1e-6)
                 got = np.concatenate([np.zeros(0), *result["clipped"][iteration]])
                 np.testing.assert_allclose(got, parts[rank] * (2.0 / norm), rtol=1e-6)
-
-
-def test_ranks_may_each_clip_by_a_norm_of_their_own(world: World) -> None:
-    ((_, results),) = each(world, clipping_scenarios.own_norm, [()])
-    for rank, (norm, clipped) in enumerate(results):
-        assert norm == 3.0 * (rank + 1)
-        assert clipped == pytest.approx([1.5], rel=1e-6)

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of clipping: over a group, and each rank by itself."""
+"""What the ranks do in the tests of clipping by the norm of all ranks' parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scenarios import begun
 
-__all__ = ["PARTS", "clip_parts", "own_norm"]
+__all__ = ["PARTS", "clip_parts"]
 
 # What the ranks hold: the last of three has no gradient at all.
 PARTS = ([3.0, -4.0, 0.5], [12.0], [])
@@ -29,13 +29,3 @@ def clip_parts(group: Any, bad_rank: int, value: float) -> dict[str, Any]:
         skipped.append(scaler.last_step(optimizer).skipped)
         scaler.update()
     return {"norms": norms, "skipped": skipped, "clipped": clipped, "scale": scaler.get_scale()}
-
-
-def own_norm(group: Any) -> tuple[float, list[float]]:
-    """Clip what every rank holds to its own norm."""
-    rank, scaler, optimizer = begun(group, init_scale=8.0)
-    scaler.scale(np.float32(1.0))
-    optimizer.grads = [np.array([24.0 * (rank + 1)], np.float32)]
-    norm = scaler.unscale_(optimizer, max_norm=1.5, norm_over="rank")
-    scaler.step(optimizer)
-    return float(np.asarray(norm)), optimizer.grads[0].tolist()

@@ -144,7 +144,7 @@ class _Life:
         self.require(float(self.scaler.scale(np.float32(1.0))), model.scale)
         model.is_known = True
         for k, optimizer in enumerate(self.optimizers):
-            values = [self.chance.choice(VALUES)] * self.size
+            values = [self.chance.choice(VALUES) for _ in range(self.size)]
             if self.chance.random() < 0.1:
                 values[self.chance.randrange(self.size)] = self.chance.choice(BAD)
             with np.errstate(all="ignore"):
@@ -162,7 +162,7 @@ class _Life:
         # Squares of gradients that have drifted away might overflow.
         if how != "plain" and not any(4.0 < abs(value) < math.inf for value in self.model.gradients[k]):
             clip = {"max_norm": MAX_NORM} | ({} if self.group is None else {"norm_over": how})
-        self.scaler.unscale_(self.optimizers[k], **clip)
+        returned = self.scaler.unscale_(self.optimizers[k], **clip)
         if clip and self.model.bad[k]:
             # What becomes of gradients that nobody steps with is not said.
             self.model.gradients[k][self.rank] = float(self.optimizers[k].grads[0][0])
@@ -170,6 +170,7 @@ class _Life:
             values = self.model.gradients[k]
             whole = math.sqrt(sum(value**2 for value in values))
             norms = [whole if how == "group" else abs(value) for value in values]
+            assert math.isclose(float(returned), norms[self.rank], rel_tol=2e-6, abs_tol=1e-18), self.story
             pairs = zip(values, norms, strict=True)
             self.model.gradients[k] = [value * min(MAX_NORM / (norm + 1e-6), 1.0) for value, norm in pairs]
 
