@@ -5,7 +5,6 @@ Each rank runs the task's cases in a world of its own and writes what they retur
 """
 
 import gc
-import importlib
 import json
 import os
 import pickle
@@ -15,7 +14,6 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ import torch.distributed.tensor
 sys.path.insert(0, str(Path(__file__).parent))
 
 import scenarios
-from worlds import Failure
+from worlds import run_cases
 
 import gradscale
 from gradscale import registry
@@ -46,14 +44,7 @@ def run_rank(task: Path, rank: int, size: int) -> None:
         world_size=size,
         timeout=timedelta(seconds=60),
     )
-    module, name, cases = pickle.loads(task.read_bytes())
-    scenario = getattr(importlib.import_module(module), name)
-    results: list[Any] = []
-    for args in cases:
-        try:
-            results.append(scenario(dist.group.WORLD, *args))
-        except Exception as error:
-            results.append(Failure.of(error))
+    results, _ = run_cases(dist.group.WORLD, *pickle.loads(task.read_bytes()))
     answers = [task.with_name(f"{other}.pickle") for other in range(size)]
     answers[rank].write_bytes(pickle.dumps(results))
     # A rank that raised stays, as MPI's do: had it ended, the others would find its connections closed. One that died

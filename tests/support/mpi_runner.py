@@ -21,7 +21,7 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pool import INDIFFERENT
-from worlds import Failure
+from worlds import run_cases
 
 
 def inherited() -> dict[str, Any]:
@@ -46,17 +46,10 @@ def why_spoiled(before: dict[str, Any]) -> str:
 
 def run(communicator: MPI.Intracomm, module: str, name: str, cases: list[tuple[Any, ...]]) -> tuple[list[Any], str]:
     """Run a scenario's cases; the results, and why this rank cannot be used again."""
-    scenario = getattr(importlib.import_module(module), name)
+    importlib.import_module(module)
     before = inherited()
-    results: list[Any] = []
-    raised = ""
-    for args in cases:
-        try:
-            results.append(scenario(communicator, *args))
-        except Exception as error:
-            results.append(Failure.of(error))
-            raised = "a scenario has raised"
-    return results, raised or why_spoiled(before)
+    results, has_raised = run_cases(communicator, module, name, cases)
+    return results, "a scenario has raised" if has_raised else why_spoiled(before)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import pickle
@@ -55,6 +56,20 @@ class Failure:
         plain = {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, type(None)))}
         bases = tuple(base.__name__ for base in type(error).__mro__)
         return cls(type(error).__name__, bases, str(error), plain, "".join(traceback.format_exception(error)))
+
+
+def run_cases(group: Any, module: str, name: str, cases: Sequence[tuple[Any, ...]]) -> tuple[list[Any], bool]:
+    """Run a scenario's cases as one rank; what they returned or raised, and whether one has raised."""
+    scenario = getattr(importlib.import_module(module), name)
+    results: list[Any] = []
+    has_raised = False
+    for case in cases:
+        try:
+            results.append(scenario(group, *case))
+        except Exception as error:
+            results.append(Failure.of(error))
+            has_raised = True
+    return results, has_raised
 
 
 def find_mpiexec() -> str | None:
