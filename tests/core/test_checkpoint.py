@@ -343,6 +343,9 @@ def test_the_messages_name_what_is_wrong() -> None:
         (TORCH | {"scale": math.nan}, "scale must be a finite number, got nan; nothing was changed"),
         (TORCH | {"version": 2}, "version 2 is newer than 1, .* upgrade it"),
         (TORCH | {"_growth_tracker": -3}, "_growth_tracker must be an integer from 0 .* got -3"),
+        (TORCH | {"scale": 10**5000}, "scale .*got an integer of 16610 bits"),
+        (TORCH | {"policy": {"kind": np.array(["a", "b"])}}, "the kind of the policy must be one of .*got array"),
+        (TORCH | {"policy": {"kind": "DynamicScale", "warmup": 3}}, r"not know, got \['warmup'\]; a DynamicScale has"),
         ({"scale": 1.0}, r"keys \['growth_factor', .*'_growth_tracker'\] are missing, got \['scale'\]"),
     ):
         with pytest.raises(StateDictError, match=message):

@@ -127,9 +127,9 @@ def deep(levels: int, leaf: Any = None) -> Any:
     return tree
 
 
-def holding_itself() -> list[Any]:
+def holding_itself(leaf: Any = None) -> list[Any]:
     """Return a tree whose dict holds the list that it is in."""
-    tree: list[Any] = [np.ones(2, np.float32)]
+    tree: list[Any] = [np.ones(2, np.float32) if leaf is None else leaf]
     tree.append({"back": tree})
     return tree
 
