@@ -56,148 +56,63 @@ def test_numpys_adapter_passes_with_dtypes_of_ml_dtypes() -> None:
     check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=dtypes)
 
 
-class OffByOne(Core):
-    def unscale(self, *args: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(*args, **options)
-        return arrays, self.arrays.xp.asarray(count + self.arrays.xp.full_like(count, 1))
+def answering(change: Any) -> dict[str, Any]:
+    """Return an ``unscale`` whose answer is changed: by ``change(xp, gradients, arrays, count)``."""
+
+    def unscale(self: Core, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
+        arrays, count = Core.unscale(self, grads, *args, **options)
+        return change(self.arrays.xp, grads, arrays, count)
+
+    return {"unscale": unscale}
 
 
-class Flag(Core):
-    """Says that there is an overflow, and not how many."""
-
-    def unscale(self, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(grads, *args, **options)
-        xp = self.arrays.xp
-        return arrays, xp.asarray(xp.minimum(count, xp.full_like(count, 0)))
+def divided(self: Core, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+    """Divide by the scale instead of multiplying by its reciprocal: other bits where it is no power of two."""
+    arrays, count = Core.unscale(self, grads, state, **options)
+    single = state.scale.dtype
+    return [x / state.scale if x.dtype == single else y for x, y in zip(grads, arrays, strict=True)], count
 
 
-class FloatCount(Core):
-    def unscale(self, *args: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(*args, **options)
-        return arrays, self.arrays.xp.astype(count, self.arrays.xp.float32)
+def judged_before(xp: Any, grads: Sequence[Any], arrays: Any, _: Any) -> Any:
+    """Count what is not finite before it is divided, as torch does."""
+    return arrays, xp.asarray(sum(not bool(xp.all(xp.isfinite(grad))) for grad in grads), dtype=xp.int32)
 
 
-class VectorCount(Core):
-    def unscale(self, *args: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(*args, **options)
-        return arrays, self.arrays.xp.reshape(count, (1,))
+def plus_one(xp: Any, x: Any) -> Any:
+    return xp.asarray(x + xp.full_like(x, 1))
 
 
-class Forgetful(Core):
-    def unscale(self, *args: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(*args, **options)
-        return arrays[1:], count
-
-
-class JudgesItsInput(Core):
-    """Counts what is not finite before it is divided, as torch does."""
-
-    def unscale(self, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
-        arrays, _ = super().unscale(grads, *args, **options)
-        xp = self.arrays.xp
-        count = sum(not bool(xp.all(xp.isfinite(grad))) for grad in grads)
-        return arrays, xp.asarray(count, dtype=xp.int32)
-
-
-class Divides(Core):
-    """Divides by the scale instead of multiplying by its reciprocal: other bits where it is no power of two."""
-
-    def unscale(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(grads, state, **options)
-        single = state.scale.dtype
-        divided = [x / state.scale if x.dtype == single else y for x, y in zip(grads, arrays, strict=True)]
-        return divided, count
-
-
-class IgnoresTheDtype(Core):
-    def unscale(self, grads: Sequence[Any], state: Any, **_options: Any) -> Any:
-        return super().unscale(grads, state)
-
-
-class LosesTheSignOfZero(Core):
-    def unscale(self, *args: Any, **options: Any) -> Any:
-        arrays, count = super().unscale(*args, **options)
-        return [x + self.arrays.xp.zeros_like(x) for x in arrays], count
-
-
-class Summarizes(Core):
-    """Has an adapter's optional member, a right one."""
-
-    def summarize(self, arrays: Sequence[Any]) -> Any:
-        return gradscale.core.summaries.summarize_arrays(arrays)
-
-
-class TakesSubnormalsForZero(Summarizes):
-    def summarize(self, arrays: Sequence[Any]) -> Any:
-        xp = array_namespace(arrays[0])
-        tiny = xp.finfo(arrays[0].dtype).smallest_normal
-        normal = [xp.where(xp.abs(x) < xp.full_like(x, tiny), xp.zeros_like(x), x) for x in arrays]
-        return super().summarize(normal)
-
-
-class MissesTheLastElement(Summarizes):
-    def summarize(self, arrays: Sequence[Any]) -> Any:
-        xp = array_namespace(arrays[0])
-        kept = [xp.reshape(x, (-1,)) for x in arrays]
-        return super().summarize([x[: max(0, x.shape[0] - 1)] for x in kept])
-
-
-class IgnoresTheOut(Core):
-    """Keeps each gradient's dtype, whatever it is to be written to."""
-
-    def unscale(self, grads: Sequence[Any], state: Any, *, dtype: Any = None, **_options: Any) -> Any:
-        return super().unscale(grads, state, dtype=dtype)
-
-
-class WrongBits(Core):
-    def fingerprint(self, state: Any) -> Any:
-        bits = super().fingerprint(state)
-        return self.arrays.xp.asarray(bits + self.arrays.xp.full_like(bits, 1))
-
-
-class ReadsFloats(Core):
-    def read(self, x: Any) -> Any:
-        return [float(value) for value in super().read(x)]
-
-
-class ReadsBackwards(Core):
-    def read(self, x: Any) -> list[int]:
-        return super().read(x)[::-1]
-
-
-class WrongIntegers(Core):
-    def integers(self, values: Sequence[int], like: Any, /) -> Any:
-        return super().integers([min(value, 2**24) for value in values], like)
-
-
-class WrongExample(Core):
-    def example(self) -> Any:
-        return self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)
-
-
-WRONG = [
-    OffByOne,
-    Flag,
-    FloatCount,
-    VectorCount,
-    Forgetful,
-    JudgesItsInput,
-    Divides,
-    IgnoresTheDtype,
-    IgnoresTheOut,
-    WrongBits,
-    ReadsFloats,
-    ReadsBackwards,
-    WrongIntegers,
-    WrongExample,
-]
+WRONG: dict[str, dict[str, Any]] = {
+    "counts one more": answering(lambda xp, _, arrays, count: (arrays, plus_one(xp, count))),
+    "counts nothing": answering(lambda xp, _, arrays, count: (arrays, xp.zeros_like(count))),
+    "a count of float32": answering(lambda xp, _, arrays, count: (arrays, xp.astype(count, xp.float32))),
+    "a count with an axis": answering(lambda xp, _, arrays, count: (arrays, xp.reshape(count, (1,)))),
+    "forgets an array": answering(lambda _xp, _, arrays, count: (arrays[1:], count)),
+    "judges its input": answering(judged_before),
+    "divides": {"unscale": divided},
+    "ignores the dtype": {"unscale": lambda self, grads, state, **_: Core.unscale(self, grads, state)},
+    "ignores the out": {
+        "unscale": lambda self, grads, state, *, dtype=None, **_: Core.unscale(self, grads, state, dtype=dtype)
+    },
+    "wrong bits": {"fingerprint": lambda self, state: plus_one(self.arrays.xp, Core.fingerprint(self, state))},
+    "reads floats": {"read": lambda self, x: list(map(float, Core.read(self, x)))},
+    "reads backwards": {"read": lambda self, x: Core.read(self, x)[::-1]},
+    "wrong integers": {
+        "integers": lambda self, values, like: Core.integers(self, [min(value, 2**24) for value in values], like)
+    },
+    "wrong example": {"example": lambda self: self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)},
+}
 
 
 @pytest.mark.rows("all")
-@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
-def test_a_wrong_adapter_fails(arrays: Library, kind: type[Core]) -> None:
+@pytest.mark.parametrize("members", WRONG.values(), ids=WRONG)
+def test_a_wrong_adapter_fails(arrays: Library, members: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
-        check_backend(kind(arrays), arrays.asarray(0.0))
+        check_backend(type("Wrong", (Core,), members)(arrays), arrays.asarray(0.0))
+
+
+def squares(arrays: Sequence[Any], state: Any) -> Any:
+    return gradscale.core.arithmetic.sum_of_squares(arrays, state.scale)
 
 
 class Clips(Core):
@@ -205,59 +120,65 @@ class Clips(Core):
 
     def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
         arrays, count = self.unscale(grads, state, **options)
-        return arrays, count, gradscale.core.arithmetic.sum_of_squares(arrays, state.scale)
+        return self.changed(grads, arrays, count, squares(self.squared(grads, arrays), state))
+
+    def squared(self, _grads: Any, arrays: Any) -> Any:
+        return arrays
+
+    def changed(self, _grads: Any, *answer: Any) -> Any:
+        return answer
 
     def multiply_in_place(self, arrays: Any, factor: Any) -> Any:
         arrays[:] = gradscale.core.arithmetic.multiply_arrays(arrays, factor)
         return arrays
 
 
-class SquaresWhatIsScaled(Clips):
-    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
-        squares = gradscale.core.arithmetic.sum_of_squares(grads, state.scale)
-        return *self.unscale(grads, state, **options), squares
-
-
-class SquaresInSingle(Clips):
-    def unscale_with_squares(self, *args: Any, **options: Any) -> Any:
-        arrays, count, squares = super().unscale_with_squares(*args, **options)
-        return arrays, count, self.arrays.xp.astype(squares, self.arrays.xp.float32)
-
-
-class MissesAnArray(Clips):
-    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
-        arrays, count, _ = super().unscale_with_squares(grads, state, **options)
-        return arrays, count, gradscale.core.arithmetic.sum_of_squares(arrays[:-1], state.scale)
-
-
-class ForgetsToUnscale(Clips):
-    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
-        _, count, squares = super().unscale_with_squares(grads, state, **options)
-        return list(grads), count, squares
-
-
-class MultipliesTwice(Clips):
-    def multiply_in_place(self, arrays: Any, factor: Any) -> Any:
-        return super().multiply_in_place(super().multiply_in_place(arrays, factor), factor)
+CLIPS_WRONGLY: dict[str, dict[str, Any]] = {
+    "squares what is scaled": {"squared": lambda _self, grads, _arrays: grads},
+    "squares in float32": {
+        "changed": lambda self, _, arrays, count, found: (
+            arrays,
+            count,
+            self.arrays.xp.astype(found, self.arrays.xp.float32),
+        )
+    },
+    "misses an array": {"squared": lambda _self, _grads, arrays: arrays[:-1]},
+    "forgets to unscale": {"changed": lambda _self, grads, _, count, found: (list(grads), count, found)},
+    "multiplies twice": {
+        "multiply_in_place": lambda self, arrays, factor: Clips.multiply_in_place(
+            self, Clips.multiply_in_place(self, arrays, factor), factor
+        )
+    },
+}
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize(
-    "kind",
-    [SquaresWhatIsScaled, SquaresInSingle, MissesAnArray, ForgetsToUnscale, MultipliesTwice],
-    ids=lambda kind: kind.__name__,
-)
-def test_an_adapter_that_clips_wrongly_fails(strict: Library, kind: type[Clips]) -> None:
+@pytest.mark.parametrize("members", CLIPS_WRONGLY.values(), ids=CLIPS_WRONGLY)
+def test_an_adapter_that_clips_wrongly_fails(strict: Library, members: dict[str, Any]) -> None:
     check_backend(Clips(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
     with pytest.raises(AssertionError, match=r"^(unscale_with_squares|multiply_in_place) "):
-        check_backend(kind(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
+        check_backend(type("Wrong", (Clips,), members)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
+
+
+def without_subnormals(x: Any) -> Any:
+    xp = array_namespace(x)
+    return xp.where(xp.abs(x) < xp.full_like(x, xp.finfo(x.dtype).smallest_normal), xp.zeros_like(x), x)
+
+
+def without_the_last(x: Any) -> Any:
+    flat = array_namespace(x).reshape(x, (-1,))
+    return flat[: max(0, flat.shape[0] - 1)]
 
 
 @pytest.mark.rows("all")
-@pytest.mark.parametrize("kind", [TakesSubnormalsForZero, MissesTheLastElement], ids=lambda kind: kind.__name__)
-def test_an_adapter_that_summarizes_wrongly_fails(arrays: Library, kind: type[Core]) -> None:
+@pytest.mark.parametrize("seen", [without_subnormals, without_the_last], ids=lambda seen: seen.__name__)
+def test_an_adapter_that_summarizes_wrongly_fails(arrays: Library, seen: Any) -> None:
+    class Summarizes(Core):
+        def summarize(self, arrays: Sequence[Any]) -> Any:
+            return gradscale.core.summaries.summarize_arrays(list(map(seen, arrays)))
+
     with pytest.raises(AssertionError, match=r"^summarize of "):
-        check_backend(kind(arrays), arrays.asarray(0.0))
+        check_backend(Summarizes(arrays), arrays.asarray(0.0))
 
 
 @pytest.mark.numpy
@@ -277,15 +198,13 @@ def test_an_adapter_that_modifies_its_input_fails() -> None:
 def test_an_adapter_that_loses_the_sign_of_zero_fails() -> None:
     with opened("numpy") as library:
         state = gradscale.DynamicScale().init(np.zeros(()))
+        lost = answering(lambda xp, _, arrays, count: ([x + xp.zeros_like(x) for x in arrays], count))
         with pytest.raises(AssertionError, match="must become"):
             gradscale.testing.conformance._check_unscale(
-                LosesTheSignOfZero(library), state, [np.array([-0.0], np.float32)], 65536.0
+                type("Wrong", (Core,), lost)(library), state, [np.array([-0.0], np.float32)], 65536.0
             )
 
 
 def test_an_object_that_is_no_backend_fails(arrays: Library) -> None:
     with pytest.raises(gradscale.InvalidTypeError, match=r"derives from gradscale\.Backend"):
         check_backend(object(), arrays.asarray(0.0))  # type: ignore[arg-type]
-
-
-# Collectives.
