@@ -25,6 +25,12 @@ def jnp(jax: Any) -> Any:
 
 
 @pytest.fixture
+def optax(jax: Any) -> Any:  # noqa: ARG001
+    """Return optax."""
+    return require("optax")
+
+
+@pytest.fixture
 def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
     """Return the adapter, which imports JAX."""
     import gradscale_jax

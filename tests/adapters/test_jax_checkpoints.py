@@ -1,7 +1,8 @@
-"""ScaleState as a pytree: every field survives what JAX users save and transform their states with."""
+"""A ScaleState, and the state of a scaled transformation: every field survives what JAX users save states with."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,110 +12,83 @@ import numpy as np
 import pytest
 from axes import require
 from jax_devices import require_jax
+from optax_runs import assert_same_bits, first_params, gradients, scaled_step
 
 from gradscale import DynamicScale, GradScaler, ScaleState
 
 pytestmark = pytest.mark.jax
 
-NUMBERS = (2.0**9, 3, 2, 7)
+# Every tracker counts.
+POLICY = DynamicScale(init_scale=1024.0, growth_interval=7, tolerance=0.9)
 
 
-@pytest.fixture
-def state() -> Any:
-    """Return a state with no field at its default."""
-    jnp = require_jax().numpy
-    return ScaleState(
-        jnp.asarray(NUMBERS[0], dtype=jnp.float32), *(jnp.asarray(n, dtype=jnp.int32) for n in NUMBERS[1:])
-    )
+def trained(steps: range, params: Any = None, state: Any = None) -> tuple[Any, Any]:
+    """Return parameters and state after some steps, of which 1 and 6 overflow; after five no tracker is zero."""
+    jax, optax = require_jax(), require("optax")
+    import gradscale_jax
+
+    tx = gradscale_jax.scaled(optax.adam(0.1), POLICY)
+    params = first_params() if params is None else params
+    state = tx.init(params) if state is None else state
+    step = scaled_step(tx)
+    for index in steps:
+        grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(8, frozenset({1, 6})))
+        params, _, state = step(params, state, grads)
+    return params, state
 
 
-def through_tree_map(state: Any, _folder: Path) -> Any:
-    return require_jax().tree.map(lambda x: x, state)
+def through_tree_map(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    return jax.tree.map(lambda leaf: leaf, state)
 
 
-def through_leaves(state: Any, _folder: Path) -> Any:
-    jax = require_jax()
-    leaves, structure = jax.tree.flatten(state)
-    return jax.tree.unflatten(structure, leaves)
+def through_flatten(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    return jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(state))
 
 
-def through_jit(state: Any, _folder: Path) -> Any:
-    return require_jax().jit(lambda state: state)(state)
-
-
-def through_scan(state: Any, _folder: Path) -> Any:
-    return require_jax().lax.scan(lambda state, _: (state, None), state, length=3)[0]
-
-
-def through_vmap(state: Any, _folder: Path) -> Any:
-    jax = require_jax()
-    stacked = jax.tree.map(lambda x: jax.numpy.stack([x, x]), state)
-    return jax.tree.map(lambda x: x[1], jax.vmap(lambda state: state)(stacked))
-
-
-def through_cond(state: Any, _folder: Path) -> Any:
-    jax = require_jax()
-    return jax.jit(lambda state: jax.lax.cond(state.scale > 1, lambda s: s, lambda s: s, state))(state)
-
-
-def through_device_get(state: Any, _folder: Path) -> Any:
-    jax = require_jax()
+def through_device_get(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
     return jax.device_put(jax.device_get(state))
 
 
-def through_pickle(state: Any, _folder: Path) -> Any:
+def through_deepcopy(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
+    return copy.deepcopy(state)
+
+
+def through_pickle(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
     return pickle.loads(pickle.dumps(state))
 
 
-def through_npz(state: Any, folder: Path) -> Any:
-    np.savez(folder / "state.npz", **state._asdict())
+def through_npz(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:
+    np.savez(folder / "state.npz", *map(np.asarray, jax.tree.leaves(state)))
     with np.load(folder / "state.npz") as loaded:
-        return ScaleState(**{name: require_jax().numpy.asarray(loaded[name]) for name in ScaleState._fields})
+        return jax.tree.unflatten(jax.tree.structure(fresh), list(map(jax.numpy.asarray, loaded.values())))
 
 
-def through_msgpack(state: Any, _folder: Path) -> Any:
-    require("flax")
-    import msgpack
-
-    packed = msgpack.packb({name: np.asarray(field).tobytes() for name, field in state._asdict().items()})
-    fields = msgpack.unpackb(packed)
-    dtypes = dict.fromkeys(ScaleState._fields, np.int32) | {"scale": np.float32}
-    jnp = require_jax().numpy
-    return ScaleState(
-        **{name: jnp.asarray(np.frombuffer(fields[name], dtypes[name])[0]) for name in ScaleState._fields}
-    )
-
-
-def through_flax_bytes(state: Any, _folder: Path) -> Any:
+def through_flax_bytes(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
     serialization = require("flax").serialization
-    restored = serialization.from_bytes(DynamicScale().init(state.scale), serialization.to_bytes(state))
-    return require_jax().tree.map(require_jax().numpy.asarray, restored)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    return jax.tree.map(jax.numpy.asarray, restored)
 
 
-def through_flax_state_dict(state: Any, _folder: Path) -> Any:
+def through_flax_state_dict(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
     serialization = require("flax").serialization
-    return serialization.from_state_dict(DynamicScale().init(state.scale), serialization.to_state_dict(state))
+    return serialization.from_state_dict(fresh, serialization.to_state_dict(state))
 
 
-def through_orbax(state: Any, folder: Path) -> Any:
+def through_orbax(jax: Any, state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
     checkpoint = require("orbax")
     with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "checkpoint", {"scaler": state})
+        checkpointer.save(folder / "state", {"scaler": state})
         checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "checkpoint", {"scaler": DynamicScale().init(state.scale)})["scaler"]
+        return checkpointer.restore(folder / "state", {"scaler": fresh})["scaler"]
 
 
-WAYS: list[Callable[[Any, Path], Any]] = [
+WAYS: list[Callable[..., Any]] = [
     through_tree_map,
-    through_leaves,
-    through_jit,
-    through_scan,
-    through_vmap,
-    through_cond,
+    through_flatten,
     through_device_get,
+    through_deepcopy,
     through_pickle,
     through_npz,
-    through_msgpack,
     through_flax_bytes,
     through_flax_state_dict,
     through_orbax,
@@ -123,24 +97,39 @@ WAYS: list[Callable[[Any, Path], Any]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.removeprefix("through_"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
-def test_every_field_survives(state: Any, tmp_path: Path, way: Callable[[Any, Path], Any]) -> None:
-    got = way(state, tmp_path)
+def test_every_field_of_a_scale_state_survives(jax: Any, tmp_path: Path, way: Callable[..., Any]) -> None:
+    jnp = jax.numpy
+    state = ScaleState(jnp.asarray(2.0**9, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in (3, 2, 7)))
+    got = way(jax, state, POLICY.init(state.scale), tmp_path)
     assert type(got) is ScaleState
-    for name, field, expected in zip(ScaleState._fields, got, NUMBERS, strict=True):
-        assert isinstance(field, require_jax().Array), name
-        assert (field.shape, str(field.dtype)) == ((), "float32" if name == "scale" else "int32"), name
-        assert not field.weak_type, name
-        assert field.item() == expected, name
-    # And it goes on as if nothing had happened.
-    policy = DynamicScale(hysteresis=4, growth_interval=4, hysteresis_refill=("backoff",))
-    nonfinite = require_jax().numpy.zeros((), dtype="int32")
-    assert [x.item() for x in policy.update(got, nonfinite=nonfinite)] == [
-        x.item() for x in policy.update(state, nonfinite=nonfinite)
-    ]
+    assert all(isinstance(field, jax.Array) and not field.weak_type for field in got)
+    assert_same_bits(got, state)
+    nonfinite = jnp.zeros((), dtype="int32")
+    assert_same_bits(POLICY.update(got, nonfinite=nonfinite), POLICY.update(state, nonfinite=nonfinite))
 
 
-def test_a_scalers_state_dict_goes_between_jax_and_others() -> None:
-    jnp = require_jax().numpy
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.removeprefix("through_"))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(jax: Any, tmp_path: Path, way: Any) -> None:
+    params, state = trained(range(5))
+    assert [int(tracker) for tracker in state.scale_state[1:]] == [3, 1, 5]
+    assert int(state.skipped) == 1
+    restored = way(jax, state, trained(range(0))[1], tmp_path)
+    assert type(restored) is type(state)
+    assert_same_bits(restored, state)
+    assert_same_bits(trained(range(5, 7), params, restored), trained(range(5, 7), params, state))
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("field", ["scale_state", "inner_state", "skipped"])
+def test_a_field_that_a_checkpoint_loses_fails_the_comparison(field: str) -> None:
+    state, fresh = trained(range(5))[1], trained(range(0))[1]
+    with pytest.raises(AssertionError):
+        assert_same_bits(state._replace(**{field: getattr(fresh, field)}), state)
+
+
+def test_a_scalers_state_dict_goes_between_jax_and_others(jnp: Any) -> None:
     scalers = {"jax": GradScaler(init_scale=2.0**7), "numpy": GradScaler(init_scale=2.0**7)}
     for scaler, like in zip(scalers.values(), (jnp.ones(()), np.ones((), dtype=np.float32)), strict=True):
         scaler.scale(like)
@@ -150,4 +139,3 @@ def test_a_scalers_state_dict_goes_between_jax_and_others() -> None:
     resumed.load_state_dict(saved)
     assert resumed.scale(jnp.ones(())).item() == 32.0
     assert resumed.state_dict() == saved
-    assert pickle.loads(pickle.dumps(GradScaler(init_scale=4.0))).scale(jnp.ones(())).item() == 4.0

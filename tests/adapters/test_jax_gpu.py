@@ -58,16 +58,12 @@ def train(device: Any, steps: int) -> list[Any]:
     return [(float(scale), int(nonfinite), np.asarray(weights).tolist()) for scale, nonfinite, weights in made]
 
 
-def test_the_adapter_conforms_on_the_device(device: Any) -> None:
-    import jax.numpy as jnp
-
+def test_the_adapter_conforms_on_the_device(jnp: Any, device: Any) -> None:
     like = jnp.zeros((), device=device)
     gradscale.testing.check_backend(registry.get("jax"), like, dtypes=[jnp.dtype(name) for name in NAMES])
 
 
-def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: Any) -> None:
-    import jax
-
+def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(jax: Any, device: Any) -> None:
     run = train(device, 12)
     assert run == train(jax.devices("cpu")[0], 12)
     assert [nonfinite > 0 for _, nonfinite, _ in run] == [False, False, True] * 4
@@ -75,10 +71,7 @@ def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: An
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20, (16 << 20) + 3])
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_a_bad_value_is_found_wherever_it_is(device: Any, size: int, value: str) -> None:
-    import jax
-    import jax.numpy as jnp
-
+def test_a_bad_value_is_found_wherever_it_is(jax: Any, jnp: Any, device: Any, size: int, value: str) -> None:
     state = DynamicScale().init(jnp.zeros((), device=device))
     judge = jax.jit(lambda x: gradscale.unscale([x], state)[1])
     clean = jnp.ones(size, device=device)

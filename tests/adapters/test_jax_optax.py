@@ -119,9 +119,7 @@ def run_inner(make: Any) -> Run:
 
 @pytest.mark.parametrize("how", [*later("ranks", "jit"), *later("all", *(how for how in HOWS if how != "jit"))])
 @pytest.mark.parametrize("make", INNER)
-def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(make: Any, how: str) -> None:
-    import gradscale_jax
-
+def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(gradscale_jax: Any, make: Any, how: str) -> None:
     tx = gradscale_jax.scaled(make(), POLICY)
     step = scaled_step(tx)
     run = run_all_steps(step, tx, how, STEPS, BAD)
@@ -155,12 +153,9 @@ def test_a_transformation_that_sees_overflows_fails_the_comparison() -> None:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
-def test_momentum_in_binary_fractions_is_exact_against_numpy(how: str) -> None:
-    import jax
-    import optax
-
-    import gradscale_jax
-
+def test_momentum_in_binary_fractions_is_exact_against_numpy(
+    jax: Any, optax: Any, gradscale_jax: Any, how: str
+) -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.25, momentum=0.5), POLICY)
     params = {"weight": np.float32([1.0, -2.0]), "bias": np.float32(-0.0)}
     grads = {"weight": np.float32([[step, 1 - step] for step in range(STEPS)]), "bias": np.ones(STEPS, np.float32)}
@@ -178,9 +173,7 @@ def test_momentum_in_binary_fractions_is_exact_against_numpy(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str) -> None:
-    import gradscale_jax
-
+def test_a_skipped_step_changes_no_bit_of_a_parameter(gradscale_jax: Any, how: str) -> None:
     tx = gradscale_jax.scaled(adam(), POLICY)
     run = run_all_steps(scaled_step(tx), tx, how, 1, frozenset({0}))
     assert_same_bits(run.params, {name: np.asarray(leaf)[None] for name, leaf in first_params().items()})
@@ -189,11 +182,9 @@ def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str) -> None:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
-def test_a_chain_around_it_scales_the_updates_of_the_steps_that_are_taken(how: str) -> None:
-    import optax
-
-    import gradscale_jax
-
+def test_a_chain_around_it_scales_the_updates_of_the_steps_that_are_taken(
+    optax: Any, gradscale_jax: Any, how: str
+) -> None:
     tx = optax.chain(gradscale_jax.scaled(optax.scale_by_adam(), POLICY), optax.scale(-0.125))
     step = scaled_step(tx)
     run = run_all_steps(step, tx, how, STEPS, BAD)
@@ -206,11 +197,9 @@ def test_a_chain_around_it_scales_the_updates_of_the_steps_that_are_taken(how: s
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
-def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation(how: str) -> None:
-    import optax
-
-    import gradscale_jax
-
+def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation(
+    optax: Any, gradscale_jax: Any, how: str
+) -> None:
     # Adam's epsilon is 0 in float16, and a gradient of 2**-26 too.
     tx = gradscale_jax.scaled(optax.inject_hyperparams(optax.adam)(0.5), POLICY, dtype=np.float32)
     params = {"weight": first_params(np.float16)["weight"]}
@@ -227,11 +216,9 @@ def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation(how
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("make", INNER)
-def test_the_state_of_a_step_has_the_types_of_the_first_one_and_is_compiled_for_once(make: Any) -> None:
-    import jax
-
-    import gradscale_jax
-
+def test_the_state_of_a_step_has_the_types_of_the_first_one_and_is_compiled_for_once(
+    jax: Any, gradscale_jax: Any, make: Any
+) -> None:
     tx = gradscale_jax.scaled(make(), POLICY)
     params = first_params()
     step = jax.jit(scaled_step(tx))
@@ -253,11 +240,7 @@ def test_the_state_of_a_step_has_the_types_of_the_first_one_and_is_compiled_for_
 
 
 @pytest.mark.parametrize("bad", [0.0, np.inf], ids=["clean", "overflow"])
-def test_a_branch_may_update_or_leave_the_state(bad: float) -> None:
-    import jax
-
-    import gradscale_jax
-
+def test_a_branch_may_update_or_leave_the_state(jax: Any, gradscale_jax: Any, bad: float) -> None:
     tx = gradscale_jax.scaled(adam(), POLICY)
     params = first_params()
     grads = jax.tree.map(lambda leaf: leaf + bad, params)
@@ -271,11 +254,7 @@ def test_a_branch_may_update_or_leave_the_state(bad: float) -> None:
     assert int(branch(True, state).skipped) == (bad != 0)
 
 
-def test_batch_statistics_and_logs_use_the_last_verdict() -> None:
-    import jax.numpy as jnp
-
-    import gradscale_jax
-
+def test_batch_statistics_and_logs_use_the_last_verdict(jnp: Any, gradscale_jax: Any) -> None:
     policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
     tx = gradscale_jax.scaled(adam(), policy)
     params = {"weight": jnp.ones(2)}
@@ -291,11 +270,7 @@ def test_batch_statistics_and_logs_use_the_last_verdict() -> None:
         gradscale_jax.verdict_of(state).check(policy)
 
 
-def test_the_count_of_skipped_steps_stays_at_the_largest_int32() -> None:
-    import jax.numpy as jnp
-
-    import gradscale_jax
-
+def test_the_count_of_skipped_steps_stays_at_the_largest_int32(jnp: Any, gradscale_jax: Any) -> None:
     tx = gradscale_jax.scaled(adam(), POLICY)
     params = {"weight": jnp.ones(2)}
     state = tx.init(params)._replace(skipped=jnp.asarray(2**31 - 2, jnp.int32))
@@ -305,13 +280,9 @@ def test_the_count_of_skipped_steps_stays_at_the_largest_int32() -> None:
 
 
 @pytest.mark.parametrize("around", ["transformation", "MultiSteps"])
-def test_extra_arguments_reach_the_inner_transformation(around: str) -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_extra_arguments_reach_the_inner_transformation(
+    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, around: str
+) -> None:
     def update(updates: Any, state: Any, params: Any = None, *, factor: Any, **_: Any) -> Any:
         assert params is not None
         return jax.tree.map(lambda leaf: leaf * factor, updates), state
@@ -328,13 +299,7 @@ def test_extra_arguments_reach_the_inner_transformation(around: str) -> None:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
-def test_double_precision_stays_so_in_x64_mode(how: str) -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_double_precision_stays_so_in_x64_mode(jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, how: str) -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.1, momentum=0.9), POLICY)
     enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with enable_x64(True):
@@ -350,9 +315,7 @@ def test_double_precision_stays_so_in_x64_mode(how: str) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, (), None, {"weight": None}], ids=["dict", "tuple", "None", "leaf-None"])
-def test_trees_without_arrays_are_clean_steps(params: Any) -> None:
-    import gradscale_jax
-
+def test_trees_without_arrays_are_clean_steps(gradscale_jax: Any, params: Any) -> None:
     tx = gradscale_jax.scaled(adam(), POLICY)
     updates, state = tx.update(params, tx.init(params))
     assert updates == params
@@ -361,13 +324,9 @@ def test_trees_without_arrays_are_clean_steps(params: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1024.0, np.inf], ids=["clean", "overflow"])
-def test_gradients_of_integers_pass_by_an_inner_mask(value: float) -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_gradients_of_integers_pass_by_an_inner_mask(
+    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, value: float
+) -> None:
     tx = gradscale_jax.scaled(optax.masked(optax.sgd(1.0), {"weight": True, "ids": False}), POLICY)
     params = {"weight": jnp.ones(2), "ids": jnp.arange(3)}
     grads = {"weight": jnp.full(2, value), "ids": np.zeros(3, jax.dtypes.float0)}

@@ -57,9 +57,7 @@ def scale_of(state: Any) -> float:
 INF = float("inf")
 
 
-def test_accumulation_inside_leaves_an_overflow_out_and_goes_on_with_the_window() -> None:
-    import optax
-
+def test_accumulation_inside_leaves_an_overflow_out_and_goes_on_with_the_window(optax: Any) -> None:
     after, state = train(scaled(optax.MultiSteps(optax.sgd(1.0), 2)), [1.0, 3.0, 5.0, INF, 7.0, 9.0])
     np.testing.assert_array_equal(after, [0.0, -2.0, -2.0, -2.0, -8.0, -8.0])
     assert scale_of(state) == 512.0
@@ -67,9 +65,7 @@ def test_accumulation_inside_leaves_an_overflow_out_and_goes_on_with_the_window(
     np.testing.assert_array_equal(state.inner_state.acc_grads["weight"], 9.0)
 
 
-def test_accumulation_outside_keeps_an_overflow_for_good() -> None:
-    import optax
-
+def test_accumulation_outside_keeps_an_overflow_for_good(optax: Any) -> None:
     grads = [1.0, 3.0, 5.0, INF, 7.0, 9.0, 11.0, 13.0]
     outside = optax.MultiSteps(scaled(optax.sgd(1.0)), 2)
     after, state = train(outside, grads)
@@ -82,18 +78,14 @@ def test_accumulation_outside_keeps_an_overflow_for_good() -> None:
     np.testing.assert_array_equal(clean, [0.0, -2.0, -2.0, -8.0])
 
 
-def test_accumulation_outside_that_skips_overflows_itself_never_lowers_the_scale() -> None:
-    import optax
-
+def test_accumulation_outside_that_skips_overflows_itself_never_lowers_the_scale(optax: Any) -> None:
     outside = optax.MultiSteps(scaled(optax.sgd(1.0)), 2, should_skip_update_fn=optax.skip_not_finite)
     after, state = train(outside, [INF] * 5)
     np.testing.assert_array_equal(after, [0.0] * 5)
     assert scale_of(state) == 1024.0
 
 
-def test_schedules_inside_wait_while_steps_are_skipped_and_outside_do_not() -> None:
-    import optax
-
+def test_schedules_inside_wait_while_steps_are_skipped_and_outside_do_not(optax: Any) -> None:
     def schedule(count: Any) -> Any:
         return 2.0 ** (-count)
 
@@ -108,9 +100,7 @@ def test_schedules_inside_wait_while_steps_are_skipped_and_outside_do_not() -> N
     assert scale_of(state) == 256.0
 
 
-def test_clipping_inside_sees_unscaled_gradients_and_in_front_does_not() -> None:
-    import optax
-
+def test_clipping_inside_sees_unscaled_gradients_and_in_front_does_not(optax: Any) -> None:
     clip = optax.clip_by_global_norm(2.0)
     inside, _ = train(scaled(optax.chain(clip, optax.sgd(1.0))), [1.0, 8.0, INF, 1.0])
     np.testing.assert_array_equal(inside, [-1.0, -3.0, -3.0, -4.0])
@@ -118,9 +108,7 @@ def test_clipping_inside_sees_unscaled_gradients_and_in_front_does_not() -> None
     np.testing.assert_array_equal(in_front, [-2.0 / 1024.0, -4.0 / 1024.0])
 
 
-def test_what_follows_in_a_chain_counts_a_skipped_step() -> None:
-    import optax
-
+def test_what_follows_in_a_chain_counts_a_skipped_step(optax: Any) -> None:
     def schedule(count: Any) -> Any:
         return -(2.0 ** (-count))
 
@@ -129,10 +117,7 @@ def test_what_follows_in_a_chain_counts_a_skipped_step() -> None:
     assert int(state[1].count) == 3
 
 
-def test_masks_and_partitions_inside_leave_no_gradient_scaled() -> None:
-    import jax.numpy as jnp
-    import optax
-
+def test_masks_and_partitions_inside_leave_no_gradient_scaled(jnp: Any, optax: Any) -> None:
     params = {"a": jnp.ones(()), "b": jnp.ones(())}
     grads = {"a": jnp.float32(1024.0), "b": jnp.float32(2048.0)}
     frozen = optax.chain(optax.masked(optax.sgd(0.5), {"a": True, "b": False}))
@@ -156,17 +141,12 @@ def partitioned_outside() -> Any:
 
 
 @pytest.mark.parametrize("make", [masked_outside, partitioned_outside], ids=["masked", "partition"])
-def test_masks_and_partitions_outside_are_refused(make: Any) -> None:
-    import jax.numpy as jnp
-
+def test_masks_and_partitions_outside_are_refused(jnp: Any, make: Any) -> None:
     with pytest.raises(gradscale.InvalidValueError, match=r"still scaled.*scaled\(optax.masked"):
         make().init({"a": jnp.ones(()), "b": jnp.ones(())})
 
 
-def test_a_mask_outside_that_hides_in_a_restored_state_is_refused_in_the_step() -> None:
-    import jax.numpy as jnp
-    import optax
-
+def test_a_mask_outside_that_hides_in_a_restored_state_is_refused_in_the_step(jnp: Any, optax: Any) -> None:
     params = {"a": jnp.ones(()), "b": jnp.ones(())}
     state = optax.MaskedState(inner_state=scaled(optax.sgd(1.0)).init(params))
     assert scale_of(state) == 1024.0
@@ -174,19 +154,7 @@ def test_a_mask_outside_that_hides_in_a_restored_state_is_refused_in_the_step() 
         masked_outside().update(params, state, params)
 
 
-def test_optax_itself_lets_what_a_mask_keeps_out_pass_as_it_is() -> None:
-    import jax.numpy as jnp
-    import optax
-
-    tx = optax.masked(optax.scale(1.0 / 1024.0), {"a": True, "b": False})
-    grads = {"a": jnp.float32(1024.0), "b": jnp.float32(1024.0)}
-    updates, _ = tx.update(grads, tx.init(grads))
-    np.testing.assert_array_equal([updates["a"], updates["b"]], [1.0, 1024.0])
-
-
-def test_apply_if_finite_takes_the_overflow_that_scaled_still_skips() -> None:
-    import optax
-
+def test_apply_if_finite_takes_the_overflow_that_scaled_still_skips(optax: Any) -> None:
     grads = [1.0, INF, INF, INF, 1.0]
     guarded, _ = train(optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2), grads, scale=False)
     np.testing.assert_array_equal(guarded, [-1.0, -1.0, -1.0, -np.inf, -np.inf])
@@ -195,18 +163,13 @@ def test_apply_if_finite_takes_the_overflow_that_scaled_still_skips() -> None:
     assert scale_of(state) == 128.0
 
 
-def test_apply_if_finite_outside_hides_overflows_from_the_scale() -> None:
-    import optax
-
+def test_apply_if_finite_outside_hides_overflows_from_the_scale(optax: Any) -> None:
     _, state = train(optax.apply_if_finite(scaled(optax.sgd(1.0)), max_consecutive_errors=9), [INF] * 5)
     assert scale_of(state) == 1024.0
 
 
 @pytest.mark.parametrize("around", ["scaled", "chain", "MultiSteps"])
-def test_one_in_another_is_refused(around: str) -> None:
-    import jax.numpy as jnp
-    import optax
-
+def test_one_in_another_is_refused(jnp: Any, optax: Any, around: str) -> None:
     one = scaled(optax.sgd(1.0))
     inner = {"scaled": one, "chain": optax.chain(optax.identity(), one), "MultiSteps": optax.MultiSteps(one, 2)}
     with pytest.raises(gradscale.InvalidValueError, match="twice"):
@@ -238,12 +201,7 @@ def guarded(one: Any) -> Any:
 
 
 @pytest.mark.parametrize("nest", [chained, accumulated, injected, guarded], ids=lambda nest: nest.__name__)
-def test_the_scale_state_is_found_in_any_nesting(nest: Any) -> None:
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_the_scale_state_is_found_in_any_nesting(jnp: Any, optax: Any, gradscale_jax: Any, nest: Any) -> None:
     params = {"a": jnp.ones(())}
     state = nest(scaled(optax.sgd(1.0))).init(params)
     found = gradscale_jax.scale_state(state)
@@ -252,25 +210,16 @@ def test_the_scale_state_is_found_in_any_nesting(nest: Any) -> None:
     assert bool(gradscale_jax.verdict_of({"train": state, "step": 3}).finite)
 
 
-def test_the_shapes_and_shardings_of_a_state_are_found_as_the_state_is() -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_the_shapes_and_shardings_of_a_state_are_found_as_the_state_is(
+    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any
+) -> None:
     state = scaled(optax.sgd(1.0)).init({"a": jnp.ones(())})
     for part in (lambda leaf: leaf.sharding, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)):
         found = gradscale_jax.scale_state(jax.tree.map(part, state))
         assert found == jax.tree.map(part, gradscale_jax.scale_state(state))
 
 
-def test_no_state_and_several_states_are_errors_that_name_the_number() -> None:
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_no_state_and_several_states_are_errors_that_name_the_number(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
     params = {"a": jnp.ones(())}
     one = scaled(optax.sgd(1.0)).init(params)
     for read in (gradscale_jax.scale_state, gradscale_jax.verdict_of):
@@ -291,19 +240,12 @@ def test_something_else_than_a_transformation_is_refused(tx: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, 1024.0, gradscale.DynamicScale], ids=["None", "number", "class"])
-def test_something_else_than_a_policy_is_refused(policy: Any) -> None:
-    import optax
-
-    import gradscale_jax
-
+def test_something_else_than_a_policy_is_refused(optax: Any, gradscale_jax: Any, policy: Any) -> None:
     with pytest.raises(gradscale.InvalidTypeError, match=r"policy must be an instance.*DynamicScale\(\), got"):
         gradscale_jax.scaled(optax.sgd(1.0), policy)
 
 
-def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused() -> None:
-    import jax.numpy as jnp
-    import optax
-
+def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused(jnp: Any, optax: Any) -> None:
     params = {"a": jnp.ones((), jnp.float16)}
     tx = scaled(optax.adam(1.0))
     with pytest.raises(gradscale.InvalidValueError, match="dtype must be a real floating dtype"):

@@ -1,13 +1,9 @@
-"""The state of scaled: over devices, through checkpoints, in flax, and without optax."""
+"""The state of scaled: over devices, in flax, and without optax."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +17,6 @@ import gradscale
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = gradscale.DynamicScale(init_scale=1024.0)
-# Every tracker counts.
-TOLERANT = gradscale.DynamicScale(init_scale=1024.0, growth_interval=7, tolerance=0.9)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +66,7 @@ def make(axis_name: str | None = "data", policy: Any = POLICY) -> Any:
 
 
 @pytest.mark.parametrize("bad", range(COUNT))
-def test_all_devices_skip_whichever_holds_the_overflow(bad: int) -> None:
-    import jax
-
+def test_all_devices_skip_whichever_holds_the_overflow(jax: Any, bad: int) -> None:
     tx = make()
     first = states_of(tx)
     params, updates, states = on_each_device(tx, first, bad)
@@ -103,11 +95,9 @@ def test_without_the_axis_the_devices_come_apart() -> None:
 
 
 @pytest.mark.parametrize("drifted", range(COUNT))
-def test_a_device_that_has_drifted_stops_all_and_the_host_learns_of_it(drifted: int) -> None:
-    import jax
-
-    import gradscale_jax
-
+def test_a_device_that_has_drifted_stops_all_and_the_host_learns_of_it(
+    jax: Any, gradscale_jax: Any, drifted: int
+) -> None:
     tx = make()
     first = states_of(tx)
     scales = first.scale_state.scale.at[drifted].set(2.0)
@@ -120,13 +110,10 @@ def test_a_device_that_has_drifted_stops_all_and_the_host_learns_of_it(drifted: 
         gradscale_jax.verdict_of(jax.tree.map(lambda leaf: leaf[0], states)).check(POLICY)
 
 
-def test_a_replicated_state_stays_so_in_the_eyes_of_shard_map() -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
+def test_a_replicated_state_stays_so_in_the_eyes_of_shard_map(
+    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any
+) -> None:
     from jax.sharding import PartitionSpec
-
-    import gradscale_jax
 
     tx = gradscale_jax.scaled(optax.sgd(0.5, momentum=0.5), POLICY, axis_name="data")
     params = {"weight": jnp.ones(2)}
@@ -155,12 +142,10 @@ def test_a_replicated_state_stays_so_in_the_eyes_of_shard_map() -> None:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("where", ["uncommitted", "device", "replicated", "sharded"])
-def test_the_state_is_made_beside_the_parameters_and_compiled_for_at_most_twice(where: str) -> None:
-    import jax
-    import optax
+def test_the_state_is_made_beside_the_parameters_and_compiled_for_at_most_twice(
+    jax: Any, optax: Any, gradscale_jax: Any, where: str
+) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
-
-    import gradscale_jax
 
     mesh = require_mesh("data")
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -190,13 +175,9 @@ def test_the_state_is_made_beside_the_parameters_and_compiled_for_at_most_twice(
     assert int(state.skipped) == 1
 
 
-def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place() -> None:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place(
+    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any
+) -> None:
     require_mesh("data")
     tx = gradscale_jax.scaled(optax.sgd(0.5), POLICY)
     params = {"anywhere": jnp.ones(2), "chosen": jax.device_put(jnp.ones(2), jax.devices()[2])}
@@ -208,110 +189,9 @@ def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without
     assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in made.scale_state]
 
 
-def trained(steps: range, params: Any = None, state: Any = None) -> tuple[Any, Any]:
-    """Return parameters and state after some steps, of which 1 and 6 overflow; after five no tracker is zero."""
-    import jax
-    import optax
-
-    import gradscale_jax
-
-    tx = gradscale_jax.scaled(optax.adam(0.1), TOLERANT)
-    params = first_params() if params is None else params
-    state = tx.init(params) if state is None else state
-    step = scaled_step(tx)
-    for index in steps:
-        grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(8, frozenset({1, 6})))
-        params, _, state = step(params, state, grads)
-    return params, state
-
-
-def through_tree_map(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
-    import jax
-
-    return jax.tree.map(lambda leaf: leaf, state)
-
-
-def through_flatten(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
-    import jax
-
-    return jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(state))
-
-
-def through_deepcopy(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
-    return copy.deepcopy(state)
-
-
-def through_pickle(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
-    return pickle.loads(pickle.dumps(state))
-
-
-def through_npz(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
-    import jax
-
-    file = io.BytesIO()
-    np.savez(file, *map(np.asarray, jax.tree.leaves(state)))
-    file.seek(0)
-    with np.load(file) as loaded:
-        return jax.tree.unflatten(jax.tree.structure(fresh), list(loaded.values()))
-
-
-def through_flax_bytes(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
-    serialization = __import__("flax.serialization").serialization
-    return serialization.from_bytes(fresh, serialization.to_bytes(state))
-
-
-def through_orbax(state: Any, fresh: Any, folder: Path) -> Any:
-    checkpoint = require("orbax")
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", fresh)
-
-
-WAYS = [
-    pytest.param(way, id=way.__name__)
-    for way in (
-        through_tree_map,
-        through_flatten,
-        through_deepcopy,
-        through_pickle,
-        through_npz,
-        through_flax_bytes,
-        through_orbax,
-    )
-]
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(way: Any, tmp_path: Path) -> None:
-    if way is through_flax_bytes:
-        require("flax")
-    params, state = trained(range(5))
-    assert [int(tracker) for tracker in state.scale_state[1:]] == [3, 1, 5]
-    assert int(state.skipped) == 1
-    _, fresh = trained(range(0))
-    restored = way(state, fresh, tmp_path)
-    assert type(restored) is type(state)
-    assert_same_bits(restored, state)
-    assert_same_bits(trained(range(5, 7), params, restored), trained(range(5, 7), params, state))
-
-
-def test_a_field_that_a_checkpoint_loses_fails_the_comparison() -> None:
-    _, state = trained(range(5))
-    _, fresh = trained(range(0))
-    for field in ("scale_state", "inner_state", "skipped"):
-        with pytest.raises(AssertionError):
-            assert_same_bits(state._replace(**{field: getattr(fresh, field)}), state)
-
-
-def test_the_variables_of_nnx_are_taken_off() -> None:
+def test_the_variables_of_nnx_are_taken_off(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
     require("flax")
-    import jax.numpy as jnp
-    import optax
     from flax import nnx
-
-    import gradscale_jax
 
     class Model(nnx.Module):
         def __init__(self) -> None:
@@ -335,13 +215,9 @@ def test_the_variables_of_nnx_are_taken_off() -> None:
         assert bool(gradscale_jax.verdict_of(optimizer.opt_state).finite) == np.isfinite(factor)
 
 
-def test_the_state_in_a_flax_train_state_is_found() -> None:
+def test_the_state_in_a_flax_train_state_is_found(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
     require("flax")
-    import jax.numpy as jnp
-    import optax
     from flax.training.train_state import TrainState
-
-    import gradscale_jax
 
     tx = optax.chain(gradscale_jax.scaled(optax.sgd(0.5), POLICY), optax.identity())
     train_state = TrainState.create(apply_fn=print, params={"weight": jnp.ones(2)}, tx=tx)
@@ -350,12 +226,7 @@ def test_the_state_in_a_flax_train_state_is_found() -> None:
     np.testing.assert_array_equal(train_state.params["weight"], [1.0, 1.0])
 
 
-def test_the_parameters_in_the_state_can_be_told_from_the_rest() -> None:
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
-
+def test_the_parameters_in_the_state_can_be_told_from_the_rest(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
     tx = gradscale_jax.scaled(optax.adam(0.5), POLICY)
     state = tx.init({"weight": jnp.ones(2)})
     marked = optax.tree_map_params(tx, lambda _: "sharded", state, transform_non_params=lambda _: "replicated")

@@ -46,8 +46,7 @@ def test_a_state_of_other_numbers_becomes_arrays_of_its_dtypes(
         assert float(step(state, w).state.scale) == 2048.0
 
 
-def test_trees_from_a_checkpoint_are_taken(jax: Any, gradscale_jax: Any) -> None:
-    jnp = jax.numpy
+def test_trees_from_a_checkpoint_are_taken(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     state = DynamicScale(init_scale=4.0).init(jnp.zeros(()))
     for function in (gradscale_jax.unscale, jax.jit(gradscale_jax.unscale)):
         unscaled, nonfinite = function({"a": np.ones(2, np.float32), "b": jnp.ones(1)}, state)
@@ -175,9 +174,8 @@ def test_nan_debugging_lets_a_compiled_skip_pass(jax: Any, gradscale_jax: Any) -
     assert (float(state.scale), w.tolist()) == (2.0**15, [1.0, 1.0])
 
 
-def test_a_float16_loss_outside_of_value_and_grad_needs_a_bound(jax: Any, gradscale_jax: Any) -> None:
+def test_a_float16_loss_outside_of_value_and_grad_needs_a_bound(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
     """The first cotangent has the loss's dtype; the documented remedies are a float32 loss and a bound."""
-    jnp = jax.numpy
 
     def gradient(policy: Any, dtype: Any) -> Any:
         state = policy.init(jnp.zeros(()))

@@ -15,11 +15,8 @@ from axes import require
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-import gradscale
 from gradscale import DynamicScale, InvalidValueError, ScaleState
-from gradscale.core import arithmetic
 from gradscale_numpy import NumpyBackend
-from gradscale_numpy import backend as registered
 
 pytestmark = pytest.mark.numpy
 
@@ -78,15 +75,6 @@ def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.d
             same(after, expected, dtype if wanted is None else np.dtype(wanted))
         assert int(count) == 0
     same(grads[0], [8.0, -16.0], dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
-def test_every_array_with_a_bad_value_is_counted(backend: NumpyBackend, dtype: np.dtype[Any], in_place: bool) -> None:
-    # float8_e4m3fn has a NaN and no infinity.
-    grads = [np.array([8.0, np.nan], dtype), np.array([8.0], dtype), np.array(np.nan, dtype)]
-    _, count = backend.unscale(grads, state_of(), out=grads if in_place else None)
-    assert int(count) == 2
 
 
 def test_no_gradients_at_all(backend: NumpyBackend) -> None:
@@ -229,14 +217,6 @@ def test_subclasses_are_overwritten_and_come_back_as_they_are(backend: NumpyBack
     assert type(new[0]) is np.ndarray
 
 
-def test_arrays_mapped_from_a_file_are_overwritten_there(backend: NumpyBackend, tmp_path: Any) -> None:
-    mapped = np.memmap(tmp_path / "grads", np.float32, "w+", shape=(4,))
-    mapped[:] = 8.0
-    overwrite(backend, [mapped])
-    mapped.flush()
-    assert np.fromfile(tmp_path / "grads", np.float32).tolist() == [1.0] * 4
-
-
 # What cannot be overwritten.
 
 
@@ -296,18 +276,6 @@ def test_a_wanted_dtype_must_be_real_and_floating(backend: NumpyBackend, wrong: 
 # Its other methods, and which kernel it takes.
 
 
-@pytest.mark.parametrize("scale", [2.0**-126, 1.0, 3.0, 2.0**127])
-def test_reading_example_and_fingerprint(backend: NumpyBackend, scale: float) -> None:
-    assert backend.name == "numpy"
-    assert backend.read(np.array([1, -2], np.int32)) == [1, -2]
-    example = backend.example()
-    same(example, 0.0, np.float32)
-    state = state_of(scale)._replace(growth_tracker=np.asarray(3, np.int32))
-    fingerprint = backend.fingerprint(state)
-    assert fingerprint.dtype == np.int32
-    assert fingerprint.tolist() == arithmetic.fingerprint(state).tolist()
-
-
 def test_arrays_of_any_strides_are_multiplied_in_place(backend: NumpyBackend) -> None:
     whole = np.full((40, 2), 8.0, np.float32)
     arrays = [*whole[:, 0].reshape(40, 1), whole[::2, 1], np.full((2, 3), 8.0, np.float32).T]
@@ -321,11 +289,6 @@ def test_a_backend_can_be_pickled(backend: NumpyBackend) -> None:
     copied = pickle.loads(pickle.dumps(backend))
     assert copied._fast == backend._fast
     assert int(copied.unscale([np.full(1, np.inf, np.float32)], state_of())[1]) == 1
-
-
-def test_the_registered_one_is_an_instance() -> None:
-    assert isinstance(registered, NumpyBackend)
-    assert gradscale.registry.get("numpy") is registered
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", "gradscale_numpy.kernels"), ("1", "gradscale_numpy.fast")])
@@ -387,13 +350,3 @@ def test_several_losses_come_back_in_their_order(backend: NumpyBackend) -> None:
         (np.ndarray, np.float32, 4.0 * x) for x in (1.0, 2.0, 3.0, 4.0)
     ]
     assert [x.tolist() for x in backend.scale(losses[2:3] * 2, ScaleState(2.0, 0, 0, 0))] == [6.0, 6.0]
-
-
-@pytest.mark.parametrize("fast", [False, None], ids=["numpy", "fast if there"])
-def test_an_array_that_is_listed_twice_is_refused(fast: bool | None) -> None:
-    array = np.float32([4.0, 8.0])
-    arrays = [array, array]
-    state = DynamicScale(init_scale=4.0).init(np.zeros(()))
-    with pytest.raises(InvalidValueError, match="share memory"):
-        NumpyBackend(fast=fast).unscale(arrays, state, out=arrays)
-    assert array.tolist() == [4.0, 8.0]

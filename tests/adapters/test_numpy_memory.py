@@ -31,6 +31,7 @@ SHARING: dict[str, Callable[[], list[Array]]] = {
     "a part of a small array": lambda: flat_and(lambda x: x[:5], (10,)),
     "a part of a large array": lambda: flat_and(lambda x: x[3000:], (6000,)),
     "a transpose": lambda: flat_and(lambda x: x.T, (300, 300)),
+    "itself": lambda: flat_and(lambda x: x, (4,)),
     "a second view": lambda: flat_and(lambda x: x[:], (4,)),
     "parts that overlap": lambda: [(x := np.full(10, 8.0, np.float32))[:6], x[5:]],
     "other arrays between": lambda: [(x := np.full(10, 8.0, np.float32))[:], np.full(3, 8.0, np.float32), x[9:]],
