@@ -7,7 +7,6 @@ import json
 import logging
 import resource
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
 from gradscale.errors import LogWriteError
-from gradscale.reports.callbacks import JSONLines, LogUpdates, TensorBoard, every_rank, read_log
+from gradscale.reports.callbacks import JSONLines, LogUpdates, TensorBoard, read_log
 from gradscale.reports.steps import StepReport, UpdateReport
 
 
@@ -190,13 +189,6 @@ def test_tensorboard_gets_scalars_by_iteration() -> None:
     assert writer.scalars["s/nonfinite", 2] == 2
     with pytest.raises(InvalidTypeError, match="add_scalar"):
         TensorBoard(object())
-
-
-def test_a_plain_function_can_be_called_on_every_rank() -> None:
-    seen: list[Any] = []
-    wrapped: Any = every_rank(seen.append)
-    wrapped(1)
-    assert (seen, wrapped.every_rank) == ([1], True)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 200_000, "{}\nmagnitude"], ids=["deep", "long", "text"])

@@ -12,7 +12,6 @@ from libraries import Library
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
 from gradscale.core import arithmetic, clipping, summaries
-from gradscale.policies.plain import plain_rule
 from gradscale.testing import check_library
 
 FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS})
@@ -142,7 +141,3 @@ def test_libraries_are_called_as_people_write_them() -> None:
         "torch": "torch",
     }
     assert {name: arithmetic.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names
-
-
-def test_symbols_that_policies_are_traced_by_are_not_held_to_the_rest_of_the_core() -> None:
-    assert plain_rule(DynamicScale()) is not None

@@ -243,13 +243,6 @@ def test_a_closure_that_never_scales_is_found(arrays: Library) -> None:
         scaler.step(optimizer, lambda: None)
 
 
-def test_a_disabled_scaler_passes_the_closure_on(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(enabled=False), Evaluating(2)
-    optimizer.grads = [arrays.asarray([math.nan])]
-    assert scaler.step(optimizer, lambda: "loss") == "minimised"
-    assert optimizer.losses == ["loss", "loss"]
-
-
 @pytest.mark.numpy
 def test_a_closure_behind_other_arguments_is_found() -> None:
     class Odd(Evaluating):

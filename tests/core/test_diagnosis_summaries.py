@@ -22,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3))
-PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

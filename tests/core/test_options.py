@@ -9,9 +9,7 @@ import pytest
 from axes import require
 from optimizers import Tree
 
-import gradscale
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
-from gradscale.scaler.scaler import chosen_policy
+from gradscale import GradScaler, InvalidTypeError, ShardedGradScaler
 
 
 def constructors() -> list[Any]:
@@ -70,13 +68,6 @@ def test_a_constructor_that_hides_an_option_is_found(kind: Any) -> None:
         assert_shown(kind, {"policy": None})
 
 
-def test_editors_complete_the_options() -> None:
-    jedi = pytest.importorskip("jedi")
-    for name in ("GradScaler", "ShardedGradScaler"):
-        text = f"import gradscale\ngradscale.{name}(hist"
-        assert [each.name for each in jedi.Script(text).complete()] == ["history_size="]
-
-
 def test_a_name_that_is_no_option_is_an_error() -> None:
     for make in (GradScaler, lambda **options: ShardedGradScaler(group=None, **options)):
         with pytest.raises(InvalidTypeError, match=r"unexpected keyword arguments \['growth'\]") as caught:
@@ -94,13 +85,3 @@ def test_a_name_that_is_no_option_is_an_error() -> None:
 def test_a_norm_without_its_name_is_an_error() -> None:
     with pytest.raises(InvalidTypeError, match=r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"):
         GradScaler().unscale_(Tree([]), 1.0)  # type: ignore[arg-type]
-
-
-def test_a_policy_is_chosen_by_the_factors_or_given() -> None:
-    assert chosen_policy(None, {"init_scale": 8.0, "growth_factor": None}) == DynamicScale(init_scale=8.0)
-    policy = gradscale.StaticScale(8.0)
-    assert chosen_policy(policy, {"init_scale": None}) is policy
-    with pytest.raises(InvalidValueError, match="give policy= or init_scale="):
-        chosen_policy(policy, {"init_scale": 8.0})
-    with pytest.raises(InvalidTypeError, match="policy must be an instance"):
-        chosen_policy(DynamicScale, {})  # type: ignore[arg-type]

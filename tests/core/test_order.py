@@ -81,14 +81,6 @@ def test_update_of_an_iteration_in_which_nothing_happened(arrays: Library) -> No
     assert scaler.state_dict()["iteration"] == 2
 
 
-def test_update_twice_does_not_grow_twice(arrays: Library) -> None:
-    scaler = GradScaler(growth_interval=1)
-    iterate(arrays, scaler, Tree())
-    with pytest.raises(CallOrderError):
-        scaler.update()
-    assert scaler.get_scale() == 131072.0
-
-
 def test_step_with_a_closure_after_unscale(arrays: Library) -> None:
     scaler, optimizer = begun(arrays)
     scaler.unscale_(optimizer)

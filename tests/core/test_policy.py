@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from libraries import Library
 from runs import follow, scales, start
 
-from gradscale import DynamicScale, InvalidValueError, ScaleState, StaticScale
+from gradscale import DynamicScale, InvalidValueError, StaticScale
 
 # Pure functions, and many calls of them; see conftest.py.
 PURE = TRACED = LONG = True
@@ -23,21 +23,10 @@ LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = 2**31 - 1
 
 
-def test_the_first_state_has_the_initial_scale_and_trackers_of_zero(arrays: Library) -> None:
-    state = DynamicScale(init_scale=8.0).init(arrays.asarray([1.0, 2.0], "float64"))
-    assert isinstance(state, ScaleState)
-    assert arrays.state(state) == (8.0, 0, 0, 0)
-
-
 def test_the_defaults_are_those_of_torch() -> None:
     policy = DynamicScale()
     assert (policy.init_scale, policy.growth_factor, policy.backoff_factor) == (65536.0, 2.0, 0.5)
     assert (policy.growth_interval, policy.hysteresis, policy.tolerance) == (2000, 1, None)
-
-
-def test_the_scale_grows_on_the_nth_clean_step_and_every_n_later(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=4.0, growth_interval=3)
-    assert scales(arrays, policy, "CCCCCCC") == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]
 
 
 def test_an_overflow_backs_off_at_once_and_restarts_the_run(arrays: Library) -> None:
@@ -46,29 +35,77 @@ def test_an_overflow_backs_off_at_once_and_restarts_the_run(arrays: Library) -> 
     assert states == [(4.0, 1), (4.0, 2), (2.0, 0), (2.0, 1), (2.0, 2), (4.0, 0)]
 
 
-def test_an_interval_of_one_grows_on_every_clean_step(arrays: Library) -> None:
-    assert scales(arrays, DynamicScale(init_scale=1.0, growth_interval=1), "CCOC") == [2.0, 4.0, 2.0, 4.0]
+def near(at_min: str, **settings: float) -> dict[str, Any]:
+    return {"init_scale": 8.0, "at_min": at_min, **settings}
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "int64", "float32"])
-@pytest.mark.parametrize("value", [0, 1])
-def test_the_verdict_may_be_of_any_dtype(arrays: Library, dtype: str, value: int) -> None:
-    policy = DynamicScale(init_scale=4.0)
-    state = policy.update(start(arrays, policy), nonfinite=arrays.asarray(value, dtype))
-    assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
+def patient(*refill: str) -> dict[str, Any]:
+    return {"init_scale": 8.0, "growth_interval": 3, "hysteresis": 2, "hysteresis_refill": refill}
 
 
-def test_an_interval_that_no_run_reaches_means_never(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=8.0, growth_interval=LARGEST_INT)
-    assert scales(arrays, policy, "C" * 5) == [8.0] * 5
+# Settings, clean steps and overflows, and the scale after each.
+RUNS: dict[str, tuple[dict[str, Any], str, list[float]]] = {
+    "third clean step": ({"init_scale": 4.0, "growth_interval": 3}, "CCCCCCC", [4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]),
+    "each clean step": ({"init_scale": 1.0, "growth_interval": 1}, "CCOC", [2.0, 4.0, 2.0, 4.0]),
+    "never": ({"init_scale": 8.0, "growth_interval": LARGEST_INT}, "CCCCC", [8.0] * 5),
+    "smallest": ({"init_scale": 2.0**-124}, "OOOO", [2.0**-125, SMALLEST, SMALLEST, SMALLEST]),
+    "clamp": (near("clamp", min_scale=3.0), "OOO", [4.0, 3.0, 3.0]),
+    "hold": (near("hold", min_scale=3.0), "OOO", [4.0, 4.0, 4.0]),
+    "raise": (near("raise", min_scale=3.0), "OOO", [4.0, 3.0, 3.0]),
+    "clamp on the minimum": (near("clamp", min_scale=4.0), "O", [4.0]),
+    "hold on the minimum": (near("hold", min_scale=4.0), "O", [4.0]),
+    "raise on the minimum": (near("raise", min_scale=4.0), "O", [4.0]),
+    "maximum": (near("clamp", max_scale=24.0, growth_interval=1), "CCCCO", [16.0, 24.0, 24.0, 24.0, 12.0]),
+    "product above float32": (
+        {"init_scale": 2.0**127, "max_scale": 3e38, "growth_interval": 1},
+        "CC",
+        [float(np.float32(3e38))] * 2,
+    ),
+    # A clean step refills: only consecutive overflows count, and every further one backs off.
+    "clean step, overflows": (patient("clean_step"), "OOOO", [8.0, 4.0, 2.0, 1.0]),
+    "clean step, isolated": (patient("clean_step"), "OCOCO", [8.0] * 5),
+    "clean step, pairs": (patient("clean_step"), "OOCOO", [8.0, 4.0, 4.0, 4.0, 2.0]),
+    # Growth: isolated overflows add up, and once used up, every one backs off until the next growth.
+    "growth, isolated": (patient("growth"), "OCOCO", [8.0, 8.0, 4.0, 4.0, 2.0]),
+    "growth, grown": (patient("growth"), "OCCCOO", [8.0, 8.0, 8.0, 16.0, 16.0, 8.0]),
+    # A backoff: as many more are needed for each.
+    "backoff, overflows": (patient("backoff"), "OOOO", [8.0, 4.0, 4.0, 2.0]),
+    "backoff, isolated": (patient("backoff"), "OCOCOCO", [8.0, 8.0, 4.0, 4.0, 4.0, 4.0, 2.0]),
+    "clean step and backoff": (patient("clean_step", "backoff"), "OOOCOO", [8.0, 4.0, 4.0, 4.0, 4.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize(("settings", "steps", "expected"), RUNS.values(), ids=RUNS)
+def test_the_scale_after_each_step(arrays: Library, settings: Any, steps: str, expected: list[float]) -> None:
+    assert scales(arrays, DynamicScale(**settings), steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("tracker", "step", "expected"), [("growth_tracker", "C", 16.0), ("overflow_tracker", "O", 4.0)]
+)
+def test_a_tracker_beyond_a_lowered_threshold_acts_at_once(
+    arrays: Library, tracker: str, step: str, expected: float
+) -> None:
+    policy = DynamicScale(init_scale=8.0, growth_interval=5, hysteresis=2)
+    assert scales(arrays, policy, step, start(arrays, policy, **{tracker: 1500})) == [expected]
+
+
+def test_an_interval_must_fit_its_tracker() -> None:
     with pytest.raises(InvalidValueError, match="growth_interval"):
         DynamicScale(growth_interval=LARGEST_INT, growth_after="interval_plus_one")
 
 
-@pytest.mark.parametrize("count", [2, 7, LARGEST_INT, -1])
-def test_any_count_but_zero_is_one_overflow(arrays: Library, count: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *((dtype, value) for dtype in ("bool", "int8", "int32", "int64", "float32") for value in (0, 1)),
+        *(("int32", count) for count in (2, 7, LARGEST_INT, -1)),
+    ],
+)
+def test_any_number_but_zero_is_an_overflow(arrays: Library, dtype: str, value: int) -> None:
     policy = DynamicScale(init_scale=4.0)
-    assert arrays.state(policy.update(start(arrays, policy), nonfinite=arrays.asarray(count, "int32")))[0] == 2.0
+    state = policy.update(start(arrays, policy), nonfinite=arrays.asarray(value, dtype))
+    assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
 
 
 def test_update_leaves_the_given_state_alone(arrays: Library) -> None:
@@ -77,12 +114,6 @@ def test_update_leaves_the_given_state_alone(arrays: Library) -> None:
     for value in (0, 1):
         policy.update(state, nonfinite=arrays.asarray(value, "int32"))
         assert arrays.state(state) == (65536.0, 0, 0, 0)
-
-
-def test_a_tracker_beyond_a_lowered_interval_grows_at_the_next_clean_step(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=4.0, growth_interval=5)
-    state = policy.update(start(arrays, policy, growth_tracker=1500), nonfinite=arrays.asarray(0, "int32"))
-    assert arrays.state(state)[:2] == (8.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -140,45 +171,12 @@ def test_growth_is_the_rounded_product_or_nothing(scale: float, factor: float) -
 # The bottom of float32, and bounds of the user's.
 
 
-def test_backoff_stops_at_the_smallest_normal_float32(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=2.0**-124)
-    assert scales(arrays, policy, "OOOOO") == [2.0**-125, SMALLEST, SMALLEST, SMALLEST, SMALLEST]
-
-
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("factor", [1e-300, 1e-40, 0.3, 0.999])
 @pytest.mark.parametrize("at_min", ["clamp", "hold", "raise"])
 def test_a_scale_is_never_zero_nor_subnormal(arrays: Library, factor: float, at_min: Any) -> None:
     policy = DynamicScale(init_scale=1e-37, backoff_factor=factor, at_min=at_min)
     assert all(scale >= SMALLEST for scale in scales(arrays, policy, "O" * 50))
-
-
-def test_a_scale_at_the_minimum_can_grow_again(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=2.0, min_scale=1.0, growth_interval=1)
-    assert scales(arrays, policy, "OOOCC") == [1.0, 1.0, 1.0, 2.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    ("at_min", "expected"),
-    [("clamp", [4.0, 3.0, 3.0]), ("hold", [4.0, 4.0, 4.0]), ("raise", [4.0, 3.0, 3.0])],
-)
-def test_at_min_says_what_a_backoff_below_the_minimum_does(arrays: Library, at_min: Any, expected: list[float]) -> None:
-    assert scales(arrays, DynamicScale(init_scale=8.0, min_scale=3.0, at_min=at_min), "OOO") == expected
-
-
-@pytest.mark.parametrize("at_min", ["clamp", "hold", "raise"])
-def test_a_backoff_that_lands_on_the_minimum_is_made(arrays: Library, at_min: Any) -> None:
-    assert scales(arrays, DynamicScale(init_scale=8.0, min_scale=4.0, at_min=at_min), "O") == [4.0]
-
-
-def test_the_maximum_is_honoured_exactly(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=8.0, max_scale=24.0, growth_interval=1)
-    assert scales(arrays, policy, "CCCCO") == [16.0, 24.0, 24.0, 24.0, 12.0]
-
-
-def test_a_maximum_near_the_top_of_float32_is_reached_though_the_product_does_not_fit(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=2.0**127, max_scale=3e38, growth_interval=1)
-    assert scales(arrays, policy, "CC") == [float(np.float32(3e38))] * 2
 
 
 def test_bounds_are_rounded_to_float32_so_that_they_can_be_honoured_exactly(arrays: Library) -> None:
@@ -223,44 +221,9 @@ def test_the_scale_stays_a_power_of_two_within_the_bounds(
 # Tolerance of overflows.
 
 
-@pytest.mark.parametrize(
-    ("refill", "sequence", "expected"),
-    [
-        # A clean step: only consecutive overflows count, and every further one backs off.
-        ("clean_step", "OOOO", [8.0, 4.0, 2.0, 1.0]),
-        ("clean_step", "OCOCO", [8.0] * 5),
-        ("clean_step", "OOCOO", [8.0, 4.0, 4.0, 4.0, 2.0]),
-        # Growth: isolated overflows add up, and once used up, every one backs off until the next growth.
-        ("growth", "OCOCO", [8.0, 8.0, 4.0, 4.0, 2.0]),
-        ("growth", "OCCCOO", [8.0, 8.0, 8.0, 16.0, 16.0, 8.0]),
-        # A backoff: as many more are needed for each.
-        ("backoff", "OOOO", [8.0, 4.0, 4.0, 2.0]),
-        ("backoff", "OCOCOCO", [8.0, 8.0, 4.0, 4.0, 4.0, 4.0, 2.0]),
-        (("clean_step", "backoff"), "OOOCOO", [8.0, 4.0, 4.0, 4.0, 4.0, 2.0]),
-    ],
-)
-def test_hysteresis_of_two_tolerates_one_overflow_until_it_is_refilled(
-    arrays: Library, refill: Any, sequence: str, expected: list[float]
-) -> None:
-    policy = DynamicScale(init_scale=8.0, growth_interval=3, hysteresis=2, hysteresis_refill=refill)
-    assert scales(arrays, policy, sequence) == expected
-
-
 def test_a_tolerated_overflow_restarts_the_run(arrays: Library) -> None:
     policy = DynamicScale(init_scale=8.0, growth_interval=2, hysteresis=2)
     assert [arrays.state(state)[:2] for state in follow(arrays, policy, "COCC")] == [(8, 1), (8, 0), (8, 1), (16, 0)]
-
-
-def test_an_overflow_tracker_beyond_a_lowered_hysteresis_backs_off_at_once(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=8.0, hysteresis=2)
-    state = start(arrays, policy, overflow_tracker=9)
-    assert scales(arrays, policy, "O", state) == [4.0]
-
-
-def test_a_tolerance_backs_off_from_a_share_of_the_steps_since_the_last_change(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=8.0, tolerance=0.5, growth_interval=100)
-    # Overflows of steps since the change: 1/2; then 1/1; then 1/3, 2/4.
-    assert scales(arrays, policy, "COOCCOO") == [8.0, 4.0, 2.0, 2.0, 2.0, 2.0, 1.0]
 
 
 def test_growth_restarts_the_steps_of_a_tolerance_but_not_its_overflows(arrays: Library) -> None:
@@ -268,12 +231,6 @@ def test_growth_restarts_the_steps_of_a_tolerance_but_not_its_overflows(arrays: 
     states = [arrays.state(state) for state in follow(arrays, policy, "CCOCCC")]
     assert states[2] == (8.0, 0, 1, 3)
     assert states[5] == (16.0, 0, 1, 0)
-
-
-def test_a_tolerance_of_zero_is_no_tolerance(arrays: Library) -> None:
-    sequence = "CCOCCCCOOCC"
-    plain = scales(arrays, DynamicScale(growth_interval=2), sequence)
-    assert scales(arrays, DynamicScale(growth_interval=2, tolerance=0.0), sequence) == plain
 
 
 @pytest.mark.numpy

@@ -47,10 +47,6 @@ class Adapter(Backend):
     name = "mine"
 
 
-class Array:
-    """An array of a library of this module's top-level name."""
-
-
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     """Make a module importable."""
     made = ModuleType(name)

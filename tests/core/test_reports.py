@@ -182,15 +182,6 @@ def test_a_callback_that_raises_is_seen_and_leaves_the_scaler_as_if_it_had_not(s
     assert failing.history == plain.history
 
 
-def test_the_update_that_raises_at_the_minimum_is_told_before(strict: Library) -> None:
-    seen: list[UpdateReport] = []
-    policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
-    scaler, optimizer = GradScaler(policy=policy, on_update=seen.append), Tree()
-    with pytest.raises(ScaleUnderflowError):
-        iterate(strict, scaler, optimizer, [math.inf])
-    assert [report.skipped for report in seen] == [True]
-
-
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_a_callback_that_raises_does_not_hide_the_scale_at_its_minimum(strict: Library, error: BaseException) -> None:
     def fail(_: Any) -> None:

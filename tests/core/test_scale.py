@@ -128,12 +128,6 @@ def test_nonfinite_values_stay_what_they_are(arrays: Library, scale: Scale) -> N
     arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
 
 
-def test_a_python_bool_or_integer_is_no_loss_and_the_scaler_waits_for_an_array(arrays: Library) -> None:
-    scaler = GradScaler()
-    assert scaler.scale([3, None]) == [3, None]
-    arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 65536.0)
-
-
 WRONG: dict[str, tuple[Any, str]] = {
     "text": ("loss", "output must be an array"),
     "a list of text": (["a", "b"], r"output at \[0\] must be an array .*got 'a' of type str"),
@@ -165,13 +159,6 @@ def test_arrays_of_two_libraries_are_refused_with_the_place(arrays: Library, str
     stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
     with pytest.raises(InvalidTypeError, match=r"output at \['x'\]\[1\] must be an array of the library .* use one"):
         scale({"x": [arrays.asarray([1.0]), stranger]})
-
-
-@pytest.mark.torch
-def test_an_integer_array_of_another_library_passes_through(scale: Scale, arrays: Library) -> None:
-    count = require("torch").tensor(3)
-    got = scale([count, arrays.asarray(1.0)])
-    assert got[0] is count
 
 
 def test_each_array_stays_on_its_device(strict: Library) -> None:

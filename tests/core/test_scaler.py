@@ -11,7 +11,7 @@ import pytest
 from libraries import Library, opened
 from optimizers import Grouped, Recording, Tree, iterate, scaled
 
-from gradscale import CallOrderError, DynamicScale, GradScaler, ShardedGradScaler, StaticScale, StepReport, registry
+from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StepReport, registry
 from gradscale.core.backend import Backend
 from gradscale.scaler.scaler import iteration_of
 from gradscale.testing import run_ranks
@@ -73,16 +73,6 @@ def test_the_scale_that_unscales_is_the_one_that_scaled_also_when_it_grows(array
     assert scaler.get_scale() == 65536.0 * 16
 
 
-def test_a_new_interval_that_the_run_has_passed_grows_at_the_next_clean_step(arrays: Library) -> None:
-    scaler = GradScaler()
-    optimizer = Tree()
-    for _ in range(3):
-        iterate(arrays, scaler, optimizer)
-    scaler.set_growth_interval(2)
-    iterate(arrays, scaler, optimizer)
-    assert scaler.get_scale() == 131072.0
-
-
 def test_several_optimizers_are_skipped_on_their_own_verdicts_and_back_off_once(arrays: Library) -> None:
     scaler = GradScaler()
     optimizers = [Tree(scaled(arrays, scaler, value)) for value in (math.nan, 1.0, math.inf)]
@@ -121,17 +111,6 @@ def test_a_deliberate_skip_after_unscale_still_counts_its_verdict(arrays: Librar
     scaler.update()
     assert scaler.get_scale() == 32768.0
     assert scaler.state_dict()["_growth_tracker"] == 0
-    assert iterate(arrays, scaler, optimizer).iteration == 2
-
-
-def test_an_iteration_without_unscale_and_step_is_refused_and_goes_on(arrays: Library) -> None:
-    scaler = GradScaler()
-    optimizer = Tree()
-    iterate(arrays, scaler, optimizer)
-    scaler.scale(arrays.asarray(1.0))
-    with pytest.raises(CallOrderError, match="no optimizer was unscaled or stepped"):
-        scaler.update()
-    assert scaler.state_dict()["_growth_tracker"] == 1
     assert iterate(arrays, scaler, optimizer).iteration == 2
 
 
@@ -288,14 +267,3 @@ def test_a_backend_may_be_named() -> None:
         scaler = GradScaler(backend="numpy")
         assert iteration_of(scaler).live.backend_for(None) is registry.get("numpy")
         assert iterate(library, scaler, Tree(), [math.nan]).skipped is True
-
-
-def test_a_static_scale_skips_and_stays(arrays: Library) -> None:
-    scaler = GradScaler(policy=StaticScale(128.0))
-    optimizer = Tree()
-    assert [iterate(arrays, scaler, optimizer, [value]).skipped for value in (1.0, math.nan, 1.0)] == [
-        False,
-        True,
-        False,
-    ]
-    assert scaler.get_scale() == 128.0

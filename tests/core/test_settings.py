@@ -247,23 +247,6 @@ def test_an_overflow_of_any_optimizer_at_the_minimum_raises(arrays: Library, bad
         scaler.update()
 
 
-def test_a_tolerated_overflow_at_the_minimum_does_not_raise(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise", hysteresis=2)
-    scaler, optimizer = GradScaler(policy=policy), Tree()
-    for value in (math.nan, 1.0, math.nan):
-        iterate(arrays, scaler, optimizer, [value])
-    with pytest.raises(ScaleUnderflowError):
-        iterate(arrays, scaler, optimizer, [math.nan])
-
-
-@pytest.mark.parametrize("at_min", ["clamp", "hold"])
-def test_other_policies_skip_at_the_minimum_for_ever(arrays: Library, at_min: Any) -> None:
-    scaler, optimizer = GradScaler(policy=DynamicScale(init_scale=1.0, min_scale=1.0, at_min=at_min)), Tree()
-    for _ in range(5):
-        assert iterate(arrays, scaler, optimizer, [math.nan]).skipped
-    assert scaler.get_scale() == 1.0
-
-
 def test_a_new_scale_instead_of_the_policys_does_not_raise(arrays: Library) -> None:
     policy = DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
     scaler, optimizer = GradScaler(policy=policy), Tree([arrays.asarray([math.nan])])

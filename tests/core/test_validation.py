@@ -183,12 +183,6 @@ def test_a_backend_that_is_not_registered_is_refused_at_once() -> None:
         GradScaler(backend="nunpy")
 
 
-@pytest.mark.parametrize("arguments", [(2.0,), (DynamicScale(),)])
-def test_the_arguments_are_keyword_only(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(TypeError):
-        GradScaler(*arguments)
-
-
 # Arithmetic on the host.
 
 
