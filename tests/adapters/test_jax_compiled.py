@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from axes import require
 
 from gradscale import DynamicScale
 
@@ -17,11 +16,6 @@ pytestmark = pytest.mark.jax
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
 HOST_OPERATIONS = re.compile(r"callback|outfeed|infeed|\bsend\(|\brecv\(", re.IGNORECASE)
-
-
-@pytest.fixture
-def jax() -> Any:
-    return require("jax")
 
 
 def make_step(policy: DynamicScale) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,22 +129,15 @@ def test_masks_and_partitions_inside_leave_no_gradient_scaled(jnp: Any, optax: A
     np.testing.assert_array_equal([updates["a"], updates["b"]], [-0.5, 0.0])
 
 
-def masked_outside() -> Any:
-    import optax
-
-    return optax.masked(scaled(optax.sgd(1.0)), {"a": True, "b": False})
-
-
-def partitioned_outside() -> Any:
-    import optax
-
-    return optax.partition({"x": scaled(optax.sgd(1.0)), "y": optax.sgd(1.0)}, {"a": "x", "b": "y"})
-
-
-@pytest.mark.parametrize("make", [masked_outside, partitioned_outside], ids=["masked", "partition"])
-def test_masks_and_partitions_outside_are_refused(jnp: Any, make: Any) -> None:
+@pytest.mark.parametrize("outside", ["masked", "partition"])
+def test_masks_and_partitions_outside_are_refused(jnp: Any, optax: Any, outside: str) -> None:
+    one = scaled(optax.sgd(1.0))
+    tx = {
+        "masked": optax.masked(one, {"a": True, "b": False}),
+        "partition": optax.partition({"x": one, "y": optax.sgd(1.0)}, {"a": "x", "b": "y"}),
+    }[outside]
     with pytest.raises(gradscale.InvalidValueError, match=r"still scaled.*scaled\(optax.masked"):
-        make().init({"a": jnp.ones(()), "b": jnp.ones(())})
+        tx.init({"a": jnp.ones(()), "b": jnp.ones(())})
 
 
 def test_a_mask_outside_that_hides_in_a_restored_state_is_refused_in_the_step(jnp: Any, optax: Any) -> None:
@@ -151,7 +145,7 @@ def test_a_mask_outside_that_hides_in_a_restored_state_is_refused_in_the_step(jn
     state = optax.MaskedState(inner_state=scaled(optax.sgd(1.0)).init(params))
     assert scale_of(state) == 1024.0
     with pytest.raises(gradscale.InvalidValueError, match="MaskedNode"):
-        masked_outside().update(params, state, params)
+        optax.masked(scaled(optax.sgd(1.0)), {"a": True, "b": False}).update(params, state, params)
 
 
 def test_apply_if_finite_takes_the_overflow_that_scaled_still_skips(optax: Any) -> None:
@@ -176,34 +170,18 @@ def test_one_in_another_is_refused(jnp: Any, optax: Any, around: str) -> None:
         scaled(inner[around]).init({"a": jnp.ones(())})
 
 
-def chained(one: Any) -> Any:
-    import optax
-
-    return optax.chain(optax.identity(), optax.chain(one, optax.scale(1.0)))
-
-
-def accumulated(one: Any) -> Any:
-    import optax
-
-    return optax.MultiSteps(one, 3)
+NESTS: dict[str, Callable[[Any, Any], Any]] = {
+    "chain": lambda optax, one: optax.chain(optax.identity(), optax.chain(one, optax.scale(1.0))),
+    "MultiSteps": lambda optax, one: optax.MultiSteps(one, 3),
+    "injected": lambda optax, one: optax.inject_hyperparams(lambda by: optax.chain(one, optax.scale(by)))(by=1.0),
+    "guarded": lambda optax, one: optax.apply_if_finite(one, 3),
+}
 
 
-def injected(one: Any) -> Any:
-    import optax
-
-    return optax.inject_hyperparams(lambda factor: optax.chain(one, optax.scale(factor)))(factor=1.0)
-
-
-def guarded(one: Any) -> Any:
-    import optax
-
-    return optax.apply_if_finite(one, 3)
-
-
-@pytest.mark.parametrize("nest", [chained, accumulated, injected, guarded], ids=lambda nest: nest.__name__)
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
 def test_the_scale_state_is_found_in_any_nesting(jnp: Any, optax: Any, gradscale_jax: Any, nest: Any) -> None:
     params = {"a": jnp.ones(())}
-    state = nest(scaled(optax.sgd(1.0))).init(params)
+    state = nest(optax, scaled(optax.sgd(1.0))).init(params)
     found = gradscale_jax.scale_state(state)
     assert isinstance(found, gradscale.ScaleState)
     assert float(found.scale) == 1024.0

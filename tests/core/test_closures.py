@@ -21,12 +21,14 @@ from gradscale import (
     StaticScale,
 )
 
+Overflows = Callable[[int, float], bool]
+
 
 def closure_of(
     arrays: Library,
     scaler: GradScaler,
     optimizer: Any,
-    overflows: Callable[[int, float], bool] = lambda _index, _scale: False,
+    overflows: Overflows = lambda _index, _scale: False,
 ) -> tuple[Callable[[], str], list[float]]:
     """Return a closure whose true gradient is 3 and which overflows as told, and the scales that it was called at."""
     called_at: list[float] = []
@@ -63,57 +65,43 @@ def test_every_evaluation_is_unscaled(arrays: Library, keyword: bool) -> None:
     assert scaler.state_dict()["_growth_tracker"] == 1
 
 
-def test_an_overflow_is_evaluated_again_at_a_lower_scale(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(), Evaluating(2)
-    closure, called_at = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
-    assert scaler.step(optimizer, closure) == "minimised"
-    assert called_at == [65536.0, 32768.0, 16384.0, 16384.0]
-    check_seen(arrays, optimizer)
+ABOVE: Overflows = lambda _index, scale: scale > 16384.0  # noqa: E731
+ALWAYS: Overflows = lambda _index, _scale: True  # noqa: E731
+
+# The policy, evaluations in a step, which overflow, the scales that the closure is called at, and the scale afterwards:
+# that of the last evaluation, or where the cause is not the scale, backed off once as for any overflow.
+RETRIES: dict[str, tuple[Any, int, Overflows, list[float], float]] = {
+    "first evaluation": (DynamicScale(), 2, ABOVE, [65536.0, 32768.0, 16384.0, 16384.0], 16384.0),
+    "later one": (DynamicScale(), 3, lambda index, _: index == 2, [65536.0, 65536.0, 32768.0, 32768.0], 32768.0),
+    "always": (DynamicScale(), 2, ALWAYS, [2.0**exponent for exponent in range(16, -1, -1)], 32768.0),
+    "minimum": (DynamicScale(init_scale=8.0, min_scale=2.0), 1, ALWAYS, [8.0, 4.0, 2.0, 2.0], 4.0),
+    "static": (StaticScale(8.0), 1, ALWAYS, [8.0], 8.0),
+}
+
+
+@pytest.mark.parametrize(("policy", "evaluations", "overflows", "scales", "after"), RETRIES.values(), ids=RETRIES)
+def test_an_overflow_is_evaluated_again_at_lower_scales(
+    arrays: Library, policy: Any, evaluations: int, overflows: Overflows, scales: list[float], after: float
+) -> None:
+    scaler, optimizer = GradScaler(policy=policy), Evaluating(evaluations)
+    closure, called_at = closure_of(arrays, scaler, optimizer, overflows)
+    is_skipped = overflows is ALWAYS
+    assert scaler.step(optimizer, closure) == (None if is_skipped else "minimised")
+    assert called_at == scales
     # The lower scale is the scaler's from the update on.
-    assert scaler.get_scale() == 65536.0
+    assert scaler.get_scale() == policy.init_scale
+    if is_skipped:
+        assert (optimizer.steps, optimizer.seen) == (0, [])
+    else:
+        check_seen(arrays, optimizer)
     scaler.update()
     report = scaler.last_step(optimizer)
-    assert (report.skipped, report.scale, report.nonfinite, report.retries) == (False, 16384.0, 0, 2)
-    state = scaler.state_dict()
-    assert (state["scale"], state["_growth_tracker"]) == (16384.0, 0)
-
-
-def test_an_overflow_in_a_later_evaluation_is_tried_again_too(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(), Evaluating(3)
-    closure, called_at = closure_of(arrays, scaler, optimizer, lambda index, _: index == 2)
-    assert scaler.step(optimizer, closure) == "minimised"
-    assert called_at == [65536.0, 65536.0, 32768.0, 32768.0]
-    check_seen(arrays, optimizer)
-
-
-def test_a_first_evaluation_that_always_overflows_skips_the_step(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(), Evaluating(2)
-    closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
-    assert scaler.step(optimizer, closure) is None
-    assert called_at == [2.0**exponent for exponent in range(16, -1, -1)]
-    assert (optimizer.steps, optimizer.seen) == (0, [])
-    report = scaler.last_step(optimizer)
-    assert (report.skipped, report.reason, report.nonfinite, report.retries) == (True, "overflow", 1, 16)
-    # The cause is not the scale, which backs off once as for any overflow.
-    scaler.update()
-    assert scaler.get_scale() == 32768.0
-
-
-def test_the_retries_end_at_the_minimum(arrays: Library) -> None:
-    policy = DynamicScale(init_scale=8.0, min_scale=2.0)
-    scaler, optimizer = GradScaler(policy=policy), Evaluating()
-    closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
-    assert scaler.step(optimizer, closure) is None
-    assert called_at == [8.0, 4.0, 2.0, 2.0]
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-
-
-def test_a_static_scale_is_not_tried_again(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(policy=StaticScale(8.0)), Evaluating()
-    closure, called_at = closure_of(arrays, scaler, optimizer, lambda *_: True)
-    assert scaler.step(optimizer, closure) is None
-    assert called_at == [8.0]
+    retries = len(scales) - (1 if is_skipped else evaluations)
+    assert (report.skipped, report.nonfinite, report.retries) == (is_skipped, int(is_skipped), retries)
+    assert report.reason == ("overflow" if is_skipped else "stepped")
+    assert report.scale == scales[-1]
+    assert scaler.get_scale() == after
+    assert scaler.state_dict()["_growth_tracker"] == 0
 
 
 def test_an_overflow_at_the_minimum_is_raised_by_the_update_if_the_policy_says_so(arrays: Library) -> None:

@@ -95,36 +95,23 @@ def has(arrays: Library, name: str) -> bool:
     return name not in ("float16", "bfloat16") or name in arrays.halves
 
 
+@pytest.mark.parametrize("is_pure", [False, True], ids=["adapter", "pure form"])
 @pytest.mark.parametrize("name", DTYPES)
-def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str) -> None:
+def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str, is_pure: bool) -> None:
     if not has(arrays, name):
         assert name in ("float16", "bfloat16")
         return
-    backend = registry.backend_for(arrays.asarray(1.0))
+    backend = Backend() if is_pure else registry.backend_for(arrays.asarray(1.0))
 
     @settings(max_examples=6 if arrays.is_slow else examples(60))
     @given(patterns(name))
     def check(drawn: Any) -> None:
-        assert summarize(backend, into(arrays, drawn)) == [oracle(drawn)]
-
-    check()
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_the_pure_form_counts_the_same(arrays: Library, name: str) -> None:
-    if not has(arrays, name):
-        assert name in ("float16", "bfloat16")
-        return
-
-    @settings(max_examples=6 if arrays.is_slow else examples(40))
-    @given(patterns(name))
-    def check(drawn: Any) -> None:
-        if arrays.flushes_subnormals:
+        if is_pure and arrays.flushes_subnormals:
             # XLA takes them for 0: that is why the adapter has a form of its own.
             drawn = np.where(np.abs(drawn) < 2.0**-100, np.zeros_like(drawn), drawn)
             if drawn.dtype.kind == "c":
                 return
-        assert summarize(Backend(), into(arrays, drawn)) == [oracle(drawn)]
+        assert summarize(backend, into(arrays, drawn)) == [oracle(drawn)]
 
     check()
 

@@ -181,30 +181,27 @@ def use_everything(library: Library) -> None:
         run_ranks(2, lambda collectives: train(library, ShardedGradScaler(group=collectives)))
 
 
-def test_the_core_asks_for_the_listed_functions_and_no_others(strict: Library, recorded: Recorded) -> None:
-    use_everything(strict)
-    assert recorded.functions == set(arithmetic.STANDARD_FUNCTIONS) | set(arithmetic.STANDARD_DTYPES)
+LISTED = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
 
 
-def test_the_core_asks_for_the_listed_members_of_arrays_and_no_others(strict: Library, recorded: Recorded) -> None:
+def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict: Library, recorded: Recorded) -> None:
     use_everything(strict)
+    assert recorded.functions == LISTED
     assert recorded.members == set(arithmetic.STANDARD_MEMBERS)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_diagnosis_asks_for_the_listed_functions_beside_and_no_others(strict: Library, recorded: Recorded) -> None:
-    diagnose(strict, GradScaler(diagnose="on_overflow"))
-    run_ranks(2, lambda collectives: diagnose(strict, ShardedGradScaler(group=collectives, diagnose="on_overflow")))
-    listed = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
-    assert recorded.functions - listed == set(summaries.STANDARD_FUNCTIONS)
-    assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
-
-
-def test_clipping_asks_for_the_listed_functions_beside_and_no_others(strict: Library, recorded: Recorded) -> None:
-    clip(strict, GradScaler())
-    run_ranks(2, lambda collectives: clip(strict, ShardedGradScaler(group=collectives)))
-    listed = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
-    assert recorded.functions - listed == set(clipping.STANDARD_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("use", "listed", "options"),
+    [(diagnose, summaries.STANDARD_FUNCTIONS, {"diagnose": "on_overflow"}), (clip, clipping.STANDARD_FUNCTIONS, {})],
+    ids=["diagnosis", "clipping"],
+)
+def test_what_not_all_use_asks_for_the_listed_functions_beside_and_no_others(
+    strict: Library, recorded: Recorded, use: Any, listed: Any, options: Any
+) -> None:
+    use(strict, GradScaler(**options))
+    run_ranks(2, lambda collectives: use(strict, ShardedGradScaler(group=collectives, **options)))
+    assert recorded.functions - LISTED == set(listed)
     assert recorded.members <= set(arithmetic.STANDARD_MEMBERS)
 
 
