@@ -246,36 +246,6 @@ def test_the_norm_over_a_group_is_that_of_all_parts_and_every_rank_clips_alike(a
         np.testing.assert_allclose(one, want, rtol=3e-7)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("value", [*BAD, 1e200])
-def test_a_bad_part_on_any_rank_skips_the_step_on_all(strict: Library, size: int, value: float) -> None:
-    for bad in range(size):
-
-        def clip(collectives: Any, bad: int = bad) -> tuple[bool, float, int]:
-            scaler = ShardedGradScaler(group=collectives, init_scale=8.0)
-            scaler.scale(strict.asarray(1.0))
-            optimizer = Tree([strict.asarray([value if collectives.rank == bad else 8.0], "float64")])
-            scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
-            scaler.step(optimizer)
-            scaler.update()
-            return scaler.last_step(optimizer).skipped, scaler.get_scale(), optimizer.steps
-
-        assert run_ranks(size, clip) == [(True, 4.0, 0)] * size
-
-
-def test_the_norm_of_a_rank_is_its_own_over_a_group_too(arrays: Library) -> None:
-    def clip(collectives: Any) -> float:
-        scaler = ShardedGradScaler(group=collectives, init_scale=8.0)
-        scaler.scale(arrays.asarray(1.0))
-        optimizer = Tree([arrays.asarray([24.0, 32.0])])
-        norm: float = arrays.item(scaler.unscale_(optimizer, max_norm=1.0, norm_over="rank"))
-        scaler.step(optimizer)
-        return norm
-
-    assert run_ranks(2, clip) == [5.0, 5.0]
-
-
 def test_over_a_group_it_must_be_said_what_the_norm_is_of(strict: Library) -> None:
     def refuse(collectives: Any) -> str:
         scaler = ShardedGradScaler(group=collectives, init_scale=8.0)

@@ -192,20 +192,6 @@ def test_a_rank_that_leaves_out_an_iteration_is_found_by_every_rank() -> None:
     assert run_ranks(2, train) == [(3, True), (4, True)]
 
 
-def test_an_unpickled_scaler_without_a_group_touches_no_gradient() -> None:
-    def train(group: Any) -> Any:
-        scaler = pickle.loads(pickle.dumps(ShardedGradScaler(group=group)))
-        optimizer = begin(scaler)
-        with pytest.raises(CallOrderError, match="set_group"):
-            scaler.step(optimizer)
-        assert optimizer.grads[0].tolist() == [65536.0] * 3
-        scaler.set_group(group)
-        scaler.step(optimizer)
-        return optimizer.steps, optimizer.grads[0].tolist()
-
-    assert run_ranks(2, train) == [(1, [1.0] * 3)] * 2
-
-
 def test_an_update_without_a_step_is_an_error_on_every_rank_whichever_has_scaled() -> None:
     def train(group: Any) -> int:
         scaler = ShardedGradScaler(group=group)

@@ -82,24 +82,6 @@ def test_gradients_of_an_iteration_that_has_scaled_nothing_are_told_of_once(arra
         arrays.assert_array(first.grads[0], [2.0])
 
 
-@pytest.mark.numpy
-@pytest.mark.parametrize("with_gradients", [None, 0, 1, 2])
-def test_over_a_group_one_rank_with_gradients_is_enough(with_gradients: int | None) -> None:
-    def rank(group: ThreadCollectives) -> Any:
-        scaler, optimizer = ShardedGradScaler(group=group, init_scale=4.0), Tree()
-        scaler.scale(np.float32(1.0))
-        optimizer.grads = [np.float32([4.0])] if group.rank == with_gradients else []
-        try:
-            scaler.step(optimizer)
-            scaler.update()
-        except CallOrderError as error:
-            return str(error).partition(",")[0], optimizer.calls
-        return scaler.last_step(optimizer).reason, len(optimizer.calls)
-
-    expected = ("step() of Tree", []) if with_gradients is None else ("stepped", 1)
-    assert run_ranks(3, rank) == [expected] * 3
-
-
 class Other(Tree):
     """Another class of optimizer."""
 

@@ -23,7 +23,6 @@ from gradscale.core.backend import Backend
 __all__ = ["ROWS", "Library", "opened"]
 
 REALS = ("float32", "float64")
-COMPLEX = ("complex64", "complex128")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +124,6 @@ def _numpy() -> Library:
     return Library("numpy", xp, halves=("float16",))
 
 
-def _numpy_readonly() -> Library:
-    return dataclasses.replace(_numpy(), name="numpy-readonly", readonly=True)
-
-
 def _strict() -> Library:
     return Library("strict", require("strict"))
 
@@ -138,10 +133,6 @@ def _torch() -> Library:
     import array_api_compat.torch as xp
 
     return Library("torch", xp, halves=("float16", "bfloat16"))
-
-
-def _torch_core() -> Library:
-    return dataclasses.replace(_torch(), name="torch-core")
 
 
 _numbers: weakref.WeakKeyDictionary[types.FunctionType, int] = weakref.WeakKeyDictionary()
@@ -168,31 +159,22 @@ def _jax() -> Library:
     return Library("jax", xp, halves=("float16", "bfloat16"))
 
 
-def _jax_jit() -> Library:
-    return dataclasses.replace(_jax(), name="jax-jit")
-
-
 _MAKERS = {
     "numpy": _numpy,
-    "numpy-readonly": _numpy_readonly,
+    "numpy-readonly": lambda: dataclasses.replace(_numpy(), name="numpy-readonly", readonly=True),
     "strict": _strict,
     "torch": _torch,
-    "torch-core": _torch_core,
+    "torch-core": lambda: dataclasses.replace(_torch(), name="torch-core"),
     "dask": _dask,
     "jax": _jax,
-    "jax-jit": _jax_jit,
+    "jax-jit": lambda: dataclasses.replace(_jax(), name="jax-jit"),
 }
 
-# A new library is a function above, and its row and marks here.
+# A new library is a function above, and its row there; what has a mark of its own is run by it.
+_MARKED = ("numpy", "torch", "jax")
 ROWS: Sequence[Any] = [
-    pytest.param("numpy", id="numpy", marks=pytest.mark.numpy),
-    pytest.param("numpy-readonly", id="numpy-readonly", marks=pytest.mark.numpy),
-    pytest.param("strict", id="strict"),
-    pytest.param("torch", id="torch", marks=pytest.mark.torch),
-    pytest.param("torch-core", id="torch-core", marks=pytest.mark.torch),
-    pytest.param("dask", id="dask"),
-    pytest.param("jax", id="jax", marks=pytest.mark.jax),
-    pytest.param("jax-jit", id="jax-jit", marks=pytest.mark.jax),
+    pytest.param(name, id=name, marks=[getattr(pytest.mark, mark) for mark in _MARKED if name.startswith(mark)])
+    for name in _MAKERS
 ]
 
 
