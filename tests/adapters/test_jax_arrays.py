@@ -242,14 +242,6 @@ def test_dtypes_are_the_same_under_every_promotion_and_precision(jnp: Any, jax: 
             assert not any(field.weak_type for field in new)
 
 
-def test_weak_types_do_not_weaken_what_comes_out(jnp: Any) -> None:
-    weak = jnp.asarray(1.5)
-    assert weak.weak_type
-    state = DynamicScale().init(weak)
-    assert not any(field.weak_type for field in state)
-    assert not gradscale.scale(weak, state).weak_type
-
-
 def test_a_state_of_one_precision_goes_on_in_the_other(jnp: Any, jax: Any) -> None:
     policy = DynamicScale(init_scale=3.0, growth_interval=1, growth_factor=2.0)
     fingerprints = []

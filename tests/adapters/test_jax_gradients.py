@@ -266,30 +266,6 @@ def test_all_devices_of_an_axis_skip_together(jax: Any, gradscale_jax: Any, chec
         assert not bool(scaled.verdict.desynced)
 
 
-def test_one_device_that_overflows_alone_stops_them_all(jax: Any, gradscale_jax: Any) -> None:
-    """Gradients that are never summed, as of parameters that each device has for itself."""
-    jnp, spec = jax.numpy, jax.sharding.PartitionSpec
-    policy = DynamicScale()
-
-    def step(state: Any, parameters: Any, x: Any, axis_name: Any) -> Any:
-        run = gradscale_jax.value_and_grad(loss_function(jnp), policy, axis_name=axis_name)
-        scaled = run(state, parameters, x)
-        return jnp.reshape(scaled.verdict.finite, (1,)), jnp.reshape(scaled.state.scale, (1,))
-
-    over = require_mesh("model")
-    for axis_name, expected in (("model", [False] * DEVICES), (None, [True, True, False, True])):
-        mapped = jax.shard_map(
-            lambda s, p, x, a=axis_name: step(s, p, x, a),
-            mesh=over,
-            in_specs=(spec(), spec("model"), spec("model")),
-            out_specs=spec("model"),
-        )
-        x = jnp.ones(DEVICES).at[2].set(jnp.nan)
-        finite, scales = jax.jit(mapped)(policy.init(jnp.zeros(())), {"w": jnp.ones(DEVICES)}, x)
-        assert finite.tolist() == expected
-        assert scales.tolist() == [2.0**16 if one else 2.0**15 for one in expected]
-
-
 @pytest.mark.parametrize(
     ("fun", "error", "message"),
     [

@@ -140,27 +140,6 @@ def test_value_and_grad_in_float64(jax: Any, gradscale_jax: Any) -> None:
         assert int(run(policy.init(w), w * math.inf).verdict.nonfinite) == 1
 
 
-def test_loops_and_functions_with_derivatives_of_their_own(jax: Any, gradscale_jax: Any) -> None:
-    jnp, policy = jax.numpy, DynamicScale(growth_interval=2)
-
-    @jax.custom_vjp
-    def square(w: Any) -> Any:
-        return jnp.sum(w * w)
-
-    square.defvjp(lambda w: (square(w), w), lambda w, cotangent: (2 * w * cotangent,))
-    run = gradscale_jax.value_and_grad(square, policy)
-
-    def body(held: Any) -> Any:
-        count, state, w = held
-        scaled = run(state, w)
-        return count + 1, scaled.state, gradscale_jax.select(scaled.verdict.finite, w - 0.25 * scaled.grads, w)
-
-    start = (jnp.zeros((), jnp.int32), policy.init(jnp.zeros(())), jnp.asarray([4.0]))
-    _, state, w = jax.jit(lambda held: jax.lax.while_loop(lambda held: held[0] < 4, body, held))(start)
-    assert w.tolist() == [0.25]
-    assert float(state.scale) == 2.0**18
-
-
 def test_nan_debugging_lets_a_compiled_skip_pass(jax: Any, gradscale_jax: Any) -> None:
     jnp, policy = jax.numpy, DynamicScale()
 

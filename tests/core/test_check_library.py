@@ -108,17 +108,6 @@ def test_a_wrong_answer_is_found(strict: Library, cripple: Callable[..., Any], n
         check_library(cripple(**{name: getattr(strict.xp, WRONG[name], lambda x: x)}))
 
 
-def test_a_failure_within_a_computation_is_ours(strict: Library, cripple: Callable[..., Any]) -> None:
-    def stack(arrays: Any) -> Any:
-        if len(arrays) > 2:
-            msg = "at most two"
-            raise ValueError(msg)
-        return strict.xp.stack(arrays)
-
-    with pytest.raises(BackendNotAvailableError, match=r"crippled fails in gradscale's bits.*at most two"):
-        check_library(cripple(stack=stack))
-
-
 def test_only_arrays_can_be_held_to_the_suite() -> None:
     with pytest.raises(InvalidTypeError, match=r"like must be an array.*got 'text'"):
         check_library("text")

@@ -12,7 +12,7 @@ from libraries import Library
 from optimizers import Grouped, Parameter, Tree, scaled
 
 from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale
-from gradscale.reports.overflow import ParameterReport, RankReport, find_cause
+from gradscale.reports.overflow import ParameterReport, find_cause
 
 LONG = True
 
@@ -312,14 +312,6 @@ def test_a_table_has_a_row_for_each_name_and_as_many_as_are_asked_for() -> None:
     for wrong, error in ((-1, InvalidValueError), (1.5, InvalidTypeError)):
         with pytest.raises(error, match="limit must be"):
             report.table(wrong)  # type: ignore[arg-type]
-
-
-def test_the_worst_entries_are_kept_and_the_others_counted() -> None:
-    entries = tuple(sorted((entry(index=k, nan=int(k < 3)) for k in range(9)), key=lambda one: one.badness))
-    kept = RankReport((), entries).worst(2)
-    assert (len(kept.entries), kept.omitted_nonfinite, kept.omitted_finite) == (2, 1, 6)
-    assert kept.worst(1).omitted_nonfinite == 2
-    assert RankReport((), entries).worst(9).omitted_finite == 0
 
 
 def test_a_scaler_that_diagnoses_on_overflow_keeps_the_report_of_a_skipped_step(arrays: Library) -> None:

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import Library, opened
-from optimizers import Tree, iterate
 from runs import follow, scales, start
 from tiers import examples, later
 
-from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, presets
+from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, presets
 from gradscale.policies.rules import DelayedScale, GradualScale, WideningScale
 
 LONG = True
@@ -99,12 +98,6 @@ def test_jmps_numbers_are_taken_and_moved_to_what_they_mean() -> None:
         presets.jmp(growth_interval=2.5)
 
 
-@pytest.mark.parametrize("value", [np.zeros(0), np.zeros(2), Decimal("sNaN")], ids=["empty", "two", "signalling"])
-def test_a_minimum_that_is_no_number_is_refused_by_jmps_as_well(value: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="min_scale must be a finite number"):
-        presets.jmp(min_scale=value)
-
-
 @pytest.mark.parametrize("name", ["colossalai", "megatron", "paddle", "paddle_static"])
 def test_factors_are_float32_where_the_original_multiplies_by_such(name: str) -> None:
     settings = {"init_scale": 2.0**40, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1}
@@ -126,15 +119,6 @@ def test_a_wrong_argument_is_refused_by_its_name(name: str) -> None:
                 continue  # jmp takes it, and so does its preset
             with pytest.raises((InvalidValueError, InvalidTypeError), match=setting):
                 presets.named(name, **{setting: value})
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_scaler_with_a_preset_skips_an_overflow_and_goes_on(arrays: Library, name: str) -> None:
-    scaler, optimizer = GradScaler(policy=presets.named(name)), Tree()
-    reports = [iterate(arrays, scaler, optimizer, [value]) for value in (1.0, math.nan, 1.0)]
-    assert [report.skipped for report in reports] == [False, True, False]
-    assert optimizer.steps == 2
-    assert 0.0 < scaler.get_scale() < math.inf
 
 
 @pytest.mark.numpy
