@@ -145,6 +145,11 @@ class Mutable:
 
     init_scale: float = 8.0
 
+    init = staticmethod(StaticScale(8.0).init)
+    update = staticmethod(StaticScale(8.0).update)
+    backoff = staticmethod(StaticScale(8.0).backoff)
+    at_min_scale = staticmethod(StaticScale(8.0).at_min_scale)
+
 
 @dataclasses.dataclass(frozen=True)
 class AsksForValues(StaticScale):
