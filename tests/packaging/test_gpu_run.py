@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import gradscale
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / ".ci" / "gpu.py"
 
@@ -157,6 +159,7 @@ def test_a_python_without_gradscale_finds_its_adapters(tmp_path: Path) -> None:
     specification.loader.exec_module(module)
     module.registered(tmp_path)
     (made,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert (made.metadata["Name"], made.version) == ("gradscale", gradscale.__version__)
     points = {(point.name, point.value) for point in made.entry_points}
     assert points == {
         (point.name, point.value) for point in importlib.metadata.entry_points(group="gradscale.backends")
