@@ -5,31 +5,23 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axes import require
+from commands import python
 
 from benchmarks.cases import Outcome, run_cases
 from benchmarks.measure import Row
 
 pytestmark = pytest.mark.tier("all")
 
-LIMIT = 120
 ON_PATH = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        env=os.environ | ON_PATH | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    return python("-m", "benchmarks", *arguments, **(ON_PATH | environment))
 
 
 def test_libraries_get_one_thread_and_the_setting_comes_before_their_import() -> None:
@@ -40,10 +32,7 @@ def test_libraries_get_one_thread_and_the_setting_comes_before_their_import() ->
         "benchmarks.__main__.main(['--list'])\n"
         "print(os.environ['OMP_NUM_THREADS'], os.environ['OPENBLAS_NUM_THREADS'])\n"
     )
-    environment = os.environ | ON_PATH | {"OMP_NUM_THREADS": "7", "OPENBLAS_NUM_THREADS": "7"}
-    completed = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    completed = python("-c", program, OMP_NUM_THREADS="7", OPENBLAS_NUM_THREADS="7", **ON_PATH)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.splitlines()[-1] == "1 1"
 

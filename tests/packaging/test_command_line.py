@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from axes import require
+from commands import python, ran
 
 import gradscale
 
@@ -24,14 +25,8 @@ HEAVY = {"numpy", "torch", "jax", "jaxlib", "mpi4py", "numba", "matplotlib", "sc
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gradscale", *arguments],
-        env=os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    plain = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+    return python("-m", "gradscale", *arguments, **(plain | environment))
 
 
 def test_the_help_names_every_command_and_shows_examples() -> None:
@@ -59,8 +54,7 @@ def test_the_script_and_the_module_are_the_same_program() -> None:
     require("cli")
     script = Path(sys.executable).with_name("gradscale")
     assert script.exists()
-    completed = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert completed.stdout == run("--version").stdout == f"gradscale {gradscale.__version__}\n"
+    assert ran(script, "--version").stdout == run("--version").stdout == f"gradscale {gradscale.__version__}\n"
 
 
 def test_help_imports_no_framework() -> None:
@@ -70,9 +64,7 @@ def test_help_imports_no_framework() -> None:
         "try:\n    run(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
     )
-    completed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    completed = python("-c", program)
     loaded = set(completed.stdout.splitlines()[-1].split())
     assert "typer" in loaded
     assert not loaded & HEAVY
@@ -85,9 +77,7 @@ def test_an_error_of_gradscale_is_one_line_on_stderr() -> None:
         "@app.app.command()\ndef fail():\n    raise gradscale.InvalidValueError('two\\nlines')\n"
         "app.run(['fail'])\n"
     )
-    completed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    completed = python("-c", program)
     assert (completed.returncode, completed.stdout, completed.stderr) == (1, "", "gradscale: two lines\n")
 
 

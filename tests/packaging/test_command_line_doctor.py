@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axes import require
+from commands import python
 
 pytestmark = pytest.mark.tier("all")
 
@@ -39,14 +38,8 @@ LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     require("cli")
-    return subprocess.run(
-        [sys.executable, "-m", "gradscale", "doctor", *arguments],
-        env=os.environ | {"COLUMNS": "300", "GRADSCALE_NUMPY_FAST": "0"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    usual = {"COLUMNS": "300", "GRADSCALE_NUMPY_FAST": "0"}
+    return python("-m", "gradscale", "doctor", *arguments, **(usual | environment))
 
 
 def rows(completed: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -195,14 +188,6 @@ def test_modules_of_the_working_directory_are_not_run(command: tuple[str, ...], 
     require("cli")
     require("mpi")
     (tmp_path / "numpy.py").write_text("import pathlib\npathlib.Path('was_run').touch()\n")
-    completed = subprocess.run(
-        [sys.executable, "-m", "gradscale", *command],
-        cwd=tmp_path,
-        env=os.environ | {"GRADSCALE_NUMPY_FAST": "0"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    completed = python("-m", "gradscale", *command, folder=tmp_path, GRADSCALE_NUMPY_FAST="0")
     assert not (tmp_path / "was_run").exists()
     assert completed.returncode == 0, completed.stderr

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from axes import require
+from commands import python
 from host_nccl import installed
 
 from gradscale.cli import probe
@@ -33,9 +32,8 @@ def test_without_a_device_the_reason_says_what_to_do_and_no_other_command_is_giv
     (tmp_path / "cupy").mkdir()
     (tmp_path / "cupy" / "__init__.py").write_text("ndarray = type('ndarray', (), {})\n")
     (tmp_path / "cupy" / "cuda.py").write_text(CUDA)
-    command = [sys.executable, "-m", "gradscale", "doctor", "cupy", "--json"]
-    environment = os.environ | {"COLUMNS": "300", "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    completed = python("-m", "gradscale", "doctor", "cupy", "--json", COLUMNS="300", PYTHONPATH=path)
     (found,) = json.loads(completed.stdout)["components"]
     assert (completed.returncode, found["status"], found["command"]) == (1, "broken", "")
     assert found["reason"].startswith("there is no CUDA driver here: install NVIDIA's driver")

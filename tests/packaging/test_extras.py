@@ -1,14 +1,13 @@
 """A library that is missing is the same kind of message everywhere: what is missing, and the line that installs it."""
 
 import importlib.metadata
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from axes import require
+from commands import python
 
 from gradscale import BackendNotAvailableError, GradscaleError, MissingExtraError
 from gradscale.extras import needs
@@ -37,14 +36,7 @@ else:
 
 
 def run(library: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, library, *arguments],
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return python("-c", WITHOUT, library, *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
 
 
 def message(user: str, library: str, extras: str) -> str:
@@ -201,14 +193,7 @@ def test_a_missing_library_is_found_before_anything_is_imported() -> None:
 @pytest.mark.mpi
 def test_mpi4py_without_an_mpi_says_what_brings_one() -> None:
     require("mpi")
-    completed = subprocess.run(
-        [sys.executable, "-c", "import gradscale_numpy.mpi"],
-        env=os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    completed = python("-c", "import gradscale_numpy.mpi", MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert completed.stderr.splitlines()[-1] == (
         "gradscale.errors.BackendNotAvailableError: gradscale_numpy.mpi needs an MPI library, got: cannot load MPI "
         "library; load the cluster's, or from a clone of gradscale: python -m pip install '.[mpich]'"

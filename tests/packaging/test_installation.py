@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from axes import require
+from commands import ran
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +28,7 @@ CONSUMER = SCRIPT + "reveal_type(scaler.get_scale())\nreveal_type(backend)\n"
 
 
 def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    words = [str(word) for word in command]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return ran(*command, folder=folder, PYTHONPATH="", MYPYPATH="")
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +43,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     # The libraries of this Python, but not what its own .pth files name, such as another editable install.
     packages = Path(run(folder, python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    done = run(folder, *pip, "--ignore-installed", "-e", folder / "gradscale")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
+    done = run(folder, *pip, "--no-build-isolation", "--ignore-installed", "-e", folder / "gradscale")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, python
 
@@ -82,17 +71,8 @@ def test_a_type_checker_sees_the_types_of_an_editable_install(installed: tuple[P
     (folder / "elsewhere").mkdir(exist_ok=True)
     consumer = folder / place / "consumer.py"
     consumer.write_text(CONSUMER)
-    completed = run(
-        folder / place,
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file=",
-        "--python-executable",
-        python,
-        consumer,
-    )
+    checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", python]
+    completed = run(folder / place, *checker, consumer)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert 'Revealed type is "float"' in completed.stdout, completed.stdout
     assert 'Revealed type is "gradscale_numpy.arrays.NumpyBackend"' in completed.stdout, completed.stdout

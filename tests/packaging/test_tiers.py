@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 pytestmark = pytest.mark.tier("all")
 
@@ -42,16 +41,10 @@ def collected(folder: Path, *options: str, is_pure: bool = False, marked: str = 
     """Return the status and the output of a collection of the file."""
     file = folder / "test_kinds.py"
     file.write_text(FILE.format(is_pure=is_pure, marked=marked))
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "conftest", *options]
-    places = ["-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(TESTS.parent), str(file)]
-    completed = subprocess.run(
-        [*command, *places],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
-    )
+    command = ["-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "conftest", *options]
+    places = ["-c", TESTS.parent / "pyproject.toml", "--rootdir", TESTS.parent, file]
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    completed = python(*command, *places, PYTHONPATH=path)
     return completed.returncode, completed.stdout + completed.stderr
 
 

@@ -1,0 +1,25 @@
+"""Programs that tests start and wait for, but not for ever; what they print is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["python", "ran"]
+
+_LIMIT = 120  # seconds
+
+
+def ran(*command: object, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with variables besides those of the environment."""
+    words, environment = [str(word) for word in command], os.environ | variables
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT, check=False
+    )
+
+
+def python(*arguments: object, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python."""
+    return ran(sys.executable, *arguments, folder=folder, **variables)
