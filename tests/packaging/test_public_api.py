@@ -6,34 +6,18 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from commands import python
 
 import gradscale
 
-FRAMEWORKS = {
-    "numpy",
-    "torch",
-    "jax",
-    "jaxlib",
-    "cupy",
-    "mpi4py",
-    "numba",
-    "ml_dtypes",
-    "gradscale_numpy",
-    "gradscale_torch",
-    "gradscale_jax",
-    "gradscale_cupy",
-    "matplotlib",
-    "rich",
-    "typer",
-}
 NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"}
+FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes"}
+FRAMEWORKS |= {"matplotlib", "rich", "typer"}
 PACKAGES = (
     "gradscale",
     "gradscale_numpy",
@@ -54,7 +38,8 @@ def loaded_after(*statements: str) -> set[str]:
     program = "\n".join(
         [*statements, "import json, sys", "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"]
     )
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    completed = python("-c", program)
+    assert completed.returncode == 0, completed.stderr
     return set(json.loads(completed.stdout.splitlines()[-1]))
 
 
