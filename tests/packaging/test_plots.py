@@ -9,23 +9,22 @@ import numpy as np
 import pytest
 from axes import require
 
-from gradscale import (
-    DynamicScale,
-    GradScaler,
-    InvalidTypeError,
-    InvalidValueError,
-    StaticScale,
-    plot,
-)
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale, plot
 from gradscale.policies.simulation import simulate
 from gradscale.reports.callbacks import JSONLines
 from gradscale.reports.steps import UpdateReport
 
+pytestmark = pytest.mark.usefixtures("library")
 REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]
 
 
-def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
+@pytest.fixture
+def library() -> None:
+    """Skip where there is no matplotlib."""
     require("plot")
+
+
+def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
     with JSONLines(tmp_path / "log.jsonl") as log:
         for report in REPORTS:
             log(report)
@@ -39,7 +38,6 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require("plot")
     monkeypatch.chdir(tmp_path)
     assert plot.history(REPORTS).axes[0].lines
     assert plot.simulation(simulate(DynamicScale(), "CO", name="one")).axes[0].lines
@@ -47,7 +45,6 @@ def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_each_panel_of_simulations_has_an_axis_for_its_own_scales() -> None:
-    require("plot")
     falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
     figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
     limits = [ax.get_ylim() for ax in figure.axes]
@@ -58,7 +55,6 @@ def test_each_panel_of_simulations_has_an_axis_for_its_own_scales() -> None:
 
 
 def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_few_points() -> None:
-    require("plot")
     run = simulate(DynamicScale(init_scale=1024.0, growth_interval=1), "CO" * 50_000 + "C" * 50_000, name="nervous")
     (line,) = plot.simulation(run).axes[0].lines
     drawn = list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
@@ -72,7 +68,6 @@ def test_a_scale_that_turns_more_often_than_a_picture_has_columns_is_drawn_by_fe
 
 
 def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path: Path) -> None:
-    require("plot")
 
     class Optimizer:
         def __init__(self) -> None:
@@ -96,7 +91,6 @@ def test_the_line_ends_with_what_the_last_update_has_made_of_the_scale(tmp_path:
 
 
 def test_each_simulation_has_a_panel_and_no_column_of_skips_is_lost() -> None:
-    require("plot")
     result = simulate(DynamicScale(), "CO" * 30_000, name="one")
     figure = plot.simulation([result, result])
     assert len(figure.axes) == 2
@@ -130,7 +124,6 @@ def test_a_log_that_cannot_be_drawn_names_the_line(row: str, said: str, tmp_path
 
 
 def test_what_is_not_finite_is_left_out_of_the_picture(tmp_path: Path) -> None:
-    require("plot")
     rows = [f'{{"scale": 2.0, "magnitude": {value}}}\n' for value in ("NaN", "Infinity", "1e308", "1.0")]
     (tmp_path / "log.jsonl").write_text("".join(rows))
     figure = plot.history(tmp_path / "log.jsonl", tmp_path / "plot.png")
@@ -146,6 +139,5 @@ def test_other_objects_are_refused(draw: Any, bad: Any) -> None:
 
 
 def test_a_kind_of_file_that_matplotlib_does_not_write_is_refused(tmp_path: Path) -> None:
-    require("plot")
     with pytest.raises(InvalidValueError, match=r"plot\.xyz.*supported formats"):
         plot.history(REPORTS, tmp_path / "plot.xyz")
