@@ -16,6 +16,7 @@ from typing import Any
 import host_kernels
 import pytest
 from axes import require, require_program
+from commands import ran
 from programs import interrupted, lines, png_size
 from worlds import mpi_command, mpi_environment
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES, SUPPORT = ROOT / "examples", ROOT / "tests" / "support"
 PROGRAM = EXAMPLES / "train_cupy.py"
 STEPS, INJECTED = 30, 28
+SHARED = {"devices": 1, "has_nccl": 0}
 
 # What a Python does first: it puts the stand-in in CuPy's place, with kernels that were compiled once for all of them.
 STAND_IN = """
@@ -40,7 +42,7 @@ NO_CUPY = "import sys\nsys.modules['cupy'] = None\n"
 
 # Runs the example named in the arguments, and writes what came of its runs, with all digits, in place of the plot.
 RECORDED = """
-import collections, dataclasses, importlib, json, sys
+import dataclasses, importlib, json, sys
 name = sys.argv.pop(1)
 import shared.runs
 from shared.ranks import Ranks
@@ -51,9 +53,7 @@ def write(runs, options, ranks):
         values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
         values |= {"scales": [report.scale for report in run.history], "skipped": run.skipped, "seconds": 0}
         found.append(values | {"dtype": run.dtype.__name__})
-    log = getattr(sys.modules.get("host_cupy"), "log", [])
-    counts = collections.Counter(entry[0] for entry in log)
-    options.output.write_text(json.dumps({"runs": found, "counts": counts}))
+    options.output.write_text(json.dumps(found))
 
 shared.runs.write_picture = write
 with Ranks() as world:
@@ -81,20 +81,13 @@ def environment(folder: Path, *, has_cupy: bool = True, **machine: int) -> dict[
 
 def launch(folder: Path, size: int, *arguments: object, **machine: int) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on ``size`` ranks, on one without mpiexec."""
-    python = list(map(str, arguments))
-    return subprocess.run(
-        [sys.executable, *python] if size == 1 else mpi_command(size, *python),
-        env=environment(folder, **machine),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = list(map(str, arguments))
+    command = [sys.executable, *words] if size == 1 else mpi_command(size, *words)
+    return ran(*command, folder=folder, **environment(folder, **machine))
 
 
 def recorded(folder: Path, size: int, name: str, *arguments: object, **machine: int) -> Any:
-    """Return what came of the runs of an example, with the counts of what it asked of the stand-in."""
+    """Return what came of each run of an example."""
     output = folder / "runs.png"  # a name that the option takes
     completed = launch(folder, size, "-c", RECORDED, name, *arguments, "--output", output, **machine)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -117,24 +110,28 @@ def test_it_prints_the_table_and_writes_the_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "group"),
+    ("size", "over", "machine"),
     [
-        pytest.param(1, None, id="single"),
+        pytest.param(1, [], {}, id="single"),
         # It needs no mpiexec, but mpi4py, which carries the stand-in's NCCL.
-        pytest.param(1, "nccl", id="single-nccl", marks=pytest.mark.mpi),
-        *(pytest.param(2, group, id=f"mpi-2-{group}", marks=pytest.mark.mpi) for group in ("nccl", "mpi")),
+        pytest.param(1, ["--group", "nccl"], {}, id="single-nccl", marks=pytest.mark.mpi),
+        pytest.param(2, ["--group", "nccl"], {}, id="mpi-2-nccl", marks=pytest.mark.mpi),
+        pytest.param(
+            2, ["--group", "mpi"], {"devices": 1, "has_nccl": False}, id="mpi-2-shared", marks=pytest.mark.mpi
+        ),
     ],
 )
-def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(tmp_path: Path, size: int, group: str | None) -> None:
-    over = [] if group is None else ["--group", group]
+def test_each_rank_in_turn_overflows_and_all_is_as_with_numpy(
+    tmp_path: Path, size: int, over: list[str], machine: dict[str, int]
+) -> None:
     for rank in range(size):
         arguments = ["--steps", STEPS, "--seed", 3, "--inject", f"{INJECTED}:{rank}"]
-        found = recorded(tmp_path, size, "train_cupy", *arguments, *over)
+        found = recorded(tmp_path, size, "train_cupy", *arguments, *over, **machine)
         # The same arithmetic in the same order; over NCCL as well, since a sum of two numbers is rounded once anyhow.
-        assert found["runs"] == recorded(tmp_path, size, "train_digits", *arguments)["runs"]
-        assert [run["skipped"] for run in found["runs"]] == [[], [], [INJECTED]]
-        assert found["runs"][2]["scales"][-4:] == [2.0**17, 2.0**17, 2.0**16, 2.0**16]
-        assert all(run["is_verified"] for run in found["runs"])
+        assert found == recorded(tmp_path, size, "train_digits", *arguments)
+        assert [run["skipped"] for run in found] == [[], [], [INJECTED]]
+        assert found[2]["scales"][-4:] == [2.0**17, 2.0**17, 2.0**16, 2.0**16]
+        assert all(run["is_verified"] for run in found)
 
 
 @pytest.mark.mpi
@@ -143,18 +140,9 @@ def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path) -> None:
     arguments = ["--steps", 6, "--inject", "5:3"]
     found, numpy = (recorded(tmp_path, 4, name, *arguments, devices=4) for name in ("train_cupy", "train_digits"))
     # In float16 the sum of four is rounded thrice here, and once there.
-    assert found["runs"][0] == numpy["runs"][0]
-    assert [run["skipped"] for run in found["runs"]] == [[], [], [5]]
-    assert all(run["is_verified"] for run in found["runs"])
-
-
-@pytest.mark.mpi
-def test_an_iteration_reads_one_verdict(tmp_path: Path) -> None:
-    short, long = (recorded(tmp_path, 2, "train_cupy", "--steps", steps)["counts"] for steps in (4, 9))
-    # Five iterations in each of three runs, and the accuracies are read at the end. Only one run has a scaler. Over
-    # NCCL go the gradients and the weights in each run, and one agreement.
-    wanted = {"read": 5, "launch": 5, "nccl": 5 * (2 * 3 + 1)}
-    assert {what: long[what] - short[what] for what in wanted} == wanted
+    assert found[0] == numpy[0]
+    assert [run["skipped"] for run in found] == [[], [], [5]]
+    assert all(run["is_verified"] for run in found)
 
 
 REFUSALS = {
@@ -188,13 +176,6 @@ def test_what_is_missing_is_said_once_and_plainly(tmp_path: Path, size: int, wha
     assert len(said) == 1, completed.stderr
     assert "Traceback" not in completed.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.mpi
-def test_ranks_may_share_a_gpu_over_mpi(tmp_path: Path) -> None:
-    completed = launch(tmp_path, 2, PROGRAM, "--steps", 3, "--group", "mpi", devices=1, has_nccl=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert lines(completed)[-1] == "verified: weights and scaler state are bit-identical on 2 ranks"
 
 
 def test_one_gpu_needs_neither_nccl_nor_mpi4py(tmp_path: Path) -> None:
