@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jax_devices import COUNT as DEVICES
-from jax_devices import require_jax, require_mesh
+from jax_devices import require_jax, require_mesh, x64_mode
 from optimizers import Tree
 from tiers import later
 
@@ -42,7 +42,7 @@ def test_the_adapter_gives_the_pure_cores_bits(backend: Any, jnp: Any, name: str
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("name", ["float64", "complex128"])
 def test_the_adapter_gives_the_pure_cores_bits_in_float64(jax: Any, backend: Any, name: str) -> None:
-    with jax.enable_x64(True):
+    with x64_mode(True):
         gradscale.testing.check_backend(backend, jax.numpy.zeros(()), dtypes=[jax.numpy.dtype(name)])
 
 
@@ -227,7 +227,7 @@ def test_nothing_is_read_or_donated(jax: Any, jnp: Any) -> None:
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 def test_dtypes_are_the_same_under_every_promotion_and_precision(jnp: Any, jax: Any, promotion: str, x64: bool) -> None:
-    with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion), jax.numpy_rank_promotion("raise"):
+    with x64_mode(x64), jax.numpy_dtype_promotion(promotion), jax.numpy_rank_promotion("raise"):
         policy = DynamicScale(growth_factor=1.5, backoff_factor=0.3, hysteresis=2, tolerance=None, max_scale=2.0**20)
         state = policy.init(jnp.zeros((), dtype=jnp.float16))
         assert [str(field.dtype) for field in state] == ["float32", "int32", "int32", "int32"]
@@ -242,13 +242,13 @@ def test_dtypes_are_the_same_under_every_promotion_and_precision(jnp: Any, jax: 
             assert not any(field.weak_type for field in new)
 
 
-def test_a_state_of_one_precision_goes_on_in_the_other(jnp: Any, jax: Any) -> None:
+def test_a_state_of_one_precision_goes_on_in_the_other(jnp: Any) -> None:
     policy = DynamicScale(init_scale=3.0, growth_interval=1, growth_factor=2.0)
     fingerprints = []
     for modes in ((False, True), (True, False), (True, True), (False, False)):
-        with jax.enable_x64(modes[0]):
+        with x64_mode(modes[0]):
             state = policy.update(policy.init(jnp.zeros(())), nonfinite=jnp.zeros((), dtype=jnp.int32))
-        with jax.enable_x64(modes[1]):
+        with x64_mode(modes[1]):
             grads, nonfinite = gradscale.unscale([jnp.asarray([1.0, 7.0], dtype=jnp.float32)], state)
             state = policy.update(state, nonfinite=nonfinite)
             fingerprints.append((bits(grads[0]), bits(arithmetic.fingerprint(state))))
@@ -258,12 +258,12 @@ def test_a_state_of_one_precision_goes_on_in_the_other(jnp: Any, jax: Any) -> No
     assert np.frombuffer(fingerprints[0][0], np.float32).tolist() == [sixth, np.float32(7.0) * sixth]
 
 
-def test_float64_is_used_for_factors_exactly_while_it_is_switched_on(jnp: Any, jax: Any) -> None:
+def test_float64_is_used_for_factors_exactly_while_it_is_switched_on(jnp: Any) -> None:
     # float32(1.1) differs from 1.1, and the products from each other.
     policy = DynamicScale(init_scale=7.0, growth_factor=1.1, growth_interval=1)
     scales = {}
     for x64 in (False, True, False, True):
-        with jax.enable_x64(x64):
+        with x64_mode(x64):
             state = policy.update(policy.init(jnp.zeros(())), nonfinite=jnp.zeros((), dtype=jnp.int32))
             scales.setdefault(x64, set()).add(float(state.scale))
     assert scales[True] == {float(np.float32(np.float64(7.0) * 1.1))}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
-from jax_devices import require_jax
+from jax_devices import require_jax, x64_mode
 from optax_runs import (
     HOWS,
     Run,
@@ -250,10 +250,9 @@ def test_extra_arguments_reach_the_inner_transformation(
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("how", HOWS)
-def test_double_precision_stays_so_in_x64_mode(jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, how: str) -> None:
+def test_double_precision_stays_so_in_x64_mode(jnp: Any, optax: Any, gradscale_jax: Any, how: str) -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.1, momentum=0.9), POLICY)
-    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-    with enable_x64(True):
+    with x64_mode(True):
         # Differentiated as they are: the helper's loss is float32.
         params = {"weight": jnp.asarray([1.0 + 2.0**-40, 2.0])}
         grads = {"weight": 1024.0 * np.asarray([[1.0 + 2.0**-45, 3.0], [np.inf, 1.0], [512.0, 1.0]])}

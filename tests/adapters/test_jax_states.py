@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_devices import COUNT, require_mesh
+from jax_devices import COUNT, require_mesh, x64_mode
 
 import gradscale
 from gradscale import CallOrderError, DynamicScale, InvalidTypeError, ScaleDesyncError, ScaleState
@@ -33,7 +33,7 @@ def test_a_state_of_other_numbers_becomes_arrays_of_its_dtypes(
     jax: Any, gradscale_jax: Any, state: Any, how: str, x64: bool
 ) -> None:
     jnp, policy = jax.numpy, DynamicScale(growth_interval=1)
-    with jax.enable_x64(x64):
+    with x64_mode(x64):
         if state == "weak":
             state = ScaleState(jnp.asarray(1024.0), *[jnp.asarray(0)] * 3)
         run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy)
@@ -129,7 +129,7 @@ def test_a_step_over_a_mesh_is_compiled_at_most_twice(jax: Any, gradscale_jax: A
 
 
 def test_value_and_grad_in_float64(jax: Any, gradscale_jax: Any) -> None:
-    with jax.enable_x64(True):
+    with x64_mode(True):
         jnp, policy = jax.numpy, DynamicScale(growth_interval=1)
         w = jnp.asarray([1.0 / 3.0], dtype=jnp.float64)
         run = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy))

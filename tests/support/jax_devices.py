@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -40,3 +41,11 @@ def require_mesh(*names: str, shape: tuple[int, ...] = (COUNT,)) -> Any:
 
     devices = require_devices(math.prod(shape))
     return require_jax().sharding.Mesh(np.asarray(devices).reshape(shape), names)
+
+
+def x64_mode(enabled: bool) -> AbstractContextManager[None]:
+    """Return a context with or without float64; older JAX has it elsewhere."""
+    jax = require_jax()
+    mode = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    made: AbstractContextManager[None] = mode(enabled)
+    return made
