@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from axes import require
+from axes_torch import GradScaler, TorchScaler, torch
 from tiers import examples
 from torch_runs import assert_same
 
@@ -28,6 +28,8 @@ THEIRS = {
     gradscale.InvalidTypeError: (TypeError, ValueError, AssertionError),
     gradscale.InvalidValueError: (ValueError,),
 }
+
+MAKERS: list[Callable[..., Any]] = [functools.partial(make, "cpu") for make in (GradScaler, TorchScaler)]
 
 Call = tuple[str, *tuple[Any, ...]]
 
@@ -138,7 +140,6 @@ class Side:
     """A scaler, with a model of two parameters for each optimizer."""
 
     def __init__(self, make: Callable[..., Any], plan: Plan) -> None:
-        self.torch = torch = require("torch")
         self.scaler = make(enabled=plan.enabled, **plan.settings)
         self._generator = torch.Generator().manual_seed(1)
         self._saved: dict[str, Any] | None = None
@@ -160,20 +161,19 @@ class Side:
             self.optimizers.append(optimizer)
 
     def _normal(self, shape: Any) -> Any:
-        return self.torch.randn(shape, generator=self._generator)
+        return torch.randn(shape, generator=self._generator)
 
     def call(self, name: str, *arguments: Any) -> Any:
         return getattr(self, name)(*arguments)
 
     def scale(self, what: str) -> Any:
-        tensor = self.torch.tensor
-        one, other = tensor(1.5), tensor(-2.0)
+        one, other = torch.tensor(1.5), torch.tensor(-2.0)
         outputs = {
             "loss": one,
             "list": [one, other],
             "nested": [(one,), other],
-            "half": tensor([1.5], dtype=self.torch.float16),
-            "bfloat16": tensor(1.5, dtype=self.torch.bfloat16),
+            "half": torch.tensor([1.5], dtype=torch.float16),
+            "bfloat16": torch.tensor(1.5, dtype=torch.bfloat16),
             "generator": (each for each in (one, other)),
             "number": 1.5,
             "None": None,
@@ -200,7 +200,7 @@ class Side:
 
     def new_scale(self, value: float, kind: str) -> Any:
         dtype = getattr(self.torch, kind)
-        return self.scaler.update(value if kind == "float" else self.torch.full((), value, dtype=dtype))
+        return self.scaler.update(value if kind == "float" else torch.full((), value, dtype=dtype))
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
         self.optimizers[index].zero_grad(set_to_none=set_to_none)
@@ -210,7 +210,7 @@ class Side:
 
     def clip(self, index: int) -> Any:
         chosen = [parameter for parameter in self.models[index] if parameter.grad is not None]
-        return self.torch.nn.utils.clip_grad_norm_(chosen, 0.5) if chosen else None
+        return torch.nn.utils.clip_grad_norm_(chosen, 0.5) if chosen else None
 
     def get_scale(self) -> Any:
         return self.scaler.get_scale()
@@ -333,27 +333,20 @@ def run_both(plan: Plan, makers: list[Callable[..., Any]]) -> bool:
     return False
 
 
-@pytest.fixture
-def makers(torch: Any) -> list[Callable[..., Any]]:
-    from gradscale_torch import GradScaler
-
-    return [functools.partial(make, "cpu") for make in (GradScaler, torch.amp.GradScaler)]
-
-
 @pytest.mark.tier("ranks")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("share", range(10))
-def test_random_programs_give_torchs_values_and_errors(makers: list[Callable[..., Any]], share: int) -> None:
-    failed = [run_both(Chance(seed).plan(), makers) for seed in range(share, examples(PROGRAMS), 10)]
+def test_random_programs_give_torchs_values_and_errors(share: int) -> None:
+    failed = [run_both(Chance(seed).plan(), MAKERS) for seed in range(share, examples(PROGRAMS), 10)]
     # Both kinds of programs are there.
     assert 0.1 < sum(failed) / len(failed) < 0.9
 
 
-def test_a_difference_is_found(makers: list[Callable[..., Any]]) -> None:
-    ours, theirs = makers
+def test_a_difference_is_found() -> None:
+    ours, theirs = MAKERS
     calls: list[Call] = [("train", 0, math.inf), ("step", 0), ("update",)]
     plan = Plan({}, True, ["SGD"], ["float32"], calls)
-    assert not run_both(plan, makers)
+    assert not run_both(plan, MAKERS)
     with pytest.raises(AssertionError):
         run_both(plan, [functools.partial(ours, backoff_factor=0.25), theirs])
     with pytest.raises(AssertionError, match="KeyError"):
