@@ -6,7 +6,6 @@ Nothing is changed by an error. Every entrance is tried with each hostile value,
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -14,41 +13,20 @@ import math
 import os
 import pickle
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from axes import require
-from hostile import (
-    HOSTILE,
-    HUGE,
-    Raising,
-    changed,
-    deep,
-    holding_itself,
-    made,
-    settings_of,
-    trees,
-    values,
-)
+from hostile import HOSTILE, HUGE, Raising, changed, deep, holding_itself, made, settings_of, trees, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from optimizers import Grouped, Parameter, Tree, iterate_plainly
+from optimizers import Grouped, Tree, iterate_plainly
 from tiers import examples
 
 import gradscale
-from gradscale import (
-    DynamicScale,
-    GradscaleError,
-    GradScaler,
-    InvalidTypeError,
-    InvalidValueError,
-    StaticScale,
-    presets,
-    tree,
-)
+from gradscale import DynamicScale, GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets, tree
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.policies import rules, simulation
@@ -61,7 +39,7 @@ SETTINGS = [
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "growth_after", "hysteresis"),
     *("hysteresis_refill", "tolerance", "min_scale", "max_scale", "at_min"),
 ]
-POLICIES = (DynamicScale, StaticScale, rules.DelayedScale, rules.GradualScale, rules.WideningScale)
+POLICIES = (DynamicScale, gradscale.StaticScale, rules.DelayedScale, rules.GradualScale, rules.WideningScale)
 FOREIGN: list[dict[str, Any]] = [
     {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 1},
     {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 2},
@@ -93,13 +71,6 @@ def bits(state: dict[str, Any]) -> bytes:
 
 
 SAVED = used().state_dict()
-
-
-def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Assert that a call is refused with an error of ours; return its message."""
-    with pytest.raises(GradscaleError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 def keeps_its_state(scaler: GradScaler, _: object = None) -> None:
@@ -167,10 +138,6 @@ def tried(entrance: Entrance, value: Any) -> None:
     # It goes on, after the iteration that the call may have begun.
     scaler.update(1024.0)
     iterate_plainly(scaler, 1)
-
-
-def known(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "unheard_of"}
 
 
 def clip(scaler: GradScaler, max_norm: Any) -> None:
@@ -293,49 +260,17 @@ FUZZED = {
     ),
     **{
         kind.__name__: Entrance(
-            lambda _, options, kind=kind: kind(**known(options)),
+            lambda _, options, kind=kind: kind(**options),
             keeps_scales_finite,
             settings_of([field.name for field in dataclasses.fields(kind)]),
         )
         for kind in POLICIES
     },
-    "options": Entrance(
-        lambda _, options: GradScaler(**known(options)), can_be_used, settings_of([*SETTINGS[:4], *OPTIONS])
-    ),
-    "options of ranks": Entrance(
-        lambda _, options: gradscale.ShardedGradScaler(group=GROUP, **known(options)),
-        can_be_used,
-        settings_of([*SETTINGS[:4], *OPTIONS, "timeout"]),
-    ),
     "foreign state's keys": Entrance(
         lambda _, state: gradscale.load_foreign_state(state), can_be_loaded, st.sampled_from(FOREIGN).flatmap(changed)
     ),
-    "foreign arguments": Entrance(
-        lambda _, drawn: gradscale.load_foreign_state(drawn[0], drawn[1], loss_id=drawn[2], **drawn[3]),
-        can_be_loaded,
-        st.tuples(
-            st.sampled_from(FOREIGN),
-            st.sampled_from([None, "torch", "apex"]) | values(),
-            st.sampled_from([None, 0, 1]) | values(),
-            settings_of(SETTINGS),
-        ),
-    ),
-    "settings of a preset": Entrance(
-        lambda _, drawn: presets.named(drawn[0], **drawn[1]),
-        drawn=st.tuples(st.sampled_from(presets.names()), settings_of(SETTINGS)),
-    ),
-    "steps": Entrance(
-        lambda _, steps: simulation.simulate(DynamicScale(growth_interval=2), steps),
-        drawn=st.text("cCoO x", max_size=6) | st.lists(st.booleans() | values(), max_size=5),
-    ),
     "written log": Entrance(
-        read_written,
-        drawn=st.binary(max_size=60)
-        | st.text(max_size=60).map(str.encode)
-        | st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-            lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=4), below, max_size=3),
-        ).map(lambda value: json.dumps(value).encode()),
+        read_written, drawn=st.binary(max_size=60) | trees().map(lambda drawn: json.dumps(drawn, default=str).encode())
     ),
 }
 
@@ -364,32 +299,22 @@ def test_whatever_is_drawn_is_taken_or_refused_and_a_refusal_changes_nothing(ent
 
 
 def test_a_tree_may_be_deeper_than_python_recurses() -> None:
-    scaler = GradScaler(init_scale=2.0)
-    for levels in (900, 5000):
-        scaled = scaler.scale(deep(levels))
-        (leaf,), _ = tree.flatten(scaled)
-        assert leaf == 2.0
-        ((path, again),) = tree.leaves_with_paths(scaled)
-        assert again is leaf
-        assert path.count("[") == levels
-        optimizer = Tree(deep(levels, np.full(1, 2.0, np.float32)))
-        scaler.unscale_(optimizer)
-        (gradient,), _ = tree.flatten(optimizer.grads)
-        assert gradient == 1.0
-        scaler.update()
-        state = DynamicScale(init_scale=2.0).init(np.float32(1.0))
-        chosen = gradscale.select(np.asarray(True), deep(levels), gradscale.scale(deep(levels), state))
-        assert tree.flatten(chosen)[0] == [1.0]
+    scaler, levels = GradScaler(init_scale=2.0), 5000
+    scaled = scaler.scale(deep(levels))
+    ((path, leaf),) = tree.leaves_with_paths(scaled)
+    assert (leaf, path.count("["), tree.flatten(scaled)[0]) == (2.0, levels, [2.0])
+    optimizer = Tree(deep(levels, np.full(1, 2.0, np.float32)))
+    scaler.unscale_(optimizer)
+    assert tree.flatten(optimizer.grads)[0] == [1.0]
+    chosen = gradscale.select(np.asarray(True), deep(levels), gradscale.scale(deep(levels), STATE))
+    assert tree.flatten(chosen)[0] == [1.0]
 
 
 @pytest.mark.parametrize("given", [holding_itself(), (holding_itself(),)], ids=["a list", "deeper"])
 def test_a_tree_that_holds_itself_is_an_error_that_says_so(given: Any) -> None:
-    with pytest.raises(InvalidValueError, match="must have an end, got a list that holds itself"):
-        GradScaler().scale(given)
-    with pytest.raises(InvalidValueError, match="holds itself"):
-        tree.leaves_with_paths(given)
-    with pytest.raises(InvalidValueError, match="holds itself"):
-        tree.map_leaves(lambda leaf: leaf, given)
+    for walk in (GradScaler().scale, tree.leaves_with_paths, lambda tree_: tree.map_leaves(lambda leaf: leaf, tree_)):
+        with pytest.raises(InvalidValueError, match="must have an end, got a list that holds itself"):
+            walk(given)
 
 
 def test_one_container_in_two_places_is_no_tree_that_holds_itself() -> None:
@@ -406,57 +331,12 @@ def test_a_container_that_makes_others_for_ever_is_an_error() -> None:
         tree.flatten(Endless())
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_threads_that_send_unequal_arrays_all_get_an_error(where: int) -> None:
-    others = (np.zeros(3, np.int32), np.zeros((1, 2), np.int32), np.zeros(2, np.int64), np.zeros(1, np.int32))
-
-    def rank(group: Any, other: Any) -> None:
-        group.start_max(other if group.rank == where else np.zeros(2, np.int32))()
-
-    for other in others:
-        results = run_ranks(3, lambda group, other=other: rank(group, other), timeout=5.0, return_exceptions=True)  # type: ignore[misc]
-        assert [type(result) for result in results] == [InvalidValueError] * 3
-        assert "every rank must send an array of one library, shape and dtype, got" in str(results[0])
-
-
-def test_threads_send_arrays_alone_and_need_a_function_and_a_timeout() -> None:
-    with pytest.raises(InvalidTypeError, match=r"what is reduced must be an array, got \[1\] of type list"):
-        run_ranks(1, lambda group: group.start_max([1]))
-    with pytest.raises(InvalidTypeError, match="function must be callable, got 3"):
-        run_ranks(1, 3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="timeout must be a finite number above 0, got -1"):
-        run_ranks(1, lambda group: group, timeout=-1)
-    for seconds in (math.inf, 1e300):
-        (result,) = run_ranks(1, lambda group: group.start_max(np.zeros(1, np.int32))(), timeout=seconds)
-        assert result == 0
-    assert threading.TIMEOUT_MAX < 1e300
-
-
-@pytest.mark.torch
-@pytest.mark.tier("ranks")
-def test_a_tensor_without_a_value_is_refused_wherever_a_number_is_wanted() -> None:
-    torch = require("torch")
-    for meta in (torch.zeros((), device="meta"), torch.zeros(2, device="meta"), torch.zeros(0)):
-        for setting in SETTINGS:
-            assert setting in refused(DynamicScale, **{setting: meta})
-        scaler = used()
-        before = bits(scaler.state_dict())
-        for key in ("scale", "growth_factor", "growth_interval", "_growth_tracker", "version", "iteration"):
-            refused(scaler.load_state_dict, {**scaler.state_dict(), key: meta})
-        refused(scaler.update, meta)
-        refused(scaler.set_growth_interval, meta)
-        refused(gradscale.load_foreign_state, {"loss_scale": meta, "unskipped": 3})
-        assert bits(scaler.state_dict()) == before
-
-
 def test_what_is_shown_of_a_value_is_short_and_never_an_error() -> None:
-    assert shown(1.5) == "1.5"
     assert shown(HUGE) == f"an integer of {HUGE.bit_length()} bits"
     assert shown([HUGE]) == "a list whose repr raises ValueError"
     assert shown(Raising()) == "a Raising whose repr raises _OddError"
+    assert shown("x" * 998) == f"'{'x' * 998}'"
     assert shown("x" * 5000) == f"'{'x' * 999}... (5002 characters)"
-    for name in HOSTILE:
-        assert len(shown(HOSTILE[name]())) < 1100
 
 
 def test_numbers_beyond_every_float_keep_their_sign() -> None:
@@ -466,27 +346,20 @@ def test_numbers_beyond_every_float_keep_their_sign() -> None:
 
 
 def test_a_parameter_that_raises_when_it_is_read_is_refused() -> None:
-    class Odd(Parameter):
+    class Odd:
         @property
         def grad(self) -> Any:
             raise ZeroDivisionError
 
-        @grad.setter
-        def grad(self, value: Any) -> None:
-            pass
-
-    optimizer = Grouped([None])
-    optimizer.param_groups = [{"params": [Odd()]}]
     with pytest.raises(InvalidTypeError, match="an optimizer cannot be read, got ZeroDivisionError from it") as caught:
-        used().step(optimizer)
+        used().step(with_groups([{"params": [Odd()]}]))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert copy.copy(optimizer).steps == 0
 
 
 @pytest.mark.torch
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("kind", ["gradscale", "gradscale_torch"])
-def test_a_loss_or_gradients_without_values_are_refused_and_the_scaler_goes_on(kind: str) -> None:
+def test_a_loss_gradients_or_a_number_without_values_are_refused_and_the_scaler_goes_on(kind: str) -> None:
     torch = require("torch")
     import gradscale_torch
 
@@ -495,15 +368,14 @@ def test_a_loss_or_gradients_without_values_are_refused_and_the_scaler_goes_on(k
 
     parameter = torch.nn.Parameter(torch.ones(3, device="meta"))
     parameter.grad = torch.ones(3, device="meta")
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
     with pytest.raises(InvalidTypeError, match="the state cannot be made beside a tensor without values"):
         scaler().scale(torch.ones((), device="meta"))
     one = scaler()
     one.scale(torch.ones(()))
     for call in (one.step, one.unscale_):
         with pytest.raises(InvalidTypeError, match=r"gradients must have values, got 1 of torch\.float32"):
-            call(optimizer)
+            call(torch.optim.SGD([parameter], lr=0.1))
+    with pytest.raises(GradscaleError, match="new_scale"):
+        one.update(torch.ones((), device="meta"))
     one.update(1024.0)
     assert one.state_dict()["scale"] == 1024.0
-    with pytest.raises(InvalidValueError, match="holds itself"):
-        one.scale(holding_itself(torch.ones(())))

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from libraries import Library
 
-from gradscale import CollectiveTimeoutError, GradscaleError, registry
+from gradscale import CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError, registry
 from gradscale.testing import RankFailedError, ThreadCollectives, run_ranks
 
+ONE = np.zeros(1, np.int32)
 
-def test_the_results_come_in_the_order_of_the_ranks() -> None:
+
+def test_the_results_come_in_the_order_of_the_ranks_and_no_thread_is_left_behind() -> None:
+    before = threading.active_count()
+
     def rank(collectives: ThreadCollectives) -> tuple[int, int]:
         time.sleep(0.01 * (2 - collectives.rank))
         return collectives.rank, collectives.size
 
     assert run_ranks(3, rank) == [(0, 3), (1, 3), (2, 3)]
     assert run_ranks(1, rank) == [(0, 1)]
+    assert threading.active_count() == before
 
 
 def test_the_maximum_is_of_all_ranks_and_the_array_sent_may_be_reused(arrays: Library) -> None:
@@ -36,8 +43,6 @@ def test_the_maximum_is_of_all_ranks_and_the_array_sent_may_be_reused(arrays: Li
 
 
 def test_collectives_may_overlap_and_are_counted() -> None:
-    import numpy as np
-
     def rank(collectives: ThreadCollectives) -> tuple[Any, int]:
         pending = [collectives.start_max(np.asarray([collectives.rank + index])) for index in range(3)]
         return [int(finish()[0]) for finish in reversed(pending)], collectives.calls
@@ -47,8 +52,6 @@ def test_collectives_may_overlap_and_are_counted() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int) -> None:
-    import numpy as np
-
     woken: list[type[BaseException]] = []
 
     def rank(collectives: ThreadCollectives) -> None:
@@ -56,7 +59,7 @@ def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int)
             time.sleep(0.05)
             raise KeyError(failing)
         try:
-            collectives.start_max(np.asarray([1]))()
+            collectives.start_max(ONE)()
         except GradscaleError as error:
             woken.append(type(error))
             raise
@@ -69,39 +72,40 @@ def test_a_rank_that_raises_wakes_the_others_and_is_what_is_raised(failing: int)
 
 
 def test_a_rank_that_never_comes_ends_in_a_timeout() -> None:
-    import numpy as np
-
-    def rank(collectives: ThreadCollectives) -> str:
-        if collectives.rank == 1:
-            return "left"
-        collectives.start_max(np.asarray([1]))()
-        return "not reached"
+    def rank(collectives: ThreadCollectives, error: Exception | None = None) -> None:
+        if error is not None and collectives.rank == 1:
+            raise error
+        if collectives.rank == 0:
+            collectives.start_max(ONE)()
 
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 of 2 waited 0\.1 s"):
         run_ranks(2, rank, timeout=0.1)
-    results = run_ranks(2, rank, timeout=0.1, return_exceptions=True)
+    died = KeyError(1)
+    results: list[Any] = run_ranks(2, lambda group: rank(group, died), timeout=0.1, return_exceptions=True)
     assert isinstance(results[0], CollectiveTimeoutError)
-    assert results[1] == "left"
+    assert results[1] is died
 
 
-def test_exceptions_may_stand_in_place_of_results() -> None:
-    def rank(collectives: ThreadCollectives) -> int:
-        if collectives.rank:
-            raise KeyError(collectives.rank)
-        return 7
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("other", [np.zeros(3, np.int32), np.zeros((1, 2), np.int32), np.zeros(2)], ids=repr)
+def test_ranks_that_send_unequal_arrays_all_get_an_error(where: int, other: Any) -> None:
+    def rank(group: ThreadCollectives) -> None:
+        group.start_max(other if group.rank == where else np.zeros(2, np.int32))()
 
-    results: list[Any] = run_ranks(2, rank, return_exceptions=True)
-    assert results[0] == 7
-    assert isinstance(results[1], KeyError)
-
-
-def test_no_thread_is_left_behind() -> None:
-    before = threading.active_count()
-    run_ranks(3, lambda collectives: collectives.rank)
-    assert threading.active_count() == before
+    results = run_ranks(3, rank, timeout=5.0, return_exceptions=True)
+    assert [type(result) for result in results] == [InvalidValueError] * 3
+    assert "every rank must send an array of one library, shape and dtype, got" in str(results[0])
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", None])
-def test_the_size_must_be_a_positive_integer(wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="size must be an integer from 1 to"):
-        run_ranks(wrong, lambda _: None)
+def test_what_is_no_array_size_function_or_timeout_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match=r"what is reduced must be an array, got \[1\] of type list"):
+        run_ranks(1, lambda group: group.start_max([1]))
+    for size in (0, 2.0, None):
+        with pytest.raises((TypeError, ValueError), match="size must be an integer from 1 to"):
+            run_ranks(size, print)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="function must be callable, got 3"):
+        run_ranks(1, 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="timeout must be a finite number above 0, got -1"):
+        run_ranks(1, print, timeout=-1)
+    for seconds in (math.inf, 1e300):
+        assert run_ranks(1, lambda group: group.start_max(ONE)(), timeout=seconds) == [0]
