@@ -10,6 +10,8 @@ import pytest
 from array_api_compat import array_namespace
 from hypothesis import given
 from hypothesis import strategies as st
+from libraries import opened
+from optimizers import Tree, iterate
 
 from gradscale import DynamicScale, GradScaler, ScaleState, StaticScale, presets
 from gradscale.policies.plain import first_state, plain_rule
@@ -187,23 +189,11 @@ def test_numbers_of_a_library_are_not_taken_for_pythons(is_first: bool) -> None:
     assert plain_rule(WidensByANumber(8.0, is_first)) is None
 
 
-class Optimizer:
-    def __init__(self, grads: Any) -> None:
-        self.grads = grads
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
-
-
 def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
-    scaler, optimizer = GradScaler(policy=AsksForValues(8.0)), Optimizer([np.ones(2, np.float32)])
-    for bad in (False, True, False):
-        scaler.scale(np.ones((), np.float32))
-        optimizer.grads = [np.full(2, np.inf if bad else 8.0, np.float32)]
-        scaler.step(optimizer)
-        scaler.update()
-    assert (scaler.get_scale(), optimizer.steps) == (4.0, 2)
+    scaler, optimizer = GradScaler(policy=AsksForValues(8.0)), Tree()
+    with opened("numpy") as library:
+        skipped = [iterate(library, scaler, optimizer, [value]).skipped for value in (8.0, np.inf, 8.0)]
+    assert (scaler.get_scale(), skipped) == (4.0, [False, True, False])
 
 
 @pytest.mark.parametrize("needs_arrays", ["before", "after"])
