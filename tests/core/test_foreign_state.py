@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from libraries import Library
 
@@ -51,6 +50,24 @@ STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int]] = {
 }
 
 
+# What was not in them.
+TRACKERS = {"growth_tracker", "overflow_tracker", "rescale_tracker"}
+MISSING = {
+    "torch": set(),
+    "nemo": {"hysteresis"},
+    "megatron": {"growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"},
+    "deepspeed": set(),
+    "deepspeed-stage0": {"min_scale", "system"},
+    "apex-amp": {"growth_interval", "min_scale", "max_scale", "system"},
+    "apex-one": {"growth_interval", "min_scale", "max_scale", "system"},
+    "apex-fp16_utils": set(),
+    "fairseq": {*TRACKERS, "growth_factor", "growth_interval", "min_scale", "threshold", "tolerance"},
+    "keras": {"growth_interval"},
+    "flax": {"growth_factor", "backoff_factor", "growth_interval", "min_scale"},
+    "jmp": set(),
+}
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
     state, system, scale, growth, overflows = STATES[name]
@@ -65,6 +82,11 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
         assert saved == [scale, growth, overflows]
         assert isinstance(loaded.policy, DynamicScale)
         assert loaded.policy.init_scale == scale
+        assert set(loaded.missing) == loaded.assumed.keys() == MISSING[name]
+        assert all(f"{setting} = {value}" in str(loaded) for setting, value in loaded.assumed.items())
+        assert f"scale {scale!r}" in str(loaded)
+        assert ("nothing was assumed" in str(loaded)) is not MISSING[name]
+        assert all(loaded.assumed.get(tracker, 0) == 0 for tracker in TRACKERS)
     assert state == before
 
 
@@ -75,8 +97,7 @@ def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: st
             return {key: arrayed(inner, shape) for key, inner in value.items()}
         if isinstance(value, bool) or type(value) not in (int, float):
             return value
-        array = arrays.asarray(value, "int32" if isinstance(value, int) else "float32")
-        return array if not shape else arrays.asarray([value], "int32" if isinstance(value, int) else "float32")
+        return arrays.asarray([value] if shape else value, "int32" if isinstance(value, int) else "float32")
 
     state = STATES[name][0]
     expected = load_foreign_state(state)
@@ -84,55 +105,16 @@ def test_one_element_arrays_of_any_library_are_numbers(arrays: Library, name: st
         assert load_foreign_state(arrayed(state, shape)) == expected
 
 
-@pytest.mark.parametrize(
-    ("state", "system"),
-    [
-        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 4}, "deepspeed"),
-        ({"cur_scale": 128, "dynamic": False}, "deepspeed"),
-    ],
-    ids=["stage0", "object"],
-)
-def test_a_static_scale_stays_static(state: Any, system: str) -> None:
-    loaded = load_foreign_state(state)
-    assert (loaded.format, loaded.policy, loaded.missing) == (system, StaticScale(128.0), ())
-    scaler = GradScaler()
-    scaler.load_state_dict(loaded.state_dict)
-    assert scaler.get_scale() == 128.0
-
-
-# What was missing.
-
-MISSING = {
-    "torch": set(),
-    "nemo": {"hysteresis"},
-    "megatron": {"growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"},
-    "deepspeed": set(),
-    "deepspeed-stage0": {"min_scale", "system"},
-    "apex-amp": {"growth_interval", "min_scale", "max_scale", "system"},
-    "apex-fp16_utils": set(),
-    "keras": {"growth_interval"},
-    "flax": {"growth_factor", "backoff_factor", "growth_interval", "min_scale"},
-    "jmp": set(),
-}
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_it_says_what_was_missing_and_what_was_assumed(name: str) -> None:
-    loaded = load_foreign_state(STATES[name][0])
-    assert set(loaded.missing) == loaded.assumed.keys() == MISSING[name]
-    text = str(loaded)
-    for setting, value in loaded.assumed.items():
-        assert f"{setting} = {value}" in text
-    assert f"scale {STATES[name][2]!r}" in text
-    assert ("nothing was assumed" in text) is not MISSING[name]
-
-
-def test_the_lost_trackers_of_fairseq_are_named() -> None:
-    loaded = load_foreign_state(FAIRSEQ)
-    assert {"growth_tracker", "overflow_tracker", "rescale_tracker", "tolerance", "growth_interval"} <= set(
-        loaded.missing
-    )
-    assert [loaded.assumed[name] for name in ("growth_tracker", "overflow_tracker", "rescale_tracker")] == [0, 0, 0]
+def test_a_static_scale_stays_static() -> None:
+    for state in (
+        {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 4},
+        {"cur_scale": 128, "dynamic": False},
+    ):
+        loaded = load_foreign_state(state)
+        assert (loaded.format, loaded.policy, loaded.missing) == ("deepspeed", StaticScale(128.0), ())
+        scaler = GradScaler()
+        scaler.load_state_dict(loaded.state_dict)
+        assert scaler.get_scale() == 128.0
 
 
 def test_what_is_given_is_not_assumed() -> None:
@@ -155,11 +137,9 @@ def test_apex_of_the_old_package_and_deepspeed_are_told_apart_by_the_name() -> N
     assert "format='apex'" in deepspeed.assumed["system"]
     assert deepspeed.policy.growth_after == "first_interval_plus_one"  # type: ignore[attr-defined]
     assert apex.policy.growth_after == "interval"  # type: ignore[attr-defined]
-
-
-def test_a_factor_that_the_system_fixes_is_taken_from_its_state_all_the_same() -> None:
-    policy = load_foreign_state(DEEPSPEED | {"scale_factor": 4.0}).policy
-    assert (policy.growth_factor, policy.backoff_factor) == (4.0, 0.25)  # type: ignore[attr-defined]
+    # A factor that the system fixes is taken from its state all the same.
+    policy: Any = load_foreign_state(DEEPSPEED | {"scale_factor": 4.0}).policy
+    assert (policy.growth_factor, policy.backoff_factor) == (4.0, 0.25)
 
 
 SEVERAL = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
@@ -167,15 +147,14 @@ SEVERAL = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in ra
 
 def test_one_of_several_losses_is_chosen_by_its_number() -> None:
     for i in range(3):
-        loaded = load_foreign_state(SEVERAL, loss_id=i)
-        assert (loaded.state_dict["scale"], loaded.state_dict["_growth_tracker"]) == (2.0**i, i)
+        saved = load_foreign_state(SEVERAL, loss_id=i).state_dict
+        assert (saved["scale"], saved["_growth_tracker"]) == (2.0**i, i)
 
 
 # What is refused.
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty": ({}, {}, "empty.*StaticScale.*--loss-scale"),
-    "empty-megatron": ({}, {"format": "megatron"}, "empty.*StaticScale"),
     "own": (GradScaler().state_dict(), {}, "gradscale's own.*load_state_dict"),
     "torch-short": (
         {key: value for key, value in TORCH.items() if key != "_growth_tracker"},
@@ -192,25 +171,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     # What is left of it alone could be fairseq's.
     "apex-short": ({"loss_scaler0": {"loss_scale": 2.0}}, {}, "apex state is cut short.*loss_scale, unskipped"),
     "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "cur_scale 0.5 does not go with.*max_scale=None$"),
-    "misspelt": (
-        {"scale": 2.0, "growth_trackr": 1, "hysteresis_tracker": 1},
-        {},
-        r"no known format.*'growth_trackr'.*megatron: scale, growth_tracker, hysteresis_tracker",
-    ),
-    "other-format": (MEGATRON, {"format": "torch"}, "torch state is cut short"),
-    "unknown-keys": ({"weights": 1, "step_countr": 2}, {}, "no known format.*torch: scale,.*jmp: "),
-    "scale-alone": ({"scale": 2.0}, {}, "no known format"),
     "two-formats": (MEGATRON | {"fin_steps": 3}, {}, "no known format.*name|several formats"),
     "several-losses": (SEVERAL, {}, "3 loss scalers, loss_scaler0, loss_scaler1, loss_scaler2, got loss_id=None"),
     "no-such-loss": (SEVERAL, {"loss_id": 3}, "got loss_id=3"),
     "nested": ({"MixedPrecision": TORCH, "epoch": 3}, {}, r"no known format.*'MixedPrecision'.*pass the part"),
-    "nested-named": ({"amp": APEX}, {"format": "apex"}, r"apex state is cut short, got the keys \['amp'\]"),
     "nan": (TORCH | {"scale": float("nan")}, {}, "torch state cannot be read: scale .*nan"),
-    "negative": (FAIRSEQ | {"loss_scale": -2.0}, {}, "fairseq state cannot be read: loss_scale .*-2.0"),
     "zero": (KERAS | {"dynamic_scale": 0.0}, {}, "keras state cannot be read: dynamic_scale .*0.0"),
-    "text": (FLAX | {"fin_steps": "4"}, {}, "flax state cannot be read: fin_steps .*'4'"),
     "boolean": (MEGATRON | {"growth_tracker": True}, {}, "growth_tracker .*True"),
-    "many-elements": (MEGATRON | {"scale": np.ones(2)}, {}, "megatron state cannot be read: scale .*array"),
     "negative-count": (JMP | {"counter": -1}, {}, "jmp state cannot be read: counter .*-1"),
     "factor": (JMP | {"factor": 1}, {}, "jmp state cannot be read: factor .*got 1"),
     "hysteresis": (DEEPSPEED | {"cur_hysteresis": 0}, {}, "cur_hysteresis .*got 0"),
@@ -243,9 +210,6 @@ def test_a_wrong_argument_is_named_with_the_nearest(settings: dict[str, Any], me
     with pytest.raises(InvalidValueError, match=message) as caught:
         load_foreign_state(MEGATRON, **settings)
     assert not isinstance(caught.value, StateDictError)
-
-
-def test_what_the_state_says_is_not_to_be_given() -> None:
     with pytest.raises(InvalidValueError, match="says growth_interval itself, got growth_interval=4; leave it out"):
         load_foreign_state(TORCH, growth_interval=4)
 
@@ -262,31 +226,10 @@ class Untouchable:
         raise AttributeError(name)
 
 
-@pytest.mark.parametrize(
-    "state",
-    ["scaler.pt", Path("scaler.pt"), b"\x80\x04", bytearray(b"\x80"), io.BytesIO(b"\x80\x04")],
-    ids=["str", "path", "bytes", "bytearray", "file"],
-)
-def test_files_are_refused_with_how_to_load_them_safely(state: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"torch\.load\(path, weights_only=True\)"):
-        load_foreign_state(state)
-
-
-@pytest.mark.parametrize(
-    "state", [None, 3.0, [TORCH], GradScaler(), Untouchable()], ids=lambda state: type(state).__name__
-)
-def test_other_objects_are_refused(state: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"state must be a mapping.*state_dict\(\), or vars\(\)"):
-        load_foreign_state(state)
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("policy", [DynamicScale(), StaticScale(8.0)], ids=["dynamic", "static"])
-@pytest.mark.parametrize("state", [MEGATRON, TORCH | {"growth_factor": np.ones(2)}], ids=["megatron", "array"])
-def test_a_scaler_refuses_what_it_cannot_read_and_names_the_importer(policy: Any, state: Any) -> None:
-    scaler = GradScaler(policy=policy)
-    before = scaler.state_dict()
-    said = r"keys \[.*gradscale\.load_foreign_state" if state is MEGATRON else "growth_factor must be a finite number"
-    with pytest.raises(StateDictError, match=f"{said}.*nothing was changed"):
-        scaler.load_state_dict(state)
-    assert scaler.state_dict() == before
+def test_files_are_refused_with_how_to_load_them_safely_and_other_objects_without_a_look() -> None:
+    for file in ("scaler.pt", Path("scaler.pt"), b"\x80\x04", bytearray(b"\x80"), io.BytesIO(b"\x80\x04")):
+        with pytest.raises(InvalidTypeError, match=r"torch\.load\(path, weights_only=True\)"):
+            load_foreign_state(file)
+    for state in (None, 3.0, [TORCH], GradScaler(), Untouchable()):
+        with pytest.raises(InvalidTypeError, match=r"state must be a mapping.*state_dict\(\), or vars\(\)"):
+            load_foreign_state(state)

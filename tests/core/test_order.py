@@ -36,14 +36,11 @@ def again(scaler: GradScaler, optimizer: Any) -> None:
 # The calls in order, the last of which is wrong, and what is said.
 WRONG: dict[str, tuple[list[Any], str]] = {
     "unscale_ twice": (
-        [GradScaler.unscale_, GradScaler.unscale_],
+        [GradScaler.unscale_] * 2,
         r"unscale_\(\) has already been called on this optimizer since the last update\(\) \(iteration 2\)\. ",
     ),
     "unscale_ after step": ([GradScaler.step, GradScaler.unscale_], r"unscale_\(\) is being called after step\(\)"),
-    "step twice": (
-        [GradScaler.step, GradScaler.step],
-        r"step\(\) has already been called.*since the last update\(\)",
-    ),
+    "step twice": ([GradScaler.step] * 2, r"step\(\) has already been called.*since the last update\(\)"),
     "step, then a closure": ([GradScaler.step, again], r"step\(\) has already been called"),
     "unscale_, then a closure": (
         [GradScaler.unscale_, again],
@@ -109,7 +106,7 @@ MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
-    "load_state_dict": lambda scaler: scaler.load_state_dict(GradScaler().state_dict()),
+    "load_state_dict": lambda scaler: scaler.load_state_dict(scaler.state_dict()),
 }
 
 
@@ -117,6 +114,8 @@ MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
 @pytest.mark.parametrize("after", ["unscale_", "step", "a closure"])
 def test_no_copy_and_no_load_in_the_middle_of_an_iteration(arrays: Library, what: str, after: str) -> None:
     scaler, optimizer = begun(arrays)
+    # After scale() it is fine.
+    MIDDLE[what](scaler)
     before = scaler.state_dict()
     if after == "a closure":
         minimiser = Evaluating()
@@ -124,24 +123,10 @@ def test_no_copy_and_no_load_in_the_middle_of_an_iteration(arrays: Library, what
         scaler.step(minimiser, lambda: None)
     else:
         getattr(scaler, after)(optimizer)
-    with pytest.raises(
-        CallOrderError, match=r"possible only at the beginning of an iteration, .* or at its end.*of it"
-    ):
+    # Also when the optimizer is gone.
+    del optimizer
+    with pytest.raises(CallOrderError, match=r"only at the beginning of an iteration, .* or at its end.*of it"):
         MIDDLE[what](scaler)
     assert scaler.state_dict() == before
     scaler.update()
     MIDDLE[what](scaler)
-
-
-@pytest.mark.parametrize("what", MIDDLE)
-def test_copies_and_loads_between_scale_and_unscale_are_fine(arrays: Library, what: str) -> None:
-    scaler, _ = begun(arrays)
-    MIDDLE[what](scaler)
-
-
-def test_a_copy_in_the_middle_is_refused_though_the_optimizer_is_gone(arrays: Library) -> None:
-    scaler, optimizer = begun(arrays)
-    scaler.step(optimizer)
-    del optimizer
-    with pytest.raises(CallOrderError):
-        pickle.dumps(scaler)
