@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from libraries import Library, opened
+from libraries import Library
 from numpy.typing import NDArray
-from optimizers import Grouped, Tree
+from optimizers import Tree
 
 import gradscale
-from gradscale import CallOrderError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
+from gradscale import GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
 from gradscale.core import clipping
-from gradscale.core.backend import Backend
 from gradscale.testing import run_ranks
 
 BAD = (math.inf, -math.inf, math.nan)
@@ -41,13 +38,10 @@ def test_gradients_of_each_dtype_are_clipped_to_the_norm_of_all_together(arrays:
     for dtype in (*arrays.reals, "complex64"):
         parts = 1j if dtype == "complex64" else 1
         values = [np.array([3.0, -4.0, 0.5]) * parts, np.array(12.0), np.zeros((0, 2)), np.array([[1.0], [-0.0]])]
-        optimizer = Tree([arrays.asarray((8 * x).tolist(), dtype) for x in values])
-        if dtype == "complex64":
-            optimizer.grads[2] = arrays.asarray(np.zeros((0, 2)), dtype)
-        stored = [arrays.to_numpy(x) / 8 for x in optimizer.grads]
+        optimizer = Tree([arrays.asarray(8 * x if x.size == 0 else (8 * x).tolist(), dtype) for x in values])
+        wanted, clipped = expected_clip([arrays.to_numpy(x) / 8 for x in optimizer.grads], 2.0)
         scaler = ready(arrays)
         norm = scaler.unscale_(optimizer, max_norm=2.0)
-        wanted, clipped = expected_clip([x.astype(y.dtype) for x, y in zip(stored, stored, strict=True)], 2.0)
         arrays.assert_is_mine(norm)
         assert arrays.item(norm) == pytest.approx(wanted, rel=1e-6)
         if "bfloat16" not in dtype:
@@ -55,25 +49,6 @@ def test_gradients_of_each_dtype_are_clipped_to_the_norm_of_all_together(arrays:
                 arrays.assert_array(got, want, dtype)
         scaler.step(optimizer)
         assert optimizer.steps == 1
-
-
-@given(data=st.data())
-def test_random_gradients_are_clipped_as_numpy_does_in_float64(data: Any) -> None:
-    with opened("numpy") as arrays:
-        seed, scale = data.draw(st.integers(0, 2**32)), 2.0 ** data.draw(st.integers(-3, 10))
-        largest = data.draw(st.sampled_from([0.0, 1e-3, 1.0, 1e4]))
-        rng = np.random.default_rng(seed)
-        shapes = data.draw(st.lists(st.sampled_from([(), (3,), (0,), (5, 7), (2000,)]), min_size=1, max_size=6))
-        dtype = data.draw(st.sampled_from(["float16", "float32", "float64"]))
-        scaled = [np.asarray(scale * rng.standard_normal(shape), dtype=dtype) for shape in shapes]
-        factor = np.float32(1 / scale)
-        stored = [(x.astype(np.result_type(x, np.float32)) * factor).astype(dtype) for x in scaled]
-        wanted, clipped = expected_clip(stored, largest)
-        optimizer = Tree([x.copy() for x in scaled])
-        norm: Any = ready(arrays, scale).unscale_(optimizer, max_norm=largest)
-        assert float(norm) == pytest.approx(wanted, rel=1e-6)
-        for got, want in zip(optimizer.grads, clipped, strict=True):
-            np.testing.assert_allclose(got, want, rtol=2e-7 if dtype != "float16" else 1e-3, atol=1e-300)
 
 
 def test_gradients_below_the_norm_keep_their_bits(arrays: Library) -> None:
@@ -86,9 +61,11 @@ def test_gradients_below_the_norm_keep_their_bits(arrays: Library) -> None:
 
 
 def test_a_norm_of_zero_is_allowed_as_the_largest_and_as_the_norm(arrays: Library) -> None:
-    optimizer = Tree([arrays.asarray([24.0, 32.0])])
+    given = arrays.asarray([24.0, 32.0])
+    optimizer = Tree([given])
     arrays.assert_array(ready(arrays).unscale_(optimizer, max_norm=0), 5.0)
     arrays.assert_array(optimizer.grads[0], [0.0, 0.0])
+    assert arrays.name != "numpy" or optimizer.grads[0] is given
     optimizer = Tree([arrays.asarray([0.0])])
     arrays.assert_array(ready(arrays).unscale_(optimizer, max_norm=1.0), 0.0)
     nothing = Tree([])
@@ -111,16 +88,15 @@ def test_an_overflow_skips_the_step_and_clips_nothing(arrays: Library, value: fl
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_a_norm_that_overflows_is_an_overflow_although_each_gradient_is_finite(arrays: Library) -> None:
+def test_a_norm_that_overflows_and_a_factor_that_loses_bits_are_overflows_of_finite_gradients(
+    arrays: Library,
+) -> None:
     for huge in (1e200, 1e40):
         optimizer = Tree([arrays.asarray([huge], "float64")])
         scaler = ready(arrays)
         assert arrays.item(scaler.unscale_(optimizer, max_norm=1.0)) == math.inf
         scaler.step(optimizer)
         assert (optimizer.steps, scaler.last_step(optimizer).nonfinite) == (0, 1)
-
-
-def test_a_factor_that_loses_bits_is_an_overflow(arrays: Library) -> None:
     optimizer = Tree([arrays.asarray([8e37])])
     scaler = ready(arrays)
     scaler.unscale_(optimizer, max_norm=1e-2)
@@ -137,22 +113,6 @@ def test_masters_are_clipped_in_their_own_dtype(arrays: Library) -> None:
         arrays.assert_array(optimizer.grads[0], np.array([3.0, 4.0], np.float32) * factor)
 
 
-def test_gradients_in_param_groups_are_clipped_and_none_is_left_out(arrays: Library) -> None:
-    optimizer = Grouped([arrays.asarray([24.0]), None], [arrays.asarray([32.0])])
-    arrays.assert_array(ready(arrays).unscale_(optimizer, max_norm=2.5), 5.0)
-    got = [arrays.item(one.grad[0]) for one in optimizer.parameters if one.grad is not None]
-    assert got == pytest.approx([1.5, 2.0], rel=1e-6)
-
-
-def test_arrays_are_overwritten_where_the_library_can(arrays: Library) -> None:
-    grads = [arrays.asarray([24.0, 32.0]) * arrays.asarray(1.0)]
-    optimizer = Tree(grads)
-    ready(arrays).unscale_(optimizer, max_norm=1.0)
-    if arrays.name == "numpy":
-        assert optimizer.grads[0] is grads[0]
-        arrays.assert_array(grads[0], np.array([3.0, 4.0], np.float32) * np.float32(1 / (5 + 1e-6)))
-
-
 def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library) -> None:
     optimizer = Tree([arrays.asarray([3.0, 4.0]) * arrays.asarray(1.0)])
     scaler = GradScaler(enabled=False)
@@ -165,10 +125,6 @@ def test_a_disabled_scaler_clips_and_divides_by_nothing(arrays: Library) -> None
         optimizer.master_dtype = arrays.dtype("float32")  # type: ignore[attr-defined]
         arrays.assert_array(scaler.unscale_(optimizer, max_norm=1.0), 5.0)
         assert optimizer.grads[0].dtype == arrays.dtype(half)
-
-
-def test_there_is_no_norm_without_a_largest_one(strict: Library) -> None:
-    assert ready(strict).unscale_(Tree([strict.asarray([8.0])])) is None
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, -math.inf, "1", True, [1.0]])
@@ -192,58 +148,8 @@ def test_norm_over_is_checked(strict: Library) -> None:
     strict.assert_array(optimizer.grads[0], [8.0])
     # A process alone is all of its group.
     strict.assert_array(scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"), 1.0)
-
-
-def test_gradients_are_unscaled_once_in_an_iteration_with_a_norm_too(strict: Library) -> None:
-    scaler, optimizer = ready(strict), Tree([strict.asarray([8.0])])
-    scaler.unscale_(optimizer, max_norm=0.5)
-    with pytest.raises(CallOrderError, match="has already been called"):
-        scaler.unscale_(optimizer, max_norm=0.5)
-
-
-def test_the_host_reads_nothing_for_a_norm_of_its_own(arrays: Library) -> None:
-    reads: list[Any] = []
-
-    class Counting(Backend):
-        def read(self, x: Any, /) -> list[int]:
-            reads.append(x)
-            return super().read(x)
-
-    scaler = ready(arrays, backend=Counting())
-    optimizer = Tree([arrays.asarray([24.0, 32.0])])
-    scaler.unscale_(optimizer, max_norm=1.0)
-    assert reads == []
-    scaler.step(optimizer)
-    assert len(reads) == 1
-
-
-# Over a group.
-
-
-def parts(arrays: Library, rank: int, size: int) -> list[Any]:
-    """Return this rank's part of the gradients, scaled by 8; the last rank's is empty."""
-    return [] if rank == size - 1 else [arrays.asarray([8.0 * (rank + 1), -16.0]), arrays.asarray([[4.0]])]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_norm_over_a_group_is_that_of_all_parts_and_every_rank_clips_alike(arrays: Library, size: int) -> None:
-    def clip(collectives: Any) -> tuple[float, list[Any]]:
-        scaler = ShardedGradScaler(group=collectives, init_scale=8.0)
-        scaler.scale(arrays.asarray(1.0))
-        optimizer = Tree(parts(arrays, collectives.rank, size))
-        norm = arrays.item(scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"))
-        scaler.step(optimizer)
-        assert optimizer.steps == 1
-        return norm, [arrays.to_numpy(x) for x in optimizer.grads]
-
-    results = run_ranks(size, clip)
-    stored = [arrays.to_numpy(x) / 8 for rank in range(size) for x in parts(arrays, rank, size)]
-    wanted, clipped = expected_clip(stored, 1.0)
-    assert results[0][0] == pytest.approx(wanted, rel=1e-6)
-    assert len({norm for norm, _ in results}) == 1
-    got = [x for _, grads in results for x in grads]
-    for one, want in zip(got, clipped, strict=True):
-        np.testing.assert_allclose(one, want, rtol=3e-7)
+    # Without a largest one there is no norm.
+    assert scaler.unscale_(Tree([strict.asarray([8.0])])) is None
 
 
 def test_over_a_group_it_must_be_said_what_the_norm_is_of(strict: Library) -> None:

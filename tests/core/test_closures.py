@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from libraries import Library
 from optimizers import Evaluating, Tree, iterate
@@ -50,6 +49,10 @@ def check_seen(arrays: Library, optimizer: Evaluating) -> None:
         arrays.assert_array(grads[0], [3.0])
 
 
+ABOVE: Overflows = lambda _index, scale: scale > 16384.0  # noqa: E731
+ALWAYS: Overflows = lambda _index, _scale: True  # noqa: E731
+
+
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 def test_every_evaluation_is_unscaled(arrays: Library, keyword: bool) -> None:
     scaler, optimizer = GradScaler(), Evaluating(3)
@@ -64,9 +67,6 @@ def test_every_evaluation_is_unscaled(arrays: Library, keyword: bool) -> None:
     assert (report.skipped, report.scale, report.reason, report.retries) == (False, 65536.0, "stepped", 0)
     assert scaler.state_dict()["_growth_tracker"] == 1
 
-
-ABOVE: Overflows = lambda _index, scale: scale > 16384.0  # noqa: E731
-ALWAYS: Overflows = lambda _index, _scale: True  # noqa: E731
 
 # The policy, evaluations in a step, which overflow, the scales that the closure is called at, and the scale afterwards:
 # that of the last evaluation, or where the cause is not the scale, backed off once as for any overflow.
@@ -83,7 +83,8 @@ RETRIES: dict[str, tuple[Any, int, Overflows, list[float], float]] = {
 def test_an_overflow_is_evaluated_again_at_lower_scales(
     arrays: Library, policy: Any, evaluations: int, overflows: Overflows, scales: list[float], after: float
 ) -> None:
-    scaler, optimizer = GradScaler(policy=policy), Evaluating(evaluations)
+    seen: list[Any] = []
+    scaler, optimizer = GradScaler(policy=policy, on_update=seen.append), Evaluating(evaluations)
     closure, called_at = closure_of(arrays, scaler, optimizer, overflows)
     is_skipped = overflows is ALWAYS
     assert scaler.step(optimizer, closure) == (None if is_skipped else "minimised")
@@ -101,16 +102,22 @@ def test_an_overflow_is_evaluated_again_at_lower_scales(
     assert report.reason == ("overflow" if is_skipped else "stepped")
     assert report.scale == scales[-1]
     assert scaler.get_scale() == after
+    assert is_skipped or (seen[0].scale, seen[0].new_scale) == (scales[-1], after)
     assert scaler.state_dict()["_growth_tracker"] == 0
 
 
-def test_an_overflow_at_the_minimum_is_raised_by_the_update_if_the_policy_says_so(arrays: Library) -> None:
+def test_an_overflow_at_the_minimum_is_raised_by_an_update_without_a_new_scale(arrays: Library) -> None:
     policy = DynamicScale(init_scale=4.0, min_scale=2.0, at_min="raise")
-    scaler, optimizer = GradScaler(policy=policy), Evaluating()
-    closure, _ = closure_of(arrays, scaler, optimizer, lambda *_: True)
-    scaler.step(optimizer, closure)
-    with pytest.raises(ScaleUnderflowError):
-        scaler.update()
+    for new_scale in (None, 1024.0):
+        scaler, optimizer = GradScaler(policy=policy), Evaluating()
+        closure, _ = closure_of(arrays, scaler, optimizer, ALWAYS)
+        scaler.step(optimizer, closure)
+        if new_scale is None:
+            with pytest.raises(ScaleUnderflowError):
+                scaler.update()
+        else:
+            scaler.update(new_scale)
+            assert scaler.get_scale() == new_scale
 
 
 def test_an_optimizer_that_has_begun_to_move_cannot_be_skipped(arrays: Library) -> None:
@@ -131,7 +138,7 @@ def test_other_optimizers_of_the_iteration_unscale_with_the_scale_of_their_loss(
     factor = scaler.scale(arrays.asarray(1.0))
     before.grads, after.grads = ([arrays.asarray([5.0]) * factor] for _ in range(2))
     scaler.unscale_(before)
-    closure, _ = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
+    closure, _ = closure_of(arrays, scaler, optimizer, ABOVE)
     scaler.step(optimizer, closure)
     scaler.step(before)
     scaler.step(after)
@@ -149,21 +156,13 @@ def test_the_next_closure_of_the_iteration_begins_at_the_lowered_scale(arrays: L
     optimizers = [Evaluating(), Evaluating()]
     histories = []
     for optimizer in optimizers:
-        closure, called_at = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
+        closure, called_at = closure_of(arrays, scaler, optimizer, ABOVE)
         scaler.step(optimizer, closure)
         check_seen(arrays, optimizer)
         histories.append(called_at)
     assert histories == [[65536.0, 32768.0, 16384.0], [16384.0]]
     scaler.update()
     assert scaler.get_scale() == 16384.0
-
-
-def test_a_new_scale_wins_over_the_lowered_one(arrays: Library) -> None:
-    scaler, optimizer = GradScaler(), Evaluating()
-    closure, _ = closure_of(arrays, scaler, optimizer, lambda _, scale: scale > 16384.0)
-    scaler.step(optimizer, closure)
-    scaler.update(1024.0)
-    assert scaler.get_scale() == 1024.0
 
 
 def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library) -> None:
@@ -180,10 +179,13 @@ def test_a_closure_may_unscale_by_itself_to_clip(arrays: Library) -> None:
     check_seen(arrays, optimizer)
 
 
-def test_arguments_of_the_optimizers_call_reach_the_closure(arrays: Library) -> None:
+def test_a_closure_is_found_among_arguments_which_reach_the_optimizer_as_its_own_do_the_closure(
+    arrays: Library,
+) -> None:
     class Passing(Evaluating):
-        def step(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return closure(1, two=2), args, kwargs
+        def step(self, *args: Any, closure: Any = None, **kwargs: Any) -> Any:
+            closure, *args = [closure, *args] if closure is not None else args
+            return closure(1, two=2), tuple(args), kwargs
 
     scaler, optimizer = GradScaler(), Passing()
 
@@ -192,6 +194,8 @@ def test_arguments_of_the_optimizers_call_reach_the_closure(arrays: Library) -> 
         return one, two
 
     assert scaler.step(optimizer, closure, "more", lr=0.1) == ((1, 2), ("more",), {"lr": 0.1})
+    scaler.update()
+    assert scaler.step(optimizer, 0.1, closure=closure) == ((1, 2), (0.1,), {})
 
 
 @pytest.mark.parametrize("place", ["closure", "optimizer"])
@@ -224,39 +228,15 @@ def test_an_exception_passes_through_and_the_step_can_be_called_again(arrays: Li
     assert scaler.get_scale() == 32768.0
 
 
-def test_a_closure_that_never_scales_is_found(arrays: Library) -> None:
+def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(arrays: Library) -> None:
+    class Deaf(Tree):
+        def step(self, *_: Any, **__: Any) -> str:
+            return "deaf"
+
     scaler, optimizer = GradScaler(), Evaluating()
     optimizer.grads = [arrays.asarray([1.0])]
     with pytest.raises(GradscaleError, match=r"scale\(\) has never been called"):
         scaler.step(optimizer, lambda: None)
-
-
-@pytest.mark.numpy
-def test_a_closure_behind_other_arguments_is_found() -> None:
-    class Odd(Evaluating):
-        def step(self, rate: float, closure: Any = None) -> Any:  # type: ignore[override]
-            assert rate == 0.1
-            return super().step(closure)
-
-    scaler, optimizer = GradScaler(), Odd()
-
-    def closure() -> str:
-        optimizer.grads = [scaler.scale(np.ones(3, np.float32))]
-        return "loss"
-
-    scaler.step(optimizer, 0.1, closure=closure)
-    assert optimizer.grads[0].tolist() == [1.0] * 3
-
-
-@pytest.mark.numpy
-def test_a_closure_that_is_not_called_is_an_error() -> None:
-    class Deaf:
-        grads = (np.full(3, np.inf, np.float32),)
-
-        def step(self, closure: Any) -> None:
-            """Ignore the closure."""
-
-    scaler = GradScaler()
-    scaler.scale(np.float32(1.0))
+    scaler.scale(arrays.asarray(1.0))
     with pytest.raises(CallOrderError, match=r"Deaf\.step\(\) did not call its closure"):
-        scaler.step(Deaf(), lambda: 1.0)
+        scaler.step(Deaf([arrays.asarray([math.inf])]), lambda: 1.0)
