@@ -43,27 +43,20 @@ def scale(request: pytest.FixtureRequest, arrays: Library) -> Scale:
     return lambda outputs, by=4.0: gradscale.scale(outputs, start(arrays, DynamicScale(init_scale=by)))
 
 
-def test_the_dtype_of_an_array_is_kept(arrays: Library, scale: Scale) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_the_dtype_is_kept_but_for_a_0d_loss_of_half_precision(arrays: Library, scale: Scale) -> None:
     for dtype in arrays.reals:
         for values in ([1.5, -2.0], [[0.5]], []):
-            arrays.assert_array(scale(arrays.asarray(values, dtype)), np.asarray(values) * 4.0, dtype)
-
-
-def test_a_0d_loss_of_half_precision_becomes_float32(arrays: Library, scale: Scale) -> None:
-    for dtype in arrays.reals:
-        expected = "float32" if dtype in arrays.halves else dtype
-        arrays.assert_array(scale(arrays.asarray(3.0, dtype), 65536.0), 196608.0, expected)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_a_half_array_that_does_not_fit_overflows_in_its_own_dtype(arrays: Library, scale: Scale) -> None:
-    if "float16" in arrays.halves:
-        arrays.assert_array(scale(arrays.asarray([3.0, 0.0], "float16"), 65536.0), [math.inf, 0.0], "float16")
-
-
-def test_both_parts_of_a_complex_array_are_scaled(arrays: Library, scale: Scale) -> None:
+            given = arrays.asarray(values, dtype)
+            arrays.assert_array(scale(given), np.asarray(values) * 4.0, dtype)
+            arrays.assert_array(given, values, dtype)
+        wide = "float32" if dtype in arrays.halves else dtype
+        arrays.assert_array(scale(arrays.asarray(3.0, dtype), 65536.0), 196608.0, wide)
     for dtype in ("complex64", "complex128"):
         arrays.assert_array(scale(arrays.asarray([1 + 2j, -3j], dtype)), [4 + 8j, -12j], dtype)
+    if "float16" in arrays.halves:
+        arrays.assert_array(scale(arrays.asarray([3.0, 0.0], "float16"), 65536.0), [math.inf, 0.0], "float16")
+    arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
 
 
 def test_containers_keep_their_types(arrays: Library, scale: Scale) -> None:
@@ -87,15 +80,14 @@ def test_containers_keep_their_types(arrays: Library, scale: Scale) -> None:
         assert type(got[name]) is type(container)
     assert got["default"]["missing"] == []
     assert list(got["ordered"]) == ["b", "a"]
-    for leaf in gradscale.tree.flatten(given)[0]:
-        arrays.assert_array(leaf, [1.0])
-
-
-def test_a_generator_is_walked_once_and_comes_back_as_a_list(arrays: Library, scale: Scale) -> None:
-    got = scale(arrays.asarray(float(value)) for value in range(3))
+    for empty in ([], (), {}, None, [None], [[], {}]):
+        assert scale(empty) == empty
+    # A generator is walked once, and one array in two places is scaled in both.
+    shared = arrays.asarray([2.0])
+    got = scale(each for each in (shared, shared))
     assert type(got) is list
-    for value, leaf in enumerate(got):
-        arrays.assert_array(leaf, 4.0 * value)
+    for leaf in got:
+        arrays.assert_array(leaf, [8.0])
 
 
 def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scale: Scale) -> None:
@@ -106,59 +98,28 @@ def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scal
     assert all(after is before for before, after in zip(through, scale(through), strict=True))
 
 
-@pytest.mark.parametrize("empty", [[], (), {}, None, [None], [[], {}]], ids=repr)
-def test_empty_trees_come_back(scale: Scale, empty: Any) -> None:
-    assert scale(empty) == empty
-
-
-def test_one_array_in_two_places_is_scaled_in_both(arrays: Library, scale: Scale) -> None:
-    shared = arrays.asarray([2.0])
-    for leaf in scale([shared, {"again": shared}, shared])[::2]:
-        arrays.assert_array(leaf, [8.0])
-
-
-def test_inputs_are_not_modified(arrays: Library, scale: Scale) -> None:
-    for dtype in arrays.reals:
-        given = arrays.asarray([1.0, 2.0], dtype)
-        scale([given])
-        arrays.assert_array(given, [1.0, 2.0], dtype)
-
-
-def test_nonfinite_values_stay_what_they_are(arrays: Library, scale: Scale) -> None:
-    arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
-
-
 WRONG: dict[str, tuple[Any, str]] = {
     "text": ("loss", "output must be an array"),
-    "a list of text": (["a", "b"], r"output at \[0\] must be an array .*got 'a' of type str"),
-    "a float": (1.5, r"output must be .*got 1\.5 of type float"),
     "a float in a tree": ({"loss": [None, 1.5]}, r"output at \['loss'\]\[1\] must be an array"),
     "a float in a dataclass": ([Losses(None, 2.0)], r"output at \[0\]\.auxiliary must be an array"),
     "complex": (1j, "output must be an array"),
     "a set": ({1.5}, "output must be an array"),
-    "an object": ([3, object()], r"output at \[1\] must be an array .*of type object"),
-    "bytes": (b"x", "output must be an array"),
     "an array of objects": (
         np.array([None, 1.0], dtype=object),
         "output must have a floating, complex, integer or bool dtype, got dtype\\('O'\\)",
     ),
-    "an array of text": ([np.array(["a"])], r"output at \[0\] must have a floating"),
-    "dates": (np.array(["2020-01-01"], dtype="datetime64[D]"), "output must have a floating"),
     "records": ({"r": np.zeros(1, dtype=[("x", "f4")])}, r"output at \['r'\] must have a floating"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_array_is_refused_with_its_place(scale: Scale, name: str) -> None:
-    wrong, message = WRONG[name]
-    with pytest.raises(InvalidTypeError, match=message):
-        scale(wrong)
-
-
-def test_arrays_of_two_libraries_are_refused_with_the_place(arrays: Library, strict: Library, scale: Scale) -> None:
+def test_what_is_no_array_of_one_library_is_refused_with_its_place(
+    arrays: Library, strict: Library, scale: Scale
+) -> None:
     stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
-    with pytest.raises(InvalidTypeError, match=r"output at \['x'\]\[1\] must be an array of the library .* use one"):
-        scale({"x": [arrays.asarray([1.0]), stranger]})
+    other = r"output at \['x'\]\[1\] must be an array of the library .* use one"
+    for wrong, message in (*WRONG.values(), ({"x": [arrays.asarray([1.0]), stranger]}, other)):
+        with pytest.raises(InvalidTypeError, match=message):
+            scale(wrong)
 
 
 def test_each_array_stays_on_its_device(strict: Library) -> None:

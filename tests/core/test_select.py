@@ -35,47 +35,25 @@ def test_0d_and_empty_arrays_stay_arrays(arrays: Library) -> None:
         arrays.assert_array(gradscale.select(pred, arrays.asarray([], dtype), arrays.asarray([], dtype)), [], dtype)
 
 
-def test_the_verdict_of_unscale_chooses(arrays: Library) -> None:
-    state = gradscale.DynamicScale().init(arrays.asarray(0.0))
-    for value, expected in ((1.0, [5.0]), (float("nan"), [7.0])):
-        _, nonfinite = gradscale.unscale([arrays.asarray([value])], state)
-        got = gradscale.select(nonfinite == 0, [arrays.asarray([5.0])], [arrays.asarray([7.0])])
-        arrays.assert_array(got[0], expected)
-
-
-def test_leaves_of_two_dtypes_are_refused(arrays: Library) -> None:
-    pred = arrays.asarray(True, "bool")
-    with pytest.raises(InvalidTypeError, match=r"one dtype leaf by leaf, got .*float32 and .*float64; cast one"):
-        gradscale.select(pred, arrays.asarray([1.0], "float32"), arrays.asarray([1.0], "float64"))
-
-
-@pytest.mark.parametrize(("one", "other"), [([1.0], [1.0, 2.0]), ([1.0], 1.0), ([[1.0]], [1.0])])
-def test_leaves_of_two_shapes_are_refused(arrays: Library, one: Any, other: Any) -> None:
-    with pytest.raises(InvalidValueError, match="one shape leaf by leaf"):
-        gradscale.select(arrays.asarray(True, "bool"), arrays.asarray(one), arrays.asarray(other))
-
-
-@pytest.mark.parametrize(("one", "other"), [([1], [1, 2]), ({"a": 1}, {"b": 1}), ([[1]], [1])])
-def test_trees_of_two_structures_are_refused(arrays: Library, one: Any, other: Any) -> None:
-    with pytest.raises(InvalidValueError, match="one structure"):
-        gradscale.select(arrays.asarray(True, "bool"), one, other)
-
-
-@pytest.mark.parametrize(("one", "other"), [(3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0)])
-def test_leaves_that_are_no_arrays_must_be_equal(arrays: Library, one: Any, other: Any) -> None:
-    pred = arrays.asarray(True, "bool")
-    assert gradscale.select(pred, [one], [one]) == [one]
-    with pytest.raises(InvalidValueError, match="no arrays must be equal"):
-        gradscale.select(pred, [one], [other])
-    with pytest.raises(InvalidValueError, match="no arrays must be equal"):
-        gradscale.select(pred, [arrays.asarray(1.0)], [one])
-
-
-def test_a_count_in_place_of_a_bool_is_refused(arrays: Library) -> None:
-    tree = [arrays.asarray([1.0])]
+def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused(arrays: Library) -> None:
+    pred, one = arrays.asarray(True, "bool"), arrays.asarray([1.0])
+    unequal = "no arrays must be equal"
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (one, arrays.asarray([1.0], "float64"), InvalidTypeError, r"one dtype leaf by leaf, got .*32 and .*64; cast"),
+        (one, arrays.asarray([1.0, 2.0]), InvalidValueError, "one shape leaf by leaf"),
+        (one, arrays.asarray(1.0), InvalidValueError, "one shape leaf by leaf"),
+        ([1], [1, 2], InvalidValueError, "one structure"),
+        ({"a": 1}, {"b": 1}, InvalidValueError, "one structure"),
+        ([[1]], [1], InvalidValueError, "one structure"),
+        *(([a], [b], InvalidValueError, unequal) for a, b in ((3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0))),
+        ([one], [3], InvalidValueError, unequal),
+    ]
+    for on_true, on_false, error, message in cases:
+        with pytest.raises(error, match=message):
+            gradscale.select(pred, on_true, on_false)
     for wrong in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, 0, None):
         with pytest.raises(InvalidTypeError, match="pred must be a 0-d bool array, such as nonfinite == 0, got"):
-            gradscale.select(wrong, tree, tree)
+            gradscale.select(wrong, [one], [one])
 
 
 def test_leaves_on_several_devices_are_chosen_where_they_are(strict: Library) -> None:

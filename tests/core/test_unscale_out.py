@@ -42,6 +42,15 @@ def test_values_come_in_the_dtypes_of_out_and_in_out_where_it_can_be_written(arr
                 arrays.assert_array(out["w"], [0.0, 0.0], wanted)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_finiteness_is_judged_in_the_dtype_of_out_and_integers_pass_through(arrays: Library) -> None:
+    grads = [arrays.asarray([1e300], "float64"), arrays.asarray([3], "int32"), None]
+    got, nonfinite = unscale(arrays, grads, [arrays.asarray([0.0], "float32"), None, 7])
+    arrays.assert_array(got[0], [math.inf])
+    assert (nonfinite, got[2]) == (1, None)
+    assert got[1] is grads[1]
+
+
 def test_the_gradients_themselves_may_be_out(arrays: Library) -> None:
     grads = [arrays.asarray([8.0], dtype) for dtype in (*arrays.reals, "complex64")]
     got, _ = unscale(arrays, grads, grads)
@@ -50,31 +59,15 @@ def test_the_gradients_themselves_may_be_out(arrays: Library) -> None:
         assert (new is grad) is arrays.writes
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_finiteness_is_judged_in_the_dtype_of_out(arrays: Library) -> None:
-    got, nonfinite = unscale(arrays, [arrays.asarray([1e300], "float64")], [arrays.asarray([0.0], "float32")])
-    arrays.assert_array(got[0], [math.inf])
-    assert nonfinite == 1
-
-
-def test_integers_pass_through_whatever_stands_beside_them(arrays: Library) -> None:
-    count = arrays.asarray([3], "int32")
-    got, _ = unscale(arrays, [arrays.asarray([8.0]), count, None], [arrays.asarray([0.0]), None, 7])
-    assert got[1] is count
-    assert got[2] is None
-
-
-def test_dtype_and_out_exclude_each_other(arrays: Library) -> None:
-    grad = arrays.asarray([8.0])
+def test_what_goes_not_together_is_refused(arrays: Library) -> None:
+    x, y, target = arrays.asarray([8.0]), arrays.asarray([16.0]), arrays.asarray([0.0])
     with pytest.raises(InvalidValueError, match=r"give dtype= or out=.*not both"):
-        unscale(arrays, [grad], [grad], dtype=arrays.dtype("float32"))
-
-
-def test_a_tree_of_another_structure_is_refused(arrays: Library) -> None:
-    x = arrays.asarray([8.0])
+        unscale(arrays, [x], [x], dtype=arrays.dtype("float32"))
     for out in ([x, x], {"w": x}, x, []):
         with pytest.raises(InvalidValueError, match="trees must have one structure"):
             unscale(arrays, [x], out)
+    with pytest.raises(InvalidValueError, match="each once"):
+        unscale(arrays, [x, y], [target, target])
 
 
 def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(arrays: Library, strict: Library) -> None:
@@ -96,12 +89,6 @@ def test_an_out_of_another_shape_or_kind_is_refused_and_nothing_is_written(array
     arrays.assert_array(target, [0.0])
     with pytest.raises(InvalidValueError, match="out must be complex"):
         unscale(arrays, [arrays.asarray([8j], "complex64")], [target])
-
-
-def test_one_out_for_two_gradients_is_refused(arrays: Library) -> None:
-    target = arrays.asarray([0.0])
-    with pytest.raises(InvalidValueError, match="each once"):
-        unscale(arrays, [arrays.asarray([8.0]), arrays.asarray([16.0])], [target, target])
 
 
 def test_a_gradient_in_two_places_is_written_once(arrays: Library) -> None:
