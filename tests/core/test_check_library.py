@@ -57,19 +57,23 @@ def _registry_forgets() -> Any:
     registry.refresh()
 
 
-def test_a_library_of_the_standard_passes(strict: Library) -> None:
-    check_library(strict.asarray(1.0))
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_the_pure_core_of_every_library_passes(arrays: Library) -> None:
     check_library(arrays.asarray([1.0, 2.0]))
+    with pytest.raises(InvalidTypeError, match=r"like must be an array.*got 'text'"):
+        check_library("text")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *DTYPES])
 def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[..., Any], name: str) -> None:
+    x = cripple(name)
     with pytest.raises(BackendNotAvailableError, match=rf"crippled lacks.*\b{name} missing.*write an adapter"):
-        check_library(cripple(name))
+        check_library(x)
+    if name == "isfinite":
+        told = "crippled has no adapter for gradscale, and lacks.*functions isfinite missing: write an adapter"
+        for use in (DynamicScale().init, gradscale.GradScaler().scale):
+            with pytest.raises(BackendNotAvailableError, match=told):
+                use(x)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -108,25 +112,7 @@ def test_a_wrong_answer_is_found(strict: Library, cripple: Callable[..., Any], n
         check_library(cripple(**{name: getattr(strict.xp, WRONG[name], lambda x: x)}))
 
 
-def test_only_arrays_can_be_held_to_the_suite() -> None:
-    with pytest.raises(InvalidTypeError, match=r"like must be an array.*got 'text'"):
-        check_library("text")
-
-
-def test_arrays_of_a_library_that_lacks_something_are_refused_by_every_function(cripple: Callable[..., Any]) -> None:
-    x = cripple("isfinite")
-    told = "crippled has no adapter for gradscale, and lacks.*functions isfinite missing: write an adapter"
-    with pytest.raises(BackendNotAvailableError, match=told):
-        DynamicScale().init(x)
-    with pytest.raises(BackendNotAvailableError, match=told):
-        gradscale.GradScaler().scale(x)
-
-
 def test_libraries_are_called_as_people_write_them() -> None:
-    names = {
-        "array_api_compat.numpy": "numpy",
-        "jax.numpy": "jax",
-        "array_api_compat.dask.array": "dask",
-        "torch": "torch",
-    }
+    names = {"array_api_compat.numpy": "numpy", "jax.numpy": "jax", "torch": "torch"}
+    names["array_api_compat.dask.array"] = "dask"
     assert {name: arithmetic.library_name(types.SimpleNamespace(__name__=name)) for name in names} == names

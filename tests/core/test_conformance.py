@@ -1,8 +1,9 @@
-"""check_backend: right adapters pass, and each kind of wrong one fails."""
+"""check_backend and check_collectives: right adapters and groups pass, and each kind of wrong one fails."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from axes import require
 from libraries import Library, opened
 
 import gradscale
+from gradscale.core import summaries
 from gradscale.core.backend import Backend
-from gradscale.testing import check_backend
+from gradscale.testing import ThreadCollectives, check_backend, check_collectives, run_ranks
 
 # See conftest.py.
 LONG = True
@@ -46,14 +48,9 @@ def test_the_pure_core_passes(arrays: Library) -> None:
 @pytest.mark.numpy
 def test_numpys_adapter_passes() -> None:
     names = ["float16", "float32", "float64", "longdouble", "complex64", "complex128"]
-    check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=[np.dtype(name) for name in names])
-
-
-@pytest.mark.numpy
-def test_numpys_adapter_passes_with_dtypes_of_ml_dtypes() -> None:
     narrow = require("ml_dtypes")
-    dtypes = [np.dtype(kind) for kind in (narrow.bfloat16, narrow.float8_e5m2)]
-    check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=dtypes)
+    kinds = [*names, narrow.bfloat16, narrow.float8_e5m2]
+    check_backend(gradscale.registry.get("numpy"), np.zeros(()), dtypes=[np.dtype(kind) for kind in kinds])
 
 
 def answering(change: Any) -> dict[str, Any]:
@@ -78,6 +75,15 @@ def judged_before(xp: Any, grads: Sequence[Any], arrays: Any, _: Any) -> Any:
     return arrays, xp.asarray(sum(not bool(xp.all(xp.isfinite(grad))) for grad in grads), dtype=xp.int32)
 
 
+def seeing(change: Any) -> dict[str, Any]:
+    """Return a ``summarize`` that sees arrays changed by ``change(xp, array)``."""
+
+    def summarize(_: Core, arrays: Sequence[Any]) -> Any:
+        return summaries.summarize_arrays([change(array_namespace(x), x) for x in arrays])
+
+    return {"summarize": summarize}
+
+
 def plus_one(xp: Any, x: Any) -> Any:
     return xp.asarray(x + xp.full_like(x, 1))
 
@@ -100,6 +106,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "wrong integers": {
         "integers": lambda self, values, like: Core.integers(self, [min(value, 2**24) for value in values], like)
     },
+    "misses subnormals": seeing(
+        lambda xp, x: xp.where(xp.abs(x) < xp.full_like(x, xp.finfo(x.dtype).smallest_normal), xp.zeros_like(x), x)
+    ),
+    "misses the last": seeing(lambda xp, x: xp.reshape(x, (-1,))[: max(0, math.prod(x.shape) - 1)]),
     "wrong example": {"example": lambda self: self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)},
 }
 
@@ -160,51 +170,120 @@ def test_an_adapter_that_clips_wrongly_fails(strict: Library, members: dict[str,
         check_backend(type("Wrong", (Clips,), members)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
 
 
-def without_subnormals(x: Any) -> Any:
-    xp = array_namespace(x)
-    return xp.where(xp.abs(x) < xp.full_like(x, xp.finfo(x.dtype).smallest_normal), xp.zeros_like(x), x)
+def overwriting(xp: Any, grads: Sequence[Any], arrays: Any, count: Any) -> Any:
+    for grad in grads:
+        grad[...] = xp.ones_like(grad)
+    return arrays, count
 
 
-def without_the_last(x: Any) -> Any:
-    flat = array_namespace(x).reshape(x, (-1,))
-    return flat[: max(0, flat.shape[0] - 1)]
-
-
-@pytest.mark.rows("all")
-@pytest.mark.parametrize("seen", [without_subnormals, without_the_last], ids=lambda seen: seen.__name__)
-def test_an_adapter_that_summarizes_wrongly_fails(arrays: Library, seen: Any) -> None:
-    class Summarizes(Core):
-        def summarize(self, arrays: Sequence[Any]) -> Any:
-            return gradscale.core.summaries.summarize_arrays(list(map(seen, arrays)))
-
-    with pytest.raises(AssertionError, match=r"^summarize of "):
-        check_backend(Summarizes(arrays), arrays.asarray(0.0))
+NUMPYS_WRONG = {
+    "was modified to": answering(overwriting),
+    "must become": answering(lambda xp, _, arrays, count: ([x + xp.zeros_like(x) for x in arrays], count)),
+}
 
 
 @pytest.mark.numpy
-def test_an_adapter_that_modifies_its_input_fails() -> None:
-    class InPlace(Core):
-        def unscale(self, grads: Sequence[Any], *args: Any, **options: Any) -> Any:
-            arrays, count = super().unscale(grads, *args, **options)
-            for grad in grads:
-                grad[...] = 1
-            return arrays, count
-
-    with opened("numpy") as library, pytest.raises(AssertionError, match="was modified to"):
-        check_backend(InPlace(library), library.asarray(0.0))
-
-
-@pytest.mark.numpy
-def test_an_adapter_that_loses_the_sign_of_zero_fails() -> None:
+@pytest.mark.parametrize("said", NUMPYS_WRONG)
+def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said: str) -> None:
+    state = gradscale.DynamicScale().init(np.zeros(()))
     with opened("numpy") as library:
-        state = gradscale.DynamicScale().init(np.zeros(()))
-        lost = answering(lambda xp, _, arrays, count: ([x + xp.zeros_like(x) for x in arrays], count))
-        with pytest.raises(AssertionError, match="must become"):
-            gradscale.testing.conformance._check_unscale(
-                type("Wrong", (Core,), lost)(library), state, [np.array([-0.0], np.float32)], 65536.0
-            )
+        wrong = type("Wrong", (Core,), NUMPYS_WRONG[said])(library)
+    with pytest.raises(AssertionError, match=said):
+        gradscale.testing.conformance._check_unscale(wrong, state, [np.array([-0.0], np.float32)], 65536.0)
 
 
-def test_an_object_that_is_no_backend_fails(arrays: Library) -> None:
+def test_an_object_that_is_no_backend_fails() -> None:
     with pytest.raises(gradscale.InvalidTypeError, match=r"derives from gradscale\.Backend"):
-        check_backend(object(), arrays.asarray(0.0))  # type: ignore[arg-type]
+        check_backend(object(), np.zeros(()))  # type: ignore[arg-type]
+
+
+# Groups.
+
+
+def check_on(size: int, arrays: Library, wrap: Callable[[ThreadCollectives], Any]) -> None:
+    """Check collectives of threads, wrapped on each rank."""
+    like = arrays.asarray(0.0)
+
+    def rank(collectives: ThreadCollectives) -> None:
+        check_collectives(wrap(collectives), like, repetitions=4)
+
+    run_ranks(size, rank, timeout=10.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_collectives_of_threads_pass(arrays: Library, size: int) -> None:
+    check_on(size, arrays, lambda collectives: collectives)
+
+
+Start = Callable[[Any], Callable[[], Any]]
+
+
+class Bent:
+    """Collectives that do something wrong with what is sent, or with what comes back."""
+
+    def __init__(self, inner: ThreadCollectives, how: Callable[[Start, Any], Callable[[], Any]]) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self.inner, self.how = inner, how
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        return self.how(self.inner.start_max, x)
+
+
+def after(bend: Callable[[Any, Any], Any]) -> Callable[[Start, Any], Callable[[], Any]]:
+    """Bend what comes back, given what was sent as well."""
+
+    def how(start: Start, x: Any) -> Callable[[], Any]:
+        pending = start(x)
+        return lambda: bend(pending(), x)
+
+    return how
+
+
+def minimum(start: Start, x: Any) -> Callable[[], Any]:
+    pending = start(-x)
+    return lambda: -pending()
+
+
+WRONG_GROUPS = {
+    "gives each rank its own values back": after(lambda _, x: x),
+    "takes the minimum": minimum,
+    "gives a list": after(lambda result, x: gradscale.registry.backend_for(x).read(result)),
+    "widens": after(lambda result, x: array_namespace(x).astype(result, array_namespace(x).int64)),
+    "reshapes": after(lambda result, x: array_namespace(x).reshape(result, (-1, 1))),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_GROUPS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_wrong_collectives_fail(arrays: Library, what: str, size: int) -> None:
+    with pytest.raises(AssertionError):
+        check_on(size, arrays, lambda inner: Bent(inner, WRONG_GROUPS[what]))
+
+
+def test_a_wrong_rank_fails(arrays: Library) -> None:
+    def wrong(inner: ThreadCollectives) -> Bent:
+        bent = Bent(inner, lambda start, x: start(x))
+        bent.rank += 1
+        return bent
+
+    with pytest.raises(AssertionError):
+        check_on(2, arrays, wrong)
+
+
+@pytest.mark.numpy
+def test_collectives_that_write_to_the_array_sent_or_finish_in_one_buffer_fail() -> None:
+    buffer = np.zeros(5, dtype=np.int32)
+
+    def overwrite(result: Any, x: Any) -> Any:
+        x[...] = result
+        return result
+
+    def fill(start: Start, x: Any) -> Callable[[], Any]:
+        buffer[: x.size] = start(x)()
+        return lambda: buffer[: x.size]
+
+    with opened("numpy") as library:
+        with pytest.raises(AssertionError, match="was modified to"):
+            check_on(2, library, lambda inner: Bent(inner, after(overwrite)))
+        with pytest.raises(AssertionError):
+            check_on(1, library, lambda inner: Bent(inner, fill))
