@@ -30,16 +30,11 @@ def test_it_says_what_a_look_at_every_element_says(axes: list[tuple[int, int]], 
 @pytest.mark.parametrize(
     ("shape", "strides", "expected"),
     [
-        ((), (), False),
-        ((3,), (0,), True),
-        ((1, 3), (0, 1), False),
         # Too many elements to be listed.
         ((30_000_000,), (0,), True),
         ((10**9, 10**9), (10**9, 0), True),
         ((10**9, 10**9), (0, 1), True),
         ((0, 3), (0, 0), False),
-        ((4, 3), (1, 4), False),
-        ((4, 3), (1, 1), True),
         ((10**6, 10**6), (3, 2 * 10**6 + 11), False),
         ((10**6, 10**6), (2, 10**6), True),
     ],

@@ -11,7 +11,6 @@ from libraries import Library
 from optimizers import Grouped, Parameter, Tree, scaled
 
 from gradscale import GradScaler, InvalidTypeError
-from gradscale.core.backend import Backend
 
 
 def test_grads_may_be_one_array_or_any_tree(arrays: Library) -> None:
@@ -61,30 +60,6 @@ def test_a_gradient_that_two_parameters_share_and_a_parameter_that_is_listed_twi
         scaler.step(optimizer)
         for shared in optimizer.gradients():
             arrays.assert_array(shared, [4.0])
-
-
-def test_a_gradient_that_is_a_new_object_at_each_access_is_unscaled(arrays: Library) -> None:
-    class Wrapped:
-        """A parameter whose gradient is wrapped at each access, as over a foreign pointer."""
-
-        def __init__(self, stored: Any) -> None:
-            self.stored = stored
-
-        @property
-        def grad(self) -> Any:
-            return arrays.asarray(self.stored)
-
-        @grad.setter
-        def grad(self, new: Any) -> None:
-            self.stored = float(arrays.to_numpy(new))
-
-    scaler = GradScaler(backend=Backend())
-    scaler.scale(arrays.asarray(1.0))
-    parameter = Wrapped(65536.0 * 4)
-    optimizer = Grouped()
-    optimizer.param_groups = [{"params": [parameter]}]
-    scaler.step(optimizer)
-    assert parameter.stored == 4.0
 
 
 class Listing:
