@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,6 @@ from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.numpy
 
-SEEDS = ("1", "2")
-
 
 def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
     once, again = ({name: identify(made(setting)) for name, setting in by_name().items()} for _ in range(2))
@@ -35,18 +31,14 @@ def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
 
 
 def test_neither_the_hash_seed_nor_addresses_make_a_difference() -> None:
-    program = Path(policies.__file__)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), seed],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
+    first, second = (
+        ast.literal_eval(
+            subprocess.check_output(
+                [sys.executable, str(policies.__file__), seed], env=os.environ | {"PYTHONHASHSEED": seed}, text=True
+            )
         )
-        for seed in SEEDS
-    ]
-    printed = [process.communicate(timeout=60)[0] for process in processes]
-    first, second = map(ast.literal_eval, printed)
+        for seed in ("1", "2")
+    )
     assert first == second
     assert first.keys() == by_name().keys()
 
@@ -97,11 +89,7 @@ class Changeable:
         pytest.param((1, policies.Odd()), r"Own\.setting\[1\] must be", id="in a tuple"),
         pytest.param(policies.Schedule(policies.Odd()), r"Own\.setting\.kind must be", id="in a dataclass"),
         pytest.param(lambda step: step, r"Own\.setting must be .* make it a number, text, bytes, an", id="lambda"),
-        pytest.param(np.sum, r"Own\.setting must be", id="function"),
-        pytest.param(functools.partial(round, 2), r"Own\.setting must be", id="partial"),
         pytest.param([1], r"Own\.setting must be", id="list"),
-        pytest.param({1}, r"Own\.setting must be", id="set"),
-        pytest.param({"a": 1}, r"Own\.setting must be", id="mapping"),
         pytest.param(np.zeros(2), r"Own\.setting must be", id="array"),
         pytest.param(Changeable(), r"Own\.setting must be", id="dataclass that is not frozen"),
         pytest.param(endless(), r"holds itself", id="endless"),
@@ -111,27 +99,12 @@ def test_what_has_no_value_in_another_process_is_refused_by_its_name(setting: An
     with pytest.raises(gradscale.InvalidTypeError, match=named):
         identify(made(setting))
 
-    def construct(group: Any) -> None:
-        gradscale.ShardedGradScaler(group=group, policy=made(setting))
-
-    with pytest.raises(gradscale.InvalidTypeError, match=named):
-        run_ranks(1, construct)
-    with pytest.raises(gradscale.InvalidTypeError, match=named):
-        run_ranks(1, lambda group: gradscale.GroupAgreement(group, made(setting)))
+    constructors: list[Any] = [
+        lambda group: gradscale.ShardedGradScaler(group=group, policy=made(setting)),
+        lambda group: gradscale.GroupAgreement(group, made(setting)),
+    ]
+    for construct in constructors:
+        with pytest.raises(gradscale.InvalidTypeError, match=named):
+            run_ranks(1, construct)
     # A process alone compares it with nobody's.
     gradscale.GradScaler(policy=made(setting))
-
-
-def test_ranks_with_equal_policies_agree_and_others_do_not() -> None:
-    def train(group: Any, names: Any) -> float:
-        scaler = gradscale.ShardedGradScaler(group=group, policy=made((names, np.float32)))
-        scaler.scale(np.float32(1.0))
-        optimizer = dataclasses.make_dataclass("Optimizer", ["grads"], namespace={"step": lambda _: None})(
-            [np.ones(3, np.float32)]
-        )
-        scaler.step(optimizer)
-        return scaler.get_scale()
-
-    assert run_ranks(2, lambda group: train(group, ("a", "b"))) == [65536.0] * 2
-    with pytest.raises(gradscale.ScaleDesyncError, match="policy"):
-        run_ranks(2, lambda group: train(group, ("a", "b") if group.rank else ("a", "c")))

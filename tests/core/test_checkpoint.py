@@ -132,15 +132,6 @@ def test_the_five_keys_of_torch_are_enough(arrays: Library) -> None:
     assert [state["scale"] for _, state in run(arrays, scaler, [1.0, 1.0])] == [1024.0, 3072.0]
 
 
-def test_a_resumed_scaler_may_unscale_before_it_scales(arrays: Library) -> None:
-    scaler = GradScaler()
-    scaler.load_state_dict(TORCH)
-    optimizer = Tree([arrays.asarray([2048.0])])
-    with pytest.warns(UserWarning, match=r"scale\(\) was not called"):
-        scaler.step(optimizer)
-    arrays.assert_array(optimizer.seen[0][0], [2.0])
-
-
 @pytest.mark.parametrize("form", [np.asarray, np.float64], ids=["0-d arrays", "numpy scalars"])
 def test_what_checkpoint_formats_make_of_it_loads(form: Any) -> None:
     integers = ("growth_interval", "_growth_tracker")

@@ -6,7 +6,6 @@ Nothing is changed by an error. Every entrance is tried with each hostile value,
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from axes import require
-from hostile import HOSTILE, HUGE, Raising, changed, deep, holding_itself, made, settings_of, trees, values
+from hostile import HOSTILE, HUGE, Raising, changed, deep, holding_itself, made, trees, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optimizers import Grouped, Tree, iterate_plainly
@@ -29,7 +28,7 @@ import gradscale
 from gradscale import DynamicScale, GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets, tree
 from gradscale.core import validation
 from gradscale.core.messages import shown
-from gradscale.policies import rules, simulation
+from gradscale.policies import simulation
 from gradscale.reports.logs import read_log
 from gradscale.testing import run_ranks
 
@@ -39,7 +38,6 @@ SETTINGS = [
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "growth_after", "hysteresis"),
     *("hysteresis_refill", "tolerance", "min_scale", "max_scale", "at_min"),
 ]
-POLICIES = (DynamicScale, gradscale.StaticScale, rules.DelayedScale, rules.GradualScale, rules.WideningScale)
 FOREIGN: list[dict[str, Any]] = [
     {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 1},
     {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 2},
@@ -258,14 +256,6 @@ FUZZED = {
     "state dict's policy": Entrance(
         lambda scaler, policy: scaler.load_state_dict({**SAVED, "policy": policy}), comes_back, changed(SAVED["policy"])
     ),
-    **{
-        kind.__name__: Entrance(
-            lambda _, options, kind=kind: kind(**options),
-            keeps_scales_finite,
-            settings_of([field.name for field in dataclasses.fields(kind)]),
-        )
-        for kind in POLICIES
-    },
     "foreign state's keys": Entrance(
         lambda _, state: gradscale.load_foreign_state(state), can_be_loaded, st.sampled_from(FOREIGN).flatmap(changed)
     ),

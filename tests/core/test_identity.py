@@ -52,26 +52,6 @@ def test_an_object_is_forgotten_when_it_dies_and_its_address_is_free() -> None:
     assert len(mapping) == 0
 
 
-def test_an_object_in_a_cycle_is_not_kept_alive() -> None:
-    mapping: IdentityMap[str] = IdentityMap()
-    thing: Any = Thing()
-    thing.itself = thing
-    reference = weakref.ref(thing)
-    mapping.put(thing, "value")
-    mapping.put(thing, "another")
-    del thing
-    gc.collect()
-    assert reference() is None
-    assert len(mapping) == 0
-
-
-def test_an_object_that_cannot_be_referenced_weakly_keeps_its_address() -> None:
-    mapping: IdentityMap[int] = IdentityMap()
-    for value in range(20):
-        mapping.put(Slotted(), value)
-    assert len(mapping) == 20
-
-
 def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept() -> None:
     mapping: IdentityMap[int] = IdentityMap()
     thing, last = Thing(), Slotted()
@@ -83,16 +63,21 @@ def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept()
     assert (mapping[thing], mapping[last]) == (-1, 999)
 
 
-def test_a_map_is_no_cycle_and_goes_with_its_last_reference() -> None:
-    thing = Thing()
+def test_neither_an_object_in_a_cycle_nor_the_map_waits_for_another_reference() -> None:
+    mapping: IdentityMap[Thing] = IdentityMap()
+    thing, value = Thing(), Thing()
+    thing.itself = thing  # type: ignore[attr-defined]
+    mapping.put(thing, value)
+    mapping.put(thing, value)
+    held, cycle = weakref.ref(value), weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert (cycle(), len(mapping)) == (None, 0)
+    mapping.put(last := Thing(), value)
     gc.disable()
     try:
-        mapping: IdentityMap[Thing] = IdentityMap()
-        value = Thing()
-        mapping.put(thing, value)
-        held = weakref.ref(value)
         del value, mapping
         assert held() is None
     finally:
         gc.enable()
-    del thing
+    del last

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
 from libraries import Library
 from optimizers import Tree, iterate
 
@@ -57,32 +56,18 @@ WRONG = {
 def test_a_read_that_no_policy_can_have_made_names_the_library(strict: Library, wrong: list[int], call: str) -> None:
     backend = Misplacing()
     scaler = GradScaler(backend=backend)
-    iterate(strict, scaler, Tree())
+    optimizer = Tree()
+    iterate(strict, scaler, optimizer)
     before = scaler.state_dict()
     backend.values = wrong
     with pytest.raises(BackendError, match="from array_api_strict that no policy makes, got scale=") as caught:
-        scaler.state_dict() if call == "state_dict" else iterate(strict, scaler, Tree())
+        scaler.state_dict() if call == "state_dict" else iterate(strict, scaler, optimizer)
+    assert optimizer.steps == 1
     assert "growth_tracker 2000, overflow_tracker 0, rescale_tracker 0" in str(caught.value)
     backend.values = None
     if call == "state_dict":
         assert scaler.state_dict() == before
         iterate(strict, scaler, Tree())
-
-
-@pytest.mark.tier("ranks")
-def test_a_lazy_library_whose_plans_are_wrong_does_not_change_the_state() -> None:
-    require("dask")
-    import dask.array as da
-
-    backend = Misplacing()
-    scaler = GradScaler(backend=backend)
-    optimizer = Tree([da.ones(2, dtype="float32") * scaler.scale(da.ones((), dtype="float32"))])
-    backend.values = [BITS, BITS, 0, 0]
-    with pytest.raises(BackendError, match=r"dask.array that no policy makes, got .*growth_tracker=1199570944"):
-        scaler.step(optimizer)
-    assert optimizer.steps == 0
-    backend.values = None
-    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (65536.0, 0)
 
 
 def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library) -> None:
@@ -96,7 +81,6 @@ def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library) -> No
     iterate(strict, scaler, Tree())
     assert scaler.state_dict()["_growth_tracker"] == 0
     assert scaler.state_dict()["_rescale_tracker"] == 9
-
     scaler = GradScaler(growth_interval=1000)
     for _ in range(8):
         iterate(strict, scaler, Tree())
@@ -126,20 +110,3 @@ def test_a_policy_that_does_not_say_may_use_all_of_int32() -> None:
 
     assert largest_trackers(Own()) == (LARGEST_INT32,) * 3  # type: ignore[arg-type]
     assert largest_trackers(DynamicScale(hysteresis=3), [5, 1, 2]) == (2000, 3, 2)
-
-
-@pytest.mark.torch
-@pytest.mark.tier("ranks")
-def test_torch_names_itself_too() -> None:
-    require("torch")
-    import torch
-
-    import gradscale_torch
-
-    scaler = gradscale_torch.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler._scale.fill_(math.nan)
-    with pytest.raises(BackendError, match="torch that no policy makes, got scale=nan"):
-        scaler.state_dict()
-    scaler._scale.fill_(2.0)
-    assert scaler.state_dict()["scale"] == 2.0

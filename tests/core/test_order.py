@@ -71,7 +71,7 @@ def test_a_call_in_a_wrong_order_is_an_error_that_changes_nothing(
 
 
 @pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_unscale_before_any_scale(arrays: Library, method: str) -> None:
+def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, method: str) -> None:
     scaler, optimizer = GradScaler(), Tree([arrays.asarray([1.0])])
     with pytest.raises(CallOrderError, match=rf"scale\(\) has never been called; .*ShardedGradScaler.*{ORDER}"):
         getattr(scaler, method)(optimizer)
@@ -79,14 +79,8 @@ def test_unscale_before_any_scale(arrays: Library, method: str) -> None:
     assert optimizer.steps == 0
     # It is not held against the optimizer afterwards.
     assert not iterate(arrays, scaler, optimizer).skipped
-
-
-def test_update_of_an_iteration_in_which_nothing_happened(arrays: Library) -> None:
-    scaler = GradScaler()
-    with pytest.raises(CallOrderError, match=rf"update\(\) was called, and nothing was scaled or unscaled.*{ORDER}"):
-        scaler.update()
-    iterate(arrays, scaler, Tree())
-    with pytest.raises(CallOrderError, match=r"\(iteration 2\)"):
+    told = rf"update\(\) was called, and nothing was scaled or unscaled.*\(iteration 2\).*{ORDER}"
+    with pytest.raises(CallOrderError, match=told):
         scaler.update()
     assert scaler.state_dict()["iteration"] == 2
 

@@ -144,33 +144,6 @@ def test_clamp_moves_a_number_into_the_bounds() -> None:
     assert DynamicScale().clamp(LARGEST) == LARGEST
 
 
-@pytest.mark.numpy
-@given(
-    growth=st.integers(1, 8),
-    backoff=st.integers(1, 8),
-    lowest=st.integers(-126, 0),
-    highest=st.integers(1, 127),
-    sequence=st.text("CO", max_size=60),
-)
-def test_the_scale_stays_a_power_of_two_within_the_bounds(
-    growth: int, backoff: int, lowest: int, highest: int, sequence: str
-) -> None:
-    policy = DynamicScale(
-        init_scale=1.0,
-        growth_factor=2.0**growth,
-        backoff_factor=2.0**-backoff,
-        growth_interval=2,
-        min_scale=2.0**lowest,
-        max_scale=2.0**highest,
-    )
-    state = policy.init(np.zeros(()))
-    for step in sequence:
-        state = policy.update(state, nonfinite=np.asarray(step == "O"))
-        scale = float(state.scale)
-        assert math.frexp(scale)[0] == 0.5
-        assert policy.min_scale <= scale <= policy.max_scale  # type: ignore[operator]
-
-
 # Tolerance of overflows.
 
 

@@ -84,16 +84,6 @@ def test_several_optimizers_are_skipped_on_their_own_verdicts_and_back_off_once(
     assert scaler.get_scale() == 32768.0
 
 
-def test_a_deliberate_skip_after_unscale_still_counts_its_verdict(arrays: Library) -> None:
-    scaler = GradScaler()
-    optimizer = Tree(scaled(arrays, scaler, math.inf))
-    scaler.unscale_(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 32768.0
-    assert scaler.state_dict()["_growth_tracker"] == 0
-    assert iterate(arrays, scaler, optimizer).iteration == 2
-
-
 # How optimizers are called and kept.
 
 

@@ -175,11 +175,6 @@ def values() -> st.SearchStrategy[Any]:
     return leaf | st.lists(leaf, max_size=3) | st.dictionaries(st.text(max_size=5), leaf, max_size=3)
 
 
-def settings_of(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy of settings by name: mostly one or two of them."""
-    return st.dictionaries(st.sampled_from(names), values(), max_size=3)
-
-
 def changed(fine: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Return a strategy of dicts that are fine but for a few keys, changed or left out."""
     keys = st.sampled_from(sorted(fine))
