@@ -116,39 +116,28 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
 
 
 @pytest.mark.numpy
-def test_logging_names_the_parameters_that_overflowed_and_says_when_the_model_is_at_fault(
-    caplog: pytest.LogCaptureFixture,
+def test_skips_are_told_and_written_with_the_worst_parameters_and_the_cause(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    log = LogUpdates()
-    scaler = gradscale.GradScaler(on_skip=log, on_update=log, diagnose="on_overflow")
-    for bad_loss in (1.0, np.nan):
-        optimizer = Tree({name: np.full(3, np.inf, np.float32) for name in "abcd"})
-        scaler.scale(np.float32(bad_loss))
-        scaler.step(optimizer)
-        scaler.update()
-    first, change, second, last = caplog.messages
-    assert first == (
-        "iteration 1: step skipped at scale 65536, 4 gradients with inf or NaN: ['a'], ['b'], ['c'] and 1 more"
-    )
-    assert second.endswith("and 1 more; the model is at fault, not the scale")
-    assert change == "iteration 1: scale backed off, 65536 -> 32768"
-    assert last == "iteration 2: scale backed off, 32768 -> 16384"
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("bad", ["b", "bc"], ids=["one", "two"])
-def test_a_row_names_the_worst_parameter_and_the_largest_finite_gradient(bad: str, tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    with JSONLines(path) as log:
-        scaler = gradscale.GradScaler(init_scale=8.0, on_skip=log, diagnose="on_overflow")
-        grads = {name: np.full(3, np.inf if name in bad else 4.0, np.float32) for name in "abcd"}
-        scaler.scale(np.float32(1.0))
-        scaler.step(Tree(grads))
-        scaler.update()
-    (row,) = read_log(path)
-    assert (row["parameter"], row["cause"], row["nonfinite"]) == ("['b']", "scale", len(bad))
-    assert row["magnitude"] == 0.5
+    log, path = LogUpdates(), tmp_path / "log.jsonl"
+    with JSONLines(path) as lines:
+        scaler = gradscale.GradScaler(on_skip=[log, lines], on_update=log, diagnose="on_overflow")
+        for bad_loss, bad in ((1.0, "b"), (1.0, "abcd"), (np.nan, "bc")):
+            scaler.scale(np.float32(bad_loss))
+            scaler.step(Tree({name: np.full(3, np.inf if name in bad else 4.0, np.float32) for name in "abcd"}))
+            scaler.update()
+    skip = "iteration {}: step skipped at scale {}, {} with inf or NaN: {}"
+    assert caplog.messages == [
+        skip.format(1, 65536, "1 gradient", "['b']"),
+        "iteration 1: scale backed off, 65536 -> 32768",
+        skip.format(2, 32768, "4 gradients", "['a'], ['b'], ['c'] and 1 more"),
+        "iteration 2: scale backed off, 32768 -> 16384",
+        skip.format(3, 16384, "2 gradients", "['b'], ['c']; the model is at fault, not the scale"),
+        "iteration 3: scale backed off, 16384 -> 8192",
+    ]
+    told = [tuple(row[key] for key in ("parameter", "cause", "nonfinite", "magnitude")) for row in read_log(path)]
+    assert told == [("['b']", "scale", 1, 2.0**-14), ("['a']", "scale", 4, None), ("['b']", "model", 2, 2.0**-12)]
 
 
 def test_tensorboard_gets_scalars_by_iteration() -> None:

@@ -124,12 +124,8 @@ def test_a_loss_that_is_not_finite_is_the_models_fault_whatever_the_gradients(
     for one in given:
         report = scaler.diagnose(optimizer, loss=one)
         assert (report.loss_nonfinite, report.cause) == (lost, "model" if lost else "none")
-
-
-def test_a_loss_of_something_else_is_refused(arrays: Library) -> None:
-    scaler, optimizer = make(arrays, 1.0)
     with pytest.raises(InvalidTypeError, match=r"loss must hold arrays and numbers, got 'nan' of type str"):
-        scaler.diagnose(optimizer, loss=[1.0, "nan"])
+        scaler.diagnose(optimizer, loss=[loss, "nan"])
 
 
 def entry(**fields: Any) -> ParameterReport:
@@ -274,13 +270,6 @@ def test_a_scaler_that_diagnoses_on_overflow_keeps_the_report_of_a_skipped_step(
     assert report.overflow is not None
     assert [one.name for one in report.overflow.nonfinite] == ["[1]"]
     assert (report.overflow.scale, report.overflow.cause, report.overflow.loss_nonfinite) == (SCALE, "scale", 0)
-    scaler.update()
-    scaler.scale(arrays.asarray(math.nan))
-    optimizer.grads = [arrays.asarray([math.nan])]
-    scaler.step(optimizer)
-    overflow = scaler.last_step(optimizer).overflow
-    assert overflow is not None
-    assert (overflow.cause, overflow.loss_nonfinite, overflow.iteration) == ("model", 1, 2)
     scaler.update()
     optimizer.grads = scaled(arrays, scaler, 1.0)
     scaler.step(optimizer)

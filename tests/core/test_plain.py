@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,55 +72,48 @@ def test_any_setting_lives_as_over_arrays(counts: list[int], settings: dict[str,
     assert_same_life(DynamicScale(**settings, **patience), counts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Counting(StaticScale):
-    """Backs off by more for more bad gradients, so that the count itself matters."""
+def ruled(update: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return a frozen policy whose update is a function of the namespace, the state and the count."""
 
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
-        xp = np if isinstance(nonfinite, np.ndarray) else nonfinite.__array_namespace__()
-        many = nonfinite > 3
-        return state._replace(scale=xp.where(many, state.scale * 0.25, state.scale))
+    def method(_: Any, state: ScaleState, *, nonfinite: Any) -> Any:
+        return update(array_namespace(state.scale), state, nonfinite)
+
+    return dataclasses.dataclass(frozen=True)(type("Ruled", (StaticScale,), {"update": method}))(8.0)
+
+
+def scales_of(policy: Any, *counts: int) -> list[float]:
+    """Return the scale after each count, each from the first state."""
+    rule = plain_rule(policy)
+    assert rule is not None
+    return [rule.update(ScaleState(8.0, 0, 0, 0), count).scale for count in counts]  # type: ignore[arg-type, misc]
 
 
 def test_a_rule_may_look_at_the_count() -> None:
-    rule = plain_rule(Counting(8.0))
-    assert rule is not None
-    scales = [rule.update(ScaleState(8.0, 0, 0, 0), count).scale for count in (0, 3, 4)]  # type: ignore[arg-type]
-    assert scales == [8.0, 8.0, 2.0]
+    def lower(xp: Any, state: Any, nonfinite: Any) -> Any:
+        return state._replace(scale=xp.where(nonfinite > 3, state.scale * 0.25, state.scale))
+
+    assert scales_of(ruled(lower), 0, 3, 4) == [8.0, 8.0, 2.0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Halving(StaticScale):
-    """Adds the halves of the scale, and of that, and so on: the scale is in it more often than can be counted."""
-
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+def test_what_is_used_again_and_again_is_written_once() -> None:
+    def halves(_xp: Any, state: Any, _nonfinite: Any) -> Any:
         scale = state.scale
         for _ in range(100):
             half = scale * 0.5
             scale = half + half
         return state._replace(scale=scale)
 
-
-def test_what_is_used_again_and_again_is_written_once() -> None:
-    rule = plain_rule(Halving(8.0))
-    assert rule is not None
-    assert rule.update(ScaleState(8.0, 0, 0, 0), 1).scale == 8.0  # type: ignore[arg-type]
+    assert scales_of(ruled(halves), 1) == [8.0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Bitwise(StaticScale):
-    """Doubles the scale on every fourth step, told by the bits of a count."""
-
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
-        xp = array_namespace(state.scale)
+def test_bits_of_whole_numbers_are_not_taken_for_truth() -> None:
+    def every_fourth(xp: Any, state: Any, _: Any) -> Any:
         steps = state.growth_tracker + 1
         fourth = (steps & 3 | 4) == 4
         scale = xp.where(fourth & ~(steps == 0), state.scale * 2.0, state.scale)
         return state._replace(scale=xp.asarray(scale), growth_tracker=xp.asarray(steps))
 
-
-def test_bits_of_whole_numbers_are_not_taken_for_truth() -> None:
-    assert_same_life(Bitwise(8.0), [0] * 9)
+    assert_same_life(ruled(every_fourth), [0] * 9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +128,9 @@ class Backing(StaticScale):
 
 
 def test_policies_that_differ_where_they_are_not_compared_keep_their_own_rules() -> None:
-    policies = Backing(1024.0, 0.5), Backing(1024.0, 0.25)
+    policies = Backing(8.0, 0.5), Backing(8.0, 0.25)
     assert policies[0] == policies[1]
-    rules = [plain_rule(policy) for policy in policies]
-    scales = [rule and rule.update(ScaleState(1024.0, 0, 0, 0), 1).scale for rule in rules]  # type: ignore[arg-type]
-    assert scales == [512.0, 256.0]
+    assert [scales_of(policy, 1) for policy in policies] == [[4.0], [2.0]]
 
 
 @dataclasses.dataclass
@@ -153,44 +145,25 @@ class Mutable:
     at_min_scale = staticmethod(StaticScale(8.0).at_min_scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class AsksForValues(StaticScale):
-    """Looks at an array's value, as a rule for NumPy alone may."""
-
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
-        return state._replace(scale=state.scale / 2) if int(nonfinite) else state
-
-
-@dataclasses.dataclass(frozen=True)
-class WidensTheScale(StaticScale):
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
-        xp = array_namespace(state.scale)
-        return state._replace(scale=xp.astype(state.scale, xp.float64))
+# Looks at an array's value, as a rule for NumPy alone may.
+ASKS_FOR_VALUES = ruled(lambda _, state, bad: state._replace(scale=state.scale / 2) if int(bad) else state)
+# NumPy's numbers make another dtype of float32 than a Python number does.
+HAS_NONE = {
+    "mutable": Mutable(),
+    "asks for values": ASKS_FOR_VALUES,
+    "widens the scale": ruled(lambda xp, state, _: state._replace(scale=xp.astype(state.scale, xp.float64))),
+    "widens by a number": ruled(lambda _xp, state, _: state._replace(scale=state.scale * np.float64(0.3))),
+    "widens by one before": ruled(lambda _xp, state, _: state._replace(scale=np.float64(0.3) * state.scale)),
+}
 
 
-@pytest.mark.parametrize("policy", [Mutable(), AsksForValues(8.0), WidensTheScale(8.0)], ids=lambda p: type(p).__name__)
-def test_a_policy_that_may_change_or_needs_arrays_has_none(policy: Any) -> None:
-    assert plain_rule(policy) is None
-
-
-@dataclasses.dataclass(frozen=True)
-class WidensByANumber(StaticScale):
-    """Multiplies by a number of NumPy's, which makes another dtype of float32 than a Python number does."""
-
-    is_first: bool = False
-
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
-        factor = np.float64(0.3)
-        return state._replace(scale=factor * state.scale if self.is_first else state.scale * factor)
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-def test_numbers_of_a_library_are_not_taken_for_pythons(is_first: bool) -> None:
-    assert plain_rule(WidensByANumber(8.0, is_first)) is None
+@pytest.mark.parametrize("name", HAS_NONE)
+def test_a_policy_that_may_change_or_needs_arrays_has_none(name: str) -> None:
+    assert plain_rule(HAS_NONE[name]) is None
 
 
 def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
-    scaler, optimizer = GradScaler(policy=AsksForValues(8.0)), Tree()
+    scaler, optimizer = GradScaler(policy=ASKS_FOR_VALUES), Tree()
     with opened("numpy") as library:
         skipped = [iterate(library, scaler, optimizer, [value]).skipped for value in (8.0, np.inf, 8.0)]
     assert (scaler.get_scale(), skipped) == (4.0, [False, True, False])
@@ -198,7 +171,7 @@ def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
 
 @pytest.mark.parametrize("needs_arrays", ["before", "after"])
 def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str) -> None:
-    first, second = AsksForValues(8.0), DynamicScale(init_scale=8.0)
+    first, second = ASKS_FOR_VALUES, DynamicScale(init_scale=8.0)
     if needs_arrays == "after":
         first, second = second, first  # type: ignore[assignment]
     live = ArrayState(first)

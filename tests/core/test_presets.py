@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from decimal import Decimal, getcontext
 from typing import Any
 
 import numpy as np
@@ -189,36 +188,3 @@ def test_a_widening_interval_is_kept_through_every_halving(interval: int, tolera
     with opened("numpy") as library:
         got = scales(library, rule, steps)
     assert got == widening_by_hand(steps, 256.0, interval, tolerance, 2.0**-5)
-
-
-def nearest_float32(exact: Decimal) -> float:
-    """Return the float32 that is nearest to a number."""
-    guess = np.float32(exact)
-    candidates = [guess, np.nextafter(guess, np.float32(0)), np.nextafter(guess, np.float32(np.inf))]
-    return float(min(candidates, key=lambda candidate: abs(Decimal(float(candidate)) - exact)))
-
-
-def gradual_by_hand(steps: str, rule: Any) -> list[float]:
-    """Return the scales of Chainer's rule in 60 digits, each rounded once."""
-    getcontext().prec = 60
-    factor = Decimal(2) ** (Decimal(1) / Decimal(rule.growth_interval))
-    scale, has_overflowed, got = Decimal(rule.init_scale), False, []
-    for step in steps:
-        if step == "O":
-            has_overflowed, scale = True, scale / 2
-        else:
-            scale *= 2 if rule.fast_start and not has_overflowed else factor
-        scale = max(Decimal(rule.min_scale), min(scale, Decimal(rule.max_scale or LARGEST)))
-        got.append(nearest_float32(scale))
-    return got
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("interval", [3, *later("ranks", 100, 1000)])
-@pytest.mark.parametrize("name", ["chainer", "guided_diffusion"])
-def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, interval: int) -> None:
-    draws = np.random.default_rng(interval).random(1500)
-    steps = "".join("O" if draw < 0.7 / interval else "C" for draw in draws)
-    rule: Any = presets.named(name, growth_interval=interval)
-    with opened("numpy") as library:
-        assert scales(library, rule, steps) == gradual_by_hand(steps, rule)
