@@ -13,7 +13,7 @@ from axes import require
 from libraries import Library, opened
 
 import gradscale
-from gradscale.core import summaries
+from gradscale.core import arithmetic, summaries
 from gradscale.core.backend import Backend
 from gradscale.testing import ThreadCollectives, check_backend, check_collectives, run_ranks
 
@@ -121,53 +121,45 @@ def test_a_wrong_adapter_fails(arrays: Library, members: dict[str, Any]) -> None
         check_backend(type("Wrong", (Core,), members)(arrays), arrays.asarray(0.0))
 
 
-def squares(arrays: Sequence[Any], state: Any) -> Any:
-    return gradscale.core.arithmetic.sum_of_squares(arrays, state.scale)
+def clipping(change: Any) -> dict[str, Any]:
+    """Return members for clipping, whose answer is changed by ``change(gradients, arrays, count, squares)``."""
 
-
-class Clips(Core):
-    """Has members of its own for clipping, right ones."""
-
-    def unscale_with_squares(self, grads: Sequence[Any], state: Any, **options: Any) -> Any:
+    def unscale_with_squares(self: Core, grads: Sequence[Any], state: Any, **options: Any) -> Any:
         arrays, count = self.unscale(grads, state, **options)
-        return self.changed(grads, arrays, count, squares(self.squared(grads, arrays), state))
+        return change(grads, arrays, count, lambda xs: arithmetic.sum_of_squares(xs, state.scale))
 
-    def squared(self, _grads: Any, arrays: Any) -> Any:
+    return {"unscale_with_squares": unscale_with_squares}
+
+
+def multiplied(times: int) -> dict[str, Any]:
+    def multiply_in_place(_: Core, arrays: Any, factor: Any) -> Any:
+        for _ in range(times):
+            arrays[:] = arithmetic.multiply_arrays(arrays, factor)
         return arrays
 
-    def changed(self, _grads: Any, *answer: Any) -> Any:
-        return answer
-
-    def multiply_in_place(self, arrays: Any, factor: Any) -> Any:
-        arrays[:] = gradscale.core.arithmetic.multiply_arrays(arrays, factor)
-        return arrays
+    return {"multiply_in_place": multiply_in_place}
 
 
+def single(x: Any) -> Any:
+    return array_namespace(x).astype(x, array_namespace(x).float32)
+
+
+RIGHT = clipping(lambda _, arrays, count, squares: (arrays, count, squares(arrays))) | multiplied(1)
 CLIPS_WRONGLY: dict[str, dict[str, Any]] = {
-    "squares what is scaled": {"squared": lambda _self, grads, _arrays: grads},
-    "squares in float32": {
-        "changed": lambda self, _, arrays, count, found: (
-            arrays,
-            count,
-            self.arrays.xp.astype(found, self.arrays.xp.float32),
-        )
-    },
-    "misses an array": {"squared": lambda _self, _grads, arrays: arrays[:-1]},
-    "forgets to unscale": {"changed": lambda _self, grads, _, count, found: (list(grads), count, found)},
-    "multiplies twice": {
-        "multiply_in_place": lambda self, arrays, factor: Clips.multiply_in_place(
-            self, Clips.multiply_in_place(self, arrays, factor), factor
-        )
-    },
+    "squares what is scaled": clipping(lambda grads, arrays, count, squares: (arrays, count, squares(grads))),
+    "squares in float32": clipping(lambda _, arrays, count, squares: (arrays, count, single(squares(arrays)))),
+    "misses an array": clipping(lambda _, arrays, count, squares: (arrays, count, squares(arrays[:-1]))),
+    "forgets to unscale": clipping(lambda grads, arrays, count, squares: (list(grads), count, squares(arrays))),
+    "multiplies twice": multiplied(2),
 }
 
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("members", CLIPS_WRONGLY.values(), ids=CLIPS_WRONGLY)
 def test_an_adapter_that_clips_wrongly_fails(strict: Library, members: dict[str, Any]) -> None:
-    check_backend(Clips(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
+    check_backend(type("Right", (Core,), RIGHT)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
     with pytest.raises(AssertionError, match=r"^(unscale_with_squares|multiply_in_place) "):
-        check_backend(type("Wrong", (Clips,), members)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
+        check_backend(type("Wrong", (Core,), RIGHT | members)(strict), strict.asarray(0.0), dtypes=[strict.xp.float32])
 
 
 def overwriting(xp: Any, grads: Sequence[Any], arrays: Any, count: Any) -> Any:

@@ -7,11 +7,9 @@ Nothing is changed by an error. Every entrance is tried with each hostile value,
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -161,13 +159,6 @@ def with_groups(groups: Any) -> Grouped:
     return optimizer
 
 
-def read_written(_: GradScaler, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-        file.write(content)
-        file.flush()
-        read_log(file.name)
-
-
 # Where a value may stand: in an optimizer, and in outputs.
 PLACES: dict[str, Callable[[Any], Any]] = {
     "itself": lambda value: value,
@@ -183,7 +174,7 @@ OUTPUTS: dict[str, Callable[[Any], Any]] = {
     "in a list": lambda value: [value],
     "in a dict": lambda value: {"a": np.float32(1.0), "b": (value,)},
 }
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+READ: dict[str, Callable[[Any], Any]] = {
     "scale": lambda value: gradscale.scale(value, STATE),
     "unscale": lambda value: gradscale.unscale(value, STATE),
     "unscale out": lambda value: gradscale.unscale(value, STATE, out=value),
@@ -191,8 +182,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "leaves": tree.leaves_with_paths,
     "diagnose": lambda value: used().diagnose(value),
     "names": lambda value: used().diagnose(Tree([np.ones(1, np.float32)]), value),
-}
-READ: dict[str, Callable[[Any], Any]] = {
     "recorded": simulation.recorded,
     "measured": simulation.measured,
     "gradients": simulation.Gradients,
@@ -243,8 +232,7 @@ ENTRANCES = {
     "group": Entrance(lambda _, value: gradscale.ShardedGradScaler(group=value), can_be_used, values()),
     **each("optimizer", PLACES, unscale_begun, keeps_its_state, trees()),
     **each("output", OUTPUTS, lambda name, scaler, value: scaler.scale(OUTPUTS[name](value)), keeps_its_state, trees()),
-    **each("function", FUNCTIONS, lambda name, _, value: FUNCTIONS[name](value), keeps_its_state, trees()),
-    **each("read", READ, lambda name, _, value: READ[name](value), keeps_its_state, values()),
+    **each("read", READ, lambda name, _, value: READ[name](value), keeps_its_state, values() | trees()),
     "foreign state": Entrance(lambda _, value: gradscale.load_foreign_state(value), never),
     "foreign model": Entrance(lambda _, value: gradscale.load_foreign_state({"model": value}), never),
     **each("foreign", IN_FOREIGN, lambda name, _, value: IN_FOREIGN[name](value), can_be_loaded),
@@ -258,9 +246,6 @@ FUZZED = {
     ),
     "foreign state's keys": Entrance(
         lambda _, state: gradscale.load_foreign_state(state), can_be_loaded, st.sampled_from(FOREIGN).flatmap(changed)
-    ),
-    "written log": Entrance(
-        read_written, drawn=st.binary(max_size=60) | trees().map(lambda drawn: json.dumps(drawn, default=str).encode())
     ),
 }
 
