@@ -33,44 +33,30 @@ KERAS = {"dynamic_scale": 32768.0, "step_counter": 1}
 FLAX = {"scale": 65536.0, "fin_steps": 4}
 JMP = {"loss_scale": 32768.0, "counter": 3, "period": 2000, "factor": 2, "min_loss_scale": 1.0}
 
-# The state, its format, its scale, and its growth and overflow trackers.
-STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int]] = {
-    "torch": (TORCH, "torch", 1024.0, 5, 0),
-    "nemo": (TORCH | {"_hysteresis_tracker": 1}, "nemo", 1024.0, 5, 0),
-    "megatron": (MEGATRON, "megatron", 4096.0, 3, 1),
-    "deepspeed": (DEEPSPEED, "deepspeed", 256.0, 2, 1),
-    "deepspeed-stage0": (STAGE0, "deepspeed", 256.0, 2, 0),
-    "apex-amp": (APEX, "apex", 512.0, 3, 0),
-    "apex-one": (APEX["loss_scaler0"], "apex", 512.0, 3, 0),
-    "apex-fp16_utils": (WINDOW, "apex", 256.0, 2, 0),
-    "fairseq": (FAIRSEQ, "fairseq", 128.0, 0, 0),
-    "keras": (KERAS, "keras", 32768.0, 1, 0),
-    "flax": (FLAX, "flax", 65536.0, 4, 0),
-    "jmp": (JMP, "jmp", 32768.0, 3, 0),
-}
-
-
-# What was not in them.
 TRACKERS = {"growth_tracker", "overflow_tracker", "rescale_tracker"}
-MISSING = {
-    "torch": set(),
-    "nemo": {"hysteresis"},
-    "megatron": {"growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"},
-    "deepspeed": set(),
-    "deepspeed-stage0": {"min_scale", "system"},
-    "apex-amp": {"growth_interval", "min_scale", "max_scale", "system"},
-    "apex-one": {"growth_interval", "min_scale", "max_scale", "system"},
-    "apex-fp16_utils": set(),
-    "fairseq": {*TRACKERS, "growth_factor", "growth_interval", "min_scale", "threshold", "tolerance"},
-    "keras": {"growth_interval"},
-    "flax": {"growth_factor", "backoff_factor", "growth_interval", "min_scale"},
-    "jmp": set(),
+FACTORS = {"growth_factor", "backoff_factor"}
+OF_APEX = {"growth_interval", "min_scale", "max_scale", "system"}
+OF_FAIRSEQ = {*TRACKERS, "growth_factor", "growth_interval", "min_scale", "threshold", "tolerance"}
+# The state, its format, its scale, its growth and overflow trackers, and what is not in it.
+STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
+    "torch": (TORCH, "torch", 1024.0, 5, 0, set()),
+    "nemo": (TORCH | {"_hysteresis_tracker": 1}, "nemo", 1024.0, 5, 0, {"hysteresis"}),
+    "megatron": (MEGATRON, "megatron", 4096.0, 3, 1, {*FACTORS, "growth_interval", "hysteresis", "min_scale"}),
+    "deepspeed": (DEEPSPEED, "deepspeed", 256.0, 2, 1, set()),
+    "deepspeed-stage0": (STAGE0, "deepspeed", 256.0, 2, 0, {"min_scale", "system"}),
+    "apex-amp": (APEX, "apex", 512.0, 3, 0, OF_APEX),
+    "apex-one": (APEX["loss_scaler0"], "apex", 512.0, 3, 0, OF_APEX),
+    "apex-fp16_utils": (WINDOW, "apex", 256.0, 2, 0, set()),
+    "fairseq": (FAIRSEQ, "fairseq", 128.0, 0, 0, OF_FAIRSEQ),
+    "keras": (KERAS, "keras", 32768.0, 1, 0, {"growth_interval"}),
+    "flax": (FLAX, "flax", 65536.0, 4, 0, {*FACTORS, "growth_interval", "min_scale"}),
+    "jmp": (JMP, "jmp", 32768.0, 3, 0, set()),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
-    state, system, scale, growth, overflows = STATES[name]
+    state, system, scale, growth, overflows, missing = STATES[name]
     before = dict(state)
     for form in (None, system):
         loaded = load_foreign_state(state, form)
@@ -82,10 +68,10 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
         assert saved == [scale, growth, overflows]
         assert isinstance(loaded.policy, DynamicScale)
         assert loaded.policy.init_scale == scale
-        assert set(loaded.missing) == loaded.assumed.keys() == MISSING[name]
+        assert set(loaded.missing) == loaded.assumed.keys() == missing
         assert all(f"{setting} = {value}" in str(loaded) for setting, value in loaded.assumed.items())
         assert f"scale {scale!r}" in str(loaded)
-        assert ("nothing was assumed" in str(loaded)) is not MISSING[name]
+        assert ("nothing was assumed" in str(loaded)) is (not missing)
         assert all(loaded.assumed.get(tracker, 0) == 0 for tracker in TRACKERS)
     assert state == before
 
@@ -156,16 +142,12 @@ def test_one_of_several_losses_is_chosen_by_its_number() -> None:
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty": ({}, {}, "empty.*StaticScale.*--loss-scale"),
     "own": (GradScaler().state_dict(), {}, "gradscale's own.*load_state_dict"),
-    "torch-short": (
-        {key: value for key, value in TORCH.items() if key != "_growth_tracker"},
-        {},
-        r"no known format, got the keys \['backoff_factor',.*torch: scale, .*, _growth_tracker;",
-    ),
     "deepspeed-short": (COUNTED, {"format": "deepspeed"}, r"deepspeed state is cut short.*cur_hysteresis"),
+    "torch-short": ({"scale": 1.0, "growth_factor": 2.0}, {}, r"got the keys \['growth_factor',.*_growth_tracker;"),
     "stage0-short": (
-        {"dynamic_loss_scale": True, "cur_scale": 2.0, "cur_iter": 3},
+        {"dynamic_loss_scale": True, "cur_scale": 2, "cur_iter": 3},
         {},
-        r"deepspeed state cannot be read: dynamic_loss_scale is True, and keys of a dynamic scale are missing",
+        "True, and keys of a dynamic scale",
     ),
     "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, "no known format.*jmp: loss_scale, counter$"),
     # What is left of it alone could be fairseq's.
@@ -196,22 +178,17 @@ def test_what_cannot_be_read_is_refused_saying_why(name: str) -> None:
         load_foreign_state(state, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"format": "megatorn"}, "format must be one of.*got 'megatorn'; did you mean 'megatron'"),
-        ({"growth_intervall": 4}, "got growth_intervall=4.*did you mean 'growth_interval'"),
-        ({"init_scale": 4.0}, "has no setting 'init_scale'"),
-        ({"loss_id": 1}, "loss_id= chooses among apex's"),
-    ],
-    ids=["format", "setting", "init_scale", "loss_id"],
-)
-def test_a_wrong_argument_is_named_with_the_nearest(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message) as caught:
-        load_foreign_state(MEGATRON, **settings)
-    assert not isinstance(caught.value, StateDictError)
-    with pytest.raises(InvalidValueError, match="says growth_interval itself, got growth_interval=4; leave it out"):
-        load_foreign_state(TORCH, growth_interval=4)
+def test_a_wrong_argument_is_named_with_the_nearest() -> None:
+    for state, settings, message in (
+        (MEGATRON, {"format": "megatorn"}, "format must be one of.*got 'megatorn'; did you mean 'megatron'"),
+        (MEGATRON, {"growth_intervall": 4}, "got growth_intervall=4.*did you mean 'growth_interval'"),
+        (MEGATRON, {"init_scale": 4.0}, "has no setting 'init_scale'"),
+        (MEGATRON, {"loss_id": 1}, "loss_id= chooses among apex's"),
+        (TORCH, {"growth_interval": 4}, "says growth_interval itself, got growth_interval=4; leave it out"),
+    ):
+        with pytest.raises(InvalidValueError, match=message) as caught:
+            load_foreign_state(state, **settings)
+        assert not isinstance(caught.value, StateDictError)
 
 
 class Untouchable:

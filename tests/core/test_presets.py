@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -188,3 +189,28 @@ def test_a_widening_interval_is_kept_through_every_halving(interval: int, tolera
     with opened("numpy") as library:
         got = scales(library, rule, steps)
     assert got == widening_by_hand(steps, 256.0, interval, tolerance, 2.0**-5)
+
+
+def gradual_by_hand(steps: str, rule: Any) -> list[float]:
+    """Return the scales of Chainer's rule by their exact logarithms, each rounded once."""
+    exponent, is_fast, got = Fraction(math.log2(rule.init_scale)), rule.fast_start, []
+    for step in steps:
+        is_fast = is_fast and step == "C"
+        exponent += -1 if step == "O" else 1 if is_fast else Fraction(1, rule.growth_interval)
+        scale = 2.0 ** float(exponent)
+        if scale != rule.clamp(scale):
+            scale = rule.clamp(scale)
+            exponent = Fraction(math.log2(scale))
+        got.append(float(np.float32(scale)))
+    return got
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("interval", [3, *later("ranks", 100, 1000)])
+@pytest.mark.parametrize("name", ["chainer", "guided_diffusion"])
+def test_gradual_growth_is_the_nearest_float32_of_the_exact_rule(name: str, interval: int) -> None:
+    draws = np.random.default_rng(interval).random(1500)
+    steps = "".join("O" if draw < 0.7 / interval else "C" for draw in draws)
+    rule: Any = presets.named(name, growth_interval=interval)
+    with opened("numpy") as library:
+        assert scales(library, rule, steps) == gradual_by_hand(steps, rule)

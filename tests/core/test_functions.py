@@ -1,8 +1,9 @@
-"""unscale: exact reciprocals, dtypes, the verdict on what is stored, trees, devices, and out=."""
+"""The pure functions: scale (and GradScaler's), unscale, with out= too, and select."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,99 @@ from libraries import Library
 from runs import start
 
 import gradscale
-from gradscale import DynamicScale, InvalidTypeError, InvalidValueError
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError
 from gradscale.core import arithmetic
 
-# The pure functions; see conftest.py.
+# See conftest.py.
 PURE = TRACED = True
+
+# scale.
+
+Scale = Callable[..., Any]
+
+
+@pytest.fixture(params=["function", "scaler"])
+def scale(request: pytest.FixtureRequest, arrays: Library) -> Scale:
+    """Return both ways to scale: a function of the outputs and the initial scale."""
+    if request.param == "scaler":
+        return lambda outputs, by=4.0: GradScaler(init_scale=by).scale(outputs)
+    return lambda outputs, by=4.0: gradscale.scale(outputs, start(arrays, DynamicScale(init_scale=by)))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_the_dtype_is_kept_but_for_a_0d_loss_of_half_precision(arrays: Library, scale: Scale) -> None:
+    for dtype in arrays.reals:
+        for values in ([1.5, -2.0], [[0.5]], []):
+            given = arrays.asarray(values, dtype)
+            arrays.assert_array(scale(given), np.asarray(values) * 4.0, dtype)
+            arrays.assert_array(given, values, dtype)
+        wide = "float32" if dtype in arrays.halves else dtype
+        arrays.assert_array(scale(arrays.asarray(3.0, dtype), 65536.0), 196608.0, wide)
+    for dtype in ("complex64", "complex128"):
+        arrays.assert_array(scale(arrays.asarray([1 + 2j, -3j], dtype)), [4 + 8j, -12j], dtype)
+    if "float16" in arrays.halves:
+        arrays.assert_array(scale(arrays.asarray([3.0, 0.0], "float16"), 65536.0), [math.inf, 0.0], "float16")
+    arrays.assert_array(scale(arrays.asarray([math.inf, -math.inf, math.nan])), [math.inf, -math.inf, math.nan])
+
+
+def test_trees_come_back_and_a_generator_is_walked_once(arrays: Library, scale: Scale) -> None:
+    # One array in two places is scaled in both; test_tree.py has every container.
+    shared = arrays.asarray([2.0])
+    got = scale({"a": (shared, [None, ()]), "b": shared})
+    assert (type(got["a"]), got["a"][1]) == (tuple, [None, ()])
+    listed = scale(each for each in (shared, shared))
+    assert type(listed) is list
+    for leaf in (got["a"][0], got["b"], *listed):
+        arrays.assert_array(leaf, [8.0])
+    for empty in ([], (), {}, None, [None], [[], {}]):
+        assert scale(empty) == empty
+
+
+def test_integers_booleans_and_none_pass_through_untouched(arrays: Library, scale: Scale) -> None:
+    through = [None, 3, True, arrays.asarray([1, 2], "int32"), arrays.asarray(7, "int64"), arrays.asarray(True, "bool")]
+    got = scale([*through, arrays.asarray(1.0)])
+    assert all(after is before for before, after in zip(through, got[:-1], strict=True))
+    arrays.assert_array(got[-1], 4.0)
+    assert all(after is before for before, after in zip(through, scale(through), strict=True))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "text": ("loss", "output must be an array"),
+    "a float in a tree": ({"loss": [None, 1.5]}, r"output at \['loss'\]\[1\] must be an array"),
+    "complex": (1j, "output must be an array"),
+    "a set": ({1.5}, "output must be an array"),
+    "an array of objects": (
+        np.array([None, 1.0], dtype=object),
+        "output must have a floating, complex, integer or bool dtype, got dtype\\('O'\\)",
+    ),
+    "records": ({"r": np.zeros(1, dtype=[("x", "f4")])}, r"output at \['r'\] must have a floating"),
+}
+
+
+def test_what_is_no_array_of_one_library_is_refused_with_its_place(
+    arrays: Library, strict: Library, scale: Scale
+) -> None:
+    stranger: Any = np.ones(1) if arrays.name == "strict" else strict.asarray([1.0])
+    other = r"output at \['x'\]\[1\] must be an array of the library .* use one"
+    for wrong, message in (*WRONG.values(), ({"x": [arrays.asarray([1.0]), stranger]}, other)):
+        with pytest.raises(InvalidTypeError, match=message):
+            scale(wrong)
+
+
+@pytest.mark.numpy
+def test_numpys_scalars_and_subclasses_are_arrays() -> None:
+    class Mine(np.ndarray[Any, Any]):
+        pass
+
+    for value, dtype in ((np.float16(2), "float32"), (np.float32(2), "float32"), (np.float64(2), "float64")):
+        got = GradScaler().scale(value)
+        assert (float(got), got.dtype.name, got.shape) == (131072.0, dtype, ())
+    got = GradScaler(init_scale=4.0).scale(np.ones(3, np.float16).view(Mine))
+    assert isinstance(got, np.ndarray)
+    assert got.dtype == np.float16
+
+
+# unscale: exact reciprocals, dtypes, the verdict on what is stored, trees and devices.
 
 SMALLEST = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
@@ -195,30 +284,6 @@ def test_what_is_no_array_of_the_states_library_is_refused_with_its_place(arrays
             unscale(arrays, wrong, 8.0)
 
 
-def test_several_devices_are_judged_together_on_the_states_own(strict: Library) -> None:
-    devices = [strict.xp.Device(name) for name in ("CPU_DEVICE", "device1", "device2", "no_float64")]
-    for home in devices:
-        state = DynamicScale(init_scale=8.0).init(strict.asarray(0.0, device=home))
-        for bad in range(len(devices)):
-            values = [math.nan if index == bad else 8.0 for index in range(len(devices))]
-            given = [strict.asarray([value], device=device) for value, device in zip(values, devices, strict=True)]
-            got, nonfinite = gradscale.unscale(given, state)
-            assert [x.device for x in got] == devices
-            assert nonfinite.device == home
-            assert int(nonfinite) == 1
-            assert [float(x[0]) for x in got if not math.isnan(float(x[0]))] == [1.0] * 3
-
-
-@pytest.mark.torch
-def test_on_torch_a_gradient_with_a_graph_stays_in_it() -> None:
-    torch = require("torch")
-    leaf = torch.tensor([2.0], requires_grad=True)
-    state = DynamicScale(init_scale=8.0).init(leaf)
-    [got], _ = gradscale.unscale([leaf * 8.0], state)
-    got.sum().backward()
-    assert leaf.grad.tolist() == [1.0]
-
-
 # Written to arrays that are there already, where the library can.
 
 
@@ -299,3 +364,87 @@ def test_a_gradient_in_two_places_is_written_once(arrays: Library) -> None:
     got, _ = unscale_out(arrays, [shared, shared], out)
     for new in got:
         arrays.assert_array(new, [1.0])
+
+
+# select.
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_every_leaf_is_taken_from_the_tree_that_the_bool_chooses(arrays: Library, pred: bool) -> None:
+    dtypes = (*arrays.reals, "int32", "complex64", "bool")
+    on_true = {dtype: [arrays.asarray([1, 0], dtype), None, 3] for dtype in dtypes}
+    on_false = {dtype: [arrays.asarray([0, 1], dtype), None, 3] for dtype in reversed(dtypes)}
+    got = gradscale.select(arrays.asarray(pred, "bool"), on_true, on_false)
+    assert list(got) == list(dtypes)
+    for dtype in dtypes:
+        arrays.assert_array(got[dtype][0], [1, 0] if pred else [0, 1], dtype)
+        assert got[dtype][1:] == [None, 3]
+        arrays.assert_array(on_true[dtype][0], [1, 0], dtype)
+
+
+def test_0d_and_empty_arrays_stay_arrays(arrays: Library) -> None:
+    pred = arrays.asarray(True, "bool")
+    for dtype in arrays.reals:
+        arrays.assert_array(gradscale.select(pred, arrays.asarray(1.0, dtype), arrays.asarray(2.0, dtype)), 1.0, dtype)
+        arrays.assert_array(gradscale.select(pred, arrays.asarray([], dtype), arrays.asarray([], dtype)), [], dtype)
+
+
+def test_trees_of_two_structures_dtypes_or_shapes_and_unequal_leaves_are_refused(arrays: Library) -> None:
+    pred, one = arrays.asarray(True, "bool"), arrays.asarray([1.0])
+    unequal = "no arrays must be equal"
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (one, arrays.asarray([1.0], "float64"), InvalidTypeError, r"one dtype leaf by leaf, got .*32 and .*64; cast"),
+        (one, arrays.asarray([1.0, 2.0]), InvalidValueError, "one shape leaf by leaf"),
+        (one, arrays.asarray(1.0), InvalidValueError, "one shape leaf by leaf"),
+        ([1], [1, 2], InvalidValueError, "one structure"),
+        ({"a": 1}, {"b": 1}, InvalidValueError, "one structure"),
+        ([[1]], [1], InvalidValueError, "one structure"),
+        *(([a], [b], InvalidValueError, unequal) for a, b in ((3, 4), ("adam", "sgd"), (None, 3), (1, True), (1, 1.0))),
+        ([one], [3], InvalidValueError, unequal),
+    ]
+    for on_true, on_false, error, message in cases:
+        with pytest.raises(error, match=message):
+            gradscale.select(pred, on_true, on_false)
+    for wrong in (arrays.asarray(1, "int32"), arrays.asarray([True], "bool"), True, 0, None):
+        with pytest.raises(InvalidTypeError, match="pred must be a 0-d bool array, such as nonfinite == 0, got"):
+            gradscale.select(wrong, [one], [one])
+
+
+# Devices, and torch's graphs.
+
+
+def test_arrays_stay_on_their_devices_and_are_judged_on_the_states_own(strict: Library) -> None:
+    devices = [strict.xp.Device(name) for name in ("CPU_DEVICE", "device1", "device2", "no_float64")]
+
+    def arrays(*values: float) -> list[Any]:
+        return [strict.asarray([value], device=device) for value, device in zip(values, devices, strict=True)]
+
+    def assert_arrays(got: Any, *values: float) -> None:
+        assert [x.device for x in got] == devices
+        assert str([float(x[0]) for x in got]) == str(list(values))
+
+    assert_arrays(GradScaler(init_scale=4.0).scale(arrays(0.0, 1.0, 2.0, 3.0)), 0.0, 4.0, 8.0, 12.0)
+    for home in devices:
+        state = DynamicScale(init_scale=8.0).init(strict.asarray(0.0, device=home))
+        for bad in range(4):
+            values = [math.nan if index == bad else 8.0 for index in range(4)]
+            got, nonfinite = gradscale.unscale(arrays(*values), state)
+            assert_arrays(got, *(value / 8.0 for value in values))
+            assert (nonfinite.device, int(nonfinite)) == (home, 1)
+        pred = strict.asarray(False, "bool", device=home)
+        assert_arrays(
+            gradscale.select(pred, arrays(1.0, 1.0, 1.0, 1.0), arrays(2.0, 2.0, 2.0, 2.0)), 2.0, 2.0, 2.0, 2.0
+        )
+
+
+@pytest.mark.torch
+def test_on_torch_everything_stays_in_its_graph() -> None:
+    torch = require("torch")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        parameter = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
+        GradScaler(init_scale=8.0).scale((parameter * parameter).sum()).backward()
+        assert parameter.grad.tolist() == [16.0, 32.0]
+    leaf = torch.tensor([2.0], requires_grad=True)
+    [got], _ = gradscale.unscale([leaf * 24.0], DynamicScale(init_scale=8.0).init(leaf))
+    gradscale.select(torch.tensor(True), got, torch.zeros(1)).sum().backward()
+    assert leaf.grad.tolist() == [3.0]
