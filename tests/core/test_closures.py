@@ -10,15 +10,8 @@ import pytest
 from libraries import Library
 from optimizers import Evaluating, Tree, iterate
 
-from gradscale import (
-    CallOrderError,
-    ClosureOverflowError,
-    DynamicScale,
-    GradscaleError,
-    GradScaler,
-    ScaleUnderflowError,
-    StaticScale,
-)
+import gradscale
+from gradscale import ClosureOverflowError, DynamicScale, GradscaleError, GradScaler, ScaleUnderflowError, StaticScale
 
 Overflows = Callable[[int, float], bool]
 
@@ -225,5 +218,5 @@ def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(array
     with pytest.raises(GradscaleError, match=r"scale\(\) has never been called"):
         scaler.step(optimizer, lambda: None)
     scaler.scale(arrays.asarray(1.0))
-    with pytest.raises(CallOrderError, match=r"Deaf\.step\(\) did not call its closure"):
+    with pytest.raises(gradscale.CallOrderError, match=r"Deaf\.step\(\) did not call its closure"):
         scaler.step(Deaf([arrays.asarray([math.inf])]), lambda: 1.0)

@@ -89,18 +89,18 @@ def test_before_any_scale_without_gradients_and_disabled(arrays: Library) -> Non
     assert report.cause == "model"
 
 
-@pytest.mark.parametrize(
-    ("policy", "cause"),
-    [
-        (DynamicScale(init_scale=SCALE), "scale"),
-        (DynamicScale(init_scale=SCALE, min_scale=SCALE), "model"),
-        (DynamicScale(init_scale=1.0), "model"),
-        (DynamicScale(init_scale=0.5), "model"),
-        (StaticScale(SCALE), "scale"),
-    ],
-    ids=["high", "minimum", "one", "below one", "static"],
-)
-def test_the_scale_is_told_from_the_model(arrays: Library, policy: Any, cause: str) -> None:
+CAUSES: dict[str, tuple[Any, str]] = {
+    "high": (DynamicScale(init_scale=SCALE), "scale"),
+    "minimum": (DynamicScale(init_scale=SCALE, min_scale=SCALE), "model"),
+    "one": (DynamicScale(init_scale=1.0), "model"),
+    "below one": (DynamicScale(init_scale=0.5), "model"),
+    "static": (StaticScale(SCALE), "scale"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_scale_is_told_from_the_model(arrays: Library, name: str) -> None:
+    policy, cause = CAUSES[name]
     scaler = GradScaler(policy=policy)
     optimizer = Tree(scaled(arrays, scaler, math.nan))
     for loss in (None, 1.5):
@@ -185,19 +185,19 @@ def test_names_come_from_the_user_or_the_optimizer(arrays: Library, kind: str) -
     assert [entry.name for entry in report.entries] == ["b", "a", "c"]
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["a"], r"one for each of the optimizer's 3 parameters, got 1;"),
-        ("abc", r"a mapping or strings in the parameters' order, got 'abc'"),
-        (["a", 3, "c"], r"got 3 among them"),
-        (3, r"got 3; pass names=model\.named_parameters\(\)"),
-        ([("a", Parameter())], r"got 1 names, and none for param_groups\[0\]\['params'\]\[0\], .*\[1\];"),
-        ({"a": 3.0}, r"a string and a parameter with \.grad, got \('a', 3\.0\)"),
-    ],
-    ids=["count", "text", "string and number", "number", "others alone", "no parameter"],
-)
-def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Library, names: Any, message: str) -> None:
+REFUSED: dict[str, tuple[Any, str]] = {
+    "count": (["a"], r"one for each of the optimizer's 3 parameters, got 1;"),
+    "text": ("abc", r"a mapping or strings in the parameters' order, got 'abc'"),
+    "string and number": (["a", 3, "c"], r"got 3 among them"),
+    "number": (3, r"got 3; pass names=model\.named_parameters\(\)"),
+    "others": ([("a", Parameter())], r"got 1 names, and none for param_groups\[0\]\['params'\]\[0\], .*\[1\];"),
+    "no parameter": ({"a": 3.0}, r"a string and a parameter with \.grad, got \('a', 3\.0\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_do_not_match_are_refused_and_nothing_is_touched(arrays: Library, name: str) -> None:
+    names, message = REFUSED[name]
     scaler = GradScaler()
     with pytest.raises(InvalidValueError, match=message):
         scaler.diagnose(named_optimizer(arrays), names)
@@ -229,7 +229,7 @@ def test_a_skipped_step_is_diagnosed_after_the_update_and_the_table_begins_with_
     head, cause, empty, *table = str(report).splitlines()
     assert head == "1 of 4 gradients with inf or NaN, iteration 1, scale 1024"
     assert cause.startswith("cause: scale. layers.1.weight overflows at scale 1024: the step is to be")
-    assert empty == ""
+    assert not empty
     assert [line.split()[0] for line in table] == ["parameter", "layers.1.weight", "bias", "layers.0.weight", "unused"]
     assert len({len(line) for line in table[:-1]}) == 1
     assert table[1].split()[1:] == ["1", "float32", "1", "0", "none", "0.0", "%", "0.0", "%"]

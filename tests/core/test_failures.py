@@ -10,18 +10,7 @@ import pytest
 from optimizers import Tree
 
 import gradscale
-from gradscale import (
-    BackendError,
-    CallOrderError,
-    CollectiveTimeoutError,
-    DynamicScale,
-    GradScaler,
-    InvalidTypeError,
-    ScaleDesyncError,
-    ShardedGradScaler,
-    StaticScale,
-    presets,
-)
+from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
 from gradscale.reports.recorder import Reports
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.iteration import Iteration, Parts
@@ -53,7 +42,7 @@ class Unreachable:
             raise BackendError(msg)
 
         def finish() -> None:
-            raise CollectiveTimeoutError(self.rank, self.size, 1.0)
+            raise gradscale.CollectiveTimeoutError(self.rank, self.size, 1.0)
 
         return finish
 
@@ -65,7 +54,7 @@ def test_a_message_that_is_lost_ends_the_iteration_and_the_scaler_can_be_given_a
 ) -> None:
     scaler = ShardedGradScaler(group=Unreachable(is_refusing), init_scale=1024.0)
     optimizer = begin(scaler)
-    error, said = (BackendError, "destroyed") if is_refusing else (CollectiveTimeoutError, "in iteration 1")
+    error, said = (BackendError, "destroyed") if is_refusing else (gradscale.CollectiveTimeoutError, "in iteration 1")
     for call in (
         lambda: scaler.unscale_(optimizer, **clip) if clip else scaler.step(optimizer),
         lambda: scaler.step(optimizer),
@@ -104,7 +93,7 @@ def test_a_desync_is_raised_again_on_every_rank_and_a_common_checkpoint_mends_it
             lambda: scaler.update(8.0),
             lambda: scaler.step(optimizer),
         ):
-            with pytest.raises(ScaleDesyncError) as caught:
+            with pytest.raises(gradscale.ScaleDesyncError) as caught:
                 call()
             seen.append(str(caught.value))
         assert len(set(seen)) == 1
@@ -133,7 +122,7 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again() -> None:
     optimizer.grads = [np.full(3, 65536.0, np.float32) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
-    with pytest.raises(CallOrderError, match="could not be unscaled completely"):
+    with pytest.raises(gradscale.CallOrderError, match="could not be unscaled completely"):
         scaler.step(optimizer)
     assert [grad[0] for grad in optimizer.grads] == [1.0, 65536.0]
     assert optimizer.steps == 0
@@ -163,7 +152,7 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [DynamicScale(), StaticScale(), presets.mxnet(), presets.metaseq(), presets.chainer()],
+    [DynamicScale(), gradscale.StaticScale(), presets.mxnet(), presets.metaseq(), presets.chainer()],
     ids=lambda p: type(p).__name__,
 )
 def test_a_verdict_without_its_name_is_refused_with_the_reason(policy: Any) -> None:

@@ -276,17 +276,6 @@ def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, meth
     assert scaler.state_dict()["iteration"] == 2
 
 
-def test_last_step_of_an_optimizer_that_was_never_stepped(arrays: Library) -> None:
-    scaler, optimizer = begun(arrays)
-    with pytest.raises(CallOrderError, match=r"last_step\(\) needs a step\(\) of this optimizer first"):
-        scaler.last_step(Tree())
-    # The report of the iteration before is there until the next step.
-    scaler.unscale_(optimizer)
-    assert scaler.last_step(optimizer).iteration == 1
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).iteration == 2
-
-
 MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,

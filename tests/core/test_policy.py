@@ -70,14 +70,10 @@ def test_the_scale_after_each_step(arrays: Library, settings: Any, steps: str, e
     assert scales(arrays, DynamicScale(**settings), steps) == expected
 
 
-@pytest.mark.parametrize(
-    ("tracker", "step", "expected"), [("growth_tracker", "C", 16.0), ("overflow_tracker", "O", 4.0)]
-)
-def test_a_tracker_beyond_a_lowered_threshold_acts_at_once(
-    arrays: Library, tracker: str, step: str, expected: float
-) -> None:
+def test_a_tracker_beyond_a_lowered_threshold_acts_at_once(arrays: Library) -> None:
     policy = DynamicScale(init_scale=8.0, growth_interval=5, hysteresis=2)
-    assert scales(arrays, policy, step, start(arrays, policy, **{tracker: 1500})) == [expected]
+    assert scales(arrays, policy, "C", start(arrays, policy, growth_tracker=1500)) == [16.0]
+    assert scales(arrays, policy, "O", start(arrays, policy, overflow_tracker=1500)) == [4.0]
 
 
 def test_an_interval_must_fit_its_tracker() -> None:
@@ -98,21 +94,18 @@ def test_any_number_but_zero_is_an_overflow(arrays: Library, dtype: str, value: 
     assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("growth_after", "grown_at"),
-    [
-        ("interval", [3, 6, 9, 14, 17]),
-        ("first_interval_plus_one", [4, 7, 10, 15, 18]),
-        ("interval_plus_one", [4, 8, 15]),
-    ],
-)
-def test_growth_after_says_on_which_clean_step_growth_happens(
-    arrays: Library, growth_after: Any, grown_at: list[int]
-) -> None:
-    policy = DynamicScale(init_scale=1.0, growth_interval=3, growth_after=growth_after)
-    sequence = "C" * 10 + "O" + "C" * 7
-    got = [1.0, *scales(arrays, policy, sequence)]
-    assert [step for step in range(1, len(got)) if got[step] > got[step - 1]] == grown_at
+GROWN_AT = {
+    "interval": [3, 6, 9, 14, 17],
+    "first_interval_plus_one": [4, 7, 10, 15, 18],
+    "interval_plus_one": [4, 8, 15],
+}
+
+
+@pytest.mark.parametrize("after", GROWN_AT)
+def test_growth_after_says_on_which_clean_step_growth_happens(arrays: Library, after: Any) -> None:
+    policy = DynamicScale(init_scale=1.0, growth_interval=3, growth_after=after)
+    got = [1.0, *scales(arrays, policy, "C" * 10 + "O" + "C" * 7)]
+    assert [step for step in range(1, len(got)) if got[step] > got[step - 1]] == GROWN_AT[after]
 
 
 @pytest.mark.numpy

@@ -12,14 +12,7 @@ import pytest
 from libraries import Library
 from optimizers import Tree, iterate, scaled
 
-from gradscale import (
-    DynamicScale,
-    GradScaler,
-    InvalidTypeError,
-    InvalidValueError,
-    ScaleUnderflowError,
-    UpdateReport,
-)
+from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleUnderflowError, UpdateReport
 
 RUN = [1.0, math.inf, 2.0, math.nan, 3.0]
 

@@ -10,15 +10,8 @@ import pytest
 from libraries import Library
 from optimizers import Tree, iterate
 
-from gradscale import (
-    DynamicScale,
-    GradScaler,
-    InvalidTypeError,
-    InvalidValueError,
-    ScaleUnderflowError,
-    StaticScale,
-    StepReport,
-)
+import gradscale
+from gradscale import DynamicScale, GradScaler, InvalidValueError, ScaleUnderflowError, StaticScale, StepReport
 
 
 def test_setters_take_effect_at_the_next_update(arrays: Library) -> None:
@@ -50,7 +43,7 @@ def test_other_settings_survive_a_setter_and_a_static_scale_has_no_factors() -> 
     static = GradScaler(policy=StaticScale(8.0))
     assert (static.get_growth_factor(), static.get_backoff_factor(), static.get_growth_interval()) == (1.0, 1.0, 1)
     for name in ("growth_factor", "backoff_factor", "growth_interval"):
-        with pytest.raises(InvalidTypeError, match=f"{name} can be set only of a DynamicScale"):
+        with pytest.raises(gradscale.InvalidTypeError, match=f"{name} can be set only of a DynamicScale"):
             getattr(static, f"set_{name}")(2)
 
 
@@ -98,7 +91,7 @@ def test_a_bad_new_scale_changes_nothing(arrays: Library, seen: bool) -> None:
             with pytest.raises(InvalidValueError, match=r"new_scale must be .*got"):
                 scaler.update(given)
     for wrong in [*BAD_TYPES, arrays.asarray([2.0, 2.0]), arrays.asarray(1.0, "complex64"), arrays.asarray([])]:
-        with pytest.raises(InvalidTypeError, match=r"new_scale must be .*got"):
+        with pytest.raises(gradscale.InvalidTypeError, match=r"new_scale must be .*got"):
             scaler.update(wrong)
     assert scaler.state_dict() == before
 
