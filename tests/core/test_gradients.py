@@ -75,21 +75,27 @@ class Listing:
 def test_parameters_are_looked_for_anew_in_each_iteration_however_they_are_listed(arrays: Library) -> None:
     scaler, optimizer = GradScaler(), Grouped()
     kept, without = Parameter(), Parameter()
-    first = [kept, without]
-    for params in ([first], [first], [first, (Parameter(),)], [Listing(kept, Parameter())], [Listing(without, kept)]):
+
+    def listings() -> Iterator[list[Any]]:
+        first = [kept, without]
+        yield [first]
+        # In place, too.
+        first[0] = Parameter()
+        yield [first]
+        first.append(Parameter())
+        yield [first]
+        yield from ([first, (kept,)], [Listing(kept, Parameter())], [Listing(without, kept)])
+
+    for params in listings():
         optimizer.param_groups = [{"params": each} for each in params]
         for parameter in optimizer.parameters:
             [parameter.grad] = scaled(arrays, scaler, 4.0) if parameter is not without else [None]
         scaler.step(optimizer)
         scaler.update()
         for parameter in optimizer.parameters:
-            if parameter is without:
-                assert parameter.grad is None
-            else:
+            if parameter is not without:
                 arrays.assert_array(parameter.grad, [4.0])
-        # In place, too.
-        first[0] = Parameter()
-        first.append(Parameter())
+        assert without.grad is None
     # One bare parameter may stand for a list.
     kept.grad = scaled(arrays, scaler, 4.0)[0]
     optimizer.param_groups = [{"params": kept}]

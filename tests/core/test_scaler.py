@@ -149,10 +149,7 @@ def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_
             scaler.update()
         assert sum(type(one) is Slotted for one in gc.get_objects()) <= 101 * max(ranks, 1)
 
-    if ranks:
-        run_ranks(ranks, train)
-    else:
-        train()
+    run_ranks(ranks, train) if ranks else train()
 
 
 class Counting(Backend):

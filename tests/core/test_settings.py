@@ -18,12 +18,8 @@ def test_setters_take_effect_at_the_next_update(arrays: Library) -> None:
     scaler, optimizer = GradScaler(init_scale=8.0, growth_factor=3.0, backoff_factor=0.5, growth_interval=7), Tree()
 
     def numbers() -> list[Any]:
-        return [
-            scaler.get_scale(),
-            scaler.get_growth_factor(),
-            scaler.get_backoff_factor(),
-            scaler.get_growth_interval(),
-        ]
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        return [getattr(scaler, f"get_{name}")() for name in names]
 
     assert repr(numbers()) == "[8.0, 3.0, 0.5, 7]"
     scaler.set_growth_factor(4.0)
