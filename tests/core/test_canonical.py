@@ -31,15 +31,12 @@ def test_settings_are_told_apart_and_equal_ones_are_not() -> None:
 
 
 def test_neither_the_hash_seed_nor_addresses_make_a_difference() -> None:
-    first, second = (
-        ast.literal_eval(
-            subprocess.check_output(
-                [sys.executable, str(policies.__file__), seed], env=os.environ | {"PYTHONHASHSEED": seed}, text=True
-            )
-        )
-        for seed in ("1", "2")
-    )
-    assert first == second
+    def printed(seed: str) -> Any:
+        command, environment = [sys.executable, str(policies.__file__), seed], os.environ | {"PYTHONHASHSEED": seed}
+        return ast.literal_eval(subprocess.check_output(command, env=environment, text=True))
+
+    first = printed("1")
+    assert first == printed("2")
     assert first.keys() == by_name().keys()
 
 

@@ -124,3 +124,11 @@ def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind
         pytest.skip(f"this ml_dtypes has no {kind}")
     dtype = np.dtype(getattr(ml_dtypes, kind))
     assert summaries.smallest_normal(dtype, np.float32, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
+def test_a_words_row_says_what_was_counted() -> None:
+    for largest in (0.0, 65504.0, 2.0**-1074, 1.7976931348623157e308):
+        blocks = [Summary(2**40, 2**30, 2**31 - 1, 3, 2**40, largest), Summary(2**40, 1, 1, 0, 0, largest / 2)]
+        row = summaries.words(blocks)
+        assert summaries.summary_of(2**41, row) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, largest)
+        assert all(-(2**31) <= word < 2**31 for word in row)

@@ -14,8 +14,7 @@ from gradscale.groups import GroupWait, poll
 class Clock:
     """A clock that goes on by a little with each look at it, and by what is slept."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def monotonic(self) -> float:
         self.now += 1e-5

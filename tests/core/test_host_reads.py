@@ -111,8 +111,7 @@ BITS = bits_of_float32(65536.0)
 class Misplacing(Backend):
     """Reads a state whose pieces a wrong ``concat`` has put elsewhere, once it is told to."""
 
-    def __init__(self) -> None:
-        self.values: list[int] | None = None
+    values: list[int] | None = None
 
     def read(self, x: Any) -> list[int]:
         values = super().read(x)

@@ -13,6 +13,7 @@ from libraries import Library
 from optimizers import Tree, iterate, scaled
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleUnderflowError, UpdateReport
+from gradscale.reports.recorder import Reports
 
 RUN = [1.0, math.inf, 2.0, math.nan, 3.0]
 
@@ -145,6 +146,12 @@ def test_copies_and_pickles_come_without_callbacks_and_history(strict: Library) 
             iterate(strict, other, Tree(), [value])
         assert len(other.history) == 3
     assert scaler.on_skip is not None
+
+
+def test_whoever_wants_reports_has_each_step_read_in_that_step() -> None:
+    for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}):
+        assert Reports(**options).wants_each_step  # type: ignore[arg-type]
+    assert not Reports().wants_each_step
 
 
 @pytest.mark.parametrize("name", ["on_skip", "on_update"])

@@ -155,8 +155,7 @@ def test_of_optimizers_that_cannot_be_referenced_weakly_some_are_kept_alive_and_
 class Counting(Backend):
     """The pure core, counting its reads."""
 
-    def __init__(self) -> None:
-        self.reads = 0
+    reads = 0
 
     def read(self, x: Any, /) -> list[int]:
         self.reads += 1
