@@ -41,7 +41,7 @@ def test_each_preset_has_the_defaults_of_its_system() -> None:
             rule: Any = presets.named(name)
             assert (rule.init_scale, rule.growth_interval) == defaults
             assert getattr(presets, name)() == rule
-    assert presets.torch() == DynamicScale(growth_factor=2.0, backoff_factor=0.5, hysteresis=1, tolerance=None)
+    assert presets.torch() == DynamicScale() == DynamicScale(growth_factor=2.0, backoff_factor=0.5, hysteresis=1)
 
 
 @pytest.mark.parametrize(("name", "said"), [("megatrn", "did you mean 'megatron'"), ("Torch", "'torch'"), ("", "mpx")])
