@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from axes_torch import torch
-from small_torch import Small
-from torch_runs import assert_same
+from small_torch import Small, assert_same
 
 from gradscale import GradscaleError, InvalidValueError
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
-from small_torch import Small
-from torch_runs import assert_same
+from small_torch import Small, assert_same
 
 from gradscale import CallOrderError, GradscaleError, InvalidValueError
 from gradscale.testing import ThreadCollectives, run_ranks

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
-from small_torch import optimizer_of
-from torch_runs import assert_same
+from small_torch import assert_same, optimizer_of
 
 pytestmark = [
     pytest.mark.tier("all"),

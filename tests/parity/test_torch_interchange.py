@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
-from small_torch import Small
-from torch_runs import assert_same
+from small_torch import Small, assert_same
 
 from gradscale import CallOrderError, DynamicScale, GradscaleError, ScaleDesyncError, StateDictError, StaticScale
 from gradscale.testing import ThreadCollectives, run_ranks

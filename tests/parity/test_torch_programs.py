@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from axes_torch import GradScaler, TorchScaler, torch
-from tiers import examples
-from torch_runs import assert_same
+from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from small_torch import assert_same
+from tiers import examples, later
 
 import gradscale
 
@@ -29,6 +29,7 @@ THEIRS = {
     gradscale.InvalidValueError: (ValueError,),
 }
 
+FUSED = ["SGD-fused", "Adam-fused", "Adagrad-fused"]
 MAKERS: list[Callable[..., Any]] = [functools.partial(make, "cpu") for make in (GradScaler, TorchScaler)]
 
 Call = tuple[str, *tuple[Any, ...]]
@@ -53,7 +54,7 @@ class Chance:
 
     def plan(self) -> Plan:
         draw, choice = self._random.random, self._random.choice
-        kinds = ["SGD", "Adam", "SGD-fused", "Adam-fused", "AdamW", "Adagrad-fused"]
+        kinds = ["SGD", "Adam", "AdamW-foreach", "SGD-foreach", "SGD-sparse", *FUSED]
         settings = {
             "init_scale": choice([1.0, 2.0, 3.75, 1000.0, 65536.0, 2.0**24]),
             "growth_factor": choice([2.0, 1.7, 4.0]),
@@ -70,6 +71,17 @@ class Chance:
             self._calls(),
         )
 
+    def loops(self) -> Plan:
+        """Return a program without mistakes, as torch's ShardedGradScaler takes it.
+
+        It rounds other numbers than powers of two, and neither unscales for fused optimizers nor can it be pickled.
+        """
+        is_fused = self._random.random() < 0.3
+        kinds = [self._random.choice(FUSED if is_fused else ["SGD-sparse", "Adam-foreach"]) for _ in self._optimizers]
+        calls = [call for _ in range(6) for call in self._iteration() if call[0] != "unscale" or not is_fused]
+        settings = {"init_scale": 2.0**12, "growth_interval": 2}
+        return Plan(settings, True, kinds, ["float32"] * len(kinds), calls)
+
     def _bad(self) -> float | None:
         return self._random.choice([None] * 5 + [math.inf, -math.inf, math.nan])
 
@@ -79,13 +91,14 @@ class Chance:
         number = ("new_scale", choice([512.0, 3000.1, 8.0]), choice(["float", "float32", "float64"]))
         return choice(
             [
-                ("scale", choice(["loss", "list", "nested", "half", "bfloat16", "generator", "number", "None"])),
+                ("scale", choice(["loss", "list", "tuple", "nested", "half", "bfloat16", "generator", "number"])),
                 *[("train", optimizer, self._bad())] * 2,
                 *[("unscale", optimizer)] * 2,
                 *[("step", optimizer)] * 3,
                 *[("update",)] * 3,
                 *(("zero_grad", optimizer, choice([True, False])), ("step_alone", optimizer), ("clip", optimizer)),
-                *(number, ("get_scale",), ("state_dict",), ("pickle",), ("deepcopy",), ("without", optimizer)),
+                *(number, ("get_scale",), ("state_dict",), ("pickle",), ("deepcopy",), ("restore",)),
+                ("without", optimizer),
                 ("load", choice(["saved", "incomplete", "empty"])),
                 ("set", "growth_factor", choice([2.0, 4.0])),
                 ("set", "backoff_factor", choice([0.5, 0.25])),
@@ -119,7 +132,7 @@ class Chance:
         for optimizer in chosen:
             if draw() < 0.9:
                 yield "step", optimizer
-        yield ("update",) if draw() < 0.93 else ("new_scale", 512.0, "float")
+        yield ("update",) if draw() < 0.93 else ("new_scale", 512.0, "float32")
         for optimizer in chosen:
             if draw() < 0.8:
                 yield "zero_grad", optimizer, draw() < 0.6
@@ -140,25 +153,41 @@ class Side:
     """A scaler, with a model of two parameters for each optimizer."""
 
     def __init__(self, make: Callable[..., Any], plan: Plan) -> None:
-        self.scaler = make(enabled=plan.enabled, **plan.settings)
+        self._make = functools.partial(make, enabled=plan.enabled)
+        self.scaler = self._make(**plan.settings)
         self._generator = torch.Generator().manual_seed(1)
         self._saved: dict[str, Any] | None = None
         self.models, self.optimizers = [], []
         for kind, dtype in zip(plan.kinds, plan.dtypes, strict=True):
-            shapes = (3,), (2, 2)
+            shapes = (3, 2), (2, 2)
             model = [torch.nn.Parameter(self._normal(shape).to(getattr(torch, dtype))) for shape in shapes]
-            name, _, fused = kind.partition("-")
-            options = {"momentum": 0.9} if name == "SGD" else {}
-            options |= {"fused": True} if fused else {"foreach": False}
-            optimizer = getattr(torch.optim, name)(model, lr=0.05, **options)
-            if kind == "SGD-fused":
-                # When the first step is skipped in its kernel, its momentum stays uninitialised memory.
-                for parameter in model:
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-                optimizer.zero_grad()
             self.models.append(model)
-            self.optimizers.append(optimizer)
+            self.optimizers.append(self._optimizer(model, *kind.partition("-")[::2]))
+        self._sparse = [kind.endswith("sparse") for kind in plan.kinds]
+
+    def _optimizer(self, model: list[Any], name: str, variant: str) -> Any:
+        base: Any = getattr(torch.optim, name)
+
+        class Counting(base):  # type: ignore[misc]
+            """Returns how often it has been called."""
+
+            calls = 0
+
+            def step(self, closure: Any = None) -> int:
+                super().step(closure)
+                self.calls += 1
+                return self.calls
+
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        options |= {variant: True} if variant in ("fused", "foreach") else {"foreach": False}
+        optimizer = Counting(model, lr=0.05, **options)
+        if (name, variant) == ("SGD", "fused"):
+            # When the first step is skipped in its kernel, its momentum stays uninitialised memory.
+            for parameter in model:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
 
     def _normal(self, shape: Any) -> Any:
         return torch.randn(shape, generator=self._generator)
@@ -171,18 +200,22 @@ class Side:
         outputs = {
             "loss": one,
             "list": [one, other],
+            "tuple": (one, other),
             "nested": [(one,), other],
             "half": torch.tensor([1.5], dtype=torch.float16),
             "bfloat16": torch.tensor(1.5, dtype=torch.bfloat16),
             "generator": (each for each in (one, other)),
             "number": 1.5,
-            "None": None,
         }[what]
         scaled = self.scaler.scale(outputs)
         return list(scaled) if what == "generator" else scaled
 
     def train(self, index: int, bad: float | None) -> Any:
-        losses = [(parameter.float() * self._normal(parameter.shape)).sum() for parameter in self.models[index]]
+        first, second = self.models[index]
+        if self._sparse[index]:
+            chosen = torch.randint(len(first), (4,), generator=self._generator)
+            first = torch.nn.functional.embedding(chosen, first, sparse=True)
+        losses = [(each.float() * self._normal(each.shape)).sum() for each in (first, second)]
         scaled = self.scaler.scale(sum(losses))
         scaled.backward()
         if bad is not None:
@@ -199,7 +232,7 @@ class Side:
         return self.scaler.update()
 
     def new_scale(self, value: float, kind: str) -> Any:
-        dtype = getattr(self.torch, kind)
+        dtype = getattr(torch, kind)
         return self.scaler.update(value if kind == "float" else torch.full((), value, dtype=dtype))
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
@@ -209,7 +242,7 @@ class Side:
         return self.optimizers[index].step()
 
     def clip(self, index: int) -> Any:
-        chosen = [parameter for parameter in self.models[index] if parameter.grad is not None]
+        chosen = [each for each in self.models[index][self._sparse[index] :] if each.grad is not None]
         return torch.nn.utils.clip_grad_norm_(chosen, 0.5) if chosen else None
 
     def get_scale(self) -> Any:
@@ -217,11 +250,16 @@ class Side:
 
     def state_dict(self) -> Any:
         self._saved = self.scaler.state_dict()
-        return {name: self._saved[name] for name in SAVED if name in self._saved}
+        return self._saved
 
     def load(self, what: str) -> Any:
         saved = {"saved": self._saved or SAVED, "incomplete": {"scale": 64.0}, "empty": {}}[what]
         return self.scaler.load_state_dict(dict(saved))
+
+    def restore(self) -> None:
+        state = self.scaler.state_dict()
+        self.scaler = self._make()
+        self.scaler.load_state_dict(state)
 
     def pickle(self) -> None:
         self.scaler = pickle.loads(pickle.dumps(self.scaler))
@@ -235,7 +273,7 @@ class Side:
     def spoil(self, index: int, value: float) -> None:
         gradient = self.models[index][0].grad
         if gradient is not None:
-            gradient[0] = value
+            (gradient._values() if gradient.is_sparse else gradient).view(-1)[0] = value
 
     def without(self, index: int) -> None:
         self.models[index][0].grad = None
@@ -253,7 +291,19 @@ class Side:
             "parameters": self.models,
             "gradients": [[parameter.grad for parameter in model] for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "attributes": [hasattr(each, name) for each in self.optimizers for name in ("grad_scale", "found_inf")],
+            "private": self._private() if self.scaler.is_enabled() else None,
         }
+
+    def _private(self) -> list[Any]:
+        """Return the tensors of the state, and each optimizer's stage and verdicts, without making an entry."""
+        seen = [self.scaler._scale, self.scaler._growth_tracker]
+        for optimizer in self.optimizers:
+            state = self.scaler._per_optimizer_states.get(id(optimizer))
+            found = {} if state is None else state["found_inf_per_device"]
+            told = {str(device): flag.item() for device, flag in found.items()}
+            seen.append(("READY" if state is None else state["stage"].name, told))
+        return seen
 
     def try_to(self, call: Call) -> tuple[Any, Exception | None]:
         try:
@@ -278,7 +328,7 @@ class Known:
             # Its private methods fail, and it has no settings.
             return name in ("set", "judge", "found")
         self._is_under_way = name in ("scale", "train") or (self._is_under_way and name not in ("update", "new_scale"))
-        self._is_loaded |= name in ("load", "pickle", "deepcopy")
+        self._is_loaded |= name in ("load", "restore", "pickle", "deepcopy")
         self._is_looked_at = name in ("judge", "found") or (self._is_looked_at and name not in ("update", "new_scale"))
         return False
 
@@ -291,7 +341,7 @@ class Known:
         ):
             # Ours needs no loss to know a scale that was loaded or set.
             return True
-        if name == "load":
+        if name in ("load", "restore"):
             # Ours refuses it in the middle of an iteration, where torch's goes on with both scales.
             return self._is_under_way or len(scaler._per_optimizer_states) > 0
         if name == "step" and "fused" in self._plan.kinds[arguments[0]]:
@@ -333,22 +383,44 @@ def run_both(plan: Plan, makers: list[Callable[..., Any]]) -> bool:
     return False
 
 
-@pytest.mark.tier("ranks")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("share", range(10))
+@pytest.mark.parametrize("share", [0, *later("ranks", *range(1, 10))])
 def test_random_programs_give_torchs_values_and_errors(share: int) -> None:
     failed = [run_both(Chance(seed).plan(), MAKERS) for seed in range(share, examples(PROGRAMS), 10)]
     # Both kinds of programs are there.
     assert 0.1 < sum(failed) / len(failed) < 0.9
 
 
-def test_a_difference_is_found() -> None:
-    ours, theirs = MAKERS
-    calls: list[Call] = [("train", 0, math.inf), ("step", 0), ("update",)]
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_random_loops_with_the_sharded_scaler_are_torchs() -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
+
+    makers = [functools.partial(make, "cpu") for make in (ShardedGradScaler, TorchSharded)]
+    failed = [run_both(Chance(seed).loops(), makers) for seed in range(examples(300))]
+    assert sum(failed) / len(failed) < 0.5
+
+
+class Inexact(TorchScaler):  # type: ignore[misc]
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, torch.nextafter(inv_scale, torch.ones(())), found_inf, allow_fp16)
+
+
+class Silent(TorchScaler):  # type: ignore[misc]
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().step(optimizer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("wrong", [Inexact, Silent, functools.partial(GradScaler, backoff_factor=0.25)])
+def test_a_difference_is_found(wrong: Any) -> None:
+    calls: list[Call] = [("train", 0, None), ("step", 0), ("update",), ("train", 0, math.inf), ("step", 0), ("update",)]
     plan = Plan({}, True, ["SGD"], ["float32"], calls)
     assert not run_both(plan, MAKERS)
-    with pytest.raises(AssertionError):
-        run_both(plan, [functools.partial(ours, backoff_factor=0.25), theirs])
+    with pytest.raises(AssertionError, match="is not"):
+        run_both(plan, [functools.partial(wrong, "cpu"), MAKERS[1]])
+
+
+def test_a_different_error_is_found() -> None:
     with pytest.raises(AssertionError, match="KeyError"):
         assert_same_errors(gradscale.CallOrderError(""), KeyError())
     with pytest.raises(AssertionError, match="None"):

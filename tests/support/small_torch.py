@@ -1,4 +1,4 @@
-"""A few parameters, their optimizer and a scaler: iterations in which a test says the gradients."""
+"""A few parameters, their optimizer and a scaler, with gradients that a test says; and what is the same to the bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from axes_torch import torch
 
-__all__ = ["Small", "optimizer_of"]
+__all__ = ["Small", "assert_same", "optimizer_of"]
 
 
 def optimizer_of(name: str, parameters: Any, **options: Any) -> Any:
@@ -100,3 +100,35 @@ class Small:
     def state(self) -> tuple[float, int]:
         """Return the scale and the growth tracker."""
         return self.scaler.get_scale(), self.scaler._get_growth_tracker()
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Assert that two values are equal: containers by their parts, tensors in dtype, layout and every bit."""
+    assert type(one) is type(other), f"{where}: {one!r} is not {other!r}"
+    if isinstance(one, torch.Tensor):
+        _assert_same_tensors(one.detach(), other.detach(), where)
+    elif isinstance(one, dict):
+        assert list(one) == list(other), f"{where}: {list(one)} is not {list(other)}"
+        for key in one:
+            assert_same(one[key], other[key], f"{where}, {key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), f"{where}: {len(one)} is not {len(other)}"
+        for index, (part, its_other) in enumerate(zip(one, other, strict=True)):
+            assert_same(part, its_other, f"{where} {index}")
+    else:
+        assert one == other or (one != one and other != other), f"{where}: {one!r} is not {other!r}"
+
+
+def _assert_same_tensors(one: Any, other: Any, where: str) -> None:
+    kinds = [(x.dtype, x.layout, x.device, x.shape, x.requires_grad) for x in (one, other)]
+    assert kinds[0] == kinds[1], f"{where}: {kinds[0]} is not {kinds[1]}"
+    if one.layout == torch.sparse_coo:
+        assert one.is_coalesced() == other.is_coalesced(), where
+        assert torch.equal(one._indices(), other._indices()), where
+        one, other = one._values(), other._values()
+    if one.dtype.is_floating_point:
+        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+        same = torch.equal(one.contiguous().view(words), other.contiguous().view(words))
+    else:
+        same = torch.equal(one, other)
+    assert same, f"{where}: {one} is not {other}"
