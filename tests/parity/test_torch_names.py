@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,28 +34,6 @@ def same(pair: tuple[Any, Any], script: Callable[[Any], Any]) -> Any:
 def states_of(run: Small) -> Any:
     """Return what the scaler keeps of the optimizer in this iteration."""
     return run.scaler._per_optimizer_states[id(run.optimizer)]
-
-
-TRUTHS = [None, 0, 1, "", "yes", [], [0], 0.5]
-
-
-@pytest.mark.parametrize("value", TRUTHS, ids=repr)
-def test_enabled_takes_any_truth_value(pair: tuple[Any, Any], value: Any) -> None:
-    for make in pair:
-        scaler = make("cpu", enabled=value)
-        assert bool(scaler.is_enabled()) is bool(value)
-        assert scaler.scale(torch.ones(())).item() == (65536.0 if value else 1.0)
-    assert pair[0]("cpu", enabled=torch.tensor(True)).is_enabled() is True
-
-
-def test_what_is_neither_true_nor_false_is_refused(pair: tuple[Any, Any]) -> None:
-    with pytest.raises(InvalidTypeError, match="enabled must be true or false, got tensor"):
-        pair[0]("cpu", enabled=torch.ones(2))
-
-
-def test_device_is_whatever_names_one(pair: tuple[Any, Any]) -> None:
-    for device in ("cpu", torch.device("cpu"), "meta", "xla", "hpu", None, 0):
-        assert [make(device).is_enabled() for make in pair] == [True, True]
 
 
 # Overrides.
@@ -162,19 +141,15 @@ def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any
         run = Small(make("cpu", init_scale=4.0))
         run.put(16.0)
         run.scaler.unscale_(run.optimizer)
+        # What was read can be set again.
+        run.scaler._per_optimizer_states = run.scaler._per_optimizer_states
+        assert len(run.scaler._per_optimizer_states) == 1
         run.scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
         run.step(explicit=True)
         return run.held, run.scaler.state_dict()
 
     assert same(pair, script)[0] == [[-1.0, -1.0]]
-
-
-def test_optimizer_states_that_were_read_can_be_set_again_and_others_cannot(pair: tuple[Any, Any]) -> None:
     run = Small(pair[0]("cpu"))
-    run.put(1.0)
-    run.scaler.unscale_(run.optimizer)
-    run.scaler._per_optimizer_states = run.scaler._per_optimizer_states
-    assert len(run.scaler._per_optimizer_states) == 1
     with pytest.raises(InvalidValueError, match="_per_optimizer_states can be set to an empty mapping"):
         run.scaler._per_optimizer_states = {id(run.optimizer): {}}
 
@@ -193,15 +168,6 @@ def test_unscale_grads_is_torchs_function(pair: tuple[Any, Any], dtype: str) -> 
         return [flag.item() for flag in found.values()], run.parameter.grad.tolist()
 
     assert same(pair, script) == ([1.0], [float("inf")] * 2)
-
-
-@pytest.mark.parametrize(("found", "moved"), [(0.0, -1.0), (1.0, 0.0)])
-def test_maybe_opt_step_is_torchs_function(pair: tuple[Any, Any], found: float, moved: float) -> None:
-    for make in pair:
-        run = Small(make("cpu"))
-        run.put(1.0)
-        run.scaler._maybe_opt_step(run.optimizer, {"found_inf_per_device": {"cpu": torch.tensor(found)}})
-        assert run.held == [[moved] * 2]
 
 
 def test_torchs_functions_are_found_when_its_names_are_replaced(
@@ -240,21 +206,16 @@ def test_the_first_numbers_and_the_factors_can_be_set(pair: tuple[Any, Any]) -> 
 
     _, *scales, _, beyond = same(pair, script)
     assert (scales, beyond) == ([32.0, 8.0, 8.0, 8.0], 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("_init_scale", 0.0), ("_init_growth_tracker", -1), ("_growth_factor", 1.0), ("_growth_interval", 0.5)],
-)
-def test_a_wrong_number_is_refused_and_nothing_is_changed(pair: tuple[Any, Any], name: str, value: Any) -> None:
     scaler = pair[0]("cpu")
     before = scaler.state_dict()
-    with pytest.raises(GradscaleError):
-        setattr(scaler, name, value)
+    wrong = {"_init_scale": 0.0, "_init_growth_tracker": -1, "_growth_factor": 1.0, "_growth_interval": 0.5}
+    for name, value in wrong.items():
+        with pytest.raises(GradscaleError):
+            setattr(scaler, name, value)
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("when", ["before-unscale", "after-update"])
+@pytest.mark.parametrize("when", ["before-unscale", "in-place", "after-update"])
 def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple[Any, Any], when: str) -> None:
     def script(make: Any) -> Any:
         run = Small(make("cpu", init_scale=4.0))
@@ -263,22 +224,16 @@ def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple
             # What a host does that updates by itself.
             run.scaler.step(run.optimizer)
             run.scaler._per_optimizer_states = collections.defaultdict(_refresh_per_optimizer_state)
-        run.scaler._scale = torch.tensor(2.0)
+        if when == "in-place":
+            run.scaler._scale.fill_(2.0)
+        else:
+            run.scaler._scale = torch.tensor(2.0)
         if when == "after-update":
             assert run.scaler.scale(torch.ones(())).item() == 2.0
         run.step()
         return run.held
 
     same(pair, script)
-
-
-def test_a_scale_that_is_written_to_between_scaling_and_unscaling_is_used(pair: tuple[Any, Any]) -> None:
-    for make in pair:
-        run = Small(make("cpu", init_scale=8.0))
-        run.put(8.0)
-        run.scaler._scale.fill_(4.0)
-        run.step()
-        assert (run.held, run.scaler.get_scale()) == ([[-2.0, -2.0]], 4.0)
 
 
 def test_repr_shows_the_scale(pair: tuple[Any, Any]) -> None:
@@ -288,19 +243,15 @@ def test_repr_shows_the_scale(pair: tuple[Any, Any]) -> None:
     assert "), scale=32768.0, " in repr(run.scaler)
 
 
-class Work:
-    """What an all-reduce returns: nothing but ``wait``."""
-
-    def wait(self) -> None:
-        return None
+# What looks like a group.
 
 
-class LooksLikeAGroup:
-    """As torch's own tests have one: two other ranks that find nothing, or an infinity."""
+class Lookalike:
+    """As torch's own tests have one, whose work can do nothing but wait; other ranks may find an infinity."""
 
-    def __init__(self, other: Any = None) -> None:
+    def __init__(self, finds: bool = False) -> None:
         self.calls: list[Any] = []
-        self.other = other
+        self._finds = finds
 
     def rank(self) -> int:
         return 0
@@ -308,56 +259,40 @@ class LooksLikeAGroup:
     def size(self) -> int:
         return 1
 
-    def allreduce(self, tensors: list[Any], options: Any) -> Work:
+    def allreduce(self, tensors: list[Any], options: Any) -> Any:
         self.calls.append((tensors[0].dtype, options.reduceOp))
-        if self.other is not None:
-            tensors[0].copy_(self.other(tensors[0]))
-        return Work()
+        tensors[0][0].clamp_(min=int(self._finds))
+        return SimpleNamespace(wait=lambda: None)
 
 
-def run_over(group: Any) -> Small:
-    """Make an iteration over a group."""
-    run = Small(gradscale_torch.ShardedGradScaler("cpu", init_scale=4.0, process_group=group))
+@pytest.mark.parametrize("wrap", [lambda group: group, lambda group: [group]], ids=["bare", "listed"])
+@pytest.mark.parametrize("finds", [False, True])
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "torch-2.6"])
+def test_any_object_with_rank_size_and_allreduce_is_a_process_group(
+    monkeypatch: pytest.MonkeyPatch, is_old: bool, finds: bool, wrap: Callable[[Any], Any]
+) -> None:
+    if is_old:
+        # Its options take no other attributes.
+        options = type("AllreduceOptions", (), {"__slots__": ("reduceOp", "timeout")})
+        monkeypatch.setattr(torch.distributed, "AllreduceOptions", options)
+    group = Lookalike(finds)
+    run = Small(gradscale_torch.ShardedGradScaler("cpu", init_scale=4.0, process_group=wrap(group)))
     run.put(8.0)
     assert run.step() is None
-    return run
-
-
-def test_any_object_with_rank_size_and_allreduce_is_a_process_group() -> None:
-    for wrap in (lambda group: group, lambda group: [group]):
-        one = LooksLikeAGroup()
-        assert run_over(wrap(one)).held == [[-2.0, -2.0]]
-        # And the greeting that goes over a group once.
-        assert [call[0] for call in one.calls] == [torch.int32] * 2
+    # And the greeting that goes over a group once.
+    assert group.calls == [(torch.int32, torch.distributed.ReduceOp.MAX)] * 2
+    expected = ([[0.0, 0.0]], 2.0, True) if finds else ([[-2.0, -2.0]], 4.0, False)
+    assert (run.held, run.scaler.get_scale(), run.report.skipped) == expected
 
 
 @pytest.mark.usefixtures("group")
 def test_a_lookalike_of_torchs_tests_is_a_group_and_a_backend_of_a_group_is_none() -> None:
-    kind = type("Dummy", (LooksLikeAGroup,), {"__module__": "torch.testing._internal.common_fsdp"})
+    kind = type("Dummy", (Lookalike,), {"__module__": "torch.testing._internal.common_fsdp"})
     one = kind()
     assert gradscale_torch.ShardedGradScaler("cpu", process_group=one).process_group is one
     backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
     with pytest.raises(InvalidTypeError, match=r"group must be a torch\.distributed ProcessGroup"):
         gradscale_torch.ShardedGradScaler("cpu", process_group=backend)
-
-
-def test_what_a_lookalike_of_a_group_finds_counts() -> None:
-    def infinite(values: Any) -> Any:
-        worse = values.clone()
-        worse[0] = max(1, worse[0])
-        return worse
-
-    run = run_over(LooksLikeAGroup(infinite))
-    assert (run.held, run.scaler.get_scale(), run.report.skipped) == ([[0.0, 0.0]], 2.0, True)
-
-
-def test_groups_work_where_torchs_options_have_no_asyncop(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in torch 2.6, whose options take no other attributes.
-    options = type("AllreduceOptions", (), {"__slots__": ("reduceOp", "timeout")})
-    monkeypatch.setattr(torch.distributed, "AllreduceOptions", options)
-    one = LooksLikeAGroup()
-    assert run_over(one).held == [[-2.0, -2.0]]
-    assert [call[1] for call in one.calls] == [torch.distributed.ReduceOp.MAX] * 2
 
 
 def test_torchs_arguments_given_to_gradscales_own_scaler_name_the_right_one() -> None:
