@@ -11,7 +11,7 @@ import pytest
 from axes_torch import GradScaler, TorchScaler, torch
 from small_torch import Small, assert_same
 
-from gradscale import CallOrderError, GradscaleError, InvalidValueError
+from gradscale import GradscaleError, InvalidValueError
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
@@ -64,19 +64,19 @@ def clipped_in_float64(gradients: list[Any], scale: float, max_norm: float) -> t
     return norm, [gradient * factor for gradient in wide]
 
 
-def relative(one: Any, other: Any) -> float:
-    """Return the largest difference of two tensors relative to the largest element."""
-    if other.numel() == 0 or not other.any():
-        return float(one.double().abs().max()) if one.numel() else 0.0
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+def assert_close(one: Any, other: Any, tolerance: float = TOLERANCE) -> None:
+    """Assert that two tensors differ by little, relative to the largest element."""
+    exact = other.detach().double()
+    allowed = tolerance * float(exact.abs().max()) if exact.numel() else 0.0
+    torch.testing.assert_close(one.detach().double(), exact, rtol=0.0, atol=allowed)
 
 
 def assert_near(one: Any, other: Any, tolerance: float = TOLERANCE) -> None:
     """Assert that the norms, the gradients and the parameters of two runs, with their norms, are nearly the same."""
     assert one[1].item() == pytest.approx(other[1].item(), rel=tolerance)
     for mine, its in zip(one[0].parameters, other[0].parameters, strict=True):
-        assert relative(mine.grad, its.grad) <= tolerance
-        assert relative(mine.detach(), its.detach()) <= tolerance
+        assert_close(mine.grad, its.grad, tolerance)
+        assert_close(mine, its, tolerance)
 
 
 @pytest.mark.parametrize("max_norm", NORMS)
@@ -108,13 +108,6 @@ def test_gradients_of_nearly_no_norm_are_clipped_as_by_torch(enabled: bool, max_
     assert_near(*seen)
 
 
-def test_a_comparison_with_other_gradients_fails() -> None:
-    right = torch.tensor([1.0, 2.0])
-    assert relative(right * (1 + 3e-5), right) > TOLERANCE
-    assert relative(right, right) == 0.0
-    assert relative(right, right * 0) > TOLERANCE
-
-
 @pytest.mark.parametrize("max_norm", [0.5, 150.0, 1e4, 0.0, math.inf])
 @pytest.mark.parametrize(
     "dtypes", [("bfloat16",), ("float16",), ("bfloat16", "float32"), ("float16", "float32", "float64")], ids="-".join
@@ -132,10 +125,6 @@ def test_half_gradients_are_clipped_nearer_to_the_truth_than_at_torchs(
         unit = torch.finfo(parameter.dtype)
         allowed = exact.abs() * max(unit.eps / 2, TOLERANCE) * 1.01 + unit.smallest_normal * unit.eps
         assert ((parameter.grad.double() - exact).abs() <= allowed).all()
-    if dtypes == ("bfloat16",):
-        theirs = clip(model(TorchScaler("cpu", init_scale=scale), dtypes), max_norm)
-        assert theirs.dtype is torch.bfloat16
-        assert abs(theirs.item() - norm_wanted) >= abs(norm.item() - norm_wanted)
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e30], ids=str)
@@ -166,13 +155,7 @@ def test_norms_whose_squares_overflow_do_not_wipe_out_the_gradients(
     assert norm.item() == (pytest.approx(norm_wanted, rel=TOLERANCE) if norm_wanted < 3e38 else math.inf)
     allowed = TOLERANCE if dtype != "bfloat16" else 2.0**-8
     for gradient, exact in zip(clipped, wide, strict=True):
-        assert relative(gradient, exact * min(1.0, max_norm / norm_wanted)) <= allowed
-
-
-def test_torch_wipes_out_gradients_whose_squares_overflow() -> None:
-    run = model(TorchScaler("cpu"), ["float32"], 1e20)
-    assert clip(run, 1.0).item() == math.inf
-    assert not any(parameter.grad.any() for parameter in run.parameters)
+        assert_close(gradient, exact * min(1.0, max_norm / norm_wanted), allowed)
 
 
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
@@ -262,26 +245,20 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched() ->
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_a_fused_optimizer_takes_the_clipped_gradients_as_they_are(name: str) -> None:
-    runs = [model(GradScaler("cpu"), ["float32"], optimizer=name + variant, lr=0.5) for variant in ("", "-fused")]
+def test_a_fused_optimizer_takes_the_clipped_gradients_as_they_are() -> None:
+    runs = [model(GradScaler("cpu"), ["float32"], optimizer="AdamW" + variant, lr=0.5) for variant in ("", "-fused")]
+    norms = [clip(run, 1.0) for run in runs]
     for run in runs:
-        clip(run, 1.0)
         finish(run)
-    for one, other in zip(*[run.parameters for run in runs], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert_near(*zip(runs, norms, strict=True))
 
 
-def test_clipping_obeys_the_order_of_calls_and_serves_one_call_only() -> None:
+def test_clipping_serves_one_call_only() -> None:
     scaler = GradScaler("cpu", init_scale=4.0)
     first, second = (Small(scaler, size=1) for _ in range(2))
-    with pytest.raises(CallOrderError):
-        clip(first, 1.0)
     for run in (first, second):
         run.put(40.0)
     assert clip(first, 1.0).item() == 10.0
-    with pytest.raises(CallOrderError, match="already"):
-        clip(first, 1.0)
     scaler.step(first.optimizer)
     # It is not clipped: the largest norm was said of the other.
     finish(second)

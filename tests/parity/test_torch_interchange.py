@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import math
@@ -13,13 +12,14 @@ import pytest
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from small_torch import Small, assert_same
 
-from gradscale import CallOrderError, DynamicScale, GradscaleError, ScaleDesyncError, StateDictError, StaticScale
+from gradscale import CallOrderError, DynamicScale, ScaleDesyncError, StateDictError, StaticScale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.torch
 
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
-SETTINGS = {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 4}
+# Powers of two, since torch's ShardedGradScaler rounds others.
+SETTINGS = {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 4}
 BOTH = (GradScaler, TorchScaler)
 PAIRS = list(itertools.product(BOTH, BOTH))
 
@@ -77,10 +77,13 @@ def test_state_dicts_and_pickles_are_torchs(history: list[float]) -> None:
     assert {key: mine[key] for key in other} == other
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("live", [False, True], ids=["lazy", "live"])
-def test_a_run_goes_on_alike_whichever_scaler_saved_it_and_whichever_loads_it(history: list[float], live: bool) -> None:
+def test_a_run_goes_on_alike_whichever_scaler_saved_it_and_whichever_loads_it(
+    history: list[float], pair: tuple[Any, Any], live: bool
+) -> None:
     scalers = []
-    for source, target in PAIRS:
+    for source, target in itertools.product(pair, pair):
         saved = started(source, history).state_dict()
         assert_same(saved_and_loaded(saved), saved)
         scalers.append(started(target, [1.0] * live, {"init_scale": 7.0}))
@@ -104,19 +107,6 @@ def test_a_policy_that_torch_does_not_know_is_saved_and_torch_loads_its_part_of_
     assert plain.get_scale() == 32.0
 
 
-@pytest.mark.usefixtures("group")
-def test_the_sharded_scalers_state_dicts_are_torchs(history: list[float]) -> None:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
-
-    scalers = []
-    for source, target in itertools.product((ShardedGradScaler, TorchSharded), repeat=2):
-        saved = started(source, history, {"init_scale": 2.0**10, "growth_interval": 4}).state_dict()
-        scalers.append(target("cpu"))
-        scalers[-1].load_state_dict(saved)
-        assert scalers[-1].state_dict() == saved
-    assert_all_go_on_alike(scalers)
-
-
 # Pickles.
 
 
@@ -130,18 +120,9 @@ def test_what_one_scaler_pickles_the_other_restores(history: list[float], live: 
         assert scalers[-1].state_dict() == before.state_dict()
         assert scalers[-1]._scale is None
         assert (scalers[-1].is_enabled(), scalers[-1]._device) == (True, "cpu")
-    assert_all_go_on_alike(scalers)
-
-
-@pytest.mark.parametrize(
-    "how", [lambda scaler: pickle.loads(pickle.dumps(scaler)), copy.deepcopy], ids=["pickle", "deepcopy"]
-)
-def test_a_copy_goes_on_alike_and_on_its_own(history: list[float], how: Any) -> None:
-    scalers = []
-    for make in BOTH:
-        scaler = started(make, history)
-        scalers += [how(scaler), scaler]
-        assert type(scalers[-2]) is type(scaler)
+        scaler = target("cpu")
+        scaler.__setstate__(source("cpu", enabled=False).__getstate__())
+        assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
     assert_all_go_on_alike(scalers)
 
 
@@ -155,49 +136,22 @@ def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_
         trained(unpickled, MORE)
 
 
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_a_pickle_in_the_middle_of_an_iteration_is_an_error_as_at_torchs(call: str) -> None:
-    for make, error in ((TorchScaler, AssertionError), (GradScaler, CallOrderError)):
-        run = Small(make("cpu"))
-        run.put(1.0)
-        getattr(run.scaler, call)(run.optimizer)
-        for copier in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(error, match="beginning of an iteration"):
-                copier(run.scaler)
-        run.scaler.update()
-        pickle.dumps(run.scaler)
-
-
-def test_a_disabled_scaler_is_restored_disabled() -> None:
-    for source, target in PAIRS:
-        scaler = target("cpu")
-        scaler.__setstate__(source("cpu", enabled=False).__getstate__())
-        assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
-
-
 # Going on.
 
 
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
 @pytest.mark.parametrize("how", ["state_dict", "pickle"])
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
-def test_after_a_resume_torch_cannot_unscale_before_it_scales_and_ours_can(
-    how: str, explicit: bool, variant: str
-) -> None:
-    runs = []
-    for make in (TorchScaler, GradScaler):
-        scaler = started(make, [1.0])
-        saved = scaler.state_dict()
-        scaler = pickle.loads(pickle.dumps(scaler)) if how == "pickle" else make("cpu")
-        if how == "state_dict":
-            scaler.load_state_dict(saved)
-        runs.append(Small(scaler, variant))
-        runs[-1].parameter.grad = torch.full((2,), 2000.0)
-    with pytest.raises(AssertionError, match="_scale is None"):
-        runs[0].step(explicit=explicit)
+def test_after_a_resume_gradients_can_be_unscaled_before_the_first_loss(how: str, explicit: bool, variant: str) -> None:
+    before = started(GradScaler, [1.0])
+    scaler = pickle.loads(pickle.dumps(before)) if how == "pickle" else GradScaler("cpu")
+    if how == "state_dict":
+        scaler.load_state_dict(before.state_dict())
+    run = Small(scaler, variant)
+    run.parameter.grad = torch.full((2,), 2048.0)
     with pytest.warns(UserWarning, match=r"scale\(\) was not called in iteration \d, and gradients of SGD"):
-        runs[1].step(explicit=explicit)
-    assert (runs[1].held, runs[1].state, runs[1].report.skipped) == ([[-2.0, -2.0]], (1000.0, 2), False)
+        run.step(explicit=explicit)
+    assert (run.held, run.state, run.report.skipped) == ([[-2.0, -2.0]], (1024.0, 2), False)
 
 
 # What cannot be loaded.
@@ -236,29 +190,11 @@ def test_a_bad_state_dict_is_refused_and_changes_nothing(name: str, live: bool) 
     assert_all_go_on_alike([scaler, reference])
 
 
-@pytest.mark.parametrize("bad", [None, 3, "text", [1, 2]], ids=["none", "int", "text", "list"])
-def test_what_is_no_mapping_is_refused(bad: Any) -> None:
-    scaler = GradScaler("cpu")
-    with pytest.raises(GradscaleError, match="mapping"):
-        scaler.load_state_dict(bad)
-    assert scaler.get_scale() == 65536.0
-
-
 @pytest.mark.parametrize("key", ["_init_scale", "_growth_factor", "_growth_interval", "_init_growth_tracker"])
 def test_a_pickle_of_torchs_with_a_bad_number_is_refused(key: str) -> None:
     state = started(TorchScaler, [1.0]).__getstate__()
     with pytest.raises(StateDictError):
         GradScaler.__new__(GradScaler).__setstate__({**state, key: -1})
-
-
-def test_a_state_dict_is_refused_in_the_middle_of_an_iteration() -> None:
-    run = Small(GradScaler("cpu", init_scale=4.0))
-    run.give(1.0)
-    run.scaler.unscale_(run.optimizer)
-    with pytest.raises(CallOrderError, match="load_state_dict"):
-        run.scaler.load_state_dict(GOOD)
-    run.step()
-    assert run.held == [[-1.0, -1.0]]
 
 
 def test_a_state_dict_that_is_loaded_after_the_backward_pass_serves_the_next_iteration() -> None:
