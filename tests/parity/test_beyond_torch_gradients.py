@@ -1,19 +1,22 @@
-"""Dtypes and parameters that torch's scaler refuses or unscales wrongly, shown on the same script first."""
+"""Dtypes, parameters and layouts that torch's scaler refuses or unscales wrongly, shown on the same script first."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
 from small_torch import Small, assert_same
 
-from gradscale import CallOrderError, InvalidTypeError
+from gradscale import CallOrderError, GradscaleError, InvalidTypeError, InvalidValueError
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta state:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
 ]
 
 explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
@@ -41,32 +44,11 @@ def test_complex_gradients_are_refused_by_torch_and_unscaled_by_ours(
     ours.step(explicit=explicit)
     assert ours.held == [[-1 - 2j, 3j] if bad is None else [0j, 0j]]
     assert ours.report.skipped is (bad is not None)
-
-
-def test_conjugated_complex_gradients_are_unscaled_where_they_stand() -> None:
-    _, run = pair(dtypes=["complex64"])
-    run.put(torch.tensor([4 + 8j, -12j]).conj())
-    assert run.parameter.grad.is_conj()
-    run.scaler.unscale_(run.optimizer)
-    assert run.parameter.grad.tolist() == [1 - 2j, 3j]
-
-
-def test_a_complex_model_trains_as_without_scaling() -> None:
-    results = []
-    for enabled in (False, True):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(3, 2, dtype=torch.complex64)
-        optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
-        scaler = GradScaler("cpu", enabled=enabled)
-        inputs = torch.randn(5, 3, dtype=torch.complex64)
-        for _ in range(5):
-            optimizer.zero_grad()
-            scaler.scale(layer(inputs).abs().square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append([parameter.detach().clone() for parameter in layer.parameters()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    if bad is None:
+        ours.put(torch.tensor([4 + 8j, -12j], dtype=ours.parameter.dtype).conj())
+        ours.scaler.unscale_(ours.optimizer)
+        assert ours.parameter.grad.is_conj()
+        assert ours.parameter.grad.tolist() == [1 - 2j, 3j]
 
 
 @explicit
@@ -82,10 +64,6 @@ def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit:
         assert run.scaler._per_optimizer_states[id(run.optimizer)]["stage"].name == "READY"
         run.parameters[1].grad = None
         call(run.optimizer)
-    run = Small(GradScaler("cpu", init_scale=4.0, allow_fp16_grads=True), dtypes=dtypes)
-    run.put(12.0)
-    run.step(explicit=explicit)
-    assert run.held == [[-3.0, -3.0]] * 2
 
 
 @pytest.mark.parametrize("value", [65504.0, 6e-8, -0.0, math.inf, math.nan])
@@ -101,19 +79,14 @@ def test_float16_gradients_are_unscaled_as_by_torchs_kernel(value: float, scale:
     assert run.report.skipped is bool(found.item())
 
 
-def test_integer_gradients_are_refused_as_torch_refuses_them() -> None:
-    for run, error, message in zip(
-        pair(),
-        (RuntimeError, InvalidTypeError),
-        ("not implemented for 'Int'", r"floating or complex dtype.*got torch\.int32"),
-        strict=True,
-    ):
-        run.put(8.0)
-        integers = torch.zeros(2, dtype=torch.int32)
-        integers.grad = torch.full_like(integers, 8)
-        run.optimizer.param_groups[0]["params"].append(integers)
-        with pytest.raises(error, match=message):
-            run.scaler.unscale_(run.optimizer)
+def test_integer_gradients_are_refused_before_anything_is_unscaled() -> None:
+    _, run = pair()
+    run.put(8.0)
+    integers = torch.zeros(2, dtype=torch.int32)
+    integers.grad = torch.full_like(integers, 8)
+    run.optimizer.param_groups[0]["params"].append(integers)
+    with pytest.raises(InvalidTypeError, match=r"floating or complex dtype.*got torch\.int32"):
+        run.scaler.unscale_(run.optimizer)
     assert (run.parameter.grad.tolist(), integers.grad.tolist()) == ([8.0, 8.0], [8, 8])
 
 
@@ -140,20 +113,16 @@ def test_autograd_does_not_see_the_unscaling_and_records_as_before(is_recording:
 def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_decides(
     variant: str, explicit: bool
 ) -> None:
-    for make in (TorchScaler, GradScaler):
-        scaler = make("cpu", init_scale=4.0)
-        empty, full = (Small(scaler, variant, size=1) for _ in range(2))
-        full.put(math.inf)
-        if explicit:
-            scaler.unscale_(empty.optimizer)
-        if make is TorchScaler and "fused" in variant:
-            scaler.step(empty.optimizer)
-        else:
-            error = AssertionError if make is TorchScaler else CallOrderError
-            with pytest.raises(error, match=r"No inf checks were recorded|none of whose parameters has a gradient"):
-                scaler.step(empty.optimizer)
-        full.step()
-        assert scaler.get_scale() == 2.0
+    # torch's steps a fused one.
+    scaler = GradScaler("cpu", init_scale=4.0)
+    empty, full = (Small(scaler, variant, size=1) for _ in range(2))
+    full.put(math.inf)
+    if explicit:
+        scaler.unscale_(empty.optimizer)
+    with pytest.raises(CallOrderError, match="none of whose parameters has a gradient"):
+        scaler.step(empty.optimizer)
+    full.step()
+    assert scaler.get_scale() == 2.0
     assert [run.report.reason for run in (empty, full)] == ["no gradients", "overflow"]
     assert not hasattr(empty.optimizer, "found_inf")
     empty.iterate(1.0)
@@ -161,19 +130,15 @@ def test_an_optimizer_without_gradients_this_time_is_an_error_and_the_other_deci
 
 
 @explicit
-def test_tied_parameters_are_unscaled_twice_by_torch_and_once_by_ours(explicit: bool) -> None:
-    for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
-        run.optimizer.param_groups[0]["params"].append(run.parameter)
-        run.put(16.0, 32.0)
-        run.step(explicit=explicit)
-        assert [parameter.grad.tolist() for parameter in run.parameters] == [[expected] * 2, [8.0] * 2]
-
-
-def test_a_gradient_that_two_parameters_share_is_unscaled_once() -> None:
+@pytest.mark.parametrize("shared", ["parameter", "gradient"])
+def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(shared: str, explicit: bool) -> None:
     for run, expected in zip(pair(count=2), (1.0, 4.0), strict=True):
         run.put(*[torch.full((2,), 16.0)] * 2)
-        run.parameters[1].grad = run.parameter.grad
-        run.scaler.unscale_(run.optimizer)
+        if shared == "gradient":
+            run.parameters[1].grad = run.parameter.grad
+        else:
+            run.optimizer.param_groups[0]["params"][1] = run.parameter
+        run.step(explicit=explicit)
         assert run.parameter.grad.tolist() == [expected] * 2
 
 
@@ -218,10 +183,165 @@ def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ou
     assert "Holding" in str(caught.value)
 
 
-@pytest.mark.parametrize("groups", [None, 3, [3], [{}], [{"params": 3}]], ids=str)
-def test_what_has_no_parameters_is_an_error_that_says_so(groups: Any) -> None:
+@pytest.mark.parametrize("wrong", [*map(Holding, [None, 3, [3], [{}], [{"params": 3}]]), object()])
+def test_what_has_no_parameters_is_an_error_that_says_so(wrong: Any) -> None:
     _, run = pair()
     run.put(1.0)
-    for wrong in (Holding(groups), object()):
-        with pytest.raises(InvalidTypeError, match="param_groups"):
-            run.scaler.unscale_(wrong)
+    with pytest.raises(InvalidTypeError, match="param_groups"):
+        run.scaler.unscale_(wrong)
+
+
+# Layouts.
+
+
+def run_with(make: Any, gradient: Any, scale: float = 4.0, optimizer: Any = "SGD", **options: Any) -> Small:
+    """Return a run of a parameter like this gradient, which is its scaled one, at some scale."""
+    run = Small(make("cpu", init_scale=scale, **options), optimizer, dtypes=[str(gradient.dtype).partition(".")[2]])
+    run.parameter.data = torch.zeros(gradient.shape, dtype=gradient.dtype)
+    run.put(gradient)
+    return run
+
+
+def strided(dense: Any) -> Any:
+    room = torch.full((2 * dense.shape[0], 3 * dense.shape[1]), 7.0)
+    room[::2, 1::3] = dense
+    return room[::2, 1::3]
+
+
+def twice(dense: Any) -> Any:
+    parts = [(0.25 * dense).to_sparse(), (0.75 * dense).to_sparse()]
+    indices, values = (torch.cat([getattr(part, name)() for part in parts], -1) for name in ("indices", "values"))
+    return torch.sparse_coo_tensor(indices, values, dense.shape)
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda dense: dense.clone(),
+    "subclass": lambda dense: torch.nn.Parameter(dense.clone(), requires_grad=False),
+    "subclass-transposed": lambda dense: torch.nn.Parameter(dense.t().contiguous().t(), requires_grad=False),
+    "transposed": lambda dense: dense.t().contiguous().t(),
+    "strided": strided,
+    "sliced": lambda dense: torch.cat([dense, dense])[: len(dense)],
+    "offset": lambda dense: torch.cat([torch.zeros(1), dense.flatten()])[1:].view(dense.shape),
+    "channels-last": lambda dense: dense[None, :, :, None].to(memory_format=torch.channels_last)[0, :, :, 0],
+    "coo": lambda dense: dense.to_sparse(),
+    "coo-rows": lambda dense: dense.to_sparse(1),
+    "coo-twice": twice,
+}
+"""What stores the same values in another way."""
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("scale", [4.0, 3.0])
+def test_gradients_of_every_layout_are_unscaled_as_by_torch(name: str, bad: float | None, scale: float) -> None:
+    seen = []
+    for make in (TorchScaler, GradScaler):
+        dense = torch.arange(1.0, 13.0).reshape(4, 3)
+        if bad is not None:
+            dense[2, 1] = bad
+        run = run_with(make, LAYOUTS[name](dense), scale)
+        other, base = torch.nn.Parameter(torch.zeros(4, 3)), run.parameter.grad._base
+        other.grad = torch.ones(4, 3)
+        run.optimizer.param_groups[0]["params"].append(other)
+        run.step(explicit=True)
+        seen.append([run.parameter, other, run.parameter.grad, other.grad, base, run.scaler.get_scale()])
+    # The base of a view shows that the memory beside it stays as it is.
+    assert_same(*seen)
+    assert seen[0][0].detach().eq(0).all().item() is (bad is not None)
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
+def test_compressed_gradients_are_refused_by_torch_and_unscaled_by_ours(layout: str, bad: bool) -> None:
+    options = [(2, 2)] if layout.startswith("bs") else []
+    theirs, ours = pair(optimizer=lambda parameters: Holding([{"params": parameters}]))
+    for run in (theirs, ours):
+        run.put(None)
+        compressed = getattr(torch.eye(4).mul(4.0), f"to_sparse_{layout}")(*options)
+        run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(compressed.clone())]
+        if bad:
+            compressed.values().view(-1)[0] = math.inf
+        run.optimizer.param_groups[0]["params"][0].grad = compressed
+    with pytest.raises(RuntimeError, match="_amp_foreach_non_finite_check_and_unscale_"):
+        theirs.step()
+    ours.step()
+    expected = torch.eye(4)
+    expected[0, 0] = math.inf if bad else 1.0
+    assert ours.optimizer.param_groups[0]["params"][0].grad is compressed
+    assert torch.equal(compressed.to_dense(), expected)
+    assert ours.report.skipped is bad
+
+
+def duplicates(value: float, dtype: Any = torch.float32) -> Any:
+    """Return a sparse gradient that has a value twice at one place."""
+    return torch.sparse_coo_tensor([[1, 1, 2]], torch.tensor([value, value, 4.0], dtype=dtype), (4,))
+
+
+@explicit
+def test_float32_duplicates_are_judged_by_their_sum(explicit: bool) -> None:
+    theirs, ours = (run_with(make, duplicates(3e38), 1.0) for make in (TorchScaler, GradScaler))
+    for run in (theirs, ours):
+        run.step(explicit=explicit)
+    # It ruins the weights.
+    assert theirs.parameter[1].item() == -math.inf
+    assert (ours.held, ours.scaler.get_scale(), ours.report.nonfinite) == ([[0.0] * 4], 0.5, 1)
+    # One that overflows only before it is divided does not.
+    run = run_with(GradScaler, duplicates(3e38))
+    run.step(explicit=explicit)
+    assert run.parameter[1].item() == pytest.approx(-1.5e38)
+
+
+@pytest.mark.parametrize(("value", "weights"), [(60000.0, [0.0] * 4), (20000.0, [0.0, -10000.0, -1.0, 0.0])])
+def test_float16_duplicates_are_added_before_they_are_judged(value: float, weights: list[float]) -> None:
+    run = run_with(GradScaler, duplicates(value, torch.float16), allow_fp16_grads=True)
+    run.step(explicit=True)
+    assert run.parameter.grad.is_coalesced()
+    assert (run.held, run.report.skipped) == ([weights], not any(weights))
+
+
+OVERLAPPING: dict[str, Callable[[], Any]] = {
+    "expanded": lambda: torch.full((3, 1), 16.0).expand(3, 2),
+    "expanded-from-one": lambda: torch.full((1,), 16.0).expand(3, 2),
+    "sliding": lambda: torch.full((4,), 16.0).as_strided((3, 2), (1, 1)),
+    "unfolded": lambda: torch.full((4,), 16.0).unfold(0, 2, 1),
+}
+"""Tensors of shape (3, 2) whose elements share memory."""
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_gradients_that_overlap_themselves_are_refused(name: str) -> None:
+    run = run_with(GradScaler, OVERLAPPING[name]())
+    with pytest.raises(InvalidValueError, match="overlaps itself"):
+        run.scaler.unscale_(run.optimizer)
+    with pytest.raises(GradscaleError):
+        run.scaler.step(run.optimizer)
+    assert run.parameter.eq(0).all()
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_later_gradients_that_overlap_themselves_are_errors_or_divided_as_at_torchs(name: str) -> None:
+    def trained(make: Any) -> Any:
+        run = run_with(make, torch.zeros(3, 2))
+        run.step()
+        run.put(OVERLAPPING[name]())
+        try:
+            run.step()
+        except RuntimeError:
+            return "an error", run.held
+        return run.held
+
+    assert trained(GradScaler) == trained(TorchScaler)
+
+
+def test_after_gradients_that_were_unscaled_in_part_no_step_is_made() -> None:
+    run = Small(GradScaler("cpu", init_scale=4.0), dtypes=["float64", "float32"])
+    # Gradients are looked at thoroughly when they are met first, before any is unscaled.
+    run.put(0.0, None)
+    run.step()
+    run.put(16.0, torch.full((1,), 16.0).expand(2))
+    with pytest.raises(InvalidValueError, match="overlaps itself"):
+        run.scaler.unscale_(run.optimizer)
+    for call in (run.scaler.step, run.scaler.unscale_):
+        with pytest.raises(CallOrderError):
+            call(run.optimizer)
+    assert run.held == [[0.0, 0.0]] * 2
