@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,14 +61,6 @@ def cupy_backend(cupy: Any) -> Any:  # noqa: ARG001
     from gradscale_cupy.arrays import CupyBackend
 
     return CupyBackend()
-
-
-@pytest.fixture(params=["torch", "gradscale"])
-def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    """Return what makes a scaler for a framework: torch's, which shows what the framework expects, or ours."""
-    from hosts import maker
-
-    return maker(request.param)
 
 
 @pytest.fixture

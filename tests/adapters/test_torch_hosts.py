@@ -1,208 +1,128 @@
-"""accelerate, Lightning's Trainer and Fabric with gradscale in the place of torch's scaler: the same skips and bits."""
+"""accelerate, and scripts and optimizers that use the private surface of torch's scaler: the same skips and bits.
+
+The optimizers are small stand-ins that do what apex, Transformer Engine and NeMo do.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hosts
 import pytest
 from axes import require
-from axes_torch import TorchScaler, torch
+from axes_torch import GradScaler, TorchScaler, torch
 from hosts import Make, Row, batches, column, loss_of, network, row
-from tiers import later
+from small_torch import optimizer_of
+from torch.amp.grad_scaler import OptState
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.tier("ranks"),
-    # Lightning 2.6 itself uses what torch 2.13 has deprecated.
-    pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
 
-def test_a_run_that_differs_in_one_bit_is_not_the_same() -> None:
-    def run(make: Make) -> list[Row]:
-        model = network()
-        if make() is None:
-            model[0].bias.data[0] *= 1 + 2.0**-23
-        return [{"weights": hosts.bits(model)}]
-
-    assert hosts.same_as_torch(run, lambda: 0)
-    with pytest.raises(AssertionError):
-        hosts.same_as_torch(run, lambda: None)
-    for weights, moves in ((["first", "second"], [False]), (["first", "first"], [True])):
-        with pytest.raises(AssertionError):
-            hosts.check_weights_move(weights, moves)
+def made(name: str, model: Any) -> Any:
+    """Return an optimizer by its name."""
+    return optimizer_of(name, model.parameters(), lr=0.1)
 
 
-# Each host trains with a scaler that it makes, from and to a checkpoint if these are not all steps.
+# accelerate.
 
 
-def accelerator_with(scaler: Any, micro_batches: int = 1) -> Any:
-    """Return an accelerator for float16 on the CPU, where accelerate makes no scaler by itself."""
+@pytest.fixture
+def accelerator(reset_accelerate: None) -> Callable[..., Any]:  # noqa: ARG001
+    """Return what makes an accelerator for float16 on the CPU, where accelerate makes no scaler by itself."""
     module = require("accelerate")
-    module.state.GradientState._reset_state()
-    accelerator = module.Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=micro_batches)
-    accelerator.native_amp = True
-    accelerator.scaler = scaler
-    return accelerator
+
+    def make(scaler: Any, micro_batches: int = 1) -> Any:
+        module.state.GradientState._reset_state()
+        accelerator = module.Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=micro_batches)
+        accelerator.native_amp = True
+        accelerator.scaler = scaler
+        return accelerator
+
+    return make
 
 
-def by_accelerate(make: Make, optimizer: str, clip: str | None, micro: int, steps: range, file: Path) -> list[Row]:
-    scaler, model, rows = make(), network(), []
-    accelerator = accelerator_with(scaler, micro)
-    raw = hosts.optimizer_named(optimizer, model)
-    model, wrapped, schedule = accelerator.prepare(model, raw, torch.optim.lr_scheduler.StepLR(raw, 1, 0.5))
-    if steps.start:
-        accelerator.load_state(file)
-    for index in range(micro * steps.start, micro * steps.stop):
-        norm = None
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batches(hosts.STEPS * micro)[index]))
-            # In the first micro-batch; the others add to it.
-            if index % micro == 0 and index // micro + 1 in hosts.OVERFLOWS:
-                hosts.overflow(model)
-            if clip and accelerator.sync_gradients:
-                norm = repr(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
-            wrapped.step()
-            schedule.step()
-            wrapped.zero_grad()
-        if accelerator.sync_gradients:
-            skipped, [rate] = wrapped.step_was_skipped, schedule.get_last_lr()
-            rows.append(row(scaler, model, norm=norm, skipped=skipped, rate=rate))
-    if steps.stop < hosts.STEPS:
-        accelerator.save_state(file)
-    return rows
-
-
-@functools.cache
-def module_class() -> Any:
-    """Return Lightning's module with a network for each optimizer."""
-
-    class Module(require("lightning").LightningModule):  # type: ignore[misc]
-        def __init__(self, *optimizers: str) -> None:
-            super().__init__()
-            self.names = optimizers
-            self.networks = torch.nn.ModuleList(network(seed) for seed in range(len(optimizers)))
-            self.rows: list[Row] = []
-
-        def training_step(self, batch: Any) -> Any:
-            return loss_of(self.networks[0], batch)
-
-        def on_after_backward(self) -> None:
-            if self.automatic_optimization and self.trainer.global_step + 1 in hosts.OVERFLOWS:
-                hosts.overflow(self.networks[0])
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            gradients = [parameter.grad for parameter in self.networks.parameters() if parameter.grad is not None]
-            # What is left in the gradients of a fused optimizer is no result.
-            norm = None if "fused" in self.names[0] else repr(torch.nn.utils.get_total_norm(gradients).item())
-            self.rows.append(row(self.trainer.precision_plugin.scaler, *self.networks, norm=norm))
-
-        def configure_optimizers(self) -> Any:
-            return [hosts.optimizer_named(name, model) for name, model in zip(self.names, self.networks, strict=True)]
-
-    return Module
-
-
-def fit(make: Make, module: Any, given: list[Any] | None = None, *, resume: Path | None = None, **options: Any) -> Any:
-    """Train a module in float16 with Lightning's own plugin, and return the Trainer."""
-    plugin = require("lightning").pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=make())
-    trainer = hosts.trainer_with(plugin, **options)
-    trainer.fit(module, hosts.Loader(batches() if given is None else given), ckpt_path=resume)
-    return trainer
-
-
-def by_trainer(make: Make, optimizer: str, clip: str | None, micro: int, steps: range, file: Path) -> list[Row]:
-    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": clip} if clip else {}
-    module = module_class()(optimizer)
-    given = batches(hosts.STEPS * micro)[micro * steps.start : micro * steps.stop]
-    # What is resumed is the second epoch.
-    more = {"resume": file, "max_epochs": 2} if steps.start else {}
-    trainer = fit(make, module, given, accumulate_grad_batches=micro, **options, **more)
-    if steps.stop < hosts.STEPS:
-        trainer.save_checkpoint(file)
-    rows: list[Row] = module.rows[micro - 1 :: micro]
-    return rows
-
-
-def by_fabric(make: Make, optimizer: str, clip: str | None, micro: int, steps: range, file: Path) -> list[Row]:  # noqa: ARG001
-    scaler, raw, rows = make(), network(), []
-    fabric = hosts.fabric_with(require("lightning").fabric.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    model, wrapped = fabric.setup(raw, hosts.optimizer_named(optimizer, raw))
-    options = {"norm": {"max_norm": 0.01}, "value": {"clip_val": 0.01}}
-    for step, batch in enumerate(batches(), start=1):
-        fabric.backward(loss_of(model, batch))
-        if step in hosts.OVERFLOWS:
-            hosts.overflow(raw)
-        if clip:
-            fabric.clip_gradients(model, wrapped, error_if_nonfinite=False, **options[clip])
-        norm = repr(torch.nn.utils.get_total_norm([parameter.grad for parameter in raw.parameters()]).item())
-        wrapped.step()
-        wrapped.zero_grad()
-        rows.append(row(scaler, raw, norm=norm if clip == "norm" else None))
-    return rows
-
-
-HOSTS = {"accelerate": by_accelerate, "trainer": by_trainer, "fabric": by_fabric}
 ALL = range(hosts.STEPS)
-PLAIN, FUSED = ["SGD", "AdamW", "Adam-foreach", "Adagrad"], ["AdamW-fused", "SGD-fused"]
-CASES = [
-    *itertools.product(["accelerate"], [*PLAIN, *FUSED], ["norm", None], [1, 2]),
-    *itertools.product(["trainer"], ["SGD", "AdamW"], ["norm", "value"], [1]),
-    ("trainer", "AdamW", "norm", 2),
-    *itertools.product(["trainer"], FUSED, [None], [1]),
-    *later("all", ("trainer", "Adam-foreach", None, 1), ("trainer", "SGD", None, 1)),
-    *itertools.product(["fabric"], ["AdamW"], ["norm", "value", None], [1]),
-]
 
 
-@pytest.mark.usefixtures("reset_accelerate")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_a_host_sees_each_skip_and_clips_what_is_unscaled(make: Make, case: tuple[Any, ...], tmp_path: Path) -> None:
-    host, optimizer, clip, micro = case
-    rows = hosts.same_as_torch(lambda make: HOSTS[host](make, optimizer, clip, micro, ALL, tmp_path), make)
+class Training:
+    """A training with accelerate, from and to a checkpoint if these are not all steps."""
+
+    def __init__(self, accelerator: Any, optimizer: str, clip: bool, micro: int, file: Path) -> None:
+        self.accelerator, self.optimizer, self.clip, self.micro, self.file = accelerator, optimizer, clip, micro, file
+
+    def __call__(self, make: Make, steps: range = ALL) -> list[Row]:
+        scaler, model, micro, rows = make(), network(), self.micro, []
+        accelerator = self.accelerator(scaler, micro)
+        raw = made(self.optimizer, model)
+        model, wrapped, schedule = accelerator.prepare(model, raw, torch.optim.lr_scheduler.StepLR(raw, 1, 0.5))
+        if steps.start:
+            accelerator.load_state(self.file)
+        for index in range(micro * steps.start, micro * steps.stop):
+            norm = None
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batches(hosts.STEPS * micro)[index]))
+                # In the first micro-batch; the others add to it.
+                if index % micro == 0 and index // micro + 1 in hosts.OVERFLOWS:
+                    hosts.overflow(model)
+                if self.clip and accelerator.sync_gradients:
+                    norm = repr(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                wrapped.step()
+                schedule.step()
+                wrapped.zero_grad()
+            if accelerator.sync_gradients:
+                skipped, [rate] = wrapped.step_was_skipped, schedule.get_last_lr()
+                rows.append(row(scaler, model, norm=norm, skipped=skipped, rate=rate))
+        if steps.stop < hosts.STEPS:
+            accelerator.save_state(self.file)
+        return rows
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adam-foreach", "Adagrad", "AdamW-fused", "SGD-fused"])
+def test_accelerate_sees_each_skip_and_clips_what_is_unscaled(
+    accelerator: Any, optimizer: str, clip: bool, micro: int, tmp_path: Path
+) -> None:
+    rows = hosts.same_as_torchs(Training(accelerator, optimizer, clip, micro, tmp_path))
     hosts.check_run(rows)
-    norms = column(rows, "norm")
-    # accelerate returns the norm before clipping; scaled gradients are hundreds of times larger.
-    limit = 10.0 if host == "accelerate" or clip != "norm" else 0.0101
-    assert all(0 < float(norm) <= limit for norm, stepped in zip(norms, hosts.STEPPED, strict=True) if stepped and norm)
-    if host == "accelerate":
-        # It misses the skips of fused optimizers, whose kernels make them.
-        seen = [False] * hosts.STEPS if "fused" in optimizer else hosts.SKIPS
-        assert column(rows, "skipped") == seen
-        assert column(rows, "rate") == [0.1 * 0.5**taken for taken in itertools.accumulate(not each for each in seen)]
-        assert not clip or [not math.isfinite(float(norm)) for norm in norms] == hosts.SKIPS
+    # It misses the skips of fused optimizers, whose kernels make them.
+    seen = [False] * hosts.STEPS if "fused" in optimizer else hosts.SKIPS
+    assert column(rows, "skipped") == seen
+    assert column(rows, "rate") == [0.1 * 0.5**taken for taken in itertools.accumulate(not each for each in seen)]
+    if clip:
+        # Before clipping; those of scaled gradients are hundreds of times larger.
+        norms = [float(norm) for norm in column(rows, "norm")]
+        assert [not 0 < norm < 10.0 for norm in norms] == [not math.isfinite(norm) for norm in norms] == hosts.SKIPS
 
 
-@pytest.mark.usefixtures("reset_accelerate")
-@pytest.mark.parametrize("load", hosts.BOTH)
-@pytest.mark.parametrize("save", hosts.BOTH)
-@pytest.mark.parametrize("host", ["accelerate", "trainer"])
-def test_a_checkpoint_serves_either_scaler(host: str, save: str, load: str, tmp_path: Path) -> None:
-    train = functools.partial(HOSTS[host], optimizer="AdamW", clip="norm", micro=1, file=tmp_path / "half")
-    begin = train(hosts.maker(save), steps=range(5))
-    saved = torch.load(tmp_path / "half" / "scaler.pt" if host == "accelerate" else tmp_path / "half")
+@pytest.mark.parametrize("load", [hosts.torchs, hosts.ours])
+@pytest.mark.parametrize("save", [hosts.torchs, hosts.ours])
+def test_a_checkpoint_of_accelerate_serves_either_scaler(
+    accelerator: Any, save: Make, load: Make, tmp_path: Path
+) -> None:
+    train = Training(accelerator, "AdamW", True, 1, tmp_path / "half")
+    begin = train(save, range(5))
+    saved = torch.load(tmp_path / "half" / "scaler.pt")
     factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-    assert saved.get("MixedPrecision", saved) == {"scale": 512.0, **factors, "_growth_tracker": 2}
-    end = train(hosts.maker(load), steps=range(5, hosts.STEPS))
-    assert begin + end == train(hosts.maker("torch"), steps=ALL)
+    assert saved == {"scale": 512.0, **factors, "_growth_tracker": 2}
+    assert begin + train(load, range(5, hosts.STEPS)) == train(hosts.torchs)
 
 
-@pytest.mark.usefixtures("reset_accelerate")
-def test_each_of_two_optimizers_in_accelerate_is_an_iteration_of_its_own(make: Make) -> None:
+def test_each_of_two_optimizers_in_accelerate_is_an_iteration_of_its_own(accelerator: Any) -> None:
     def run(make: Make) -> list[Row]:
         scaler, models, rows = make(), (network(0), network(1)), []
-        accelerator = accelerator_with(scaler)
-        optimizers = [accelerator.prepare(hosts.optimizer_named("SGD", model)) for model in models]
-        for step, batch in enumerate(batches(), start=1):
+        host = accelerator(scaler)
+        optimizers = [host.prepare(made("SGD", model)) for model in models]
+        for skipped, batch in zip(hosts.SKIPS, batches(), strict=True):
             for model in models:
-                accelerator.backward(loss_of(model, batch))
-            if step in hosts.OVERFLOWS:
+                host.backward(loss_of(model, batch))
+            if skipped:
                 hosts.overflow(models[1])
             for optimizer in optimizers:
                 optimizer.step()
@@ -210,23 +130,26 @@ def test_each_of_two_optimizers_in_accelerate_is_an_iteration_of_its_own(make: M
             rows.append(row(scaler, *models, skipped=[optimizer.step_was_skipped for optimizer in optimizers]))
         return rows
 
-    with hosts.warns_of_older_gradients(make):
-        rows = hosts.same_as_torch(run, make, [each for skipped in hosts.SKIPS for each in (False, skipped)])
+    with pytest.warns(UserWarning, match="step each optimizer before update"):
+        rows = hosts.same_as_torchs(run)
     assert column(rows, "skipped") == [[False, skipped] for skipped in hosts.SKIPS]
     # Two updates in each step: it grows every one and a half steps.
     assert column(rows, "scale")[:3] == [1024.0, 2048.0, 1024.0]
 
 
-@pytest.mark.usefixtures("reset_accelerate")
-def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(make: Make) -> None:
+@pytest.mark.parametrize("make", [hosts.torchs, hosts.ours])
+def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(accelerator: Any, make: Make) -> None:
     # accelerate loads a sharded optimizer's state by a step of it with gradients of zero, and has the scaler's tensors
     # made before.
     scaler, model = make(), network()
+    assert scaler._scale is scaler._growth_tracker is scaler._get_scale_async() is None
     scaler.load_state_dict(make().state_dict() | {"scale": 32.0, "_growth_tracker": 1})
     scaler._lazy_init_scale_growth_tracker(scaler._device)
+    assert scaler._get_scale_async() is scaler._scale
     for tensor, dtype, value in ((scaler._scale, torch.float32, 32.0), (scaler._growth_tracker, torch.int32, 1)):
         assert (tensor.dtype, tensor.shape, tensor.device.type, tensor.item()) == (dtype, (), "cpu", value)
-    optimizer = accelerator_with(scaler).prepare(hosts.optimizer_named("AdamW", model))
+    optimizer = accelerator(scaler).prepare(made("AdamW", model))
+    assert scaler._found_inf_per_device(optimizer) == {}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -235,104 +158,155 @@ def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(make: 
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 2)
 
 
-# Lightning.
+# Scripts and optimizers.
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-def test_a_batch_without_a_loss_leaves_everything_as_it_is(make: Make) -> None:
-    class Module(module_class()):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in (4, 7) else super().training_step(batch)
-
-    def run(make: Make) -> list[Row]:
-        module = Module("AdamW")
-        fit(make, module, batches(hosts.STEPS + 2), gradient_clip_val=0.1)
-        return list(module.rows)
-
-    rows = hosts.same_as_torch(run, make, [step in (2, 4) for step in range(hosts.STEPS)])
-    # Lightning's count of steps, which the overflows follow, goes on at these batches.
-    assert column(rows, "tracker") == [1, 2, 0, 1, 1, 0, 1, 1, 2, 0, 1, 2]
-    assert column(rows, "scale") == [1024.0] * 2 + [512.0] * 3 + [256.0] * 4 + [512.0] * 3
-    for index in (4, 7):
-        assert rows[index]["weights"] == rows[index - 1]["weights"]
+def state_of(scaler: Any, optimizer: Any) -> Any:
+    """Return what a scaler keeps of an optimizer in an iteration."""
+    return scaler._per_optimizer_states[id(optimizer)]
 
 
-@pytest.mark.parametrize("order", ["one-after-the-other", "both-losses-first"])
-def test_two_optimizers_are_stepped_by_hand(make: Make, order: str) -> None:
-    class Module(module_class()):  # type: ignore[misc]
-        automatic_optimization = False
-
-        def backward_by_hand(self, which: int, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(loss_of(self.networks[which], batch))
-            if which == 1 and batch_idx + 1 in hosts.OVERFLOWS:
-                hosts.overflow(self.networks[which])
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            if order == "both-losses-first":
-                for which in range(2):
-                    self.backward_by_hand(which, batch, batch_idx)
-            for which, optimizer in enumerate(self.optimizers()):
-                if order != "both-losses-first":
-                    self.backward_by_hand(which, batch, batch_idx)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            scaler = self.trainer.precision_plugin.scaler
-            self.rows.append({"scale": scaler.get_scale(), "weights": [hosts.bits(model) for model in self.networks]})
-
-    def run(make: Make) -> list[Row]:
-        module = Module("SGD", "AdamW")
-        fit(make, module)
-        return list(module.rows)
-
-    with hosts.warns_of_older_gradients(make) if order == "both-losses-first" else nullcontext():
-        rows = hosts.same_as_torch(run, make, [each for skipped in hosts.SKIPS for each in (False, skipped)])
-    # Lightning updates the scale with each optimizer: it grows every one and a half batches.
-    assert column(rows, "scale")[:3] == [1024.0, 2048.0, 1024.0]
-    for which, moves in enumerate(([True] * hosts.STEPS, hosts.STEPPED)):
-        hosts.check_weights_move([hosts.bits(network(which)), *(row["weights"][which] for row in rows)], moves)
-
-
-@pytest.mark.parametrize("optimizer", FUSED)
-def test_the_trainer_refuses_to_clip_for_a_fused_optimizer(make: Make, optimizer: str) -> None:
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(make, module_class()(optimizer), gradient_clip_val=0.1)
-
-
-def fabrics_step(scaler: Any, overflows: int, closes: bool) -> tuple[Any, list[Any], Any, Any]:
-    """Make a step of Fabric's with or without a closure; return its result, the losses, the network and the report."""
-    fabric = hosts.fabric_with(require("lightning").fabric.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    raw, losses = network(), []
-    model, optimizer = fabric.setup(raw, hosts.optimizer_named("SGD", raw))
-
-    def closure() -> Any:
+def scripted(
+    make: Make,
+    make_optimizer: Callable[[Any], Any],
+    *,
+    unscales: bool = True,
+    between: Callable[[Any, Any], object] | None = None,
+) -> list[Row]:
+    """Train with a script that overflows at some steps: in the gradients, or ``between`` unscaling and step."""
+    scaler, model, rows = make(), network(), []
+    optimizer = make_optimizer(model)
+    is_passed = isinstance(optimizer, TakesScaler)
+    # torch warns, at the caller's line, of what it passes itself to.
+    expected = functools.partial(pytest.warns, FutureWarning, match="grad_scaler|pass(ing)? itself")
+    for skipped, batch in zip(hosts.SKIPS, batches(), strict=True):
         optimizer.zero_grad()
-        losses.append(loss_of(model, batches(1)[0]))
-        fabric.backward(losses[-1])
-        if len(losses) <= overflows:
-            hosts.overflow(raw)
-        return losses[-1]
+        scaler.scale(loss_of(model, batch)).backward()
+        if skipped and between is None:
+            hosts.overflow(model)
+        if unscales:
+            scaler.unscale_(optimizer)
+        if skipped and between is not None:
+            between(scaler, optimizer)
+        with expected() if is_passed else contextlib.nullcontext([]) as warned:
+            assert scaler.step(optimizer) == ("called" if is_passed else None)
+        assert {Path(each.filename) for each in warned} <= {Path(__file__)}
+        assert not is_passed or optimizer.scaler is scaler
+        scaler.update()
+        rows.append(row(scaler, model))
+    return rows
 
-    if not closes:
-        closure()
-    returned = optimizer.step(closure) if closes else optimizer.step()
-    return returned, losses, raw, optimizer.optimizer
+
+class TakesScaler(torch.optim.SGD):  # type: ignore[misc]
+    """Descend, after judging and unscaling with the help of the scaler, an argument of ``step``."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.scaler: Any = None
+
+    def gradients(self) -> list[Any]:
+        return [parameter.grad for group in self.param_groups for parameter in group["params"]]
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        assert closure is None
+        self.scaler = grad_scaler
+        if grad_scaler._enabled and not self.overflows(grad_scaler):
+            super().step()
+        return "called"
+
+    def is_ready(self, scaler: Any) -> bool:
+        return state_of(scaler, self)["stage"] is OptState.READY
+
+    def unscale(self, scaler: Any) -> None:
+        if self.is_ready(scaler):
+            inverse = scaler._get_scale_async().double().reciprocal().float()
+            for gradient in self.gradients():
+                gradient.mul_(inverse)
+
+    def own_verdict(self, scaler: Any) -> Any:
+        """Return the verdict, 0-d float32, after unscaling."""
+        self.unscale(scaler)
+        finite = torch.isfinite(torch.nn.utils.get_total_norm(self.gradients()))
+        return torch.logical_not(finite).float()
+
+    def overflows(self, scaler: Any) -> bool:
+        raise NotImplementedError
 
 
-def test_fabric_passes_a_closure_which_torch_refuses() -> None:
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        fabrics_step(hosts.maker("torch")(), 0, closes=True)
+class AsksForTheVerdict(TakesScaler):
+    def overflows(self, scaler: Any) -> bool:
+        ask = scaler._check_inf_per_device if self.is_ready(scaler) else scaler._found_inf_per_device
+        (found,) = ask(self).values()
+        assert (found.shape, found.dtype) == ((), torch.float32)
+        assert found in state_of(scaler, self)["found_inf_per_device"].values()
+        self.unscale(scaler)
+        return bool(found.item())
 
 
-@pytest.mark.parametrize("overflows", [0, 1, 2])
-def test_fabric_passes_a_closure_which_is_retried_at_a_lower_scale(overflows: int) -> None:
-    scaler, scale = hosts.maker("gradscale")(), 1024.0 / 2**overflows
-    returned, losses, raw, optimizer = fabrics_step(scaler, overflows, closes=True)
-    assert returned is losses[-1]
-    assert len(losses) == overflows + 1
-    report = scaler.last_step(optimizer)
-    assert (report.skipped, report.retries, report.scale, scaler.get_scale()) == (False, overflows, scale, scale)
-    # The same step of torch's, at the scale that served.
-    *_, theirs, _ = fabrics_step(TorchScaler("cpu", init_scale=scale), 0, closes=False)
-    assert hosts.bits(raw) == hosts.bits(theirs) != hosts.bits(network())
+class AsksByDevice(TakesScaler):
+    def overflows(self, scaler: Any) -> bool:
+        found = scaler._check_inf_per_device(self)[torch.device("cpu")]
+        self.unscale(scaler)
+        return bool(found.item())
+
+
+class LetsItUnscale(TakesScaler):
+    def overflows(self, scaler: Any) -> bool:
+        if self.is_ready(scaler):
+            scaler.unscale_(self)
+        assert state_of(scaler, self)["stage"] is OptState.UNSCALED
+        return any(found.item() for found in scaler._found_inf_per_device(self).values())
+
+
+class TellsItsVerdict(TakesScaler):
+    def overflows(self, scaler: Any) -> bool:
+        found = self.own_verdict(scaler)
+        state_of(scaler, self)["found_inf_per_device"] = {found.device: found}
+        return bool(found.item())
+
+
+class TellsItsVerdictByDevice(TakesScaler):
+    def overflows(self, scaler: Any) -> bool:
+        found = self.own_verdict(scaler)
+        state_of(scaler, self)["found_inf_per_device"][found.device] = found
+        return bool(found.item())
+
+
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscaled", ""])
+@pytest.mark.parametrize(
+    "kind", [AsksForTheVerdict, AsksByDevice, LetsItUnscale, TellsItsVerdict, TellsItsVerdictByDevice]
+)
+def test_an_optimizer_that_takes_the_scaler_is_served(kind: Any, unscales: bool) -> None:
+    hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, kind, unscales=unscales)))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
+@pytest.mark.parametrize("how", ["method", "state"])
+def test_a_verdict_that_a_script_reduces_by_itself_counts(how: str, optimizer: str) -> None:
+    def reduce(scaler: Any, raw: Any) -> None:
+        """Do what an all-reduce with MAX does where another rank has overflowed."""
+        by_state = state_of(scaler, raw)["found_inf_per_device"]
+        (flag,) = (scaler._found_inf_per_device(raw) if how == "method" else by_state).values()
+        flag.fill_(1.0)
+
+    make_optimizer = functools.partial(made, optimizer)
+    hosts.check_run(hosts.same_as_torchs(lambda make: scripted(make, make_optimizer, between=reduce)))
+
+
+def test_a_disabled_scaler_is_not_passed_on() -> None:
+    for scaler in (TorchScaler("cpu", enabled=False), GradScaler("cpu", enabled=False)):
+        optimizer = AsksByDevice(network())
+        optimizer.step = lambda closure=None, *, grad_scaler=None: grad_scaler  # noqa: ARG005
+        assert scaler.step(optimizer) is None
+
+
+def test_a_run_that_differs_in_one_bit_is_found() -> None:
+    def run(make: Make) -> list[Row]:
+        model = network()
+        model[0].bias.data[0] *= 1 + 2.0**-23 * (make is hosts.ours)
+        return [{"weights": hosts.bits(model)}]
+
+    with pytest.raises(AssertionError):
+        hosts.same_as_torchs(run)

@@ -1,26 +1,19 @@
-"""The plugins for Lightning's Trainer and for Fabric: schedules hold on skipped steps, also from a checkpoint on."""
+"""The plugins for Lightning's Trainer and for Fabric: torch's bits, and schedules that hold on skipped steps."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hosts
 import pytest
 from axes import require
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
-from hosts import (
-    SETTINGS,
-    Loader,
-    batches,
-    bits,
-    fabric_with,
-    loss_of,
-    network,
-    optimizer_named,
-    overflow,
-    trainer_with,
-)
+from hosts import Loader, Row, batches, bits, column, loss_of, network, overflow, trainer_with
+from small_torch import optimizer_of
 
 import gradscale
 
@@ -55,46 +48,54 @@ def plugin(kind: str = "MixedPrecision") -> Any:
     """Return a plugin of ours for the CPU."""
     from gradscale_torch import plugins
 
-    return getattr(plugins, kind)("16-mixed", "cpu", GradScaler("cpu", **SETTINGS))
+    return getattr(plugins, kind)("16-mixed", "cpu", hosts.ours())
 
 
-def lightnings_own() -> Any:
-    """Return Lightning's plugin with torch's scaler."""
-    own = require("lightning").pytorch.plugins.MixedPrecision
-    return own("16-mixed", "cpu", scaler=TorchScaler("cpu", **SETTINGS))
+def lightnings(make: hosts.Make = hosts.torchs) -> Any:
+    """Return Lightning's own plugin, with torch's scaler or another one."""
+    return require("lightning").pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=make())
 
 
 @functools.cache
 def module_class() -> Any:
-    """Return a module whose gradients overflow at the given steps, and which notes the rate after each batch."""
+    """Return a module whose gradients overflow at the given steps, and which notes what is left of each batch."""
 
     class Module(require("lightning").LightningModule):  # type: ignore[misc]
         schedule: Any = {"interval": "step"}  # noqa: RUF012
+        overflows = OVERFLOWS
 
         def __init__(self, optimizer: str = "SGD") -> None:
             super().__init__()
             self.network = network()
             self.optimizer = optimizer
-            self.rates: list[float] = []
-            self.weights: list[str] = []
+            self.rows: list[Row] = []
+
+        @property
+        def rates(self) -> list[float]:
+            return column(self.rows, "rate")
 
         def training_step(self, batch: Any) -> Any:
             self.log("loss", 1.0)
             return loss_of(self.network, batch)
 
         def on_after_backward(self) -> None:
-            if self.trainer.global_step + 1 in OVERFLOWS:
+            if self.automatic_optimization and self.trainer.global_step + 1 in self.overflows:
                 overflow(self.network)
 
         def on_train_batch_end(self, *_: Any) -> None:
-            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-            self.weights.append(bits(self.network))
+            gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
+            # What is left in the gradients of a fused optimizer is no result.
+            norm = None if "fused" in self.optimizer else repr(torch.nn.utils.get_total_norm(gradients).item())
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.rows.append(hosts.row(self.trainer.precision_plugin.scaler, self.network, norm=norm, rate=rate))
 
         def made_schedule(self, optimizer: Any) -> Any:
             return decaying(optimizer)
 
         def configure_optimizers(self) -> Any:
-            optimizer = optimizer_named(self.optimizer, self.network)
+            optimizer = optimizer_of(self.optimizer, self.network.parameters(), lr=0.1)
+            if self.schedule is None:
+                return optimizer
             schedule = {"scheduler": self.made_schedule(optimizer)} | self.schedule
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -102,11 +103,41 @@ def module_class() -> Any:
 
 
 def fit(precision: Any, module: Any, count: int = STEPS, *, resume: Path | None = None, **options: Any) -> Any:
-    """Train a module, and return the Trainer and its one schedule."""
+    """Train a module, and return the Trainer and its schedule, if there is one."""
     trainer = trainer_with(precision, **options)
     trainer.fit(module, Loader(batches(count)), ckpt_path=resume)
-    (config,) = trainer.lr_scheduler_configs
-    return trainer, config.scheduler
+    return trainer, next((config.scheduler for config in trainer.lr_scheduler_configs), None)
+
+
+CASES = [
+    ("SGD", "norm", 1),
+    ("AdamW", "norm", 2),
+    ("AdamW", "value", 1),
+    ("AdamW-fused", None, 1),
+    ("SGD-fused", None, 1),
+]
+
+
+@pytest.mark.parametrize("precision", [lambda: lightnings(hosts.ours), plugin], ids=["lightnings", "ours"])
+@pytest.mark.parametrize(("optimizer", "clip", "micro"), CASES)
+def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(
+    precision: Callable[[], Any], optimizer: str, clip: str | None, micro: int
+) -> None:
+    class Module(module_class()):  # type: ignore[misc]
+        schedule, overflows = None, hosts.OVERFLOWS
+
+    seen = []
+    for make in (precision, lightnings):
+        module = Module(optimizer)
+        options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": clip} if clip else {}
+        fit(make(), module, hosts.STEPS * micro, accumulate_grad_batches=micro, **options)
+        seen.append(module.rows[micro - 1 :: micro])
+    assert seen[0] == seen[1]
+    hosts.check_run(seen[0])
+    if clip == "norm":
+        # Scaled gradients are hundreds of times larger.
+        norms = [float(norm) for norm in column(seen[0], "norm")]
+        assert [not 0 < norm <= 0.0101 for norm in norms] == [not math.isfinite(norm) for norm in norms] == hosts.SKIPS
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
@@ -118,13 +149,9 @@ def test_twelve_steps_of_which_eight_are_skipped_are_four_of_the_schedule(optimi
         _, schedule = fit(precision, module)
         assert module.rates == RATES
         assert schedule.last_epoch == 4
-        assert precision.scaler.get_scale() == SETTINGS["init_scale"] / 2 ** (8 * fits)
-
-
-def test_lightnings_own_plugin_steps_the_schedule_always() -> None:
-    module = module_class()()
-    assert fit(lightnings_own(), module)[1].last_epoch == 12
-    assert module.rates == [0.1 * FACTOR**step for step in range(1, STEPS + 1)]
+        assert precision.scaler.get_scale() == hosts.SETTINGS["init_scale"] / 2 ** (8 * fits)
+    # Lightning's own steps it always.
+    assert fit(lightnings(), module_class()(optimizer))[1].last_epoch == 12
 
 
 def test_what_is_accumulated_is_one_step() -> None:
@@ -136,11 +163,10 @@ def test_what_is_accumulated_is_one_step() -> None:
 @pytest.mark.parametrize("missing", [0, 3])
 def test_a_batch_without_a_loss_is_no_step(missing: int) -> None:
     class Module(module_class()):  # type: ignore[misc]
+        overflows = frozenset[int]()
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx == missing else super().training_step(batch)
-
-        def on_after_backward(self) -> None:
-            """Never overflow."""
 
     module = Module()
     assert fit(plugin(), module, 5)[1].last_epoch == 4
@@ -200,8 +226,8 @@ def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules() -> N
             for schedule in self.lr_schedulers():
                 schedule.step()
 
-        def on_after_backward(self) -> None:
-            """Overflow by hand."""
+        def on_train_batch_end(self, *_: Any) -> None:
+            """Note nothing."""
 
         def configure_optimizers(self) -> Any:
             made = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.networks]
@@ -209,42 +235,37 @@ def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules() -> N
             schedules = [{"scheduler": decaying(optimizer), "interval": "step"} for optimizer in reversed(made)]
             return made, schedules
 
-    trainer = trainer_with(plugin())
-    trainer.fit(Module(), Loader(batches(STEPS)))
+    trainer, _ = fit(plugin(), Module())
     assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [4, 12]
 
 
-@pytest.mark.parametrize("load", ["ours", "lightnings"])
-@pytest.mark.parametrize("save", ["ours", "lightnings"])
-def test_a_checkpoint_serves_either_plugin(save: str, load: str, tmp_path: Path) -> None:
-    make = {"ours": plugin, "lightnings": lightnings_own}
+@pytest.mark.parametrize("load", [plugin, lightnings])
+@pytest.mark.parametrize("save", [plugin, lightnings])
+def test_a_checkpoint_serves_either_plugin(save: Any, load: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "half.ckpt"
-    trainer, _ = fit(make[save](), module_class()("AdamW"), STEPS // 2)
+    trainer, _ = fit(save(), module_class()("AdamW"), STEPS // 2)
     trainer.save_checkpoint(checkpoint)
     saved = torch.load(checkpoint, weights_only=True)
-    scale = SETTINGS["init_scale"] / 2**5
+    scale = hosts.SETTINGS["init_scale"] / 2**5
     assert saved["MixedPrecision"]["scale"] == scale
-    assert saved["lr_schedulers"][0]["last_epoch"] == (1 if save == "ours" else STEPS // 2)
+    assert saved["lr_schedulers"][0]["last_epoch"] == (1 if save is plugin else STEPS // 2)
 
     resumed = module_class()("AdamW")
-    trainer, _ = fit(make[load](), resumed, STEPS // 2, resume=checkpoint, max_epochs=2)
+    trainer, _ = fit(load(), resumed, STEPS // 2, resume=checkpoint, max_epochs=2)
     skipped = sum(step > STEPS // 2 for step in OVERFLOWS)
     assert trainer.precision_plugin.state_dict()["scale"] == scale / 2**skipped
     if save == load:
         through = module_class()("AdamW")
-        fit(make[load](), through, STEPS // 2, max_epochs=2)
-        assert through.rates[STEPS // 2 :] == resumed.rates
-        assert through.weights[STEPS // 2 :] == resumed.weights
+        fit(load(), through, STEPS // 2, max_epochs=2)
+        assert through.rows[STEPS // 2 :] == resumed.rows
 
 
 def test_what_holds_is_a_schedule_in_all_else() -> None:
     _, held = fit(plugin(), module_class()())
     assert isinstance(held, torch.optim.lr_scheduler.StepLR)
-    assert held.gamma == FACTOR
     held.gamma = 0.25
-    assert held.state_dict()["gamma"] == 0.25
+    assert held.state_dict()["gamma"] == held.gamma == 0.25
     held.load_state_dict(held.state_dict() | {"last_epoch": 7})
-    assert held.last_epoch == 7
     # Its optimizer has made no step since, and so it makes none.
     held.step()
     assert held.last_epoch == 7
@@ -265,9 +286,16 @@ def test_a_scaler_is_made_where_none_is_given_and_torchs_is_refused(kind: str) -
         make("16-mixed", "cpu", TorchScaler("cpu"))
 
 
+# Fabric.
+
+
+def fabric_with(precision: Any) -> Any:
+    """Return Fabric for the CPU."""
+    return require("lightning").fabric.Fabric(accelerator="cpu", devices=1, plugins=precision)
+
+
 @pytest.mark.parametrize("wraps", [False, True], ids=["raw-optimizer", "fabrics-optimizer"])
 def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Path) -> None:
-
     def train(steps: range, resume: bool = False) -> tuple[list[float], Any, Any]:
         precision = plugin("FabricMixedPrecision")
         fabric = fabric_with(precision)
@@ -279,12 +307,11 @@ def test_fabric_holds_a_schedule_and_saves_the_scaler(wraps: bool, tmp_path: Pat
         if resume:
             fabric.load(tmp_path / "half.ckpt", state)
         rates = []
-        for index, batch in enumerate(batches(STEPS)):
-            if index not in steps:
-                continue
-            fabric.backward(loss_of(model, batch))
+        for index in steps:
+            fabric.backward(loss_of(model, batches(STEPS)[index]))
             if index + 1 in OVERFLOWS:
                 overflow(raw)
+            fabric.clip_gradients(model, optimizer, max_norm=0.01, error_if_nonfinite=False)
             optimizer.step()
             optimizer.zero_grad()
             precision.step_schedule(optimizer if wraps else plain, schedule)
@@ -309,3 +336,24 @@ def test_fabric_without_a_scaler_steps_a_schedule_always() -> None:
     optimizer.step()
     FabricMixedPrecision("bf16-mixed", "cpu").step_schedule(optimizer, schedule)
     assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("overflows", [0, 2])
+def test_fabric_passes_a_closure_which_is_retried_at_a_lower_scale(overflows: int) -> None:
+    precision, losses, raw = plugin("FabricMixedPrecision"), [], network()
+    fabric = fabric_with(precision)
+    model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        losses.append(loss_of(model, batches(1)[0]))
+        fabric.backward(losses[-1])
+        if len(losses) <= overflows:
+            overflow(raw)
+        return losses[-1]
+
+    assert optimizer.step(closure) is losses[-1]
+    assert len(losses) == overflows + 1
+    report = precision.scaler.last_step(optimizer.optimizer)
+    assert (report.skipped, report.retries, report.scale) == (False, overflows, 1024.0 / 2**overflows)
+    assert bits(raw) != bits(network())
