@@ -30,10 +30,6 @@ def backend() -> Any:
     return gradscale.registry.backend_for(torch.zeros(()))
 
 
-def test_tensors_are_served_by_the_adapter(backend: Any) -> None:
-    assert type(backend).__module__ == "gradscale_torch.arrays"
-
-
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("dtype", [*REALS, "complex64", "complex128"])
 def test_the_adapter_conforms_to_the_pure_core(backend: Any, dtype: str) -> None:
@@ -104,26 +100,17 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 """Tensors in which no two elements share memory, holding 8.0 everywhere."""
 
 
-@pytest.fixture(params=VIEWS)
-def view(request: pytest.FixtureRequest) -> Any:
-    """Return a view, or a tensor that is laid out unusually."""
-    return VIEWS[request.param](torch)
-
-
-def test_views_are_overwritten_in_place_and_their_surroundings_are_not(view: Any) -> None:
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_overwritten_in_place_and_their_surroundings_are_not(name: str) -> None:
+    view = VIEWS[name](torch)
     whole = view._base if view._base is not None else view
     untouched = whole.numel() - view.numel()
     assert in_place([view]) == 0
     assert (view == 1.0).all()
     assert (whole == 8.0).sum() == untouched
-
-
-def test_a_bad_value_anywhere_in_a_view_is_found(view: Any) -> None:
-    if view.numel() == 0:
-        assert in_place([view]) == 0
-        return
-    view[tuple(length - 1 for length in view.shape)] = float("nan")
-    assert in_place([torch.ones(3), view]) == 1
+    if view.numel() > 0:
+        view[tuple(length - 1 for length in view.shape)] = float("nan")
+    assert in_place([torch.ones(3), view]) == (view.numel() > 0)
 
 
 def test_a_tensor_that_overlaps_itself_is_refused_by_name() -> None:

@@ -12,7 +12,6 @@ import pytest
 from axes_torch import GradScaler, ShardedGradScaler, torch
 from small_torch import Small, optimizer_of
 
-from gradscale import InvalidValueError
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.torch
@@ -24,9 +23,8 @@ def named(scaler: Any, optimizer: str | Callable[[Any], Any] = "SGD-fused") -> S
     return Small(scaler, lambda parameters: make([("weight", *parameters)]), size=3)
 
 
-def largest(run: Small, names: Any = None) -> dict[str, float | None]:
-    given = () if names is None else (names,)
-    return {entry.name: entry.largest for entry in run.scaler.diagnose(run.optimizer, *given).entries}
+def largest(run: Small) -> dict[str, float | None]:
+    return {entry.name: entry.largest for entry in run.scaler.diagnose(run.optimizer).entries}
 
 
 WEIGHT = {"weight": 4.0}
@@ -76,39 +74,16 @@ def test_a_skipped_step_is_diagnosed_by_itself_with_its_names_and_its_loss(name:
     assert run.report.overflow is None
 
 
-def test_names_that_do_not_match_are_refused_and_nothing_changes() -> None:
-    run = Small(GradScaler("cpu"), count=2)
-    run.give(1.0)
-    before, (weight, bias) = run.scaler.state_dict(), run.parameters
-    for names in (["weight"], ["weight", "bias", "more"], {"weight": weight}):
-        with pytest.raises(InvalidValueError, match="names"):
-            run.scaler.diagnose(run.optimizer, names)
-    assert set(largest(run, [("weight", weight), ("bias", bias)])) == {"weight", "bias"}
-    assert run.scaler.state_dict() == before
-    run.step()
-    assert not run.report.skipped
-
-
-BAD = torch.tensor([math.inf, 4.0, 0.0])
-
-
-def test_a_closure_after_a_skipped_fused_step_leaves_unscaled_gradients() -> None:
+def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be() -> None:
     run = named(GradScaler("cpu", init_scale=1024.0))
-    run.give(BAD)
-    run.step()
-    assert largest(run) == WEIGHT
-    run.scaler.step(run.optimizer, lambda: run.give(BAD))
-    assert run.report.skipped
-    assert largest(run) == WEIGHT
-    run.scaler.update()
-    assert largest(run) == WEIGHT
 
+    def give() -> None:
+        run.give(torch.tensor([math.inf, 4.0, 0.0]))
 
-def test_gradients_unscaled_after_a_skipped_fused_step_are_unscaled_though_no_step_follows() -> None:
-    run = named(GradScaler("cpu", init_scale=1024.0))
-    for call in (run.scaler.step, run.scaler.unscale_):
-        run.give(BAD)
+    for call in (run.scaler.step, run.scaler.unscale_, run.scaler.step, lambda one: run.scaler.step(one, give)):
+        give()
         call(run.optimizer)
+        assert largest(run) == WEIGHT
         run.scaler.update()
         assert largest(run) == WEIGHT
 
@@ -149,57 +124,47 @@ def test_gradients_that_are_lazily_negated_are_looked_at() -> None:
 
 
 def test_a_diagnosis_of_a_group_before_the_first_gradients_hides_nothing_from_the_first_step() -> None:
-    def train(collectives: Any, looks: bool) -> list[float]:
-        parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        scaler = GradScaler("cpu", init_scale=4.0, group=collectives)
-        if looks:
-            assert all(entry.missing for entry in scaler.diagnose(optimizer, gather=True).entries)
-        scaler.scale(torch.tensor(1.0))
+    def train(collectives: Any) -> list[Any]:
+        run = Small(GradScaler("cpu", init_scale=4.0, group=collectives), count=2, size=1)
+        assert all(entry.missing for entry in run.scaler.diagnose(run.optimizer, gather=True).entries)
         # One tensor is the gradient of two parameters, and is to be unscaled once.
-        parameters[0].grad = parameters[1].grad = torch.full((1,), 8.0)
-        scaler.step(optimizer)
-        return [parameter.item() for parameter in parameters]
+        run.put(torch.full((1,), 8.0))
+        run.step()
+        return run.held
 
-    for looks in (False, True):
-        assert run_ranks(1, functools.partial(train, looks=looks)) == [[-1.0, -1.0]]
+    assert run_ranks(1, train) == [[[-2.0], [-2.0]]]
 
 
 def test_a_default_group_that_came_after_the_scaler_is_gathered_over_before_the_first_step() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.tensor([1.0, 3.0])
-    optimizer = torch.optim.SGD([("weight", weight)], lr=1.0)
-    scaler = ShardedGradScaler("cpu")
+    run = named(ShardedGradScaler("cpu"))
+    run.parameter.grad = torch.tensor([1.0, 3.0, 2.0])
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        (entry,) = scaler.diagnose(optimizer, gather=True).entries
+        (entry,) = run.scaler.diagnose(run.optimizer, gather=True).entries
     finally:
         torch.distributed.destroy_process_group()
     assert (entry.name, entry.rank, entry.largest) == ("weight", (0,), 3.0)
 
 
-def test_sparse_gradients_with_duplicates_are_left_as_they_are() -> None:
-    def look(collectives: Any, gather: bool) -> Any:
-        weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+@pytest.mark.parametrize("gather", [False, True])
+def test_sparse_gradients_with_duplicates_are_left_as_they_are(gather: bool) -> None:
+    def look(collectives: Any) -> Any:
+        scaler = GradScaler("cpu", init_scale=4.0, group=collectives, allow_fp16_grads=True)
+        run = Small(scaler, dtypes=["float16"], size=4)
         values = torch.tensor([8.0, 16.0, 20.0], dtype=torch.float16)
         gradient = torch.sparse_coo_tensor([[0, 0, 2]], values, (4,), check_invariants=True)
-        weight.grad = gradient
-        scaler = GradScaler("cpu", init_scale=4.0, group=collectives, allow_fp16_grads=True)
-        scaler.scale(torch.tensor(1.0))
-        (entry,) = scaler.diagnose(torch.optim.SGD([weight], lr=0.1), gather=gather).entries
-        assert weight.grad is gradient
+        run.put(gradient)
+        (entry,) = scaler.diagnose(run.optimizer, gather=gather).entries
+        assert run.parameter.grad is gradient
         assert not gradient.is_coalesced()
         return entry.shape, entry.size, entry.largest
 
-    for gather in (False, True):
-        assert run_ranks(1, functools.partial(look, gather=gather)) == [((4,), 2, 6.0)]
+    assert run_ranks(1, look) == [((4,), 2, 6.0)]
 
 
 def test_a_loss_of_any_library_counts_once() -> None:
-    scaler = GradScaler("cpu")
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    run = Small(GradScaler("cpu"))
+    run.parameter.grad = torch.ones(2)
     for loss in (math.nan, np.float64(math.nan), np.float32(math.nan), np.full(2, math.inf), torch.tensor(math.nan)):
-        assert scaler.diagnose(optimizer, loss=loss).loss_nonfinite == 1
-        assert scaler.diagnose(optimizer, loss=[loss, 1.0, None, torch.empty(1, device="meta")]).loss_nonfinite == 1
+        for given in (loss, [loss, 1.0, None, torch.empty(1, device="meta")]):
+            assert run.scaler.diagnose(run.optimizer, loss=given).loss_nonfinite == 1

@@ -33,26 +33,6 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
         yield library
 
 
-def torch_update(scale: float, tracker: int, found: float, policy: Any) -> tuple[float, int]:
-    """Return torch's scale and tracker after a step."""
-    new_scale, new_tracker = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
-    torch._amp_update_scale_(
-        new_scale,
-        new_tracker,
-        torch.tensor(found),
-        policy.growth_factor,
-        policy.backoff_factor,
-        policy.growth_interval,
-    )
-    return new_scale.item(), new_tracker.item()
-
-
-def our_update(arrays: Library, scale: float, tracker: int, found: int, policy: Any) -> tuple[float, int]:
-    """Return our scale and tracker after a step."""
-    state = start(arrays, policy, scale=scale, growth_tracker=tracker)
-    return arrays.state(policy.update(state, nonfinite=arrays.asarray(found, "int32")))[:2]
-
-
 @given(
     scale=st.floats(SMALLEST, LARGEST, width=32),
     interval=st.integers(1, 2**31 - 2),
@@ -68,13 +48,14 @@ def test_update_is_torchs(
 ) -> None:
     policy = DynamicScale(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
     tracker = max(interval - behind, 0)
-    theirs = torch_update(scale, tracker, float(found), policy)
-    ours = our_update(arrays, scale, tracker, found, policy)
-    if theirs[0] < SMALLEST:
-        # Torch goes on into the subnormals, and to 0.
-        assert ours == (SMALLEST, 0)
-        return
-    assert ours == theirs
+    new_scale, new_tracker = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
+    torch._amp_update_scale_(new_scale, new_tracker, torch.tensor(float(found)), growth, backoff, interval)
+    state = policy.update(
+        start(arrays, policy, scale=scale, growth_tracker=tracker), nonfinite=arrays.asarray(found, "int32")
+    )
+    # Torch goes on into the subnormals, and to 0.
+    expected = (new_scale.item(), new_tracker.item()) if new_scale >= SMALLEST else (SMALLEST, 0)
+    assert arrays.state(state)[:2] == expected
 
 
 # unscale.
@@ -107,24 +88,17 @@ def check_unscale(arrays: Library, grads: list[Any], scale: float) -> None:
         assert scale < 1.0
 
 
-@pytest.mark.parametrize("dtype", PATTERNS)
 @given(
     data=st.data(),
     scale=st.one_of(st.sampled_from([2.0**16, 1.0, 2.0**-4, 3.0]), st.floats(SMALLEST, LARGEST, width=32)),
 )
-def test_unscale_is_torchs_whatever_the_bits(arrays: Library, dtype: str, data: Any, scale: float) -> None:
-    unsigned = PATTERNS[dtype]
-    bits = st.integers(0, int(np.iinfo(unsigned).max))
-    values = data.draw(st.lists(st.lists(bits, max_size=5), max_size=3))
-    grads = [np.asarray(value, unsigned).view(dtype) for value in values]
+def test_unscale_is_torchs_whatever_the_dtypes_and_the_bits(arrays: Library, data: Any, scale: float) -> None:
+    grads = []
+    for dtype in data.draw(st.lists(st.sampled_from(list(PATTERNS)), max_size=3)):
+        unsigned = PATTERNS[dtype]
+        bits = data.draw(st.lists(st.integers(0, int(np.iinfo(unsigned).max)), max_size=5))
+        grads.append(np.asarray(bits, unsigned).view(dtype))
     check_unscale(arrays, grads, scale)
-
-
-@pytest.mark.parametrize("scale", [65536.0, 3.0, 2.0**-3])
-def test_unscale_of_several_dtypes_is_torchs(arrays: Library, scale: float) -> None:
-    values = [1.0, -0.0, 6e-8, 65504.0, math.inf]
-    for keep in (4, 5):
-        check_unscale(arrays, [np.asarray(values[:keep], dtype) for dtype in PATTERNS], scale)
 
 
 def test_unscale_of_bfloat16_is_torchs() -> None:
@@ -179,44 +153,3 @@ def test_a_whole_run_is_torchs(
         saved = ours.state_dict()
         assert {key: saved[key] for key in theirs.state_dict()} == theirs.state_dict()
     assert recording.steps == moved
-
-
-def test_our_scaler_trains_a_torch_model_with_torchs_optimizer_as_torchs_does() -> None:
-    def train(scaler: Any) -> tuple[list[float], float]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        inputs, targets = torch.randn(16, 4), torch.randn(16, 1)
-        for iteration in range(12):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            scaler.scale(loss).backward()
-            if iteration in (3, 8):
-                model.bias.grad[0] = math.inf
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-        return [value for parameter in model.parameters() for value in parameter.flatten().tolist()], scaler.get_scale()
-
-    settings = {"init_scale": 2.0**12, "growth_interval": 2}
-    assert train(GradScaler(**settings)) == train(TorchScaler("cpu", **settings))  # type: ignore[arg-type]
-
-
-def test_lbfgs_of_torch_minimises_through_an_overflow() -> None:
-    parameter = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
-    optimizer = torch.optim.LBFGS([parameter], lr=0.5, max_iter=10)
-    scaler = GradScaler(init_scale=2.0**127)
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = (parameter * parameter).sum()
-        scaler.scale(loss).backward()
-        return loss
-
-    for _ in range(3):
-        scaler.step(optimizer, closure)
-        assert not scaler.last_step(optimizer).skipped
-        scaler.update()
-    assert torch.allclose(parameter, torch.zeros(2), atol=1e-3)
-    assert scaler.get_scale() < 2.0**127

@@ -169,7 +169,6 @@ def torchtitan(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[st
         "fused": [bool(optimizer.defaults["fused"] or optimizer.param_groups[0]["fused"]) for optimizer in optimizers],
         "rates": list(names["lr_schedulers"].get_metrics().values()),
         "scale": names["scaler"].get_scale(),
-        "weights": [weight.full_tensor().tolist() for weight in model.parameters()],
     }
 
 
