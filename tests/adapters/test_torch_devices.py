@@ -17,6 +17,7 @@ import pytest
 from axes_torch import GradScaler, torch
 from host_cuda import installed, on_host
 from small_torch import Small
+from tiers import later
 
 import gradscale
 from gradscale.scaler.scaler import iteration_of
@@ -108,46 +109,31 @@ def groups_in_use(count: int, kind: Callable[[], Any] = Group) -> list[Any] | No
 # Values that come to the host.
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "momentum"), [("SGD", 0.0), ("SGD", 0.5), ("SGD-fused", 0.5), ("AdamW-fused", None)], ids=str
-)
-@pytest.mark.parametrize("scale", [8.0, pytest.param(0.5, marks=pytest.mark.tier("ranks"))])
-@pytest.mark.parametrize(("way", "groups"), [("step", 0), ("step", 1), ("unscale_", 0), ("unscale_", 1), ("clip", 0)])
-def test_gradients_of_the_host_follow_a_loss_on_a_device(
-    optimizer: str, momentum: float | None, scale: float, way: str, groups: int
-) -> None:
-    # As with FSDP2's CPU offload.
-    options = {} if momentum is None else {"momentum": momentum}
-    seen = []
-    for home in ("cpu", "cuda"):
-        scaler = GradScaler(home, init_scale=scale, growth_interval=2, group=[Group() for _ in range(groups)] or None)
-        run, states = Run(scaler, optimizer, "cpu", "cpu", home=home, **options), []
-        # The first step of an optimizer with momentum is a skipped one, too.
-        for gradient in (math.inf, *GRADIENTS):
-            run.give(gradient)
-            if way != "step":
-                norm = scaler.unscale_(run.optimizer, max_norm=1.5 if way == "clip" else None)
-                states.append(str(norm.item()) if norm is not None else None)
-            run.step()
-            states.append(told(run)[:-1])
-        seen.append(states)
-    assert seen[0] == seen[1]
-
-
 def told(run: Run) -> tuple[Any, ...]:
     """Return what a step has left."""
     return run.held, run.report.skipped, run.report.scale, run.scaler.get_scale(), run.scaler.state_dict()
 
 
-def run_of(dtype: str, name: str = "SGD", **settings: Any) -> Callable[..., list[Any]]:
-    """Return a run whose gradients are of a dtype, of an optimizer, of a scaler with some settings."""
+def run_of(
+    name: str = "SGD",
+    dtype: str = "float32",
+    *,
+    unscales: dict[str, Any] | None = None,
+    groups: int = 0,
+    momentum: dict[str, float] | None = None,
+    **settings: Any,
+) -> Callable[..., list[Any]]:
+    """Return a run of an optimizer whose gradients are of a dtype, with what ``unscale_`` is called, if it is."""
 
     def run(home: str, devices: tuple[str, str]) -> list[Any]:
-        scaler = GradScaler(home, **settings)
-        run, seen = Run(scaler, name, *devices, home=home, dtypes=[dtype]), []
-        for gradient in GRADIENTS:
-            run.iterate(gradient)
-            seen.append(told(run))
+        scaler = GradScaler(home, **settings, group=[Group() for _ in range(groups)] or None)
+        run, seen = Run(scaler, name, *devices, home=home, dtypes=[dtype], **momentum or {}), []
+        # The first step of an optimizer with momentum is a skipped one, too.
+        for gradient in (math.inf, *GRADIENTS):
+            run.give(gradient)
+            norm = None if unscales is None else scaler.unscale_(run.optimizer, **unscales)
+            run.step()
+            seen.append((told(run), None if norm is None else norm.item()))
         return [*seen, copy.deepcopy(scaler).state_dict(), pickle.loads(pickle.dumps(scaler)).state_dict()]
 
     return run
@@ -181,32 +167,6 @@ def run_that_is_told(home: str, devices: tuple[str, str]) -> list[Any]:
     run.iterate_all()
     numbers = [(update.iteration, update.scale, update.skipped, update.new_scale) for update in updates]
     return [numbers, [(skip.scale, skip.overflow) for skip in skips], scaler.diagnose(run.optimizer)]
-
-
-RUNS = {
-    "float64": run_of("float64"),
-    "bfloat16": run_of("bfloat16"),
-    "float16": run_of("float16", allow_fp16_grads=True, init_scale=4.0),
-    "complex64": run_of("complex64"),
-    "tolerance": run_of("float32", policy=gradscale.DynamicScale(init_scale=8.0, tolerance=0.3)),
-    "static": run_of("float32", "AdamW-fused", policy=gradscale.StaticScale(8.0)),
-    "two": run_of_two,
-    "closure": run_of_a_closure,
-    "told": run_that_is_told,
-}
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("home", "devices"),
-    [("cuda:0", ("cuda:1", "cuda:0")), ("cuda:1", ("cpu", "cuda:0")), ("cuda:1", ("cpu", "cpu"))],
-    ids=["other-devices", "host-and-device", "host"],
-)
-def test_a_run_is_the_same_wherever_its_loss_and_its_gradients_are(
-    run: str, home: str, devices: tuple[str, str]
-) -> None:
-    assert repr(RUNS[run](home, devices)) == repr(RUNS[run]("cpu", ("cpu", "cpu")))
 
 
 def test_a_loss_of_the_host_is_multiplied_by_the_scale_of_a_device() -> None:
@@ -295,6 +255,32 @@ def test_the_users_default_device_and_dtype_are_not_the_scalers(
     assert seen[0] == seen[1]
 
 
+SMALL = {"init_scale": 8.0, "growth_interval": 2}
+RUNS = {
+    "momentum": run_of(groups=1, momentum={"momentum": 0.5}, **SMALL),
+    "fused-momentum": run_of("SGD-fused", unscales={}, momentum={"momentum": 0.5}, **SMALL),
+    "below-one": run_of("AdamW-fused", unscales={}, groups=1, init_scale=0.5),
+    "clip": run_of("AdamW-fused", unscales={"max_norm": 1.5}, **SMALL),
+    "float64": run_of(dtype="float64", unscales={"max_norm": 1.5}),
+    "bfloat16": run_of(dtype="bfloat16"),
+    "float16": run_of(dtype="float16", allow_fp16_grads=True, init_scale=4.0),
+    "complex64": run_of(dtype="complex64"),
+    "tolerance": run_of(policy=gradscale.DynamicScale(init_scale=8.0, tolerance=0.3)),
+    "static": run_of("AdamW-fused", policy=gradscale.StaticScale(8.0)),
+    "two": run_of_two,
+    "closure": run_of_a_closure,
+    "told": run_that_is_told,
+}
+# As with FSDP2's CPU offload, and of several devices.
+PLACES = [("cuda:1", ("cpu", "cpu")), ("cuda:0", ("cuda:1", "cuda:0")), ("cuda:1", ("cpu", "cuda:0"))]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("place", [PLACES[0], *later("ranks", *PLACES[1:])], ids=["host", "devices", "both"])
+def test_a_run_is_the_same_wherever_its_loss_and_its_gradients_are(run: str, place: tuple[str, Any]) -> None:
+    assert repr(RUNS[run](*place)) == repr(RUNS[run]("cpu", ("cpu", "cpu")))
+
+
 # Waits.
 
 POLICIES = [
@@ -305,27 +291,21 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["torch's", "hysteresis", "static"])
-@pytest.mark.parametrize(("way", "groups"), [("step", 0), ("step", 1), ("step", 2), ("unscale_", 1), ("clip", 0)])
-def test_an_iteration_with_a_fused_optimizer_waits_for_nothing(cuda: Any, policy: Any, groups: int, way: str) -> None:
-    scaler = GradScaler("cuda", policy=policy, group=groups_in_use(groups))
-    run = Run(scaler, "AdamW-fused", "cuda:0", "cuda:1")
+@pytest.mark.parametrize(("unscales", "groups"), [(None, 0), (None, 1), (None, 2), ({}, 1), ({"max_norm": 1.0}, 0)])
+@pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
+def test_a_step_waits_once_and_that_of_a_fused_optimizer_for_nothing(
+    cuda: Any, policy: Any, unscales: dict[str, Any] | None, groups: int, name: str, waits: int
+) -> None:
+    run = Run(GradScaler("cuda", policy=policy, group=groups_in_use(groups)), name, "cuda:0", "cuda:1")
     for gradient in GRADIENTS:
         run.give(gradient)
-        run.step(explicit=way != "step", **({"max_norm": 1.0} if way == "clip" else {}))
-    assert cuda.waits == []
-    assert [report.skipped for report in scaler.history] == SKIPS
-
-
-@pytest.mark.parametrize("groups", [0, 1, 2])
-def test_a_step_waits_once(cuda: Any, groups: int) -> None:
-    run = Run(GradScaler("cuda", group=groups_in_use(groups)), "SGD", "cuda:0", "cuda:1")
-    for gradient in GRADIENTS:
-        run.give(gradient)
-        run.scaler.unscale_(run.optimizer)
+        if unscales is not None:
+            run.scaler.unscale_(run.optimizer, **unscales)
         assert cuda.waits == []
         run.step()
-        assert len(cuda.waits) == 1
+        assert len(cuda.waits) == waits
         cuda.waits.clear()
+    assert [report.skipped for report in run.scaler.history] == SKIPS
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
@@ -354,18 +334,13 @@ def test_a_late_verdict_is_waited_for_on_its_own_device(cuda: Any, current: int,
 
 
 def test_what_a_host_assigns_as_the_scale_goes_where_the_state_is() -> None:
-    run = Run(GradScaler("cuda", growth_interval=1), "SGD", "cuda")
-    scaler = run.scaler
-    for scale in (65536.0, 16.0):
-        run.give(1.0)
-        assert scaler._scale.item() == scale
-        run.step()
-        assert scaler.get_scale() == 2.0 * scale
-        scaler._scale = torch.tensor(16.0)
-    assert run.held == [[0.75] * 5]
-    mine = torch.full((), 2.0, device="cuda")
-    scaler._scale = mine
-    assert scaler._scale is mine
+    run = Run(GradScaler("cuda"), "SGD", "cuda")
+    run.iterate(1.0)
+    run.scaler._scale = torch.tensor(16.0)
+    run.iterate(1.0)
+    assert (run.held, run.scaler.get_scale()) == ([[0.75] * 5], 16.0)
+    run.scaler._scale = mine = torch.full((), 2.0, device="cuda")
+    assert run.scaler._scale is mine
 
 
 # Ranks that never come.
@@ -599,44 +574,38 @@ def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
         assert run.scaler.get_scale() == scale
 
 
-NEEDS_HOST: dict[str, Callable[[Run], Any]] = {
-    "first-scale": lambda run: run.scaler.scale(torch.ones((), device="cuda")),
-    "loss-of-the-host": lambda run: run.scaler.scale(torch.ones(())),
-    "plain-step": lambda run: run.scaler.step(run.optimizer),
-    "late-step": lambda run: run.report,
-}
-
-
-@pytest.mark.parametrize("what", NEEDS_HOST)
-def test_what_needs_the_host_is_refused_in_a_graph(cuda: Any, what: str) -> None:
-    run = Run(GradScaler("cuda", init_scale=4.0), "AdamW-fused" if what == "late-step" else "AdamW", "cuda")
-    if what != "first-scale":
+@pytest.mark.parametrize(
+    "name", ["first-scale", "loss-of-the-host", "plain-step", "late-step", "first-message", "gloo"]
+)
+def test_what_needs_the_host_is_refused_in_a_graph(cuda: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    group = Group() if name == "first-message" else None
+    if name == "gloo":
+        monkeypatch.setattr(groups, "carriers", lambda _: {"cpu": "gloo"})
+        group = groups_in_use(1, lambda: ProcessGroup(cuda))
+    variant = "AdamW-fused" if name in ("late-step", "first-message") else "AdamW"
+    run = Run(GradScaler("cuda", init_scale=4.0, group=group), variant, "cuda")
+    scaler, optimizer = run.scaler, run.optimizer
+    if name != "first-scale":
         run.give(1.0)
-    if what == "late-step":
-        run.scaler.step(run.optimizer)
-    with cuda.capture(), pytest.raises(gradscale.CallOrderError, match="graph of cuda:0 is being captured"):
-        NEEDS_HOST[what](run)
+    if name == "late-step":
+        scaler.step(optimizer)
+    call, match = {
+        "first-scale": (lambda: scaler.scale(torch.ones((), device="cuda")), "graph of cuda:0 is being captured"),
+        "loss-of-the-host": (lambda: scaler.scale(torch.ones(())), "graph of cuda:0 is being captured"),
+        "plain-step": (lambda: scaler.step(optimizer), "graph of cuda:0 is being captured"),
+        "late-step": (lambda: run.report, "graph of cuda:0 is being captured"),
+        "first-message": (lambda: scaler.step(optimizer), "step once before the capture"),
+        "gloo": (lambda: scaler.unscale_(optimizer), "agree over a group of this device"),
+    }[name]
+    with cuda.capture(), pytest.raises(gradscale.CallOrderError, match=match):
+        call()
     # Nothing is lost.
-    if what == "first-scale":
+    if name == "first-scale":
         run.give(1.0)
-    if what != "late-step":
-        run.scaler.step(run.optimizer)
-    assert not run.report.skipped
-
-
-def test_the_first_message_over_a_group_is_refused_in_a_graph(cuda: Any) -> None:
-    run = capturable(group=Group())
-    run.give(1.0)
-    with cuda.capture(), pytest.raises(gradscale.CallOrderError, match="step once before the capture"):
-        run.scaler.step(run.optimizer)
-
-
-def test_a_group_of_the_host_is_refused_in_a_graph(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "carriers", lambda _: {"cpu": "gloo"})
-    run = Run(GradScaler("cuda", group=groups_in_use(1, lambda: ProcessGroup(cuda))), "SGD", "cuda")
-    run.give(1.0)
-    with cuda.capture(), pytest.raises(gradscale.CallOrderError, match="agree over a group of this device"):
-        run.scaler.unscale_(run.optimizer)
+    if group is None:
+        if name != "late-step":
+            scaler.step(optimizer)
+        assert not run.report.skipped
 
 
 # Scales that no policy makes.
