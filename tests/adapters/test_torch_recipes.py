@@ -36,7 +36,6 @@ def cases(size: int) -> list[Case]:
     """Return what is asked of a world of some ranks."""
     return [
         *(("actor", MICRO_OVERFLOWS, bad_rank) for bad_rank in range(size)),
-        ("actor", (), 0),
         *(("pipeline", MICRO_OVERFLOWS, bad_part) for bad_part in PARTS),
         ("pipeline", (), 0),
     ]
@@ -147,10 +146,6 @@ def test_the_actor_skips_on_both_ranks_whole_batches(bad_rank: int) -> None:
     assert answer["scale"] == 2.0**14
     assert answer["dtypes"] == {"torch.float16"}
     assert answer["masters"] == answer["moments"] == {"torch.float32"}
-    clean = BATCH.answer(2, "actor", (), 0)[0]
-    assert clean["skipped"] == []
-    assert clean["weights"] != answer["weights"]
-    assert 0 < clean["norm"] < 10
 
 
 def test_dcp_saves_and_loads_the_scaler(tmp_path: Path) -> None:
@@ -227,35 +222,23 @@ def timm() -> Any:
 
 
 @pytest.mark.usefixtures("timm")
-def test_timm_skips_holds_the_schedule_and_resumes(tmp_path: Path) -> None:
-    from timm.models import resume_checkpoint
+def test_timm_skips_and_holds_the_schedule() -> None:
     from timm.scheduler import StepLRScheduler
-    from timm.utils import CheckpointSaver, NativeScaler
 
     given = common()
     optimizer = given["optimizer"]
     given["schedule"] = StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5, t_in_epochs=False)
     names = recipes.run_block("timm", **given)
-    loss_scaler = names["loss_scaler"]
-    assert skips(loss_scaler._scaler) == SKIPS
+    assert skips(names["loss_scaler"]._scaler) == SKIPS
     assert names["updates"] == 5
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**5
-    saver = CheckpointSaver(given["model"], optimizer, amp_scaler=loss_scaler, checkpoint_dir=str(tmp_path))
-    saver.save_checkpoint(epoch=0, metric=1.0)
-    resumed = NativeScaler("cpu")
-    resumed._scaler = type(loss_scaler._scaler)("cpu")
-    resume_checkpoint(given["model"], str(tmp_path / "last.pth.tar"), optimizer, resumed)
-    assert resumed.state_dict() == loss_scaler.state_dict()
-    assert resumed._scaler.get_growth_interval() == 500
 
 
 # ignite 0.5 itself uses what torch 2.13 has deprecated.
 @pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning")
-def test_ignite_skips_holds_the_schedule_and_saves(tmp_path: Path) -> None:
+def test_ignite_skips_and_holds_the_schedule() -> None:
     require("ignite")
-    from ignite.handlers import Checkpoint, DiskSaver
-
     given = common()
     losses = given["loss_of"]
 
@@ -268,12 +251,6 @@ def test_ignite_skips_holds_the_schedule_and_saves(tmp_path: Path) -> None:
     assert trainer.state.iteration == recipes.BATCHES
     assert skips(scaler) == SKIPS
     assert given["schedule"].last_epoch == 5
-    checkpoint = Checkpoint({"scaler": scaler, "model": given["model"]}, DiskSaver(str(tmp_path)))
-    checkpoint(trainer)
-    resumed = type(scaler)("cpu")
-    Checkpoint.load_objects({"scaler": resumed}, torch.load(checkpoint.last_checkpoint, weights_only=True))
-    assert resumed.state_dict() == scaler.state_dict()
-    assert resumed.get_growth_interval() == 500
 
 
 def test_the_optimizers_of_a_container_skip_together() -> None:
@@ -324,13 +301,6 @@ def test_all_stages_of_a_pipeline_skip_when_one_part_of_one_overflows(bad_part: 
         if number not in skipped:
             optimizer.step()
     trained = {index: part for answer in answers for index, part in answer["weights"].items()}
-    plain = [[weight.tolist() for weight in part.parameters()] for part in model]
+    mine = [torch.tensor(weight) for index in PARTS for weight in trained[index]]
     # The mean is of micro-batches, and the norm's sum in another order.
-    for mine, its in zip((trained[index] for index in PARTS), plain, strict=True):
-        assert [flat(each) for each in mine] == [pytest.approx(flat(each), rel=1e-5, abs=1e-6) for each in its]
-
-
-def flat(weight: Any) -> list[float]:
-    """Return the numbers of a weight."""
-    numbers: list[float] = torch.tensor(weight).flatten().tolist()
-    return numbers
+    torch.testing.assert_close(mine, [*map(torch.Tensor.detach, model.parameters())], rtol=1e-5, atol=1e-6)

@@ -104,11 +104,9 @@ def actor(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, An
     return {
         "skipped": [report.iteration for report in scaler.history if report.skipped],
         "scale": scaler.get_scale(),
-        "weights": [parameter.full_tensor().tolist() for parameter in model.parameters()],
         "dtypes": dtypes,
         "masters": {str(parameter.dtype) for parameter in model.parameters()},
         "moments": {str(state["exp_avg"].dtype) for state in optimizer.state.values()},
-        "norm": float(names["norm"].full_tensor() if hasattr(names["norm"], "full_tensor") else names["norm"]),
     }
 
 
