@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,9 @@ from small_torch import Small
 
 import gradscale
 from gradscale import DynamicScale
+from gradscale.core.summaries import Summary
 from gradscale.testing import check_backend
+from gradscale_torch.unscaler import values_of
 
 pytestmark = pytest.mark.torch
 
@@ -183,16 +187,52 @@ def test_dtensors_are_refused_by_the_functional_core_with_what_to_do() -> None:
         in_place([torch.ones(2).as_subclass(Sharded)])
 
 
-@pytest.mark.parametrize("wanted", ["float32", "float64"])
-@pytest.mark.parametrize("given", REALS)
-def test_masters_get_what_the_pure_core_computes(given: str, wanted: str) -> None:
-    grads = [torch.tensor([1.0, -3.5, 1e-7, 6e4], dtype=getattr(torch, given))]
-    masters = [torch.zeros(4, dtype=getattr(torch, wanted))]
-    state = state_of(3.0)
-    before = grads[0].clone()
-    (expected,), count = gradscale.core.arithmetic.unscale_arrays(grads, state, out=masters)
-    got, nonfinite = gradscale.unscale(grads, state, out=masters)
-    assert got[0] is masters[0]
-    assert torch.equal(masters[0], expected)
-    assert torch.equal(grads[0], before)
-    assert int(nonfinite) == int(count)
+# What is counted.
+
+
+def summaries(*tensors: Any) -> Any:
+    return gradscale.registry.backend_for(tensors[0]).read_summaries(tensors)[0]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_several_blocks_and_any_strides(name: str) -> None:
+    x = torch.ones((3, 50_000), dtype=getattr(torch, name))
+    x[0, 0], x[1, 5], x[2, -1], x[2, :9] = math.nan, math.inf, -7, 0
+    expected = [Summary(150_000, 1, 1, 9, 0, 7.0)]
+    for given in (x, x.T, x.flip(1), x.T.contiguous().T, x.conj()):
+        assert summaries(given) == expected
+    assert summaries(torch.full((100_000,), math.nan, dtype=x.dtype)) == [Summary(100_000, 0, 100_000, 0, 0, 0.0)]
+
+
+def test_subnormals_are_seen_while_torch_takes_them_for_0() -> None:
+    assert summaries(torch.tensor([2.0**-140, -(2.0**-149), 1.0])) == [Summary(3, 0, 0, 0, 2, 1.0)]
+    x = torch.tensor([2.0**-140, 0.0, 1.0])
+    assert torch.set_flush_denormal(True)
+    try:
+        assert summaries(x) == [Summary(3, 0, 0, 1, 1, 1.0)]
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_float8_goes_through_the_pure_form() -> None:
+    x = torch.tensor([0.0, 2.0**-9, 1.0, math.nan]).to(torch.float8_e4m3fn)
+    assert summaries(x, torch.ones(2)) == [Summary(4, 0, 1, 1, 1, 1.0), Summary(2, 0, 0, 0, 0, 1.0)]
+
+
+def test_the_values_of_sparse_meta_and_graph_tensors() -> None:
+    indices = torch.tensor([[0, 0, 2]])
+    for dtype in (torch.float32, torch.float16):
+        sparse = torch.sparse_coo_tensor(
+            indices, torch.tensor([1.0, 2.0, 5.0], dtype=dtype), (4,), check_invariants=True
+        )
+        assert values_of(sparse).tolist() == [3.0, 5.0]
+        assert not sparse.is_coalesced()
+    with warnings.catch_warnings():
+        # Torch warns once that these are in beta.
+        warnings.simplefilter("ignore", UserWarning)
+        compressed = torch.eye(2).to_sparse_csr()
+    assert values_of(compressed).tolist() == [1.0, 1.0]
+    assert values_of(torch.empty(3, device="meta")) is None
+    leaf = torch.ones(2, requires_grad=True)
+    assert not values_of(leaf * 2).requires_grad
+    assert summaries(leaf * 2) == [Summary(2, 0, 0, 0, 0, 2.0)]

@@ -1,4 +1,4 @@
-"""What torch's scalers get wrong in one process, shown on the same script first: scales, reports, fused optimizers."""
+"""What torch's scalers get wrong in one process, shown on the same script first: scales, reports, fused optimizers, closures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from small_torch import Small, assert_same
+
+import gradscale
+from gradscale import DynamicScale
+from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -23,6 +27,12 @@ def sharded_of_torch() -> Any:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
     return TorchSharded
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat tensors of the host like those of a device, which make the host wait."""
+    monkeypatch.setattr("gradscale_torch.verdicts.would_wait", lambda _: True)
 
 
 # The scale.
@@ -82,15 +92,6 @@ def test_ordinary_gradients_at_a_scale_below_one_are_stepped_with(variant: str, 
             run.iterate(gradient * torch.linspace(0.1, 3.0, 64))
         seen.append([run.parameter, run.optimizer.state_dict(), *run.state])
     assert_same(*seen)
-
-
-@pytest.mark.usefixtures("group")
-def test_the_sharded_scaler_of_the_host_grows_to_infinity_at_torchs_and_stops_at_ours() -> None:
-    for make, most in ((sharded_of_torch(), math.inf), (ShardedGradScaler, 2.0**127)):
-        run = Small(make("cpu", init_scale=2.0**126, growth_interval=1))
-        for _ in range(4):
-            run.iterate(0.0)
-        assert run.scaler.get_scale() == most
 
 
 def test_the_scale_and_the_tracker_stay_the_same_tensors() -> None:
@@ -321,3 +322,187 @@ def test_a_sharded_scaler_with_a_fused_optimizer_raises_at_torchs_and_works_at_o
     for run in trained(ShardedGradScaler):
         assert run.parameter.ne(0).all()
         assert not run.report.skipped
+
+
+# Fused optimizers whose verdict the host reads later, as on a device.
+
+
+def fused(scaler: Any) -> Small:
+    """Return a run with a fused optimizer."""
+    return Small(scaler, "SGD-fused", start=1.0, lr=0.5)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_policy_that_raises_at_its_minimum_is_read_at_once() -> None:
+    run = fused(GradScaler("cpu", policy=gradscale.DynamicScale(init_scale=2.0, min_scale=2.0, at_min="raise")))
+    with pytest.raises(gradscale.ScaleUnderflowError, match=r"minimum, 2\.0"):
+        run.iterate(math.nan)
+    assert run.held == [[1.0, 1.0]]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
+@pytest.mark.parametrize("bad_rank", [0, 1, 2])
+def test_all_ranks_skip_by_themselves(bad_rank: int, explicit: bool) -> None:
+    def rank(group: ThreadCollectives) -> Any:
+        run = fused(ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1, group=group))
+        run.iterate(math.inf if group.rank == bad_rank else 1.0, explicit=explicit)
+        report = run.report
+        run.iterate(1.0, explicit=explicit)
+        told = (report.skipped, report.reason, report.scale, report.nonfinite, report.local_nonfinite)
+        return told, run.held, run.scaler.get_scale(), group.calls
+
+    # With a greeting before the first of two.
+    assert run_ranks(3, rank) == [
+        ((True, "overflow", 4.0, 1, int(rank == bad_rank)), [[0.5, 0.5]], 4.0, 3) for rank in range(3)
+    ]
+
+
+@pytest.mark.usefixtures("late")
+def test_ranks_that_differ_do_not_step_and_are_told_at_the_next_call() -> None:
+    def rank(group: ThreadCollectives) -> Any:
+        run = fused(ShardedGradScaler("cpu", init_scale=4.0 if group.rank == 0 else 8.0, group=group))
+        with pytest.raises(gradscale.ScaleDesyncError, match=r"scale from 4\.0 to 8\.0"):
+            run.iterate(1.0)
+        return run.held
+
+    assert run_ranks(2, rank) == [[[1.0, 1.0]]] * 2
+
+
+@pytest.mark.usefixtures("late")
+def test_an_update_is_reported_if_somebody_wants_it_after_the_step() -> None:
+    run = fused(GradScaler("cpu"))
+    updates: list[Any] = []
+    run.give(math.inf)
+    run.scaler.step(run.optimizer)
+    run.scaler.on_update = updates.append
+    run.scaler.update()
+    [update] = updates
+    assert (update.skipped, update.scale, update.new_scale) == (True, 65536.0, 32768.0)
+    assert update.steps == (run.report,)
+
+
+# Closures.
+
+
+class SharpnessAware(torch.optim.SGD):  # type: ignore[misc]
+    """Climbs along the gradient, evaluates again there, and steps from where it was: two evaluations."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        super().__init__(parameters, lr=0.01, momentum=0.5)
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        """Make one step."""
+        [parameter] = self.param_groups[0]["params"]
+        loss = closure()
+        climb = 1e-3 * parameter.grad.sign()
+        parameter.data.add_(climb)
+        closure()
+        parameter.data.sub_(climb)
+        super().step()
+        return loss
+
+
+# What evaluates a closure, most of them more than once, and how many steps it is given.
+OPTIMIZERS: dict[str, tuple[Any, int]] = {
+    "LBFGS": (functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=10), 12),
+    "LBFGS-wolfe": (functools.partial(torch.optim.LBFGS, lr=1.0, line_search_fn="strong_wolfe"), 5),
+    "SAM": (SharpnessAware, 40),
+    "SGD-fused": ("SGD-fused", 20),
+    "AdamW-fused": ("AdamW-fused", 20),
+}
+
+
+def begun(scaler: Any, optimizer: Any) -> Small:
+    """Return a run that begins where the valley of Rosenbrock's function is to be followed."""
+    run = Small(scaler, optimizer, lr=0.01)
+    run.parameter.data = torch.tensor([-1.0, 1.5])
+    return run
+
+
+def minimised(run: Small, keyword: bool, iterations: int, spoil_at: float = math.inf) -> list[float]:
+    """Minimise, with gradients that overflow at a scale from ``spoil_at`` on; return the losses."""
+    losses = []
+
+    def closure() -> Any:
+        run.optimizer.zero_grad()
+        x, y = run.parameter
+        loss = (1 - x) ** 2 + 10 * (y - x * x) ** 2
+        factor = run.scaler.scale(torch.ones(()))
+        (loss * factor).backward()
+        if factor >= spoil_at:
+            run.parameter.grad[0] = math.inf
+        return loss
+
+    for _ in range(iterations):
+        given = ((), {"closure": closure}) if keyword else ((closure,), {})
+        losses.append(run.scaler.step(run.optimizer, *given[0], **given[1]).item())
+        run.scaler.update()
+    return losses
+
+
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(name: str, keyword: bool) -> None:
+    make_optimizer, iterations = OPTIMIZERS[name]
+    refused = (RuntimeError, "Closure use is not") if keyword else (AssertionError, "_scale is None")
+    with pytest.raises(refused[0], match=refused[1]):
+        minimised(begun(TorchScaler("cpu"), make_optimizer), keyword, 1)
+    plain = begun(GradScaler("cpu", enabled=False), make_optimizer)
+    expected = minimised(plain, keyword, iterations)
+    assert expected[0] == pytest.approx(4.0 + 10 * 0.25)
+    assert expected[-1] < expected[0]
+    for spoil_at, retries, scale in ((math.inf, 0, 65536.0), (2.0**12, 5, 2.0**11)):
+        run = begun(GradScaler("cpu"), make_optimizer)
+        losses = minimised(run, keyword, 1, spoil_at)
+        assert (run.report.skipped, run.report.retries, run.scaler.get_scale()) == (False, retries, scale)
+        losses += minimised(run, keyword, iterations - 1, spoil_at)
+        assert not hasattr(run.optimizer, "found_inf")
+        # The scale is a power of two, so that nothing is rounded by it.
+        assert_same([losses, run.parameter], [expected, plain.parameter])
+
+
+def always_bad(run: Small, scales: list[float]) -> Callable[[], Any]:
+    """Return a closure whose gradients overflow, and which notes the scales."""
+
+    def closure() -> Any:
+        scales.append(run.scaler.scale(torch.ones(())).item())
+        run.parameter.grad = torch.full((2,), math.inf)
+        return torch.ones(())
+
+    return closure
+
+
+@pytest.mark.parametrize(
+    ("policy", "scales"),
+    [(DynamicScale(), []), (DynamicScale(init_scale=2.0**14, min_scale=2.0**13), [2.0**14, 2.0**13])],
+    ids=["unbounded", "with-a-minimum"],
+)
+def test_a_closure_that_always_overflows_is_skipped_once_and_backs_off_once(policy: Any, scales: list[float]) -> None:
+    run, seen = Small(GradScaler("cpu", policy=policy), torch.optim.LBFGS), []  # type: ignore[var-annotated]
+    assert run.scaler.step(run.optimizer, always_bad(run, seen)) is None
+    run.scaler.update()
+    assert run.report.skipped
+    assert run.scaler.get_scale() == policy.init_scale / 2
+    assert run.held == [[0.0, 0.0]]
+    # A lower bound is where it stops.
+    assert not scales or (seen[:2], set(seen)) == (scales, set(scales))
+
+
+@pytest.mark.parametrize("gradient", [2.0, math.inf], ids=["", "overflow"])
+def test_a_closure_of_an_optimizer_that_reads_attributes_finds_them(gradient: float) -> None:
+    class ReadsAttributes(torch.optim.SGD):  # type: ignore[misc]
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any) -> None:
+            before = self.grad_scale, self.found_inf.item()
+            closure()
+            seen.append([before, (self.grad_scale, self.found_inf.item()), run.parameter.grad.tolist()])
+
+    seen: list[Any] = []
+    run = Small(GradScaler("cpu"), ReadsAttributes, size=1)
+    run.scaler.step(run.optimizer, lambda: run.give(gradient))
+    run.scaler.update()
+    assert seen == ([[(None, 0.0), (None, 0.0), [2.0]]] if gradient == 2.0 else [])
+    assert not hasattr(run.optimizer, "found_inf")
+    assert not hasattr(run.optimizer, "grad_scale")
