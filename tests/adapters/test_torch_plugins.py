@@ -336,24 +336,3 @@ def test_fabric_without_a_scaler_steps_a_schedule_always() -> None:
     optimizer.step()
     FabricMixedPrecision("bf16-mixed", "cpu").step_schedule(optimizer, schedule)
     assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-@pytest.mark.parametrize("overflows", [0, 2])
-def test_fabric_passes_a_closure_which_is_retried_at_a_lower_scale(overflows: int) -> None:
-    precision, losses, raw = plugin("FabricMixedPrecision"), [], network()
-    fabric = fabric_with(precision)
-    model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        losses.append(loss_of(model, batches(1)[0]))
-        fabric.backward(losses[-1])
-        if len(losses) <= overflows:
-            overflow(raw)
-        return losses[-1]
-
-    assert optimizer.step(closure) is losses[-1]
-    assert len(losses) == overflows + 1
-    report = precision.scaler.last_step(optimizer.optimizer)
-    assert (report.skipped, report.retries, report.scale) == (False, overflows, 1024.0 / 2**overflows)
-    assert bits(raw) != bits(network())

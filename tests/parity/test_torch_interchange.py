@@ -69,14 +69,6 @@ def assert_all_go_on_alike(scalers: list[Any]) -> None:
 # State dicts.
 
 
-def test_state_dicts_and_pickles_are_torchs(history: list[float]) -> None:
-    ours, theirs = (started(make, history) for make in BOTH)
-    assert_same(ours.state_dict(), theirs.state_dict())
-    assert list(ours.state_dict()) == KEYS
-    mine, other = (scaler.__getstate__() for scaler in (ours, theirs))
-    assert {key: mine[key] for key in other} == other
-
-
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("live", [False, True], ids=["lazy", "live"])
 def test_a_run_goes_on_alike_whichever_scaler_saved_it_and_whichever_loads_it(
