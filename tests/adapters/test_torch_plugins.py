@@ -197,17 +197,6 @@ def test_a_schedule_of_epochs_is_left_alone() -> None:
     assert fit(plugin(), Module(), max_epochs=2)[1].last_epoch == 2
 
 
-def test_a_hook_of_the_module_steps_what_holds() -> None:
-    class Module(module_class()):  # type: ignore[misc]
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            assert metric is None
-            scheduler.step()
-
-    module = Module()
-    assert fit(plugin(), module)[1].last_epoch == 4
-    assert module.rates == RATES
-
-
 def test_two_optimizers_that_are_stepped_by_hand_hold_their_own_schedules() -> None:
     class Module(module_class()):  # type: ignore[misc]
         automatic_optimization = False
