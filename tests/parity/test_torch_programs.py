@@ -78,7 +78,8 @@ class Chance:
         """
         is_fused = self._random.random() < 0.3
         kinds = [self._random.choice(FUSED if is_fused else ["SGD-sparse", "Adam-foreach"]) for _ in self._optimizers]
-        calls = [call for _ in range(6) for call in self._iteration() if call[0] != "unscale" or not is_fused]
+        left_out = {"judge", "unscale"} if is_fused else {"judge"}
+        calls = [call for _ in range(6) for call in self._iteration() if call[0] not in left_out]
         settings = {"init_scale": 2.0**12, "growth_interval": 2}
         return Plan(settings, True, kinds, ["float32"] * len(kinds), calls)
 
@@ -125,6 +126,8 @@ class Chance:
             # Some accumulate.
             yield from [("train", optimizer, self._bad())] * (1 if draw() < 0.8 else 2)
         for optimizer in chosen:
+            if draw() < 0.15:
+                yield "judge", optimizer
             if draw() < 0.35:
                 yield "unscale", optimizer
             if draw() < 0.3:
