@@ -17,7 +17,7 @@ from axes import VARIABLE, required
 from hypothesis import HealthCheck, settings
 from libraries import ROWS, Library, opened
 from tiers import TIERS, choose, examples, is_in, repeats
-from worlds import mpi_ranks
+from worlds import end_ranks
 
 # A shell's background jobs ignore Ctrl-C, and so would the programs that are to be interrupted by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -42,21 +42,8 @@ if "GRADSCALE_TEST_KERNELS" not in os.environ:
     _kernels = tempfile.TemporaryDirectory(prefix="gradscale-kernels-")
     os.environ["GRADSCALE_TEST_KERNELS"] = _kernels.name
 
-_DISTRIBUTIONS = (
-    "gradscale",
-    "array-api-compat",
-    "array-api-strict",
-    "numpy",
-    "ml_dtypes",
-    "numba",
-    "torch",
-    "jax",
-    "optax",
-    "flax",
-    "dask",
-    "mpi4py",
-    "hypothesis",
-)
+_DISTRIBUTIONS = ("gradscale", "array-api-compat", "array-api-strict", "numpy", "ml_dtypes", "numba", "torch", "jax")
+_DISTRIBUTIONS += ("optax", "flax", "dask", "mpi4py", "hypothesis")
 _FORWARDING = 1.0  # seconds
 _LARGEST_WORKERS = 4
 _LAUNCHED_BY_MPI = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
@@ -73,7 +60,7 @@ def arrays(request: pytest.FixtureRequest) -> Iterator[Library]:
 def _ranks_end() -> Iterator[None]:
     """End the ranks that the tests of a module have shared; an error if they do not end well."""
     yield
-    mpi_ranks.close()
+    end_ranks()
 
 
 @pytest.fixture
@@ -164,32 +151,26 @@ def _is_rank() -> bool:
 
 
 def _world() -> Any:
-    """Return MPI.COMM_WORLD if this process is one of several, else None; mpi4py is not imported for the question."""
+    """Return MPI.COMM_WORLD if this process is one of several that use it, else None."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None and _is_rank():
-        mpi = importlib.import_module("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
-        return None
-    return mpi.COMM_WORLD
+    is_used = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    return mpi.COMM_WORLD if is_used and mpi.COMM_WORLD.size > 1 else None
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Print what the tests run with."""
-    versions = []
-    for name in _DISTRIBUTIONS:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} missing")
-    lines = [
+    return [
         f"tier: {config.getoption('--tier')}, of {', '.join(TIERS)}",
-        "libraries: " + ", ".join(versions),
+        "libraries: " + ", ".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS),
         f"{VARIABLE}: {', '.join(sorted(required())) or 'nothing'}",
     ]
-    world = _world()
-    if world is not None:
-        lines.append(f"MPI: rank {world.rank} of {world.size}")
-    return lines
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,103 +1,125 @@
 """All ranks skip together, back off together, and end with bit-identical states, wherever the bad value is."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import scenarios
 from axes import require
-from worlds import Failure, GlooWorld, ProcessWorld, ThreadWorld, assert_all_equal, each
+from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
+
+import gradscale
+from gradscale import GroupAgreement
 
 World = ThreadWorld | ProcessWorld
+Cases = Callable[[int], list[tuple[Any, ...]]]
+BAD = (math.inf, -math.inf, math.nan)
+MARKS = {"torch": [pytest.mark.torch], "jax": [pytest.mark.jax]}
 
 
-def test_assert_all_equal_fails_for_a_rank_that_differs_or_raised() -> None:
-    assert_all_equal([1, 1])
-    for wrong in ([1, 2], [1, Failure.of(ValueError("x"))], [Failure.of(ValueError("x"))] * 2):
+def test_a_rank_that_differs_or_raises_is_found() -> None:
+    agree(ThreadWorld(2), lambda _: 1, [()])
+    for wrong in (lambda group: group.rank, lambda group: 1 // group.rank, lambda _: [][0]):
         with pytest.raises(AssertionError):
-            assert_all_equal(wrong)
+            agree(ThreadWorld(2), wrong, [()])
 
 
-@pytest.mark.tier("quick")
-@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
-def test_overflow_on_each_rank_in_turn_skips_all_ranks(world: World, explicit: bool) -> None:
-    values = (float("inf"), float("-inf"), float("nan"))
-    cases = [([bad_rank], value, "numpy", explicit) for bad_rank in range(world.size) for value in values]
-    for (bad_ranks, *_), results in each(world, scenarios.overflow_on, cases):
-        seen = [result.pop("seen here") for result in results]
-        assert seen == [[0, int(rank in bad_ranks), 0, 0] for rank in range(world.size)]
-        assert_all_equal(results)
-        skipped = [report[0] for report in results[0]["reports"]]
-        scales = [report[1] for report in results[0]["reports"]]
-        assert skipped == [False, True, False, False]
-        assert scales == [65536.0, 65536.0, 32768.0, 32768.0]
-        assert [report[2] for report in results[0]["reports"]] == ["moved", None, "moved", "moved"]
-        assert results[0]["steps"] == 3
-        assert results[0]["state"]["_growth_tracker"] == 2
+def turns(*others: Any) -> Cases:
+    """Return what gives each rank in turn, and the same beside it."""
+    return lambda size: [(rank, *others) for rank in range(size)]
 
 
-def test_overflow_on_all_ranks_at_once_backs_off_once(world: World) -> None:
-    results = world.run(scenarios.overflow_on, list(range(world.size)), float("nan"), "numpy", False)
-    assert [result.pop("seen here") for result in results] == [[0, 1, 0, 0]] * world.size
-    assert_all_equal(results)
-    assert results[0]["state"]["scale"] == 32768.0
+def overflows(library: str, explicit: bool) -> Cases:
+    return lambda size: [([rank], value, library, explicit) for rank in range(size) for value in BAD]
+
+
+def empty(kind: str, library: str = "numpy") -> Cases:
+    return lambda size: [(rank, bad, kind, library) for rank in range(size) for bad in (None, (rank + 1) % size)]
+
+
+ROWS: list[tuple[str, Any, Cases, str, str]] = [
+    ("step", scenarios.overflow_on, overflows("numpy", False), "numpy", "quick"),
+    ("unscale_-then-step", scenarios.overflow_on, overflows("numpy", True), "numpy", "quick"),
+    ("all", scenarios.overflow_on, lambda size: [(list(range(size)), math.nan, "numpy", False)], "numpy", ""),
+    *((f"empty-{kind}", scenarios.empty_on, empty(kind), "numpy", "") for kind in ("list", "none", "zero-size")),
+    ("empty-everywhere", scenarios.empty_everywhere, lambda _: [()], "numpy", ""),
+    ("closure", scenarios.closure_overflow, turns(), "numpy", ""),
+    ("underflow", scenarios.underflow, turns(), "numpy", ""),
+    *(
+        (f"drift-{what}", scenarios.drift, turns(what), "numpy", "quick")
+        for what in ("scale", "tracker", "policy", "call")
+    ),
+    *((f"norm-{value}", scenarios.clip_parts, turns(value), "numpy", "") for value in (math.inf, math.nan)),
+    *((f"callbacks-{over}", scenarios.callbacks_on, turns(over), "numpy", "") for over in ("one", "list", "grid")),
+    *(
+        (f"pure-differing-{what}", scenarios.differing, turns(what), "numpy", "")
+        for what in ("scale", "policy", "call")
+    ),
+    ("pure-underflow", scenarios.exhaustion, turns(), "numpy", ""),
+    ("conform-numpy", scenarios.collectives_conform, lambda _: [("numpy", 200)], "numpy", ""),
+]
+for name in ("strict", "torch", "jax"):
+    # With an explicit unscale_, on the last rank.
+    ROWS.append(
+        (f"step-{name}", scenarios.overflow_on, lambda size, name=name: overflows(name, True)(size)[-1:], name, "")
+    )
+    if name != "jax":
+        ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name, ""))
+for name in ("numpy", "strict", "torch", "jax"):
+    tier = "ranks" if name in MARKS else ""
+    ROWS += [(f"pure-{name}-{value}", scenarios.pure_loop, turns(value, name), name, tier) for value in BAD]
 
 
 @pytest.mark.parametrize(
-    "library", ["strict", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+    ("scenario", "cases", "library"),
+    [
+        pytest.param(
+            scenario, cases, library, id=name, marks=MARKS.get(library, []) + [pytest.mark.tier(tier)] * bool(tier)
+        )
+        for name, scenario, cases, library, tier in ROWS
+    ],
 )
-def test_arrays_of_any_library_agree_over_any_group(world: World, library: str) -> None:
+def test_ranks_agree(world: World, scenario: Any, cases: Cases, library: str) -> None:
     require(library)
-    results = world.run(scenarios.overflow_on, [world.size - 1], float("inf"), library, True)
-    assert [result.pop("seen here")[1] for result in results] == [0] * (world.size - 1) + [1]
-    assert_all_equal(results)
-    assert [report[0] for report in results[0]["reports"]] == [False, True, False, False]
-
-
-@pytest.mark.parametrize("kind", ["list", "none", "zero-size"])
-def test_a_rank_without_gradients_takes_part(world: World, kind: str) -> None:
-    check_empty_ranks(world, kind)
+    agree(world, scenario, cases(world.size))
 
 
 @pytest.mark.tier("ranks")
 def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld) -> None:
-    check_empty_ranks(processes, "no backend", "torch" if isinstance(processes, GlooWorld) else "numpy")
+    cases = empty("no backend", "torch" if isinstance(processes, GlooWorld) else "numpy")
+    agree(processes, scenarios.empty_on, cases(processes.size))
 
 
-def check_empty_ranks(world: World, kind: str, library: str = "numpy") -> None:
-    """Assert that each rank in turn may have nothing, while another one overflows or none does."""
-    ranks = range(world.size)
-    cases = [([rank], bad, kind, library) for rank in ranks for bad in ([], [(rank + 1) % world.size])]
-    for (_, bad, *_), results in each(world, scenarios.empty_on, cases):
-        end = {"skipped": [False, True, False], "scale": 32768.0, "steps": 2}
-        assert results == [end if bad else {"skipped": [False] * 3, "scale": 65536.0, "steps": 3}] * world.size
+@pytest.mark.tier("ranks")
+@pytest.mark.torch
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_replicated_ranks_that_decide_alone_tell_once(fused: bool) -> None:
+    require("torch")
+    each(GlooWorld(2), scenarios.callbacks_without_a_group, [(fused,)])
 
 
-def test_no_rank_with_gradients_is_the_same_error_on_every_rank(world: World) -> None:
-    for result in world.run(scenarios.empty_on, list(range(world.size)), [], "none"):
-        assert isinstance(result, Failure)
-        assert result.kind == "CallOrderError"
-        assert "none of whose parameters has a gradient on any rank" in result.message
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "int16", "float32", "bool"])
+def test_a_count_of_another_dtype_is_refused(dtype: str) -> None:
+    policy = gradscale.DynamicScale()
+    agree = GroupAgreement(scenarios.Alone(), policy)
+    with pytest.raises(gradscale.InvalidTypeError, match="nonfinite must be a 0-d int32 array"):
+        agree(np.zeros((), dtype), policy.init(like=np.zeros((), np.float32)))
 
 
-def test_an_overflow_in_a_closure_is_retried_on_all_ranks(world: World) -> None:
-    for _, results in each(world, scenarios.closure_overflow, [(bad_rank,) for bad_rank in range(world.size)]):
-        assert_all_equal(results)
-        assert results[0]["evaluations"] == [65536.0, 32768.0, 16384.0]
-        assert results[0]["gradient"] == [1.0, 1.0, 1.0]
-        assert results[0]["report"] == (False, 16384.0, 0, "stepped", 1, 2, 0, None)
-        assert results[0]["scale"] == 16384.0
-        assert (results[0]["steps"], results[0]["returned"]) == (1, 1.0)
-
-
-def test_overflow_at_the_minimum_raises_on_every_rank(world: World) -> None:
-    for _, results in each(world, scenarios.underflow, [(bad_rank,) for bad_rank in range(world.size)]):
-        assert_all_equal(results)
-        first, second, third = results[0]["raised"]
-        assert (first, third) == ("", "")
-        assert "minimum, 1.0" in second
-        assert results[0]["state"]["scale"] == 1.0
-        assert results[0]["steps"] == 1
-
-
-@pytest.mark.parametrize("library", ["numpy", "strict", pytest.param("torch", marks=pytest.mark.torch)])
-def test_collectives_pass_the_conformance_suite(world: World, library: str) -> None:
-    require(library)
-    assert_all_equal(world.run(scenarios.collectives_conform, library, 200 if library == "numpy" else 10))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"group": []}, r"at least one group, got \[\]", id="no-group"),
+        pytest.param({"group": 3}, "got 3 of type int", id="number"),
+        pytest.param({"timeout": 0.0}, "timeout must be", id="timeout-0"),
+        pytest.param({"timeout": math.nan}, "timeout must be", id="timeout-nan"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    settings = {"group": scenarios.Alone(), "timeout": 5.0} | arguments
+    with pytest.raises((gradscale.InvalidTypeError, gradscale.InvalidValueError), match=message):
+        GroupAgreement(settings["group"], gradscale.DynamicScale(), timeout=settings["timeout"])

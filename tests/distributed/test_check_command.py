@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from axes import require
-from tiers import later
+from commands import ran
 from worlds import mpi_command, mpi_environment
 
 pytestmark = pytest.mark.tier("all")
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.tier("all")
 mpi = pytest.mark.mpi
 torch = pytest.mark.torch
 
-LIMIT = 100.0
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_check.py")
 # What the page says of the rank with the fault, and in which stage.
 SAID = {
@@ -33,75 +33,36 @@ SAID = {
     "verdict": ("stepped where every rank should have skipped", "inf on rank 0"),
     "version": ("has gradscale 0.0.0 (on purpose), and rank 0 has", "report in"),
 }
-# Of those that make the others wait, several run at a time.
+# These make the others wait: several run at a time.
 WAITING = ("hang", "die")
+# One meets two ranks before the last tier.
 MPI_FAULTS = [
-    *(
-        # One meets two ranks before the last tier.
-        pytest.param(2, kind, rank, marks=pytest.mark.tier("ranks" if (kind, rank) == ("verdict", 1) else "all"))
-        for kind in SAID
-        for rank in (0, 1)
-        if kind not in WAITING
-    ),
-    pytest.param(3, "verdict", 1, marks=pytest.mark.tier("all")),
+    *((2, kind, rank) for kind in SAID for rank in (0, 1) if kind not in WAITING and (kind, rank) != ("verdict", 1)),
+    pytest.param(2, "verdict", 1, marks=pytest.mark.tier("ranks")),
+    (3, "verdict", 1),
 ]
-TORCH_FAULTS = [("late", 1), ("die", 0)]
-ENVIRONMENT = {
-    "NO_COLOR": "1",
-    "TERM": "dumb",
-    # Loading numba takes longer than most checks.
-    "GRADSCALE_NUMPY_FAST": "0",
-}
+# Loading numba takes longer than most checks.
+ENVIRONMENT = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "300", "GRADSCALE_NUMPY_FAST": "0"}
 
 
-def run(
-    command: list[str], inherited: dict[str, str] | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; terminals' colours are left out."""
-    return subprocess.run(
-        command,
-        env=(mpi_environment() if inherited is None else inherited) | ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return ran(*command, **(mpi_environment() | ENVIRONMENT | variables))
 
 
-def check(
-    *arguments: str, inherited: dict[str, str] | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command as one process."""
     require("cli")
-    return run([sys.executable, "-m", "gradscale", "check", *arguments], inherited, **environment)
+    return run(sys.executable, "-m", "gradscale", "check", *arguments, **variables)
 
 
-def without_launcher(*also: str) -> dict[str, str]:
-    """Return the environment without what launchers set."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "MPI", *also))}
-
-
-def at_start(folder: Path, code: str) -> str:
-    """Let each Python begin with some code; the PYTHONPATH for it."""
-    (folder / "sitecustomize.py").write_text(code)
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def program(fault: str) -> list[str]:
-    """Return Python's arguments for the command, or for the one with a fault such as ``die:1``."""
+def launched(group: str, size: int, *arguments: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command under mpiexec or torchrun, perhaps with a fault such as ``die:1``."""
     require("cli")
-    return [FAULTY, fault] if fault else ["-m", "gradscale", "check"]
-
-
-def under_mpiexec(size: int, *arguments: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    require("mpi")
-    return run(mpi_command(size, *program(fault), *arguments))
-
-
-def under_torchrun(*arguments: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    require("torch")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run([*launcher, *program(fault), *arguments])
+    require(group)
+    program = [FAULTY, fault] if fault else ["-m", "gradscale", "check"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command = mpi_command(size, *program) if group == "mpi" else [*torchrun, *program]
+    return run(*command, *arguments)
 
 
 def page_of(completed: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -111,23 +72,6 @@ def page_of(completed: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     except ValueError:
         pytest.fail(f"{completed.stdout!r} is no JSON; status {completed.returncode}, {completed.stderr}")
     return page
-
-
-def check_passed(completed: subprocess.CompletedProcess[str], group: str, size: int) -> None:
-    page = page_of(completed)
-    assert completed.returncode == 0, completed.stderr
-    assert (page["ok"], page["group"], page["size"], page["problems"]) == (True, group, size, [])
-    assert [rank["rank"] for rank in page["ranks"]] == list(range(size))
-    assert len({rank["pid"] for rank in page["ranks"]}) == size
-    stages = [stage["name"] for stage in page["stages"]]
-    wanted = [f"{value} on rank {rank}" for rank in range(size) for value in ("inf", "nan")]
-    wanted += ["clean step", *(f"other scale on rank {rank}" for rank in range(size)), f"late rank {size - 1}"]
-    assert stages == ["report in", "make the group", *wanted, "latency"]
-    assert all(stage["ok"] for stage in page["stages"])
-    assert 0 < page["latency"]["median_us"] <= page["latency"]["p95_us"]
-    assert page["latency"]["calls"] == 200
-    cores = page["ranks"][0]["cores"]
-    assert any("share the" in note for note in page["notes"]) == (size > cores)
 
 
 def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: int) -> None:
@@ -144,17 +88,35 @@ def check_failed(completed: subprocess.CompletedProcess[str], kind: str, rank: i
         assert "was killed by SIGKILL, in: inf on rank 0" in completed.stderr
 
 
-@mpi
-@pytest.mark.parametrize("size", [*later("ranks", 2), *later("all", 3)], ids="mpi-{}".format)
-def test_ranks_under_mpiexec_pass(size: int) -> None:
-    check_passed(under_mpiexec(size, "--json", "--timeout", "30"), "mpi", size)
+@pytest.mark.parametrize(
+    ("group", "size"),
+    [
+        pytest.param("mpi", 2, marks=[mpi, pytest.mark.tier("ranks")]),
+        pytest.param("mpi", 3, marks=mpi),
+        pytest.param("torch", 2, marks=torch),
+    ],
+)
+def test_ranks_pass(group: str, size: int) -> None:
+    completed = launched(group, size, "--json", "--timeout", "30")
+    page = page_of(completed)
+    assert completed.returncode == 0, completed.stderr
+    assert (page["ok"], page["group"], page["size"], page["problems"]) == (True, group, size, [])
+    assert [rank["rank"] for rank in page["ranks"]] == list(range(size))
+    assert len({rank["pid"] for rank in page["ranks"]}) == size
+    wanted = [f"{value} on rank {rank}" for rank in range(size) for value in ("inf", "nan")]
+    wanted += ["clean step", *(f"other scale on rank {rank}" for rank in range(size)), f"late rank {size - 1}"]
+    assert [stage["name"] for stage in page["stages"]] == ["report in", "make the group", *wanted, "latency"]
+    assert all(stage["ok"] for stage in page["stages"])
+    assert 0 < page["latency"]["median_us"] <= page["latency"]["p95_us"]
+    assert page["latency"]["calls"] == 200
+    assert any("share the" in note for note in page["notes"]) == (size > page["ranks"][0]["cores"])
 
 
 @mpi
 def test_the_page_is_printed_once_and_nothing_else_is() -> None:
-    completed = under_mpiexec(2, "--group", "mpi", "--timeout", "30")
+    completed = launched("mpi", 2, "--group", "mpi", "--timeout", "30")
     assert completed.returncode == 0, completed.stderr
-    assert completed.stderr.count("gradscale check: starting 2 ranks over MPI") == 1
+    assert completed.stderr.count("gradscale check: starting 2 ranks over MPI, with up to 30 s for each stage") == 1
     assert completed.stdout.count("gradscale check, 2 ranks over MPI: passed") == 1
     assert completed.stdout.count("latency of one agreement") == 1
     assert "one agreement takes" in completed.stdout
@@ -162,22 +124,11 @@ def test_the_page_is_printed_once_and_nothing_else_is() -> None:
 
 
 @mpi
-def test_rank_0_says_at_once_that_it_starts(tmp_path: Path) -> None:
-    require("mpi")
-    # Before a rank imports anything.
-    path = at_start(
-        tmp_path, "import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.write(2, b'begun'); os._exit(1)"
-    )
-    said = check("--group", "mpi", "--timeout", "7", PYTHONPATH=path).stderr
-    assert said.startswith("gradscale check: starting 1 rank over MPI, with up to 7 s for each stage\nbegun")
-    assert "starting" not in check("--group", "mpi", "--timeout", "7", PYTHONPATH=path, PMI_RANK="1").stderr
-
-
-@mpi
 @pytest.mark.parametrize(("size", "kind", "rank"), MPI_FAULTS)
 def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind: str, rank: int) -> None:
-    # Only a rank that is late is waited for: all else is over long before this timeout, which is longer than LIMIT.
-    completed = under_mpiexec(size, "--json", "--timeout", "5" if kind == "late" else "120", fault=f"{kind}:{rank}")
+    # Only a rank that is late is waited for: all else is over long before this timeout, which is a program's.
+    limit = "5" if kind == "late" else "150"
+    completed = launched("mpi", size, "--json", "--timeout", limit, fault=f"{kind}:{rank}")
     if (kind, rank) == ("version", 0):
         # Rank 0's is the one that the others are compared with.
         assert [problem["rank"] for problem in page_of(completed)["problems"]] == [1]
@@ -190,23 +141,29 @@ def test_a_fault_under_mpiexec_ends_every_rank_and_names_the_one(size: int, kind
 def test_ranks_that_hang_or_die_are_named_and_end_all_others() -> None:
     # Long enough for a supervisor not to give up a rank that waits, before the others name the one it waits for.
     cases = [(size, kind, rank) for kind in WAITING for size, rank in ((2, 0), (2, 1), (3, 2))]
+
+    def faulty(case: tuple[int, str, int]) -> subprocess.CompletedProcess[str]:
+        size, kind, rank = case
+        return launched("mpi", size, "--json", "--timeout", "7", fault=f"{kind}:{rank}")
+
     with ThreadPoolExecutor(len(cases)) as pool:
-        ended = list(
-            pool.map(
-                lambda case: under_mpiexec(case[0], "--json", "--timeout", "7", fault=f"{case[1]}:{case[2]}"),
-                cases,
-            )
-        )
-    for completed, (_, kind, rank) in zip(ended, cases, strict=True):
-        check_failed(completed, kind, rank)
+        for completed, (_, kind, rank) in zip(pool.map(faulty, cases), cases, strict=True):
+            check_failed(completed, kind, rank)
+
+
+@torch
+@pytest.mark.parametrize(("kind", "rank"), [("late", 1), ("die", 0)])
+def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, rank: int) -> None:
+    check_failed(launched("torch", 2, "--json", "--timeout", "4", fault=f"{kind}:{rank}"), kind, rank)
 
 
 @mpi
 def test_a_rank_that_never_comes_to_mpi_init_does_not_hang_the_others() -> None:
     require("mpi")
-    mpiexec, _, _, *command = mpi_command(1, *program(""), "--group", "mpi", "--timeout", "1")
+    require("cli")
+    mpiexec, _, _, *command = mpi_command(1, "-m", "gradscale", "check", "--group", "mpi", "--timeout", "1")
     absent = [sys.executable, "-c", "import time; time.sleep(60)"]
-    completed = run([mpiexec, "-n", "1", *command, ":", "-n", "1", *absent])
+    completed = run(mpiexec, "-n", "1", *command, ":", "-n", "1", *absent)
     assert completed.returncode != 0
     assert "rank 0 of " in completed.stderr
     assert "has not come out of MPI_Init in 3 s: some rank has not come to it" in completed.stderr
@@ -240,17 +197,12 @@ def test_versions_that_differ_are_noted_in_the_page(
 
 
 @mpi
-def test_one_process_without_mpiexec_works_and_says_what_that_is_worth() -> None:
+def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_were_started() -> None:
     require("mpi")
     completed = check("--group", "mpi")
     assert completed.returncode == 0, completed.stderr
     assert "1 rank over MPI: passed" in completed.stdout
     assert "1 rank proves nothing about agreement" in completed.stdout
-
-
-@mpi
-def test_processes_that_are_each_alone_in_their_group_do_not_pass() -> None:
-    require("mpi")
     # As under the mpiexec of another MPI than the one of mpi4py.
     completed = check("--group", "mpi", "--json", OMPI_COMM_WORLD_SIZE="4")
     assert completed.returncode == 1
@@ -259,21 +211,9 @@ def test_processes_that_are_each_alone_in_their_group_do_not_pass() -> None:
 
 
 @torch
-def test_ranks_under_torchrun_pass() -> None:
-    check_passed(under_torchrun("--json", "--timeout", "30"), "torch", 2)
-
-
-@torch
-@pytest.mark.parametrize(("kind", "rank"), TORCH_FAULTS)
-def test_a_fault_under_torchrun_ends_every_rank_and_names_the_one(kind: str, rank: int) -> None:
-    check_failed(under_torchrun("--json", "--timeout", "4", fault=f"{kind}:{rank}"), kind, rank)
-
-
-@torch
 def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
     require("torch")
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
-    completed = check("--timeout", "1", **environment)
+    completed = check("--timeout", "1", RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="9")
     assert completed.returncode == 1
     assert "gradscale: check: rank 1 of 2 (" in completed.stderr
     # Torch tries again and gives up, or the command's own watch is the first to see that it takes too long.
@@ -281,52 +221,43 @@ def test_a_store_that_is_not_there_is_an_error_within_the_timeout() -> None:
     assert any(text in completed.stderr for text in said), completed.stderr
 
 
+@pytest.fixture
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PMI", "OMPI", "MPI", "RANK", "WORLD_SIZE", "SLURM_")
+    for name in [name for name in os.environ if name.startswith(names)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("_no_launcher")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(("--group", "mpi", "--timeout", "0"), ["--timeout"], id="timeout"),
-        pytest.param(("--group", "nccl"), ["--group"], id="group"),
-        pytest.param(
-            (),
-            [
-                "mpiexec -n 4 python -m gradscale check --group mpi",
-                "torchrun --nproc-per-node 2 -m gradscale check --group torch",
-            ],
-            id="no-launcher",
-        ),
+        (("--group", "mpi", "--timeout", "0"), "--timeout"),
+        (("--group", "nccl"), "--group"),
+        ((), "mpiexec -n 4 python -m gradscale check --group mpi"),
+        ((), "torchrun --nproc-per-node 2 -m gradscale check --group torch"),
     ],
+    ids=["timeout", "group", "no-mpiexec", "no-torchrun"],
 )
-def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: list[str]) -> None:
-    completed = check(*arguments, inherited=without_launcher(), COLUMNS="300")
+def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
+    require("cli")
+    completed = ran(sys.executable, "-m", "gradscale", "check", *arguments, **ENVIRONMENT)
     assert completed.returncode == 2
-    shown = " ".join(completed.stderr.replace("│", " ").split())
-    assert all(one in shown for one in said), shown
-
-
-@pytest.mark.parametrize(("group", "module", "extra"), [("mpi", "mpi4py", "mpi"), ("torch", "torch", "torch")])
-def test_a_group_that_is_not_installed_is_one_line_with_the_command(
-    group: str, module: str, extra: str, tmp_path: Path
-) -> None:
-    find = f"u.find_spec = lambda n, p=None: None if n == {module!r} else find(n, p)\n"
-    path = at_start(tmp_path, f"import importlib.util as u\nfind = u.find_spec\n{find}")
-    completed = check("--group", group, PYTHONPATH=path)
-    assert completed.returncode == 1
-    assert completed.stderr.splitlines() == [
-        f"gradscale: check --group {group} needs {module}, got: No module named {module!r}; "
-        f"from a clone of gradscale: python -m pip install '.[{extra}]'"
-    ]
+    assert said in " ".join(completed.stderr.replace("│", " ").split())
 
 
 @mpi
 @pytest.mark.tier("ranks")
+@pytest.mark.usefixtures("_no_launcher")
 def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
     require("mpi")
-    dies = (
-        "import os, signal, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)"
+    kill = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: {kill}"
     )
-    environment = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "PYTHONPATH": at_start(tmp_path, dies)}
-    inherited = without_launcher("RANK", "WORLD_SIZE", "SLURM_")
-    completed = check("--group", "mpi", inherited=inherited, **environment)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "gradscale", "check", "--group", "mpi"]
+    completed = ran(*command, **ENVIRONMENT, SLURM_PROCID="2", SLURM_STEP_NUM_TASKS="4", PYTHONPATH=path)
     assert completed.returncode == 1, completed.stderr
     assert "rank 2 of 4 (" in completed.stderr
     assert "was killed by SIGKILL" in completed.stderr

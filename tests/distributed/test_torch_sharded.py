@@ -1,20 +1,36 @@
-"""The replacement of torch's ShardedGradScaler on plain tensors does what torch's does, on every rank."""
+"""The replacements of torch's scalers over groups and meshes do what torch's do, and what torch's fail at."""
 
 from __future__ import annotations
 
 import collections
 import importlib
-import math
 from typing import Any
 
 import pytest
 from axes import require
-from worlds import GlooWorld, MPIWorld, each
+from tiers import later
+from worlds import GlooWorld, MPIWorld, agree
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
-LIBRARIES = ("torch", "gradscale")
-ONES = [1.0] * 3
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+# For each, the scenario and what it is asked beside each rank in turn.
+TURNS: list[tuple[Any, ...]] = [
+    *(("as_torchs", explicit) for explicit in (False, True)),
+    *(("fused_on_one", name) for name in FUSED),
+    *(("drift", what) for what in ("scale", "tracker", "policy")),
+    ("missing_call",),
+    *(("without_gradients", is_fused) for is_fused in (False, True)),
+    *(("never_scaled", is_fused) for is_fused in (False, True)),
+    *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
+    ("closure",),
+]
+ONCE: list[tuple[Any, ...]] = [
+    *(("fused_on_all", name) for name in FUSED),
+    ("grow",),
+    *(("two_meshes", is_given, bad_rank) for is_given, bad_rank in ((False, None), (True, None), (True, 0), (True, 1))),
+    ("clip_dtensors_and_plain_tensors",),
+]
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
@@ -26,8 +42,36 @@ def torch() -> Any:
 
 @pytest.fixture
 def scenarios() -> Any:
-    """Return what the ranks do."""
+    """Return what the ranks do on plain tensors and DTensors."""
     return importlib.import_module("torch_sharded_scenarios")
+
+
+@pytest.fixture
+def fsdp() -> Any:
+    """Return what the ranks do with FSDP."""
+    return importlib.import_module("fsdp_scenarios")
+
+
+@pytest.mark.parametrize(("name", "others"), [(name, others) for name, *others in TURNS], ids=str)
+def test_each_rank_in_turn(gloo: GlooWorld, scenarios: Any, name: str, others: list[Any]) -> None:
+    agree(gloo, getattr(scenarios, name), [(rank, *others) for rank in range(gloo.size)])
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, *arguments in ONCE], ids=str)
+def test_all_ranks(gloo: GlooWorld, scenarios: Any, name: str, arguments: list[Any]) -> None:
+    agree(gloo, getattr(scenarios, name), [tuple(arguments)])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("name", "is_fused"), [("SGD", False), ("AdamW", True)])
+def test_the_sharded_scaler_of_torch_tensors_agrees_over_mpi(
+    mpi: MPIWorld, scenarios: Any, name: str, is_fused: bool
+) -> None:
+    agree(mpi, scenarios.over_mpi, [(rank, name, is_fused) for rank in range(mpi.size)])
+
+
+def test_a_list_of_groups_is_agreed_over_in_turn(scenarios: Any) -> None:
+    agree(GlooWorld(4), scenarios.dimensions, [(bad_rank,) for bad_rank in range(4)])
 
 
 def described(torch: Any, outputs: Any) -> Any:
@@ -43,13 +87,13 @@ def test_nested_containers_are_scaled_as_torch_scales_them(torch: Any, scenarios
         [torch.tensor([1.0, 2.0]), (torch.tensor([3.0], dtype=torch.float64), [torch.tensor(4.0)])],
         [torch.tensor(5.0, dtype=torch.float16), torch.tensor([6.0], dtype=torch.bfloat16)],
     )
-    theirs, ours = (
-        described(torch, scenarios.make_scaler(library, init_scale=2.0).scale(outputs)) for library in LIBRARIES
-    )
-    assert ours == theirs
-    inner = ("tuple", [("torch.float64", [6.0]), ("list", [("torch.float32", 8.0)])])
-    halves = ("list", [("torch.float16", 10.0), ("torch.bfloat16", [12.0])])
-    assert ours == ("tuple", [("torch.float32", 3.0), ("list", [("torch.float32", [2.0, 4.0]), inner]), halves])
+    theirs, scaler = (scenarios.make_scaler(library, init_scale=2.0) for library in ("torch", "gradscale"))
+    assert scaler._scale is None
+    ours = described(torch, scaler.scale(outputs))
+    assert ours == described(torch, theirs.scale(outputs))
+    assert ours[1][0] == ("torch.float32", 3.0)
+    # The state is made on the device of the first output.
+    assert (scaler._scale.device.type, scaler._scale.dtype) == ("cpu", torch.float32)
 
 
 def test_a_named_tuple_and_a_dict_are_scaled_though_torch_fails_on_them(torch: Any, scenarios: Any) -> None:
@@ -61,71 +105,31 @@ def test_a_named_tuple_and_a_dict_are_scaled_though_torch_fails_on_them(torch: A
     assert (scaled.first.item(), scaled.second["loss"].item()) == (2.0, 4.0)
 
 
-def test_the_state_is_made_on_the_device_of_the_first_output(torch: Any, scenarios: Any) -> None:
-    scaler = scenarios.make_scaler("gradscale", init_scale=2.0)
-    assert scaler._scale is None
-    scaler.scale([torch.tensor(1.0), (torch.tensor(2.0),)])
-    assert scaler._scale is not None
-    assert (scaler._scale.device.type, scaler._scale.dtype) == ("cpu", torch.float32)
+# FSDP, and meshes.
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_ and step"])
-def test_an_infinity_on_each_rank_in_turn_makes_step_return_none_on_all(
-    gloo: GlooWorld, scenarios: Any, explicit: bool
+@pytest.mark.parametrize("overflow", ["loss", "gradient"])
+@pytest.mark.parametrize("size", [2, *later("all", 3)])
+def test_training_is_that_with_torchs_own_scaler_bit_for_bit(fsdp: Any, size: int, overflow: str) -> None:
+    # Ranks of DDP decide alone, and an infinity in the gradients of one would part them.
+    setups = [setup for setup in fsdp.SETUPS if (setup.method, overflow) != ("DDP", "gradient")]
+    cases = [(setup, overflow, False) for setup in setups]
+    cases += [(setup, overflow, True) for setup in setups if setup.method == "FSDP2"]
+    agree(GlooWorld(size), fsdp.compare, cases)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("parallel", ["data", "hybrid", "data and tensor"])
+def test_an_infinity_on_each_rank_of_a_mesh_is_found_on_all_without_a_group(
+    fsdp: Any, parallel: str, is_reversed: bool
 ) -> None:
-    cases = [(lib, {bad: math.inf}, {"explicit": explicit}) for lib in LIBRARIES for bad in range(gloo.size)]
-    answers = [results for _, results in each(gloo, scenarios.train, cases)]
-    for theirs, ours in zip(answers[: gloo.size], answers[gloo.size :], strict=True):
-        names = ("returned", "scale", "tracker", "weights")
-        found, expected = (
-            [[tuple(record[name] for name in names) for record in records] for records in results]
-            for results in (ours, theirs)
-        )
-        assert found == expected
-        moved = [0.0] * 3
-        steps = [("stepped", 4.0, 1), (None, 2.0, 0), ("stepped", 2.0, 1)]
-        weights = [moved, moved, [-1.0] * 3]
-        assert found == [[(*step, [one, one]) for step, one in zip(steps, weights, strict=True)]] * gloo.size
+    agree(GlooWorld(4), fsdp.mesh_overflow, [(bad_rank, parallel, is_reversed) for bad_rank in range(4)])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("kind", ["finite", "inf", "nan", "sum of 2", "sum of 3"])
-def test_sparse_gradients_are_judged_as_torch_judges_them_but_for_sums_that_overflow(
-    gloo: GlooWorld, scenarios: Any, dtype: str, kind: str
-) -> None:
-    # The optimizer gets duplicates summed: two large ones of float32 are finite once they are unscaled.
-    is_found = kind != "finite" and (kind, dtype) != ("sum of 2", "float32")
-    is_torchs_fault = (kind, dtype) == ("sum of 3", "float32")
-    cases = [(library, dtype, kind, bad_rank) for library in LIBRARIES for bad_rank in range(gloo.size)]
-    answers = [results for _, results in each(gloo, scenarios.sparse_gradients, cases)]
-    for bad_rank, (theirs, ours) in enumerate(zip(answers[: gloo.size], answers[gloo.size :], strict=True)):
-        if is_torchs_fault:
-            assert theirs[bad_rank]["gradient"][1] == math.inf
-            assert [result["steps"] for result in theirs] == [1] * gloo.size
-        else:
-            assert repr(ours) == repr(theirs)  # NaN is not equal to itself
-        for rank, result in enumerate(ours):
-            assert result["found"] == [float(is_found)]
-            steps = int(dtype == "float32" and not is_found)
-            assert (result["steps"], result["scale"]) == (steps, 1.0 if is_found and dtype == "float32" else 2.0)
-            if rank != bad_rank or kind == "finite":
-                assert result["gradient"] == [0.0, 24.0, 0.0, 32.0]
-            elif is_found:
-                assert repr(result["gradient"][1]) == ("nan" if kind == "nan" else "inf")
-            else:
-                assert math.isfinite(result["gradient"][1])
+@pytest.mark.parametrize("parallel", ["data", "hybrid", "data and tensor"])
+def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(fsdp: Any, parallel: str) -> None:
+    agree(GlooWorld(4), fsdp.clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(("name", "is_fused"), [("SGD", False), ("AdamW", True)])
-def test_the_sharded_scaler_of_torch_tensors_agrees_over_mpi(
-    mpi: MPIWorld, scenarios: Any, name: str, is_fused: bool
-) -> None:
-    settings = {"optimizer": name, "fused": is_fused, "over": "group"}
-    cases = [("gradscale", {bad: math.nan}, settings) for bad in range(mpi.size)]
-    for _, results in each(mpi, scenarios.train, cases):
-        for records in results:
-            assert [record["scale"] for record in records] == [4.0, 2.0, 2.0]
-            first, second, third = (record["weights"] for record in records)
-            assert first == second != third
-            assert records == results[0]
+def test_each_optimizer_costs_one_all_reduce_of_two_integers_where_torch_makes_four(fsdp: Any) -> None:
+    agree(GlooWorld(4), fsdp.count_collectives, [(False,), (True,)])

@@ -6,14 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
-from scenarios import SGD, begun, gradients, loss, rank_and_size
-from worlds import Failure
+from scenarios import SGD, begun, gradients, loss, raised, rank_and_size
 
 import gradscale
 
 
-def bad_on(group: Any, bad_rank: int, library: str, when: str) -> dict[str, Any]:
-    """Gather a diagnosis before or after a step in which one rank holds a NaN."""
+def bad_on(group: Any, bad_rank: int, library: str, when: str) -> Any:
+    """Gather a diagnosis before or after a step in which one rank holds a NaN, which it names."""
     rank, scaler, optimizer = begun(group)
     optimizer.grads = gradients(library)
     if rank == bad_rank:
@@ -26,12 +25,15 @@ def bad_on(group: Any, bad_rank: int, library: str, when: str) -> dict[str, Any]
     report = scaler.diagnose(optimizer, ["a", "b", "c"], gather=True)
     if when == "before":
         scaler.step(optimizer)
-    return {
-        "report": report.to_dict(),
-        "text": str(report),
-        "skipped": scaler.last_step(optimizer).skipped,
-        "local": len(scaler.diagnose(optimizer).entries),
-    }
+    assert [(one.name, one.rank, one.nan) for one in report.entries if one.nan] == [("b", (bad_rank,), 10)]
+    assert len(report.entries) == 3 * rank_and_size(group)[1]
+    assert {one.largest for one in report.entries} == {None, 1.0}
+    assert (report.scale, report.iteration, report.cause) == (65536.0, 1, "scale")
+    assert f"b on rank {bad_rank} overflows" in report.to_dict()["explanation"]
+    assert str(report).splitlines()[4].split()[:2] == ["b", str(bad_rank)]
+    assert scaler.last_step(optimizer).skipped
+    assert len(scaler.diagnose(optimizer).entries) == 3
+    return report.to_dict()
 
 
 def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
@@ -41,71 +43,75 @@ def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
     scaler.scale(np.float32(np.nan if bad_loss and rank == bad_rank else 1.0))
     scaler.step(optimizer)
     report = scaler.last_step(optimizer).overflow
-    return None if report is None else report.to_dict()
+    assert (report.cause, report.loss_nonfinite) == ("model" if bad_loss else "scale", int(bad_loss))
+    assert {one.rank for one in report.entries if one.inf} == {(bad_rank,)}
+    return report.to_dict()
 
 
-def nothing_on(group: Any, empty_rank: int) -> dict[str, Any]:
+def nothing_on(group: Any, empty_rank: int) -> Any:
     """Gather where one rank has seen no array at all."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
+    rank, scaler, _ = begun(group, backend="numpy")
     if rank != empty_rank:
         scaler.scale(np.float32(1.0))
-    return scaler.diagnose(SGD([] if rank == empty_rank else gradients("numpy")), gather=True).to_dict()
+    report = scaler.diagnose(SGD([] if rank == empty_rank else gradients("numpy")), gather=True)
+    assert [one.largest for one in report.entries] == [1.0] * 3 * (rank_and_size(group)[1] - 1)
+    return report.to_dict()
 
 
-def many(group: Any, count: int) -> dict[str, Any]:
-    """Gather more parameters than a report lists."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
+def many(group: Any, count: int) -> Any:
+    """Gather more parameters than a report lists: it keeps the worst."""
+    rank, scaler, _ = begun(group)
+    size = rank_and_size(group)[1]
     scaler.scale(np.float32(1.0))
     grads = [np.full(2, np.inf if rank == 0 and k < 5 else 1.0, np.float32) for k in range(count)]
     report = scaler.diagnose(SGD(grads), gather=True)
-    worst = [(entry.rank, entry.index) for entry in report.nonfinite]
-    return {
-        "entries": len(report.entries),
-        "omitted": (report.omitted_nonfinite, report.omitted_finite),
-        "worst": sorted(worst),
-        "head": str(report).splitlines()[0],
-    }
+    listed = 4096 // size * size
+    assert len(report.entries) == listed
+    assert (report.omitted_nonfinite, report.omitted_finite) == (0, count * size - listed)
+    assert sorted((entry.rank, entry.index) for entry in report.nonfinite) == [((0,), k) for k in range(5)]
+    assert str(report).startswith(f"5 of {count * size} gradients")
+    return report.to_dict()
 
 
-def refused_on(group: Any, bad_rank: int, kind: str) -> Failure:
-    """Give one rank too few names, an iterator of names that fails, or a gradient that is none; then gather again."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0, backend="numpy")
+def refused_on(group: Any, bad_rank: int, kind: str) -> None:
+    """Give one rank too few names, names that fail, or a gradient that is none: all are told, and can go on."""
+    rank, scaler, optimizer = begun(group, backend="numpy")
     scaler.scale(np.float32(1.0))
-    optimizer = SGD(gradients("numpy"))
+    optimizer.grads = gradients("numpy")
     names: Any = None if kind == "gradient" else ["a", "b", "c"]
     if rank == bad_rank and kind == "gradient":
         optimizer.grads = [np.array(["text"])]
     elif rank == bad_rank:
         names = {"too few": ["a"], "failing": (missing["name"] for missing in [{}])}[kind]
-    try:
-        scaler.diagnose(optimizer, names, gather=True)
-    except (gradscale.GradscaleError, KeyError) as error:
-        optimizer.grads = gradients("numpy")
-        scaler.diagnose(optimizer, gather=True)
-        scaler.step(optimizer)
-        return Failure.of(error)
-    msg = "what fails was taken"
-    raise RuntimeError(msg)
+    own = gradscale.InvalidValueError if kind == "too few" else gradscale.InvalidTypeError
+    said = ["one for each of the optimizer's 3 parameters, got 1"] * (kind == "too few")
+    if rank != bad_rank:
+        said.append(f"failed on rank {bad_rank}, and so on all: {own.__name__}")
+    expected: type[Exception] = own if rank == bad_rank else gradscale.BackendError
+    error = raised(expected, lambda: scaler.diagnose(optimizer, names, gather=True), *said)
+    assert type(error) is expected
+    optimizer.grads = gradients("numpy")
+    scaler.diagnose(optimizer, gather=True)
+    scaler.step(optimizer)
 
 
-def scaled_on(group: Any, scaling_rank: int) -> list[dict[str, Any]]:
-    """Call ``scale`` on one rank alone, as a pipeline does; what is gathered in the second iteration and after it."""
+def scaled_on(group: Any, scaling_rank: int) -> Any:
+    """Call ``scale`` on one rank alone, as a pipeline does; gather in the second iteration and after it."""
     rank, scaler, optimizer = begun(group)
     reports = []
     for value in (np.inf, 1.0):
         if rank == scaling_rank:
             scaler.scale(np.float32(1.0))
         optimizer.grads = gradients("numpy", value)
-        reports.append(scaler.diagnose(optimizer, gather=True).to_dict())
+        reports.append(scaler.diagnose(optimizer, gather=True))
         scaler.step(optimizer)
         scaler.update()
-    return [*reports, scaler.diagnose(optimizer, gather=True).to_dict()]
+    reports.append(scaler.diagnose(optimizer, gather=True))
+    assert [(one.scale, one.iteration) for one in reports] == [(65536.0, 1), (32768.0, 2), (32768.0, 2)]
+    return [one.to_dict() for one in reports]
 
 
-def unusual_on(group: Any, bad_rank: int, kind: str) -> Any:
+def unusual_on(group: Any, bad_rank: int, kind: str) -> None:
     """Gather with torch's replacement where one rank has a parameter that is no tensor, or an expanded gradient."""
     import torch
 
@@ -115,13 +121,13 @@ def unusual_on(group: Any, bad_rank: int, kind: str) -> Any:
     scaler = gradscale_torch.GradScaler("cpu", group=group, init_scale=4.0)
     scaler.scale(torch.ones(()))
     weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.full((2,), 4.0)
+    weight.grad = torch.tensor([4.0]).expand(2) if rank == bad_rank else torch.full((2,), 4.0)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    if rank == bad_rank and kind == "no tensor":
+    if kind == "overlapping":
+        report = scaler.diagnose(optimizer, gather=True)
+        assert [one.largest for one in report.entries] == [1.0, 1.0]
+        return
+    if rank == bad_rank:
         optimizer.param_groups[0]["params"].append("text")
-    elif rank == bad_rank:
-        weight.grad = torch.tensor([4.0]).expand(2)
-    try:
-        return scaler.diagnose(optimizer, gather=True).to_dict()
-    except gradscale.GradscaleError as error:
-        return Failure.of(error)
+    kinds = (gradscale.InvalidTypeError, "") if rank == bad_rank else (gradscale.BackendError, f"on rank {bad_rank}")
+    raised(kinds[0], lambda: scaler.diagnose(optimizer, gather=True), kinds[1])

@@ -1,155 +1,159 @@
 """What the ranks do in the tests of ranks that do something different: another order, another call, another norm.
 
 Each scenario takes a group, the odd rank, what it does differently, and the library whose scaler is meant: "numpy" or
-"torch". It returns what the rank was told, and nothing that depends on how far the others came.
+"torch". It asserts what its rank is told, which does not depend on how far the others came.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from group_scenarios import fresh
-from scenarios import TIMEOUT, Trainer, failure_of, gradients, loss, rank_and_size
-from worlds import Failure
+from scenarios import TIMEOUT, Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
 
-
-def swapped_steps(group: Any, is_odd: bool, library: str, unscales: bool = False) -> Failure | None:
-    """Step two optimizers, in the second iteration in another order on the odd rank."""
-    trainer = Trainer(group, library)
-    trainer.iterate(unscales=unscales)
-    return failure_of(lambda: trainer.iterate((1, 0) if is_odd else (0, 1), unscales))
-
-
-def swapped_unscaling(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Unscale two optimizers, in the second iteration in another order on the odd rank."""
-    return swapped_steps(group, is_odd, library, unscales=True)
-
-
-def swapped_scalers(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Use two scalers over one group, in another order on the odd rank from the first iteration on."""
-    trainers = [Trainer(group, library, 1) for _ in range(2)]
-
-    def train() -> None:
-        for trainer in reversed(trainers) if is_odd else trainers:
-            trainer.iterate((0,))
-
-    return failure_of(train)
-
-
-def step_left_out(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Leave out a step after unscale_ on the odd rank."""
-    trainer = Trainer(group, library, 1)
-    trainer.scaler.unscale_(trainer.optimizers[0])
-    if not is_odd:
-        trainer.scaler.step(trainer.optimizers[0])
-    trainer.scaler.update()
-    return failure_of(lambda: trainer.iterate((0,)))
-
-
-# What the odd rank is asked to clip to, and the others.
-NORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "norm_of_rank": ({"max_norm": 2.0, "norm_over": "rank"}, {"max_norm": 1.0, "norm_over": "rank"}),
-    "norm_of_group": ({"max_norm": 2.0, "norm_over": "group"}, {"max_norm": 1.0, "norm_over": "group"}),
-    # One float32, and two float64.
-    "last_digit_of_norm": (
-        {"max_norm": 0.1 * (1 + 2**-40), "norm_over": "rank"},
-        {"max_norm": 0.1, "norm_over": "rank"},
-    ),
-    "norm_left_out": ({}, {"max_norm": 1.0, "norm_over": "rank"}),
-    "group_norm_alone": ({"max_norm": 1.0, "norm_over": "group"}, {"max_norm": 1.0, "norm_over": "rank"}),
+ORDER = "optimizer from 0 to 1 (here {}), numbered in the order in which the scaler has met them"
+CALLS = {
+    "step": "unscale_() or step()",
+    "norm": "unscale_(max_norm=), for the norm over the group",
+    "diagnosis": "diagnose(gather=True)",
+    "agreement": "a GroupAgreement",
 }
 
 
-def clipped(group: Any, library: str, **settings: Any) -> Failure | None:
-    """Unscale and step with these settings."""
-    trainer = Trainer(group, library, 1)
-
-    def train() -> None:
-        trainer.scaler.unscale_(trainer.optimizers[0], **settings)
-        trainer.scaler.step(trainer.optimizers[0])
-
-    return failure_of(train)
+def calls(own: str, other: str) -> str:
+    """Return what is said of two calls that meet, in the order in which they are listed above."""
+    least, most = sorted([own, other], key=list(CALLS).index)
+    return f"the call itself from {CALLS[least]} to {CALLS[most]} (here {CALLS[own]})"
 
 
-def diagnosis_alone(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Gather a diagnosis on the odd rank alone, where the others step."""
-    trainer = Trainer(group, library)
-    trainer.iterate()
-
-    def train() -> None:
-        if is_odd:
-            trainer.scaler.diagnose(trainer.optimizers[0], gather=True)
-        trainer.iterate()
-
-    return failure_of(train)
+def norms(own: Any, other: Any) -> str:
+    """Return what is said of two largest norms."""
+    least, most = sorted([own, other], key=lambda value: -1.0 if value is None else value)
+    return f"max_norm from {least} to {most} (here {own})"
 
 
-def diagnosis_of_another(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Gather the diagnosis of another optimizer on the odd rank."""
-    trainer = Trainer(group, library)
-    trainer.iterate()
-    return failure_of(lambda: trainer.scaler.diagnose(trainer.optimizers[is_odd], gather=True))
+def both(said: Callable[..., str], odd: Any, others: Any) -> tuple[str, str]:
+    """Return what the odd rank is told, and what the others are."""
+    return said(odd, others), said(others, odd)
 
 
-def agreement_without_a_scaler(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Use a GroupAgreement on the odd rank, where the others step."""
-    trainer = Trainer(group, library, 1)
-    policy = gradscale.DynamicScale()
-    agree = gradscale.GroupAgreement(group, policy, timeout=TIMEOUT)
-    state = policy.init(loss(library))
-    _, nonfinite = gradscale.unscale(gradients(library), state)
+# What the odd rank is told is its own error, at once.
+REFUSED = ("", "rank {odd_rank} has refused its gradients")
+TOLD: dict[str, tuple[str, str]] = {
+    "swapped_steps": (ORDER.format(1), ORDER.format(0)),
+    "swapped_unscaling": (ORDER.format(1), ORDER.format(0)),
+    "swapped_scalers": ("numbered in the order of their construction",) * 2,
+    "step_left_out": ("steps made so far from 0 to 1 (here 0)", "steps made so far from 0 to 1 (here 1)"),
+    "diagnosis_alone": both(calls, "diagnosis", "step"),
+    "diagnosis_of_another": (ORDER.format(1), ORDER.format(0)),
+    "agreement_without_a_scaler": both(calls, "agreement", "step"),
+    "step_refused": REFUSED,
+}
+# Of gradscale's own scaler alone: torch's replacement finds the group of a norm in the parameters.
+TOLD_OF_NORMS: dict[str, tuple[str, str]] = {
+    "norm_of_rank": both(norms, 2.0, 1.0),
+    "norm_of_group": both(norms, 2.0, 1.0),
+    "last_digit_of_norm": ("max_norm, in digits that float32 does not have",) * 2,
+    "norm_left_out": both(norms, None, 1.0),
+    "group_norm_alone": both(calls, "norm", "step"),
+    "unscaling_refused": REFUSED,
+}
+# What the odd rank is asked to clip to, and the others.
+NORMS: dict[str, tuple[Any, Any]] = {
+    "norm_of_rank": ((2.0, "rank"), (1.0, "rank")),
+    "norm_of_group": ((2.0, "group"), (1.0, "group")),
+    # One float32, and two float64.
+    "last_digit_of_norm": ((0.1 * (1 + 2**-40), "rank"), (0.1, "rank")),
+    "norm_left_out": (None, (1.0, "rank")),
+    "group_norm_alone": ((1.0, "group"), (1.0, "rank")),
+    "unscaling_refused": ((1.0, "group"), (1.0, "group")),
+}
 
-    def train() -> None:
-        if is_odd:
-            agree(nonfinite, state)
-        trainer.iterate((0,))
 
-    return failure_of(train)
-
-
-def step_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Step with gradients that are refused on the odd rank: no arrays, or float16."""
-    trainer = Trainer(group, library, 1, **({"allow_fp16_grads": False} if library == "torch" else {}))
-    trainer.iterate((0,))
-    trainer.refill()
+def refuse(trainer: Trainer) -> None:
+    """Give the first optimizer a gradient that is none."""
     optimizer = trainer.optimizers[0]
-    if is_odd and library == "torch":
+    if trainer.library == "torch":
         (parameter,) = optimizer.param_groups[0]["params"]
-        parameter.grad, parameter.data = None, parameter.data.half()
-        parameter.grad = parameter.data.clone()
-    elif is_odd:
+        parameter.grad = parameter.detach().new_ones(1).expand(3)
+    else:
         optimizer.grads = [1.0]
-    return failure_of(lambda: trainer.scaler.step(optimizer))
 
 
-def unscaling_refused(group: Any, is_odd: bool, library: str) -> Failure | None:
-    """Clip over the group, with gradients that are refused on the odd rank."""
-    trainer = Trainer(group, library, 1)
-    if is_odd:
-        trainer.optimizers[0].grads = [1.0]
+def train(group: Any, what: str, is_odd: bool, library: str) -> None:
+    """Make the iterations of a scenario; the odd rank's differ."""
+    if what == "swapped_scalers":
+        # Over one group, in another order from the first iteration on.
+        trainers = [Trainer(group, library, 1) for _ in range(2)]
+        for one in reversed(trainers) if is_odd else trainers:
+            one.iterate((0,))
+    has_one = what in ("step_left_out", "agreement_without_a_scaler", "step_refused") or what in NORMS
+    trainer = Trainer(group, library, 1 if has_one else 2)
+    order = (0,) if has_one else (0, 1)
     scaler, optimizer = trainer.scaler, trainer.optimizers[0]
-    return failure_of(lambda: scaler.unscale_(optimizer, max_norm=1.0, norm_over="group"))
-
-
-def differ(group: Any, odd_rank: int, what: str, library: str) -> Failure | None:
-    """Run the scenario of this name; what this rank was told."""
-    is_odd = rank_and_size(group)[0] == odd_rank
     if what in NORMS:
-        return clipped(group, library, **NORMS[what][not is_odd])
-    told: Failure | None = globals()[what](group, is_odd, library)
-    return told
+        if is_odd and what == "unscaling_refused":
+            refuse(trainer)
+        asked = NORMS[what][not is_odd]
+        scaler.unscale_(optimizer, **({} if asked is None else {"max_norm": asked[0], "norm_over": asked[1]}))
+        scaler.step(optimizer)
+    if what == "step_left_out":
+        scaler.unscale_(optimizer)
+        if not is_odd:
+            scaler.step(optimizer)
+        scaler.update()
+    elif what == "agreement_without_a_scaler" and is_odd:
+        agreeing(group, library)()
+    elif what == "step_refused":
+        if is_odd:
+            refuse(trainer)
+        scaler.step(optimizer)
+    elif not has_one:
+        trainer.iterate(unscales=what == "swapped_unscaling")
+    if what == "diagnosis_of_another" or (what == "diagnosis_alone" and is_odd):
+        scaler.diagnose(trainer.optimizers[is_odd], gather=True)
+    swaps = is_odd and what.startswith("swapped")
+    trainer.iterate(order[::-1] if swaps else order, what == "swapped_unscaling")
+
+
+def agreeing(group: Any, library: str) -> Callable[[], Any]:
+    """Return a call of a GroupAgreement."""
+    policy = gradscale.DynamicScale()
+    agree, state = agreement(group, policy), policy.init(loss(library))
+    return lambda: agree(gradscale.unscale(gradients(library), state)[1], state)
+
+
+def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
+    """Do something differently on one rank; each is told of it by a ScaleDesyncError that names it."""
+    rank, size = rank_and_size(group)
+    is_odd = rank == odd_rank
+    said = (TOLD | TOLD_OF_NORMS)[what][not is_odd].format(odd_rank=odd_rank)
+    if not said:
+        kinds: Any = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
+        raised(kinds, lambda: train(group, what, is_odd, library))
+        return
+    call = lambda: train(group, what, is_odd, library)  # noqa: E731
+    error = raised(gradscale.ScaleDesyncError, call, said, f"rank {rank} of {size}")
+    if what == "swapped_scalers":
+        # The group of a world has had the scalers of the cases before.
+        found = re.search(r"scaler of the group from (\d+) to (\d+) \(here (\d+)\)", str(error))
+        assert found is not None, error
+        least, most, own = map(int, found.groups())
+        assert (most, own) == (least + 1, most if is_odd else least)
 
 
 # Legal programs.
 
 
-def legal(group: Any, odd_rank: int, library: str) -> list[Any]:
-    """Do what ranks may do differently, and much that they must do alike; what every rank ends with."""
+def legal(group: Any, odd_rank: int, library: str) -> None:
+    """Do what ranks may do differently, and much that they must do alike."""
     rank, _ = rank_and_size(group)
     is_odd = rank == odd_rank
     trainer = Trainer(group, library, 0)
@@ -179,67 +183,59 @@ def legal(group: Any, odd_rank: int, library: str) -> list[Any]:
     other.iterate((0,))
     trainer.iterate()
     trainer.scaler = pickle.loads(pickle.dumps(trainer.scaler))
-    trainer.scaler.set_group(group)
-    trainer.iterate()
-    trainer.scaler.set_group(group)
-    trainer.iterate()
+    for _ in range(2):
+        trainer.scaler.set_group(group)
+        trainer.iterate()
     other.iterate((0,))
     saved = trainer.scaler.state_dict()
-    return [float(saved["scale"]), int(saved["_growth_tracker"]), len(trainer.optimizers)]
+    assert (float(saved["scale"]), int(saved["_growth_tracker"])) == (65536.0, 9)
 
 
 # What needs groups of its own.
 
 
-def first_step(group: Any) -> Failure | None:
-    """Make one iteration; what is said."""
-    trainer = Trainer(group, "numpy", 1)
-    return failure_of(lambda: trainer.iterate((0,)))
-
-
-def other_version(group: Any, odd_rank: int, version: str, kind: str) -> list[Failure | None]:
-    """Run another version on the odd rank; what is said twice, and then over another group of one version."""
-    rank, _ = rank_and_size(group)
+def other_version(group: Any, odd_rank: int, version: str, kind: str) -> None:
+    """Run another version on the odd rank; all are told, now and again, until they have a group of one version."""
+    rank, size = rank_and_size(group)
+    own = gradscale.__version__
     given = [fresh(group), fresh(group)] if kind == "list" else fresh(group)
+    again: Any = gradscale.ScaleDesyncError
     if kind == "agreement":
-        policy = gradscale.DynamicScale()
-        agree = gradscale.GroupAgreement(given, policy, timeout=TIMEOUT)
-        state = policy.init(loss("numpy"))
-        call = lambda: agree(gradscale.unscale(gradients("numpy"), state)[1], state)  # noqa: E731
+        call, again = agreeing(given, "numpy"), gradscale.BackendError
     else:
         trainer = Trainer(given, "numpy" if kind == "list" else kind, 1)
         call = lambda: trainer.iterate((0,))  # noqa: E731
-    mine = version if rank == odd_rank else gradscale.__version__
-    with mock.patch.object(gradscale, "__version__", mine):
-        told = [failure_of(call) for _ in range(2)]
+    said = f"two builds of version {own}" if version.startswith(own) else f"versions from {min(own, version)} to "
+    with mock.patch.object(gradscale, "__version__", version if rank == odd_rank else own):
+        raised(gradscale.ScaleDesyncError, call, said, f"rank {rank} of {size}")
+        raised(again, call)
     if kind != "agreement":
         trainer.scaler.set_group(fresh(group))
-        told.append(failure_of(call))
-    return told
+        call()
 
 
-def grid_in_another_order(groups: list[Any], is_odd: bool, library: str, settings: dict[str, Any]) -> Failure | None:
+def grid_in_another_order(groups: list[Any], is_odd: bool, is_told: bool, library: str, settings: Any) -> None:
     """Agree over the rows and columns of a grid, in another order on the odd rank."""
     trainer = Trainer(groups[::-1] if is_odd else groups, library, 1, **settings)
-    return failure_of(lambda: trainer.iterate((0,)))
+    if is_told:
+        raised(gradscale.ScaleDesyncError, lambda: trainer.iterate((0,)), "position of the group in the list")
+    else:
+        trainer.iterate((0,))
 
 
-def grid_of_mpi(comm: Any, odd_rank: int, library: str) -> list[Failure | None]:
+def grid_of_mpi(comm: Any, odd_rank: int, library: str) -> None:
     """Agree over the rows and columns of 2 x 2 ranks: in one order, and in another on the odd rank."""
     row = comm.Split(color=comm.rank // 2, key=comm.rank)
     column = comm.Split(color=comm.rank % 2, key=comm.rank)
     policies: list[Any] = [{}, {"policy": gradscale.StaticScale(4.0)}]
-    told = [
-        grid_in_another_order([row, column], is_odd and comm.rank == odd_rank, library, settings)
-        for settings in policies
-        for is_odd in (False, True)
-    ]
+    for settings in policies:
+        for is_odd in (False, True):
+            grid_in_another_order([row, column], is_odd and comm.rank == odd_rank, is_odd, library, settings)
     row.Free()
     column.Free()
-    return told
 
 
-def torch_norm_on_one_rank(group: Any, odd_rank: int) -> Failure | None:
+def torch_norm_on_one_rank(group: Any, odd_rank: int) -> None:
     """Clip DTensors over their mesh on the odd rank, where the others unscale."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -255,8 +251,9 @@ def torch_norm_on_one_rank(group: Any, odd_rank: int) -> Failure | None:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler.scale(torch.ones(()))
 
-    def train() -> None:
+    def step() -> None:
         scaler.unscale_(optimizer, **({"max_norm": 1.0} if rank == odd_rank else {}))
         scaler.step(optimizer)
 
-    return failure_of(train)
+    said = both(calls, "norm", "step")[rank != odd_rank]
+    raised(gradscale.ScaleDesyncError, step, said, f"rank {rank} of {size}")

@@ -6,7 +6,7 @@ pool do not survive. What mpiexec starts is the parent of the rank.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import pickle
 import signal
@@ -19,20 +19,19 @@ from typing import Any
 
 import numpy as np
 from events import tell, wait_for
-from scenarios import Trainer, failure_of, rank_and_size
-from worlds import Failure, alone
+from scenarios import Trainer, raised, rank_and_size
+from worlds import alone, run_cases
 
 import gradscale
 
-__all__ = ["CLEAN", "FAULTS", "FAULTY_ITERATION", "ITERATIONS", "TIMEOUT", "UNDER_WAY", "fault", "forked", "suspended"]
+__all__ = ["FAULTS", "HARMLESS", "WAITING", "absence", "fault", "forked", "suspended"]
 
+GRACE = 5.0  # seconds
 TIMEOUT = 3.0  # seconds
 ITERATIONS = 6
 FAULTY_ITERATION = 4
 # The last rank overflows in this one.
 _OVERFLOWING_ITERATION = 2
-CLEAN = {"failure": None, "steps": ITERATIONS - 1, "scale": 32768.0}
-"""What a rank answers when nothing has come of a fault, beside the seconds."""
 
 # Seconds from the beginning of the faulty iteration until ranks are suspended, and until the late one among them comes.
 _UNTIL_SUSPENDED = 0.7
@@ -80,6 +79,9 @@ FAULTS: dict[str, Callable[[bool], None]] = {
 }
 """What happens in the faulty iteration, given whether this is the faulty rank."""
 
+HARMLESS = {"one suspended for a while", "all suspended for longer than the timeout", "late"}
+"""Of these comes the right result on all ranks; of others an error on all that live."""
+
 
 def _prepared(group: Any, kind: str) -> Trainer:
     # What is slow the first time is not equally slow on each rank.
@@ -87,11 +89,8 @@ def _prepared(group: Any, kind: str) -> Trainer:
     return Trainer(group, kind, 1, timeout=TIMEOUT)
 
 
-def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
-    """Make iterations with a fault in one of them; what has become of it.
-
-    ``seconds`` is the longest time for one iteration, without this rank's own fault before it.
-    """
+def fault(group: Any, name: str, faulty_rank: int, kind: str) -> None:
+    """Make iterations with a fault in one of them; each ends in time, with the right result or an error."""
     rank, size = rank_and_size(group)
     trainer = _prepared(group, kind)
     failure, longest, whole = None, 0.0, 0.0
@@ -104,13 +103,34 @@ def fault(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
             is_bad = (iteration, rank) == (_OVERFLOWING_ITERATION, size - 1)
             trainer.iterate((0,), value=np.inf if is_bad else 1.0)
         except gradscale.GradscaleError as error:
-            failure = Failure.of(error)
+            failure = error
         end = time.monotonic()
         longest, whole = max(longest, end - after_fault), max(whole, end - begin)
         if failure is not None:
             break
-    times = {"seconds": longest, "with the fault": whole}
-    return {"failure": failure, "steps": trainer.steps, "scale": trainer.scaler.get_scale(), **times}
+    is_all = name.startswith("all")
+    assert longest < (LONGER if is_all else 0.0) + TIMEOUT + GRACE
+    assert not is_all or whole > LONGER - 1.0, "the ranks were not suspended"
+    if name in HARMLESS:
+        assert (failure, trainer.steps, trainer.scaler.get_scale()) == (None, ITERATIONS - 1, 32768.0)
+    else:
+        assert failure is not None
+        assert trainer.steps < ITERATIONS - 1
+
+
+# What a rank that does not come leaves the others in, what they wait for, and what they are told the next time.
+_STEP = "the agreement on a step"
+_AGAIN = (gradscale.CollectiveTimeoutError, "rank {} of {} waited")
+_ANOTHER = (gradscale.BackendError, "needs set_group() with another one")
+WAITING: dict[str, tuple[int | None, str, tuple[Any, str]]] = {
+    "numpy": (2, _STEP, _AGAIN),
+    "torch": (2, _STEP, _AGAIN),
+    "torch fused": (2, _STEP, _AGAIN),
+    "norm": (2, _STEP, _ANOTHER),
+    "diagnosis": (2, _STEP, _ANOTHER),
+    "agreement": (1, _STEP, (gradscale.BackendError, "construct a new GroupAgreement on all of them")),
+    "construction": (None, "the construction of a ShardedGradScaler", _AGAIN),
+}
 
 
 def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], Any], Trainer | None]:
@@ -136,64 +156,67 @@ def _second(group: Any, operation: str, timeout: float) -> tuple[Callable[[], An
 
 
 @alone
-def absence(group: Any, operation: str, absent_rank: int, how: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Let one rank raise before it comes to an operation, or come too late; the others try twice."""
-    rank, size = rank_and_size(group)
-    call, trainer = _second(group, operation, settings["timeout"])
+def absence(group: Any, operation: str, absent_rank: int, how: str, settings: dict[str, Any]) -> None:
+    """Let one rank raise before it comes to an operation, or come too late: a timeout on the others, who try twice."""
+    (rank, size), timeout = rank_and_size(group), settings["timeout"]
+    call, trainer = _second(group, operation, timeout)
     if rank == absent_rank:
         if how == "raises":
             _raise()
         wait_for(settings["folder"], "gave up", size - 1)
-    failures, times = [], [time.monotonic()]
-    for _ in range(1 if rank == absent_rank else 2):
-        failures.append(failure_of(call))
-        times.append(time.monotonic())
+        with contextlib.suppress(gradscale.GradscaleError):
+            call()
+        return
+    iteration, waited_for, (kind, then) = WAITING[operation]
+    where = "" if iteration is None else f" in iteration {iteration}"
+    said = f"rank {rank} of {size} waited {timeout:g} s for {waited_for}{where}"
+    begin = time.monotonic()
+    error = raised(gradscale.CollectiveTimeoutError, call, said)
+    assert 0.9 * timeout <= time.monotonic() - begin < 30.0
+    assert isinstance(error, TimeoutError)
+    told = {"rank": rank, "size": size, "seconds": timeout, "iteration": iteration, "operation": waited_for}
+    assert vars(error) | told == vars(error)
+    raised(kind, call, then.format(rank, size))
+    assert trainer is None or trainer.steps == 1
     tell(settings["folder"], "gave up", rank)
-    return {"failures": failures, "seconds": times[1] - times[0], "steps": None if trainer is None else trainer.steps}
 
 
 @alone
-def suspended(group: Any, name: str, faulty_rank: int, kind: str) -> dict[str, Any]:
+def suspended(group: Any, name: str, faulty_rank: int, kind: str) -> None:
     """Do the same in processes that serve nothing else."""
-    return fault(group, name, faulty_rank, kind)
+    fault(group, name, faulty_rank, kind)
 
 
 @alone
-def forked(group: Any, forking_rank: int, kind: str) -> dict[str, Any]:
-    """Step, and construct, in a child after fork; and go on in the parents."""
-    rank, _ = rank_and_size(group)
+def forked(group: Any, forking_rank: int, kind: str) -> None:
+    """Step, and construct, in a child after fork, which is refused; and go on in the parents."""
+    rank, size = rank_and_size(group)
     trainer = _prepared(group, kind)
     trainer.iterate((0,))
-    said: Any = []
     if rank == forking_rank:
-        readable, writable = os.pipe()
+        parent = os.getpid()
         child = os.fork()
         if not child:
-            calls = (lambda: trainer.iterate((0,)), lambda: Trainer(group, kind, 1))
-            failures = [failure_of(call) for call in calls]
-            answers = [failure and f"{failure.kind}: {failure.message}" for failure in failures]
-            os.write(writable, json.dumps([os.getpid(), os.getppid(), *answers]).encode())
-            os._exit(0)
-        os.close(writable)
-        with os.fdopen(readable) as answered:
-            said = json.loads(answered.read())
-        os.waitpid(child, 0)
+            with contextlib.suppress(BaseException):
+                said = f"process {parent}, got process {os.getpid()}, a child after fork"
+                refused = f"rank {rank} of {size} is process {parent}"
+                raised(gradscale.BackendError, lambda: trainer.iterate((0,)), said, refused)
+                raised(gradscale.BackendError, lambda: Trainer(group, kind, 1), said)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0, "the child was not refused, or told something else"
     trainer.iterate((0,), value=np.inf if rank == forking_rank else 1.0)
     trainer.iterate((0,))
-    return {"steps": trainer.steps, "scale": trainer.scaler.get_scale(), "said": said}
+    assert (trainer.steps, trainer.scaler.get_scale()) == (2, 32768.0)
 
 
 def be_a_rank(folder: str, name: str, faulty_rank: str, kind: str) -> None:
     """Be one rank under mpiexec."""
     from mpi4py import MPI
 
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    try:
-        answer = fault(MPI.COMM_WORLD, name, int(faulty_rank), kind)
-    except Exception as error:
-        answer = Failure.of(error)
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(answer))
-    wait_for_answers(folder, size)
+    answer = run_cases(MPI.COMM_WORLD, fault, [(name, int(faulty_rank), kind)])
+    Path(folder, f"{MPI.COMM_WORLD.rank}.pickle").write_bytes(pickle.dumps(answer))
+    wait_for_answers(folder, MPI.COMM_WORLD.size)
     # MPI's own end waits for the dead one.
     os._exit(0)
 

@@ -1,23 +1,21 @@
 """What the ranks do in the tests of sharded models: DDP, FSDP1 and FSDP2 with gradscale's scalers, and with torch's.
 
-The functions take a process group first, and return plain Python, so that it can be compared between ranks and sent by
-pickle.
+Where both are compared, each rank runs torch's first. What is returned must be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fsdp_setups import Setup
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffload,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -32,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_torch
 
+LIBRARIES = ("torch", "gradscale")
 LEARNING_RATE = 0.25
 ITERATIONS = 8
 TIMEOUT = 20.0
@@ -41,41 +40,70 @@ SETTINGS = {
 }
 
 
+class Setup(NamedTuple):
+    """How a model is spread over the ranks.
+
+    Attributes
+    ----------
+    method : str
+        "DDP", "FSDP1" or "FSDP2".
+    half : bool
+        Whether weights are gathered, and gradients reduced, in float16.
+    reshard : bool
+        Whether weights are freed between the forward and the backward pass (full shard), or kept (shard-grad-op).
+    original : bool
+        FSDP1: whether the optimizer sees the original parameters, or flat ones.
+    offload : bool
+        FSDP2: whether weights and gradients rest on the CPU, by its option.
+    """
+
+    method: str
+    half: bool = False
+    reshard: bool = True
+    original: bool = True
+    offload: bool = False
+
+
+FSDP2 = Setup("FSDP2")
+_BOTH = (False, True)
+SETUPS = [
+    Setup("DDP"),
+    *(Setup("FSDP1", *options) for options in itertools.product(_BOTH, repeat=3)),
+    *(Setup("FSDP2", half, reshard, True, off) for half, reshard, off in itertools.product(_BOTH, repeat=3)),
+]
+"""What CPUs can run."""
+
+
 def make_model() -> nn.Sequential:
     """Return a model with a nested module, the same on every rank and in every run."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4))
 
 
-def distribute(setup: Setup, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Return the model as a method spreads it; ``options`` go to the method in place of this module's."""
+def distribute(setup: Setup, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Return the model as a method spreads it."""
     model = make_model()
     kind = torch.float16
-    chosen: dict[str, Any]
     if setup.method == "DDP":
-        return DistributedDataParallel(model.half() if setup.half else model)
+        return DistributedDataParallel(model)
     if setup.method == "FSDP1":
-        mixed = MixedPrecision(param_dtype=kind, reduce_dtype=kind, buffer_dtype=kind) if setup.half else None
-        chosen = {
+        one: dict[str, Any] = {
             "sharding_strategy": ShardingStrategy.FULL_SHARD if setup.reshard else ShardingStrategy.SHARD_GRAD_OP,
             "use_orig_params": setup.original,
-            "mixed_precision": mixed,
-            "cpu_offload": CPUOffload(offload_params=setup.offload),
+            "mixed_precision": MixedPrecision(kind, kind, kind) if setup.half else None,
             "device_id": torch.device("cpu"),
-            **options,
         }
-        model[2] = FullyShardedDataParallel(model[2], **chosen)
-        return FullyShardedDataParallel(model, **chosen)
-    chosen = {
+        model[2] = FullyShardedDataParallel(model[2], **one)
+        return FullyShardedDataParallel(model, **one)
+    two: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh,
         "reshard_after_forward": setup.reshard,
         "mp_policy": MixedPrecisionPolicy(kind, kind) if setup.half else MixedPrecisionPolicy(),
         # Pinned memory needs an accelerator.
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.offload else OffloadPolicy(),
-        **options,
     }
     for module in (model[2], model):
-        fully_shard(module, **chosen)
+        fully_shard(module, **two)
     return model
 
 
@@ -90,30 +118,8 @@ def make_scaler(setup: Setup, library: str, **settings: Any) -> Any:
     return {"torch": torch.amp.GradScaler, "gradscale": gradscale_torch.GradScaler}[library]("cpu", **settings)
 
 
-class Masters:
-    """The float32 weights that an optimizer steps for a float16 model under DDP: what FSDP's mixed precision does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.halves = list(model.parameters())
-        self.weights = list(make_model().parameters())
-
-    def take_gradients(self) -> None:
-        """Widen the model's gradients."""
-        for weight, half in zip(self.weights, self.halves, strict=True):
-            weight.grad = None if half.grad is None else half.grad.float()
-            half.grad = None
-
-    def give_weights(self) -> None:
-        """Narrow the weights."""
-        with torch.no_grad():
-            for weight, half in zip(self.weights, self.halves, strict=True):
-                half.copy_(weight)
-
-
-def whole_weights(model: nn.Module, masters: Masters | None) -> bytes:
+def whole_weights(model: nn.Module) -> bytes:
     """Return all float32 weights of a model, gathered from the ranks."""
-    if masters is not None:
-        return as_bytes(masters.weights)
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return as_bytes(list(model.parameters()))
@@ -153,7 +159,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
             yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool = False) -> list[dict[str, Any]]:
+def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool) -> list[dict[str, Any]]:
     """Train, overflowing now and then on one rank; what is known after each iteration.
 
     Parameters
@@ -170,8 +176,7 @@ def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool 
     """
     rank, size = group.rank(), group.size()
     model = distribute(setup)
-    masters = Masters(model) if setup.method == "DDP" and setup.half else None
-    weights = list(model.parameters()) if masters is None else masters.weights
+    weights = list(model.parameters())
     # A wrongly unscaled gradient makes a difference to SGD, hardly to Adam; but SGD is not fused over DTensors.
     optimizer: torch.optim.Optimizer
     if is_fused:
@@ -180,101 +185,106 @@ def train(group: Any, setup: Setup, library: str, overflow: str, is_fused: bool 
         optimizer = torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9)
     scaler = make_scaler(setup, library, **SETTINGS[overflow])
     random = torch.Generator().manual_seed(rank)
-    records = []
+    records: list[dict[str, Any]] = []
     for iteration in range(ITERATIONS if overflow == "loss" else 2 * size + 2):
         inputs, targets = torch.randn(5, 6, generator=random), torch.randn(5, 4, generator=random)
         # Before the forward pass: after it, FSDP's model may hold other parameters than the optimizer.
         optimizer.zero_grad()
         # FSDP casts the inputs by itself.
-        outputs = model(inputs.half() if masters is not None else inputs)
-        loss = (outputs.float() - targets).square().mean()
+        loss = (model(inputs).float() - targets).square().mean()
         is_bad = overflow == "loss" and iteration == 3 and rank == size - 1
         scaler.scale(loss * math.inf if is_bad else loss).backward()
-        if masters is not None:
-            masters.take_gradients()
         if overflow == "gradient" and iteration % 2 and rank == iteration // 2 % size:
             inject_infinity(weights)
         scaler.step(optimizer)
         scaler.update()
-        if masters is not None:
-            masters.give_weights()
         record = {
             "loss": loss.item(),
             "scale": scaler.get_scale(),
             "tracker": scaler._get_growth_tracker(),
-            "weights": whole_weights(model, masters),
+            "weights": whole_weights(model),
             "digest": digest(optimizer),
         }
-        if library == "gradscale":
-            record["report"] = scaler.last_step(optimizer).skipped
+        if library == "gradscale" and records:
+            # Momentum moves the weights in each step that is made, after the first.
+            assert scaler.last_step(optimizer).skipped == (record["weights"] == records[-1]["weights"])
         records.append(record)
     return records
 
 
-def train_once(group: Any, setup: Setup, change: str) -> str:
-    """Make one forward and backward pass with an option of the method changed; "trained" if torch can."""
-    del group
-    options: dict[str, dict[str, Any]] = {
-        "nothing": {},
-        "pinned memory": {"offload_policy": CPUOffloadPolicy(pin_memory=True)},
-        "no device": {"device_id": None},
-    }
-    model = distribute(setup, **options[change])
-    model(torch.ones(2, 6)).sum().backward()
-    return "trained"
+def compare(group: Any, setup: Setup, overflow: str, is_fused: bool) -> Any:
+    """Train as torch does with its own scaler, bit for bit; what all ranks must have alike."""
+    theirs, ours = (train(group, setup, library, overflow, is_fused) for library in LIBRARIES)
+    # The digest is of this rank's shards of the weights, the gradients and the momentum.
+    assert ours == theirs
+    changed = [before["weights"] != after["weights"] for before, after in itertools.pairwise(ours)]
+    if overflow == "gradient":
+        assert changed == [iteration % 2 == 0 for iteration in range(1, len(ours))]
+    else:
+        assert not changed[2]
+    # 2**18 is too much for the gradients in float16, and for nothing else.
+    assert ours[0]["scale"] == SETTINGS[overflow]["init_scale"] / (1 + (setup.half and overflow == "loss"))
+    return [(record["scale"], record["tracker"], record["weights"]) for record in ours]
 
 
-def mesh_overflow(
-    group: Any, shape: tuple[int, ...], parallel: str, library: str, bad_rank: int, is_reversed: bool = False
-) -> dict[str, Any]:
+MESHES = {"data": (4,), "hybrid": (2, 2), "data and tensor": (2, 2)}
+
+
+def mesh_overflow(group: Any, bad_rank: int, parallel: str, is_reversed: bool) -> None:
     """Overflow in the first gradient on one rank of a mesh, with the plain scaler and no group given.
 
-    With ``is_reversed`` the optimizer holds the parameters from last to first.
+    With ``is_reversed`` the optimizer holds the parameters from last to first. Torch does not agree over a dimension
+    that replicates, nor over one in which the first gradient is not sharded.
     """
-    model = distribute_over(shape, parallel)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters[::-1] if is_reversed else parameters, lr=LEARNING_RATE)
-    scaler = make_scaler(Setup("FSDP2", half=False), library, init_scale=8.0)
-    scaler.scale(backward_loss(model, group.rank())).backward()
-    if group.rank() == bad_rank:
-        inject_infinity(parameters)
-    initial = [gradient.clone() for gradient in local_gradients(parameters)]
-    weights = as_bytes(parameters)
-    scaler.unscale_(optimizer)
-    state = scaler._per_optimizer_states[id(optimizer)]
-    found = {str(device): flag.item() for device, flag in state["found_inf_per_device"].items()}
-    unscaled = [torch.equal(g, i * 0.125) for g, i in zip(local_gradients(parameters), initial, strict=True)]
-    stage = state["stage"].name
-    scaler.step(optimizer)
-    stepped = as_bytes(parameters) != weights
-    stage_after = scaler._per_optimizer_states[id(optimizer)]["stage"].name
-    scaler.update()
-    return {
-        "found": found,
-        "unscaled": unscaled,
-        "finite here": all(bool(gradient.isfinite().all()) for gradient in initial),
-        "stages": (stage, stage_after),
-        "stepped": stepped,
-        "scale": scaler.get_scale(),
-    }
-
-
-def clip(group: Any, shape: tuple[int, ...], parallel: str, library: str, max_norm: float) -> dict[str, Any]:
-    """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
-    model = distribute_over(shape, parallel)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    scaler = make_scaler(Setup("FSDP2", half=False), library, init_scale=8.0)
-    scaler.scale(backward_loss(model, group.rank())).backward()
-    if library == "torch":
+    rank = group.rank()
+    apart = {"data": 1, "hybrid": rank // 2 == bad_rank // 2, "data and tensor": rank % 2 == bad_rank % 2}[parallel]
+    for library in LIBRARIES:
+        model = distribute_over(MESHES[parallel], parallel)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters[::-1] if is_reversed else parameters, lr=LEARNING_RATE)
+        scaler = make_scaler(FSDP2, library, init_scale=8.0)
+        scaler.scale(backward_loss(model, rank)).backward()
+        if rank == bad_rank:
+            inject_infinity(parameters)
+        initial = [gradient.clone() for gradient in local_gradients(parameters)]
+        assert all(bool(gradient.isfinite().all()) for gradient in initial) == (rank != bad_rank)
+        weights = as_bytes(parameters)
         scaler.unscale_(optimizer)
-        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        norm = norm.full_tensor()
-    else:
-        norm = scaler.unscale_(optimizer, max_norm=max_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    gradients = [gradient.flatten().tolist() for gradient in local_gradients(model.parameters())]
-    return {"norm": norm.item(), "gradients": gradients, "scale": scaler.get_scale()}
+        state = scaler._per_optimizer_states[id(optimizer)]
+        found = {str(device): flag.item() for device, flag in state["found_inf_per_device"].items()}
+        # Each gradient is the initial one times exactly 1/8.
+        assert all(torch.equal(g, i * 0.125) for g, i in zip(local_gradients(parameters), initial, strict=True))
+        assert state["stage"].name == "UNSCALED"
+        scaler.step(optimizer)
+        assert scaler._per_optimizer_states[id(optimizer)]["stage"].name == "STEPPED"
+        scaler.update()
+        skips = library == "gradscale" or apart or (parallel != "hybrid" and not is_reversed)
+        assert (as_bytes(parameters) == weights, scaler.get_scale()) == ((True, 4.0) if skips else (False, 8.0))
+        assert found == {"cpu": float(skips)}
+
+
+def clip(group: Any, parallel: str, max_norm: float) -> Any:
+    """Clip unscaled gradients of a mesh by their global norm: torch's two calls, or gradscale's one."""
+    norms, gradients = [], []
+    for library in LIBRARIES:
+        model = distribute_over(MESHES[parallel], parallel)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        scaler = make_scaler(FSDP2, library, init_scale=8.0)
+        scaler.scale(backward_loss(model, group.rank())).backward()
+        if library == "torch":
+            scaler.unscale_(optimizer)
+            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            norm = norm.full_tensor()
+        else:
+            norm = scaler.unscale_(optimizer, max_norm=max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(norm.item())
+        gradients.append(torch.cat([gradient.flatten() for gradient in local_gradients(model.parameters())]))
+    assert math.isclose(*norms, rel_tol=1e-5)
+    assert norms[1] > 0.02
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-9)
+    return norms[1]
 
 
 def backward_loss(model: nn.Module, rank: int) -> Tensor:
@@ -292,7 +302,7 @@ def distribute_over(shape: tuple[int, ...], parallel: str, dtype: torch.dtype = 
     """
     if parallel != "data and tensor":
         names = ("replicate", "shard")[-len(shape) :]
-        return distribute(Setup("FSDP2", half=False), init_device_mesh("cpu", shape, mesh_dim_names=names))
+        return distribute(FSDP2, init_device_mesh("cpu", shape, mesh_dim_names=names))
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
@@ -324,31 +334,32 @@ def started() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def count_collectives(group: Any, library: str, explicit: bool) -> dict[str, Any]:
+def count_collectives(group: Any, explicit: bool) -> None:
     """Count what one iteration sends for two optimizers with two dtypes each, over a mesh of data and tensor ranks."""
-    pairs = [
-        [distribute_over((2, 2), "data and tensor", dtype) for dtype in (torch.float32, torch.bfloat16)]
-        for _ in range(2)
-    ]
-    optimizers = [torch.optim.SGD([p for model in pair for p in model.parameters()], lr=0.1) for pair in pairs]
-    scaler = make_scaler(Setup("FSDP2", half=False), library, init_scale=8.0)
-    counts = []
-    for iteration in range(4):
-        losses = [
-            model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).float().sum()
-            for pair in pairs
-            for model in pair
+    del group
+    for library in LIBRARIES:
+        pairs = [
+            [distribute_over((2, 2), "data and tensor", dtype) for dtype in (torch.float32, torch.bfloat16)]
+            for _ in range(2)
         ]
-        torch.autograd.backward(scaler.scale(losses))
-        before = started()
-        with Collectives() as collectives:
-            for optimizer in optimizers:
-                if explicit:
-                    scaler.unscale_(optimizer)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-        # The first compares the ranks' versions, too.
-        if iteration:
-            counts.append((started() - before, collectives.sent))
-    return {"counts": counts, "scale": scaler.get_scale(), "rank": group.rank()}
+        optimizers = [torch.optim.SGD([p for model in pair for p in model.parameters()], lr=0.1) for pair in pairs]
+        scaler = make_scaler(FSDP2, library, init_scale=8.0)
+        for iteration in range(4):
+            losses = [
+                model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).float().sum()
+                for pair in pairs
+                for model in pair
+            ]
+            torch.autograd.backward(scaler.scale(losses))
+            before = started()
+            with Collectives() as collectives:
+                for optimizer in optimizers:
+                    if explicit:
+                        scaler.unscale_(optimizer)
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+            # The first compares the ranks' versions, too.
+            if iteration:
+                assert started() - before == (8 if library == "torch" else 2)
+                assert library == "torch" or collectives.sent == [("c10d::allreduce_", 2, "torch.int64")] * 2

@@ -1,7 +1,4 @@
-"""What the ranks do in the tests of groups themselves: MPI's communicators, torch's groups and meshes, GroupAgreement.
-
-They use their group, whichever it is, through the few functions at the beginning.
-"""
+"""What the ranks do in the tests of groups themselves: MPI's communicators, torch's groups and meshes."""
 
 from __future__ import annotations
 
@@ -13,13 +10,14 @@ from typing import Any
 
 import numpy as np
 from events import tell, wait_for
-from scenarios import SGD, gradients, iterate, loss, rank_and_size
-from worlds import Failure, alone
+from scenarios import SGD, begun, gradients, iterate, raised, rank_and_size
+from worlds import alone
 
 import gradscale
 from gradscale import registry
-from gradscale.core.arithmetic import fingerprint
 from gradscale.testing import check_collectives
+
+Refused = gradscale.GradscaleError
 
 
 def is_mpi(group: Any) -> bool:
@@ -34,19 +32,6 @@ def fresh(group: Any) -> Any:
     import torch.distributed as dist
 
     return dist.new_group()
-
-
-def add(group: Any, value: float) -> float:
-    """Return the sum over the ranks, by the user's own message."""
-    if is_mpi(group):
-        total: float = group.allreduce(value)
-        return total
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.tensor(value)
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def start_largest(group: Any) -> Callable[[], list[int]]:
@@ -66,124 +51,110 @@ def start_largest(group: Any) -> Callable[[], list[int]]:
     return lambda: (work.wait(), tensor.tolist())[1]
 
 
-def said_by(call: Callable[[], Any]) -> str:
-    """Return what a call raises of gradscale's errors, or that it came out."""
-    try:
-        call()
-    except gradscale.GradscaleError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+def collectives_of(group: Any, timeout: float = 20.0) -> Any:
+    """Return the collectives over a group."""
+    return registry.collectives_for(group, timeout)
 
 
-def refusal(group: Any) -> str:
-    """Return what is said to something that cannot be the group of collectives."""
-    from gradscale_torch.collectives import TorchCollectives
-
-    return said_by(lambda: TorchCollectives(group, 5.0))
+def refused(group: Any, kind: type[Exception], *said: str) -> None:
+    """Assert that something cannot be the group of a scaler."""
+    raised(kind, lambda: gradscale.ShardedGradScaler(group=group, timeout=0.5), *said)
 
 
-def skips(group: Any, bad: bool) -> tuple[bool, float]:
-    """Make an iteration that overflows on some rank; whether this rank skipped, and its scale."""
+def skips(group: Any, bad: bool, reached: bool = True) -> None:
+    """Make an iteration that overflows on some rank; assert that this rank skips, if it is one that is reached."""
     scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
     report = iterate(scaler, SGD(None), gradients("numpy", np.nan if bad else 1.0))
-    return report.skipped, scaler.get_scale()
+    assert (report.skipped, scaler.get_scale()) == ((True, 2.0**15) if reached else (False, 2.0**16))
 
 
 # Over MPI and gloo.
 
 
-def overlapped(group: Any, rounds: int) -> float:
+def overlapped(group: Any) -> None:
     """Use the group between unscale_ and step, blocking and not, as gradient clipping does."""
-    _, size = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = SGD(None)
-    total = 0.0
-    for iteration in range(rounds):
+    largest = [rank_and_size(group)[1] - 1] * 16
+    _, scaler, optimizer = begun(group)
+    for iteration in range(50):
         scaler.scale(np.float32(1.0))
         optimizer.grads = gradients("numpy")
         finish = start_largest(group)
         scaler.unscale_(optimizer)
-        total += add(group, 1.0)
+        assert start_largest(group)() == largest
         if iteration % 2:
-            assert finish() == [size - 1] * 16
+            assert finish() == largest
         scaler.step(optimizer)
         if not iteration % 2:
-            assert finish() == [size - 1] * 16
+            assert finish() == largest
         scaler.update()
-    return total
 
 
-def grid(group: Any, bad_rank: int, kind: str) -> tuple[bool, float]:
-    """Agree over both dimensions of a grid of 2 x 2 ranks in turn, or over its rows alone."""
+def grid(group: Any, bad_rank: int, kind: str) -> None:
+    """Agree over both dimensions of a grid of 2 x 2 ranks in turn, or over its rows alone, which reaches one row."""
     rank, _ = rank_and_size(group)
     if is_mpi(group):
         rows = group.Split(color=rank // 2, key=rank)
         columns = group.Split(color=rank % 2, key=rank)
-        found = skips({"both": [rows, columns], "rows": rows}[kind], rank == bad_rank)
+        groups = {"both": [rows, columns], "rows": rows}
+    else:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        groups = {"both": mesh.get_all_groups(), "rows": rows, "mixed": [rows, mesh["row"]]}
+    skips(groups[kind], rank == bad_rank, kind != "rows" or rank // 2 == bad_rank // 2)
+    if is_mpi(group):
         rows.Free()
         columns.Free()
-        return found
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    groups = {"both": mesh.get_all_groups(), "rows": rows, "mixed": [rows, mesh["row"]]}
-    return skips(groups[kind], rank == bad_rank)
 
 
 @alone
-def after_a_timeout(group: Any, late_rank: int, folder: str) -> dict[str, Any]:
+def after_a_timeout(group: Any, late_rank: int, folder: str) -> None:
     """Time out, wait for the late rank by other means, and go on over a new group."""
     rank, size = rank_and_size(group)
     others_way = fresh(group)
-    skips(group, False)
+    skips(group, True)
     scaler = gradscale.ShardedGradScaler(group=group, timeout=0.5)
-    earlier = registry.collectives_for(group, 0.5)
-    refused = []
+    earlier = collectives_of(group, 0.5)
     if rank == late_rank:
+        # It meets the messages of the others, and knows nothing of their timeout.
         wait_for(folder, "gave up", size - 1)
-    try:
         iterate(scaler, SGD(None), gradients("numpy"))
-    except gradscale.CollectiveTimeoutError:
+    else:
+        raised(gradscale.CollectiveTimeoutError, lambda: iterate(scaler, SGD(None), gradients("numpy")))
         tell(folder, "gave up", rank)
+        said = "an agreement over this ", "comm.Dup()" if is_mpi(group) else "new_group()"
         offered = [group]
         if not is_mpi(group):
             from torch.distributed.device_mesh import DeviceMesh
 
             offered += [DeviceMesh.from_group(group, "cpu")]
-            refused = [refusal(None)]
-        refused += [said_by(lambda one=one: gradscale.ShardedGradScaler(group=one, timeout=0.5)) for one in offered]
-        refused += [said_by(lambda: earlier.start_max(np.zeros(1, np.int32)))]
-    # The late rank met the messages of the others, and knows nothing of their timeout; they tell it.
-    failures = add(others_way, float(bool(refused)))
-    return {"failures": failures, "refused": refused, "skips": skips(fresh(others_way), rank == late_rank)}
+            raised(gradscale.BackendError, lambda: torch_collectives(None), *said)
+        for one in offered:
+            refused(one, gradscale.BackendError, *said)
+        raised(gradscale.BackendError, lambda: earlier.start_max(np.zeros(1, np.int32)), *said)
+    start_largest(others_way)()
+    skips(fresh(others_way), rank == late_rank)
 
 
-def wrong_arrays(group: Any) -> list[str]:
-    """Try to reduce what is not a 1-d int32 array."""
-    collectives = registry.collectives_for(group, 5.0)
-    arrays: list[Any] = [np.zeros(3, np.float32), np.zeros(3, np.int64), np.zeros((1, 3), np.int32)]
-    if not is_mpi(group):
-        import torch
-
-        arrays = [*arrays, *map(torch.from_numpy, arrays)]
-    return [said_by(lambda array=array: collectives.start_max(array)).rpartition("got ")[2] for array in arrays]
-
-
-def odd_arrays(group: Any) -> list[list[int]]:
-    """Reduce views that are not contiguous, memory that cannot be written, and an array on another device."""
+def arrays(group: Any) -> list[list[int]]:
+    """Reduce arrays of any layout, and nothing but 1-d int32."""
     rank, _ = rank_and_size(group)
-    collectives = registry.collectives_for(group, 20.0)
+    collectives = collectives_of(group)
     array = np.arange(10, dtype=np.int32) + np.int32(rank)
     array.flags.writeable = False
     offered: list[Any] = [array, array[::3], array[::-3]]
+    wrong: list[Any] = [np.zeros(3, np.float32), np.zeros(3, np.int64), np.zeros((1, 3), np.int32)]
     if not is_mpi(group):
         import array_api_strict as strict
         import torch
 
+        wrong += map(torch.from_numpy, wrong[:])
         offered += [torch.from_numpy(array.copy())[::3]]
-        offered += [strict.arange(3, dtype=strict.int32, device=strict.Device("device1"))]
+        offered += [strict.arange(10, dtype=strict.int32, device=strict.Device("device1")) + rank]
+    for one in wrong:
+        raised(Refused, lambda one=one: collectives.start_max(one), f"got {one.ndim}-d {one.dtype}")
     results = [collectives.start_max(one)() for one in offered]
     assert [type(result) for result in results] == [type(one) for one in offered]
     assert is_mpi(group) or results[-1].device == offered[-1].device
@@ -195,35 +166,34 @@ def odd_arrays(group: Any) -> list[list[int]]:
 
 
 @alone
-def many_scalers(comm: Any, count: int) -> str:
+def many_scalers(comm: Any) -> None:
     """Construct more scalers than there are communicators to be had, over one group and over short-lived ones."""
-    for _ in range(count):
+    for _ in range(2500):
         gradscale.ShardedGradScaler(group=comm, timeout=20.0)
-    for _ in range(count):
+    for _ in range(2500):
         short_lived = comm.Dup()
-        skips(short_lived, False)
+        skips(short_lived, True)
         short_lived.Free()
-    return "done"
 
 
-def what_is_no_communicator(comm: Any) -> list[str]:
+def what_is_no_communicator(comm: Any) -> None:
     """Offer what cannot be a group."""
     from mpi4py import MPI
 
     half = comm.Split(color=min(comm.rank, 1))
     between = half.Create_intercomm(0, comm, 1 if comm.rank == 0 else 0)
-    offered = (between, MPI.COMM_NULL, [], "world", None, comm.Get_group())
-    said = [said_by(lambda one=one: gradscale.ShardedGradScaler(group=one, timeout=5.0)) for one in offered]
+    offered = {"intracommunicator": between, "COMM_NULL": MPI.COMM_NULL, "Group": comm.Get_group()}
+    offered |= {"at least one group": [], "'world' of type str": "world", "None of type NoneType": None}
+    for said, one in offered.items():
+        refused(one, Refused, said)
     between.Free()
     half.Free()
-    return said
 
 
 @alone
-def dropped_by_mpi(comm: Any) -> list[bool]:
+def dropped_by_mpi(comm: Any) -> None:
     """Start a reduction and forget it before the other ranks have come; MPI still needs its memory."""
-    collectives = registry.collectives_for(comm, 5.0)
-    alive = []
+    collectives = collectives_of(comm, 5.0)
     for rank in range(comm.size):
         if comm.rank == rank:
             sent = np.zeros(3, dtype=np.int32)
@@ -231,9 +201,8 @@ def dropped_by_mpi(comm: Any) -> list[bool]:
             collectives.start_max(sent)
             del sent
             gc.collect()
-            alive.append(watched() is not None)
+            assert watched() is not None
         comm.Barrier()
-    return alive
 
 
 # Over torch.
@@ -246,124 +215,133 @@ def vector(*values: int) -> Any:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def mesh_of_the_world(group: Any, shape: tuple[int, ...], bad_rank: int) -> tuple[Any, ...]:
-    """Agree over a mesh that covers the world; the rank and size, and whether its group is the world's."""
+def mesh_of_the_world(group: Any, shape: tuple[int, ...], bad_rank: int) -> None:
+    """Agree over a mesh that covers the world: over the world's own group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
-    collectives: Any = registry.collectives_for(mesh, 20.0)
-    is_the_worlds = collectives._group.group is group
-    return skips(mesh, group.rank() == bad_rank), collectives.rank, collectives.size, is_the_worlds
+    collectives = collectives_of(mesh)
+    assert (collectives.rank, collectives.size, collectives.identity) == (group.rank(), group.size(), group)
+    skips(mesh, group.rank() == bad_rank)
 
 
-def part_of_a_mesh(group: Any, bad_rank: int) -> dict[str, Any]:
-    """Agree over two dimensions of three, which are the rows of a grid of 2 x 2 ranks."""
+def part_of_a_mesh(group: Any, bad_rank: int) -> None:
+    """Agree over two dimensions of three, the rows of a grid of 2 x 2 ranks: over a group that is made once."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    rank = group.rank()
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))["b", "c"]
-    first, second = (registry.collectives_for(mesh, 20.0) for _ in range(2))
-    return {
-        "skips": skips(mesh, group.rank() == bad_rank),
-        "size": first.size,
-        "made once": first._group.group is second._group.group,
-        "is the world's": first._group.group is group,
-    }
+    first, second = collectives_of(mesh), collectives_of(mesh)
+    skips(mesh, rank == bad_rank, rank // 2 == bad_rank // 2)
+    assert first.size == 2
+    assert first.identity is second.identity is not group
 
 
-def outside(group: Any) -> dict[str, str]:
-    """Offer groups and meshes that this rank is not in, from the last rank, and use them on the others."""
+def outside(group: Any) -> None:
+    """Offer groups and meshes that the last rank is not in, and use them on the others."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    members = list(range(group.size() - 1))
-    part = dist.new_group(members)
-    mesh = DeviceMesh("cpu", [members], mesh_dim_names=("a", "b"))
-    answers = {"group": refusal(part), "mesh": refusal(mesh)}
-    if group.rank() in members:
-        assert skips(part, group.rank() == 0) == skips(mesh, group.rank() == 0) == (True, 32768.0)
-    return answers
+    rank, last = group.rank(), group.size() - 1
+    part = dist.new_group(list(range(last)))
+    mesh = DeviceMesh("cpu", [list(range(last))], mesh_dim_names=("a", "b"))
+    if rank < last:
+        skips(part, rank == 0)
+        skips(mesh, rank == 0)
+        return
+    for kind, one in (("process group", part), ("mesh", mesh)):
+        said = f"group must be a {kind} that this process belongs to, got ", f"rank {last} of the world"
+        raised(gradscale.InvalidValueError, lambda one=one: torch_collectives(one), *said)
 
 
-def what_is_no_group(group: Any) -> dict[str, str]:
+def torch_collectives(group: Any) -> Any:
+    """Return torch's collectives, whatever they are given."""
+    from gradscale_torch.collectives import TorchCollectives
+
+    return TorchCollectives(group, 5.0)
+
+
+def what_is_no_group(group: Any) -> None:
     """Offer what is not a group, and one whose only device this machine lacks."""
     import torch
     import torch.distributed as dist
 
-    offered = {"str": "world", "int": 3, "ProcessGroupGloo": group._get_backend(torch.device("cpu")), "list": [group]}
-    said = {name: refusal(one) for name, one in offered.items()}
+    for one in ("world", 3, group._get_backend(torch.device("cpu")), [group]):
+        said = "group must be a torch.distributed ProcessGroup, a DeviceMesh", f"of type {type(one).__name__}"
+        raised(gradscale.InvalidTypeError, lambda one=one: torch_collectives(one), *said)
     if not torch.cuda.is_available():
-        said["device"] = refusal(dist.new_group(backend="cuda:gloo"))
-    return said
+        absent = dist.new_group(backend="cuda:gloo")
+        said = "group must carry tensors of a device of this machine", "'cuda:gloo'"
+        raised(gradscale.InvalidValueError, lambda: torch_collectives(absent), *said)
 
 
-def worlds_end(group: Any, folder: str) -> dict[str, Any]:
+def worlds_end(group: Any, folder: str) -> None:
     """Destroy the world, go on without one, and begin another."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gradscale_torch.collectives import TorchCollectives
-
     rank, size = group.rank(), group.size()
     mesh = init_device_mesh("cpu", (size, 1))
-    explicit, default = TorchCollectives(group, 20.0), TorchCollectives(None, 20.0)
+    explicit, default = torch_collectives(group), torch_collectives(None)
     dist.destroy_process_group()
-    late = TorchCollectives(None, 20.0)
+    late = torch_collectives(None)
     scaler = gradscale.ShardedGradScaler(group=late)
-    said: dict[str, Any] = {"late": (late.rank, late.size)}
+    assert (late.rank, late.size) == (-1, 0)
 
-    def ask(when: str) -> None:
-        for name, collectives in (("explicit", explicit), ("default", default)):
-            said[f"{name}{when}"] = said_by(
-                lambda collectives=collectives: said.update(largest=collectives.start_max(vector(rank))().tolist())
-            )
-        said[f"group{when}"], said[f"mesh{when}"] = refusal(group), refusal(mesh)
+    def old_ones_are_refused() -> None:
+        said = "the process group was destroyed"
+        raised(gradscale.BackendError, lambda: explicit.start_max(vector(rank)), said)
+        raised(gradscale.InvalidValueError, lambda: torch_collectives(group), "of a destroyed world")
+        raised(gradscale.InvalidValueError, lambda: torch_collectives(mesh), "group must")
 
-    ask(" without")
+    said = "torch.distributed is not initialised", "init_process_group()", "torchrun"
+    raised(gradscale.CallOrderError, lambda: default.start_max(vector(rank)), *said)
+    old_ones_are_refused()
     dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
-    ask("")
-    said["late skipped"] = iterate(scaler, SGD(None), gradients("numpy", np.inf if rank == 0 else 1.0)).skipped
-    said["late after"] = (late.rank, late.size)
-    return said
+    assert default.start_max(vector(rank))().tolist() == [size - 1]
+    old_ones_are_refused()
+    assert iterate(scaler, SGD(None), gradients("numpy", np.inf if rank == 0 else 1.0)).skipped
+    assert (late.rank, late.size) == (rank, size)
 
 
-def two_under_way_time_out(group: Any, folder: str) -> list[str]:
+def two_under_way_time_out(group: Any, folder: str) -> None:
     """Wait in vain for the first of two reductions, then ask for the second."""
     if group.rank() == 0:
         wait_for(folder, "gave up", group.size() - 1)
-        return []
-    collectives = registry.collectives_for(group, 0.5)
-    pending = [collectives.start_max(vector(1)), collectives.start_max(vector(2))]
-    said = [said_by(finish).partition(":")[0] for finish in (*pending, *pending)]
+        return
+    collectives = collectives_of(group, 0.5)
+    first, second = collectives.start_max(vector(1)), collectives.start_max(vector(2))
+    raised(gradscale.CollectiveTimeoutError, first)
+    for finish in (second, first, second):
+        raised(gradscale.BackendError, finish)
     tell(folder, "gave up", group.rank())
-    return said
 
 
-def late_member_of_a_mesh(group: Any, late_rank: int, folder: str) -> list[Any]:
+def late_member_of_a_mesh(group: Any, late_rank: int, folder: str) -> None:
     """Construct over part of a mesh, on one rank too late, and once more in time."""
     from torch.distributed.device_mesh import DeviceMesh
 
     rank, size = group.rank(), group.size() - 1
     mesh = DeviceMesh("cpu", [list(range(size))], mesh_dim_names=("a", "b"))
     if rank == size:
-        return []
-    said = []
+        return
     if rank == late_rank:
         wait_for(folder, "gave up", size - 1)
     else:
-        said = [said_by(lambda: gradscale.ShardedGradScaler(group=mesh, timeout=0.5))]
+        said = f"rank {rank} of {size} waited 0.5 s for the construction of a ShardedGradScaler"
+        refused(mesh, gradscale.CollectiveTimeoutError, said)
         tell(folder, "gave up", rank)
-    return [*said, skips(mesh, rank == late_rank)]
+    skips(mesh, rank == late_rank)
 
 
-def dropped_by_torch(group: Any) -> dict[str, Any]:
+def dropped_by_torch(group: Any) -> None:
     """Start reductions and forget them before the other ranks have come; torch still needs their memory."""
     import torch
     import torch.distributed as dist
 
     from gradscale_torch import collectives as adapter
 
-    collectives = registry.collectives_for(group, 20.0)
-    largest = []
+    collectives = collectives_of(group)
     for rank in range(group.size()):
         if group.rank() == rank:
             for value in range(20):
@@ -371,13 +349,14 @@ def dropped_by_torch(group: Any) -> dict[str, Any]:
             gc.collect()
             [torch.zeros(1, dtype=torch.int32) for _ in range(1000)]
             time.sleep(0.2)
-            dist.barrier()
         else:
             time.sleep(0.1)
-            largest.append([collectives.start_max(vector(-1))().item() for _ in range(20)])
-            dist.barrier()
+            for value in range(20):
+                assert collectives.start_max(vector(-1))().item() == 1000 * rank + value
+        dist.barrier()
     collectives.start_max(vector(0))()
-    return {"largest": largest, "kept": len(adapter._under_way)}
+    # And no longer.
+    assert len(adapter._under_way) <= 9
 
 
 LISTS = [
@@ -396,27 +375,24 @@ LISTS += [[[*one, *[7] * (22 - len(one))] for one in offered] for offered in LIS
 """What each of up to three ranks offers, one reduction after the other."""
 
 
-def numbers(group: Any) -> list[list[int]]:
+def numbers(group: Any) -> None:
     """Reduce lists of numbers: verdicts that differ, fingerprints that differ, the largest numbers, short lists."""
-    collectives: Any = registry.collectives_for(group, 20.0)
-    results = []
+    collectives = collectives_of(group)
     for offered in LISTS:
         pending = collectives.start_max(list(offered[group.rank()]))
-        result = pending()
-        assert type(result) is list
-        assert pending() == result
-        results.append(result)
-    return results
+        expected = [max(column) for column in zip(*offered[: group.size()], strict=True)]
+        assert type(pending()) is list
+        assert pending() == pending() == expected
 
 
-def finished_in_another_order(group: Any, bad: int) -> dict[str, Any]:
-    """Step two optimizers with bad gradients, on rank 0 the second first; what happened, and how many reductions."""
+def finished_in_another_order(group: Any, bad: int) -> None:
+    """Step two optimizers with bad gradients, on rank 0 the second first: only the order of starts matters."""
     import torch
     from fsdp_scenarios import started
 
     import gradscale_torch
 
-    skips(group, False)
+    skips(group, True)
     scaler = gradscale_torch.ShardedGradScaler("cpu", init_scale=4.0)
     optimizers = []
     for _ in range(2):
@@ -432,89 +408,27 @@ def finished_in_another_order(group: Any, bad: int) -> dict[str, Any]:
     for optimizer in reversed(optimizers) if group.rank() == 0 else optimizers:
         scaler.step(optimizer)
     scaler.update()
-    counts = [scaler.last_step(optimizer).nonfinite for optimizer in optimizers]
-    return {"nonfinite": counts, "scale": scaler.get_scale(), "reductions": started() - before}
+    # The count is told up to what its bits hold.
+    counts = [min(bad - index, 2**15 - 3) for index in range(2)]
+    assert [scaler.last_step(optimizer).nonfinite for optimizer in optimizers] == counts
+    assert (scaler.get_scale(), started() - before) == (2.0, 2)
 
 
-def polled(group: Any, folder: str) -> str:
+def polled(group: Any, folder: str) -> None:
     """Wait as on accelerators, by asking again and again; first for ranks that come, then for one that does not."""
     import torch
 
-    collectives: Any = registry.collectives_for(group, 1.0)
+    rank, size = group.rank(), group.size()
+    collectives = collectives_of(group, 1.0)
     collectives._carriers = {"cpu": "ucc"}
     check_collectives(collectives, torch.zeros(()), repetitions=20)
-    pending = collectives.start_max(vector(group.rank()))
+    pending = collectives.start_max(vector(rank))
     pending.wait()
     assert pending._work.is_completed()
-    assert pending().tolist() == [group.size() - 1]
-    if group.rank() == 0:
-        wait_for(folder, "gave up", group.size() - 1)
-        return ""
-    said = said_by(lambda: collectives.start_max(vector(1)).wait())
-    tell(folder, "gave up", group.rank())
-    return said
-
-
-# GroupAgreement, over any group.
-
-
-def _on_host(state: gradscale.ScaleState) -> list[int]:
-    return registry.backend_for(state.scale).read(fingerprint(state))
-
-
-def pure_loop(group: Any, bad_rank: int, value: float, library: str) -> dict[str, Any]:
-    """Train four steps; at the second one rank's gradients are not finite."""
-    rank, _ = rank_and_size(group)
-    policy = gradscale.DynamicScale(growth_interval=2)
-    agree = gradscale.GroupAgreement(group, policy, timeout=20.0)
-    state = policy.init(loss(library))
-    counts, states = [], []
-    for step in range(4):
-        grads = gradients(library, value if (rank, step) == (bad_rank, 1) else 1.0)
-        _, nonfinite = gradscale.unscale(grads, state)
-        agreed = agree(nonfinite, state)
-        if type(agreed) is not type(nonfinite) or agreed.shape != () or agreed.dtype != nonfinite.dtype:
-            msg = f"the count must come back as it was given, got {agreed!r} for {nonfinite!r}"
-            raise TypeError(msg)
-        counts.append(int(agreed))
-        state = policy.update(state, nonfinite=agreed)
-        states.append(_on_host(state))
-    return {"counts": counts, "states": states}
-
-
-def differing(group: Any, drifting_rank: int, what: str) -> dict[str, Any]:
-    """Let one rank hold another scale, have another policy, or leave out a call; then agree twice."""
-    rank, _ = rank_and_size(group)
-    is_drifting = rank == drifting_rank
-    policy = gradscale.DynamicScale(growth_interval=7 if what == "policy" and is_drifting else 5)
-    agree = gradscale.GroupAgreement(group, policy, timeout=20.0)
-    like = loss("numpy")
-    state = gradscale.DynamicScale(init_scale=2.0 if what == "scale" and is_drifting else 4.0).init(like)
-    _, nonfinite = gradscale.unscale(gradients("numpy"), state)
-    if what == "call" and is_drifting:
-        # As if this rank had made one call more before.
-        agree._calls += 1
-    failures = []
-    for _ in range(2):
-        try:
-            agree(nonfinite, state)
-        except gradscale.GradscaleError as error:
-            failures.append(Failure.of(error))
-    return {"failures": failures}
-
-
-def exhaustion(group: Any, bad_rank: int) -> list[str]:
-    """Overflow on one rank at a minimum that must be raised, and go on."""
-    rank, _ = rank_and_size(group)
-    policy = gradscale.DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
-    agree = gradscale.GroupAgreement(group, policy, timeout=20.0)
-    state = policy.init(loss("numpy"))
-    raised = []
-    for value in (float("nan"), 1.0):
-        _, nonfinite = gradscale.unscale(gradients("numpy", value if rank == bad_rank else 1.0), state)
-        try:
-            agree(nonfinite, state)
-            raised.append("")
-        except gradscale.ScaleUnderflowError as error:
-            raised.append(str(error))
-    return raised
+    assert pending().tolist() == [size - 1]
+    if rank == 0:
+        wait_for(folder, "gave up", size - 1)
+        return
+    said = f"rank {rank} of {size} waited 1 s for the agreement on a step"
+    raised(gradscale.CollectiveTimeoutError, lambda: collectives.start_max(vector(1)).wait(), said)
+    tell(folder, "gave up", rank)

@@ -1,56 +1,45 @@
-"""What ranks do in the tests of the pool itself: they end well, raise, hang, die, and leave things behind."""
+"""What ranks do in the tests of the pool itself: they end well, raise, hang, and die."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import random
 import signal
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from worlds import alone
 
 __all__ = ["behave", "behave_alone"]
 
-LEFT = "GRADSCALE_TEST_LEFT_BEHIND"
 
-
-def behave(comm: Any, how: str = "well", where: int = 0) -> dict[str, Any]:
-    """Do something on one rank, and say who this is."""
-    found: dict[str, Any] = {"pid": os.getpid(), "left behind": os.environ.get(LEFT), "communicator": comm.Get_name()}
+def behave(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
+    """Do something on one rank; the process, and the name of its communicator."""
     if how == "well":
         comm.Barrier()
     elif comm.rank == where:
-        WAYS[how](found)
-    return found
+        {"raises": _raise, "hangs": _hang, "is killed": _kill, "fails at its end": _fail_at_the_end}[how]()
+    return os.getpid(), comm.Get_name()
 
 
 @alone
-def behave_alone(comm: Any, how: str = "well", where: int = 0) -> dict[str, Any]:
+def behave_alone(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
     """Do the same in processes that serve nothing else."""
     return behave(comm, how, where)
 
 
-def _raise(_: Any) -> None:
+def _raise() -> None:
     msg = "this rank fails on purpose"
     raise KeyError(msg)
 
 
-def _hang(_: Any) -> None:
+def _hang() -> None:
     time.sleep(3600.0)
 
 
-WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "raises": _raise,
-    "hangs": _hang,
-    "is killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "ends": lambda _: sys.exit("this rank ends on purpose"),
-    "answers what cannot be sent": lambda found: found.update(function=lambda: None),
-    "sets a variable": lambda _: os.environ.update({LEFT: "1"}),
-    "draws a number": lambda _: random.random(),
-    "changes the folder": lambda _: os.chdir(os.sep),
-    "fails at its end": lambda _: atexit.register(os._exit, 3),
-}
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail_at_the_end() -> None:
+    atexit.register(os._exit, 3)

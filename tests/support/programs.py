@@ -15,20 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["CHANGED", "TORCHRUN", "changed", "interrupted", "lines", "png_size"]
-
-CHANGED = """
-import sys
-from pathlib import Path
-old, new, program = sys.argv[1:4]
-source = Path(program).read_text()
-sys.path.insert(0, str(Path(program).parent))
-assert source.count(old) == 1
-del sys.argv[:3]
-exec(compile(source.replace(old, new), program, "exec"))
-"""
-"""Runs a program after a line of it has been replaced; the line, the other and the program are in the arguments."""
-
+__all__ = ["TORCHRUN", "changed", "interrupted", "lines", "png_size"]
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 """What Python runs to start ranks of torch; their number follows."""

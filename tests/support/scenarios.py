@@ -1,19 +1,22 @@
 """What the ranks do in the distributed tests: functions of a group, run in every world.
 
-Everything that a scenario returns is plain Python, so that it can be compared between ranks and sent by pickle.
+A scenario asserts what its own rank must see, and returns what must be the same on all: plain Python, which can be sent
+by pickle.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from worlds import Failure
 
 import gradscale
 from gradscale import registry
+from gradscale.core.arithmetic import fingerprint
 from gradscale.testing import check_collectives
 
 TIMEOUT = 20.0  # seconds
@@ -28,11 +31,12 @@ class SGD:
         self.weights = np.ones(4, dtype=np.float32)
         self.steps = 0
 
-    def step(self) -> str:
-        """Move the weights by what is the same on every rank, and count."""
+    def step(self, closure: Any = None) -> Any:
+        """Evaluate the closure, if there is one, move the weights by what is the same on every rank, and count."""
+        value = "moved" if closure is None else closure()
         self.weights -= np.float32(0.1)
         self.steps += 1
-        return "moved"
+        return value
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
@@ -50,19 +54,8 @@ def begun(group: Any, **settings: Any) -> tuple[int, Any, SGD]:
 
 def gradients(library: str, value: float = 1.0) -> list[Any]:
     """Return a few gradients of a library, scaled by the default scale."""
-    if library == "numpy":
-        return [np.full(shape, value * 65536.0, dtype=np.float32) for shape in SHAPES]
-    if library == "torch":
-        import torch
-
-        return [torch.full(shape, value * 65536.0, dtype=torch.float32) for shape in SHAPES]
-    if library == "jax":
-        import jax.numpy as jnp
-
-        return [jnp.full(shape, value * 65536.0, dtype=jnp.float32) for shape in SHAPES]
-    import array_api_strict
-
-    return [array_api_strict.full(shape, value * 65536.0, dtype=array_api_strict.float32) for shape in SHAPES]
+    xp = importlib.import_module({"strict": "array_api_strict", "jax": "jax.numpy"}.get(library, library))
+    return [xp.full(shape, value * 65536.0, dtype=xp.float32) for shape in SHAPES]
 
 
 def loss(library: str) -> Any:
@@ -70,110 +63,87 @@ def loss(library: str) -> Any:
     return gradients(library)[-1]
 
 
-def iterate(scaler: Any, optimizer: SGD, grads: list[Any], library: str = "numpy") -> gradscale.StepReport:
+def iterate(scaler: Any, optimizer: SGD, grads: list[Any]) -> gradscale.StepReport:
     """Make one whole iteration."""
-    scaler.scale(loss(library))
+    scaler.scale(np.float32(1.0))
     optimizer.grads = grads
     scaler.step(optimizer)
     scaler.update()
     return scaler.last_step(optimizer)
 
 
-def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, explicit: bool) -> dict[str, Any]:
+def raised(kind: type[Exception], call: Callable[[], Any], *said: str) -> Exception:
+    """Return what a call raises, after asserting that it is of this kind and says these texts."""
+    found = None
+    try:
+        call()
+    except kind as error:
+        found = error
+    assert found is not None, f"nothing was raised, where {kind.__name__} should say {said}"
+    missing = [text for text in said if text not in str(found)]
+    assert not missing, f"{found}\ndoes not say {missing}"
+    return found
+
+
+# Steps.
+
+
+def overflow_on(group: Any, bad_ranks: list[int], value: float, library: str, explicit: bool) -> Any:
     """Overflow on some ranks in the second of four iterations, with or without an explicit unscale_."""
     rank, scaler, optimizer = begun(group)
-    reports = []
-    seen_here = []
+    reasons = []
     for iteration in range(4):
-        grads = gradients(library)
-        if iteration == 1 and rank in bad_ranks:
-            grads[1] = grads[1] * value
+        is_bad = iteration == 1
+        optimizer.grads = gradients(library)
+        if is_bad and rank in bad_ranks:
+            optimizer.grads[1] = optimizer.grads[1] * value
         scaler.scale(loss(library))
-        optimizer.grads = grads
         if explicit:
             scaler.unscale_(optimizer)
         returned = scaler.step(optimizer)
         scaler.update()
         report = scaler.last_step(optimizer)
-        reports.append((report.skipped, report.scale, returned, report.reason))
-        seen_here.append(report.local_nonfinite)
-    return {
-        "seen here": seen_here,
-        "reports": reports,
-        "state": scaler.state_dict(),
-        "weights": optimizer.weights.tobytes(),
-        "steps": optimizer.steps,
-    }
+        assert (returned, report.skipped) == (None if is_bad else "moved", is_bad)
+        assert (report.scale, report.local_nonfinite) == (2.0**16 / (1 + (iteration > 1)), is_bad and rank in bad_ranks)
+        reasons.append(report.reason)
+    assert (optimizer.steps, scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (3, 2.0**15, 2)
+    return reasons, scaler.state_dict(), optimizer.weights.tobytes()
 
 
-def empty_on(
-    group: Any, empty_ranks: list[int], bad_ranks: list[int], kind: str, library: str = "numpy"
-) -> dict[str, Any]:
-    """Give some ranks no gradients in three iterations; others may overflow in the second.
+def empty_on(group: Any, empty_rank: int, bad_rank: int | None, kind: str, library: str = "numpy") -> None:
+    """Give a rank no gradients in three iterations; another one may overflow in the second.
 
-    ``kind`` is what they have instead; on "no backend" they are told no library either.
+    ``kind`` is what it has instead; on "no backend" it is told no library either.
     """
     rank, scaler, optimizer = begun(group, **({} if kind == "no backend" else {"backend": "numpy"}))
     nothing: Any = {"none": [None, None], "zero-size": [np.zeros((0, 3), dtype=np.float32)]}.get(kind, [])
     skipped = []
     for iteration in range(3):
         # A rank without gradients may never have a loss either (the inner stages of a pipeline).
-        if rank not in empty_ranks:
+        if rank != empty_rank:
             scaler.scale(loss(library))
-        is_bad = rank in bad_ranks and iteration == 1
-        optimizer.grads = nothing if rank in empty_ranks else gradients(library, np.inf if is_bad else 1.0)
+        is_bad = rank == bad_rank and iteration == 1
+        optimizer.grads = nothing if rank == empty_rank else gradients(library, np.inf if is_bad else 1.0)
         scaler.step(optimizer)
         scaler.update()
         skipped.append(scaler.last_step(optimizer).skipped)
-    return {"skipped": skipped, "scale": scaler.get_scale(), "steps": optimizer.steps}
+    has_overflown = bad_rank is not None
+    assert skipped == [False, has_overflown, False]
+    assert (scaler.get_scale(), optimizer.steps) == ((2.0**15, 2) if has_overflown else (2.0**16, 3))
 
 
-def drift(group: Any, drifting_rank: int, what: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Let one rank resume from another checkpoint, or be set up differently; then step."""
-    rank, _ = rank_and_size(group)
-    policy: Any = gradscale.DynamicScale(growth_interval=7 if what == "policy" and rank == drifting_rank else 5)
-    if what == "call":
-        policy = gradscale.StaticScale(65536.0)
-    scaler = gradscale.ShardedGradScaler(group=group, policy=policy, timeout=settings["timeout"])
-    saved = scaler.state_dict()
-    if rank == drifting_rank:
-        saved |= {"scale": {"scale": 32768.0}, "tracker": {"_growth_tracker": 3}}.get(what, {})
-    scaler.load_state_dict(saved)
-    optimizer = SGD(gradients("numpy"))
-    failure = None
-    try:
-        if what == "call" and rank == drifting_rank:
-            # This rank steps an optimizer that the others do not have.
-            scaler.scale(np.float32(1.0))
-            scaler.step(SGD(gradients("numpy")))
-        elif what == "call":
-            iterate(scaler, SGD(None), gradients("numpy"))
-        scaler.scale(np.float32(1.0))
-        scaler.step(optimizer)
-    except gradscale.ScaleDesyncError as error:
-        failure = Failure.of(error)
-    return {"failure": failure, "steps": optimizer.steps}
+def empty_everywhere(group: Any) -> None:
+    """Step where no rank has a gradient."""
+    _, scaler, optimizer = begun(group, backend="numpy")
+    scaler.scale(np.float32(1.0))
+    optimizer.grads = [None, None]
+    said = "none of whose parameters has a gradient on any rank"
+    raised(gradscale.CallOrderError, lambda: scaler.step(optimizer), said)
 
 
-class Evaluating:
-    """An optimizer whose step evaluates a closure."""
-
-    def __init__(self) -> None:
-        self.grads: Any = None
-        self.steps = 0
-
-    def step(self, closure: Any) -> Any:
-        """Evaluate, then count the step."""
-        value = closure()
-        self.steps += 1
-        return value
-
-
-def closure_overflow(group: Any, bad_rank: int) -> dict[str, Any]:
+def closure_overflow(group: Any, bad_rank: int) -> Any:
     """Overflow inside a closure on one rank until the scale has fallen twice."""
-    rank, _ = rank_and_size(group)
-    scaler = gradscale.ShardedGradScaler(group=group, timeout=20.0)
-    optimizer = Evaluating()
+    rank, scaler, optimizer = begun(group)
     evaluations = []
 
     def closure() -> float:
@@ -184,39 +154,215 @@ def closure_overflow(group: Any, bad_rank: int) -> dict[str, Any]:
         return 1.0
 
     returned = scaler.step(optimizer, closure)
-    gradient = optimizer.grads[0].tolist()
+    assert (returned, optimizer.grads[0].tolist(), optimizer.steps) == (1.0, [1.0] * 3, 1)
     scaler.update()
-    report = scaler.last_step(optimizer)
-    return {
-        "evaluations": evaluations,
-        "gradient": gradient,
-        "returned": returned,
-        "report": tuple(report),
-        "scale": scaler.get_scale(),
-        "steps": optimizer.steps,
+    assert evaluations == [65536.0, 32768.0, 16384.0]
+    assert tuple(scaler.last_step(optimizer)) == (False, 16384.0, 0, "stepped", 1, 2, 0, None)
+    assert scaler.get_scale() == 16384.0
+
+
+def underflow(group: Any, bad_rank: int) -> Any:
+    """Overflow at the minimum scale on one rank: every rank raises, and can go on."""
+    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
+    rank, scaler, optimizer = begun(group, policy=policy)
+    bad = gradients("numpy", np.nan if rank == bad_rank else 1.0)
+    iterate(scaler, optimizer, bad)
+    error = raised(gradscale.ScaleUnderflowError, lambda: iterate(scaler, optimizer, bad), "minimum, 1.0")
+    iterate(scaler, optimizer, gradients("numpy"))
+    assert (scaler.get_scale(), optimizer.steps) == (1.0, 1)
+    return str(error), scaler.state_dict()
+
+
+def drift(group: Any, drifting_rank: int, what: str) -> None:
+    """Let one rank resume from another checkpoint, or be set up differently; then step."""
+    rank, size = rank_and_size(group)
+    drifts = rank == drifting_rank
+    policy: Any = gradscale.DynamicScale(growth_interval=7 if what == "policy" and drifts else 5)
+    if what == "call":
+        policy = gradscale.StaticScale(65536.0)
+    _, scaler, optimizer = begun(group, policy=policy)
+    saved = scaler.state_dict()
+    if drifts:
+        saved |= {"scale": {"scale": 32768.0}, "tracker": {"_growth_tracker": 3}}.get(what, {})
+    scaler.load_state_dict(saved)
+
+    def train() -> None:
+        if what == "call":
+            # The drifting rank steps an optimizer that the others do not have.
+            scaler.scale(np.float32(1.0))
+            scaler.step(SGD(gradients("numpy")))
+            if not drifts:
+                scaler.update()
+        scaler.scale(np.float32(1.0))
+        optimizer.grads = gradients("numpy")
+        scaler.step(optimizer)
+
+    said = {
+        "scale": ("scale from 32768.0 to 65536.0", f"here {32768.0 if drifts else 65536.0}"),
+        "tracker": ("growth_tracker from 0 to 3", f"here {3 if drifts else 0}"),
+        "policy": ("policy (here DynamicScale(", f"growth_interval={7 if drifts else 5}"),
+        "call": ("iteration from 1 to 2",),
     }
+    error = raised(gradscale.ScaleDesyncError, train, *said[what], f"rank {rank} of {size}")
+    assert isinstance(error, RuntimeError)
+    assert optimizer.steps == 0
 
 
-def collectives_conform(group: Any, library: str, repetitions: int) -> str:
+def collectives_conform(group: Any, library: str, repetitions: int) -> None:
     """Run the conformance suite on the group."""
     check_collectives(registry.collectives_for(group, 20.0), gradients(library)[0], repetitions=repetitions)
-    return "conforms"
 
 
-def underflow(group: Any, bad_rank: int) -> dict[str, Any]:
-    """Overflow at the minimum scale on one rank: every rank raises, and can go on."""
+# What the ranks hold: the last of three has no gradient at all.
+PARTS = ([3.0, -4.0, 0.5], [12.0], [])
+
+
+def clip_parts(group: Any, bad_rank: int, value: float) -> Any:
+    """Make three iterations, the second with a bad value on one rank, clipped to the norm of all ranks' parts."""
+    rank, scaler, optimizer = begun(group, init_scale=8.0, backend="numpy")
+    expected = math.hypot(*(x for part in PARTS[: rank_and_size(group)[1]] for x in part))
+    norms = []
+    for iteration in range(3):
+        scaler.scale(np.float32(1.0))
+        mine = np.array(PARTS[rank], np.float32) * np.float32(scaler.get_scale())
+        is_bad = (rank, iteration) == (bad_rank, 1)
+        optimizer.grads = [np.append(mine, np.float32(value))] if is_bad else [mine] if mine.size else []
+        norm = scaler.unscale_(optimizer, max_norm=2.0, norm_over="group")
+        norms.append(np.asarray(norm).tobytes())
+        if iteration != 1:
+            assert math.isclose(float(norm), expected, rel_tol=1e-6)
+            got = [float(x) for array in optimizer.grads for x in array]
+            np.testing.assert_allclose(got, np.array(PARTS[rank]) * (2.0 / expected), rtol=1e-6)
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).skipped == (iteration == 1)
+        scaler.update()
+    # Of all ranks, to the bit.
+    return norms, scaler.get_scale()
+
+
+# Callbacks.
+
+
+class EveryRank:
+    """Collects reports on every rank."""
+
+    every_rank = True
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, report: Any) -> None:
+        """Keep a report."""
+        self.seen.append(report)
+
+
+class Alone:
+    """A group of one rank."""
+
+    rank, size = 0, 1
+
+    def start_max(self, x: Any, /) -> Any:
+        """Agree with oneself."""
+        return lambda: x
+
+
+def callbacks_on(group: Any, bad_rank: int, grouped: str) -> Any:
+    """Make a clean iteration and one with an overflow on one rank; callbacks are told on rank 0, or on every rank."""
+    skips: list[Any] = []
+    updates: list[Any] = []
+    every_skip, every_update = EveryRank(), EveryRank()
+    groups = {"one": group, "list": [group], "grid": [group, Alone()]}
+    scaler = gradscale.ShardedGradScaler(
+        group=groups[grouped], on_skip=[skips.append, every_skip], on_update=[updates.append, every_update]
+    )
     rank, _ = rank_and_size(group)
-    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
-    scaler = gradscale.ShardedGradScaler(group=group, policy=policy, timeout=20.0)
     optimizer = SGD(None)
-    raised = []
-    for value in (np.nan, np.nan, 1.0):
-        try:
-            iterate(scaler, optimizer, gradients("numpy", value if rank == bad_rank else 1.0))
-            raised.append("")
-        except gradscale.ScaleUnderflowError as error:
-            raised.append(str(error))
-    return {"raised": raised, "state": scaler.state_dict(), "steps": optimizer.steps}
+    for value in (1.0, math.inf):
+        iterate(scaler, optimizer, gradients("numpy", value if rank == bad_rank else 1.0))
+    assert [report.iteration for report in skips] == ([2] if rank == 0 else [])
+    assert [(report.iteration, report.skipped) for report in updates] == [(1, False), (2, True)] * (rank == 0)
+    (skip,) = every_skip.seen
+    assert (skip.iteration, skip.nonfinite, skip.local_nonfinite) == (2, 3, 3 * (rank == bad_rank))
+    assert [(one.skipped, one.rank) for one in every_update.seen] == [(False, rank), (True, rank)]
+    return [(report.skipped, report.scale) for report in scaler.history]
+
+
+def callbacks_without_a_group(group: Any, fused: bool) -> None:
+    """Run replicated ranks (DDP) with torch's replacement, which decides alone: what is told is told once."""
+    import torch
+
+    import gradscale_torch
+
+    rank, _ = rank_and_size(group)
+    updates: list[Any] = []
+    every = EveryRank()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = gradscale_torch.GradScaler("cpu", on_update=[updates.append, every])
+    for value in (1.0, math.inf):
+        weight.grad = scaler.scale(torch.tensor(value)) * torch.ones(2)
+        scaler.step(optimizer)
+        scaler.update()
+    assert [(report.rank, report.skipped) for report in every.seen] == [(rank, False), (rank, True)]
+    assert len(updates) == 2 * (rank == 0)
+
+
+# GroupAgreement.
+
+
+def agreement(group: Any, policy: Any) -> gradscale.GroupAgreement:
+    """Return what loops of pure functions agree by."""
+    return gradscale.GroupAgreement(group, policy, timeout=TIMEOUT)
+
+
+def pure_loop(group: Any, bad_rank: int, value: float, library: str) -> Any:
+    """Train four steps; at the second one rank's gradients are not finite."""
+    rank, _ = rank_and_size(group)
+    policy = gradscale.DynamicScale(growth_interval=2)
+    agree, state = agreement(group, policy), policy.init(loss(library))
+    counts, states = [], []
+    for step in range(4):
+        grads = gradients(library, value if (rank, step) == (bad_rank, 1) else 1.0)
+        _, nonfinite = gradscale.unscale(grads, state)
+        agreed = agree(nonfinite, state)
+        assert (type(agreed), agreed.shape, agreed.dtype) == (type(nonfinite), (), nonfinite.dtype)
+        counts.append(int(agreed))
+        state = policy.update(state, nonfinite=agreed)
+        states.append(registry.backend_for(state.scale).read(fingerprint(state)))
+    # Three gradients are bad at step 1, and the scale grows after two clean steps.
+    assert counts == [0, 3, 0, 0]
+    assert [numbers[0] >> 23 for numbers in states] == [127 + 16, 127 + 15, 127 + 15, 127 + 16]
+    return states
+
+
+def differing(group: Any, drifting_rank: int, what: str) -> None:
+    """Let one rank hold another scale, have another policy, or leave out a call; then agree twice."""
+    rank, size = rank_and_size(group)
+    drifts = rank == drifting_rank
+    agree = agreement(group, gradscale.DynamicScale(growth_interval=7 if what == "policy" and drifts else 5))
+    state = gradscale.DynamicScale(init_scale=2.0 if what == "scale" and drifts else 4.0).init(loss("numpy"))
+    _, nonfinite = gradscale.unscale(gradients("numpy"), state)
+    if what == "call" and drifts:
+        # As if this rank had made one call more before.
+        agree._calls += 1
+    said = {"scale": "scale from 2.0 to 4.0", "policy": "policy (here", "call": "iteration from 0 to 1"}[what]
+    raised(gradscale.ScaleDesyncError, lambda: agree(nonfinite, state), said, f"rank {rank} of {size}")
+    raised(gradscale.BackendError, lambda: agree(nonfinite, state), "construct a new GroupAgreement")
+
+
+def exhaustion(group: Any, bad_rank: int) -> None:
+    """Overflow on one rank at a minimum that must be raised, and go on."""
+    rank, size = rank_and_size(group)
+    policy = gradscale.DynamicScale(init_scale=1.0, min_scale=1.0, at_min="raise")
+    agree, state = agreement(group, policy), policy.init(loss("numpy"))
+    _, bad = gradscale.unscale(gradients("numpy", math.nan if rank == bad_rank else 1.0), state)
+    # The number that an error of ranks that differ would name.
+    said = "minimum, 1.0", f"rank {rank} of {size} in iteration 0"
+    raised(gradscale.ScaleUnderflowError, lambda: agree(bad, state), *said)
+    agree(np.zeros((), np.int32), state)
+
+
+# What other scenarios are made of.
 
 
 class Trainer:
@@ -270,15 +416,6 @@ class Trainer:
         for index in order:
             self.scaler.step(self.optimizers[index])
         self.scaler.update()
-
-
-def failure_of(call: Callable[[], Any]) -> Failure | None:
-    """Return what a call raises; None for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return Failure.of(error)
-    return None
 
 
 class Members:

@@ -1,39 +1,78 @@
 """What the ranks do in the tests of diagnoses of sharded models: FSDP1, FSDP2 and DTensors made without them.
 
-The functions take a process group first, and return plain Python.
+Each rank asserts what it is told, and returns what must be the same on all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
-from fsdp_scenarios import backward_loss, distribute, distribute_over, inject_infinity, local_gradients, make_scaler
-from fsdp_setups import Setup
+import torch.distributed as dist
+from fsdp_scenarios import (
+    FSDP2,
+    Setup,
+    backward_loss,
+    distribute,
+    distribute_over,
+    inject_infinity,
+    local_gradients,
+    make_scaler,
+)
+from scenarios import raised
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_sharded_scenarios import as_dtensor, sharded
-from worlds import Failure
 
 import gradscale
-from gradscale import StepReport
+from gradscale import OverflowReport, StepReport
 from gradscale.reports.callbacks import every_rank
 from gradscale_torch import verdicts
 
 LEARNING_RATE = 0.25
 SCALE = 1024.0
-FSDP2 = Setup("FSDP2", half=False)
 
 
-def each_rank_in_turn(group: Any, setup: Setup, how: str) -> list[dict[str, Any]]:
-    """Train with an infinity on each rank in turn, and a clean iteration at the end; what each iteration was told.
+def spread(value: Any) -> list[Any]:
+    """Return what each rank has."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def found_in(report: OverflowReport) -> Any:
+    """Return the entries of a report by rank and name, as ``look`` says what is expected."""
+    by_rank: Any = {}
+    for one in report.entries:
+        value = None if one.missing else (list(one.shape), one.inf, one.largest)
+        by_rank.setdefault(one.rank, {})[one.name] = value
+    return by_rank
+
+
+def assert_is_told(report: OverflowReport, expected: Any, bad: tuple[int, ...] | None) -> None:
+    """Assert that a report says of each rank what is expected, and names the only bad one."""
+    assert found_in(report) == expected
+    assert [one.rank for one in report.entries if one.inf or one.nan] == ([] if bad is None else [bad])
+    assert report.cause == ("none" if bad is None else "scale")
+    if bad is not None:
+        worst = report.entries[0]
+        assert worst.rank == bad
+        said = f"{worst.name} on rank {'/'.join(map(str, bad))} overflows"
+        assert said in report.to_dict()["explanation"]
+
+
+def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
+    """Train with an infinity on each rank in turn, and a clean iteration at the end; each rank is told the same.
 
     ``how`` is the optimizer: "plain"; "fused", which unscales and skips in its kernel; "late", the same whose verdict
     the host reads only when it is asked for one, as on a device.
     """
+    rank, size = group.rank(), group.size()
     model = distribute(setup)
     parameters = list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
@@ -47,42 +86,50 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> list[dict[str, Any]
     # Callbacks and automatic diagnoses have the host read each verdict at once.
     telling = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, **({} if how == "late" else telling))
-    would_wait: Callable[..., bool] = verdicts.would_wait
-    if how == "late":
-        verdicts.would_wait = lambda _: True
-    records = []
-    try:
-        for iteration in range(group.size() + 1):
+    told = []
+    late = mock.patch.object(verdicts, "would_wait", return_value=True)
+    with late if how == "late" else contextlib.nullcontext():
+        for iteration in range(size + 1):
             optimizer.zero_grad()
-            scaler.scale(backward_loss(model, group.rank())).backward()
-            begin = iteration % len(parameters)
-            is_bad = group.rank() == iteration
-            if is_bad:
-                inject_infinity(parameters[begin:])
-            expected = look(names, parameters, scaler.get_scale())
+            scaler.scale(backward_loss(model, rank)).backward()
+            if rank == iteration:
+                inject_infinity(parameters[iteration % len(parameters) :])
+            scale, bad = SCALE / 2**iteration, (iteration,) if iteration < size else None
+            expected = {(number,): seen for number, seen in enumerate(spread(look(names, parameters, scale)))}
+            assert any(expected[0,].values())
             own = [scaler.diagnose(optimizer)]
+            # Before the step, after it and after the update.
             gathered = [scaler.diagnose(optimizer, model.named_parameters(), gather=True)]
             scaler.step(optimizer)
             gathered.append(scaler.diagnose(optimizer, gather=True))
-            overflow = None if how == "late" else scaler.last_step(optimizer).overflow
+            if how != "late":
+                overflow = scaler.last_step(optimizer).overflow
+                assert overflow == (None if bad is None else gathered[1])
+                assert overflow is None or (overflow.loss_nonfinite, every[-1].overflow) == (0, overflow)
             scaler.update()
             gathered.append(scaler.diagnose(optimizer, gather=True))
             own.append(scaler.diagnose(optimizer))
-            records.append(
-                {
-                    "expected": expected,
-                    "own": [report.to_dict() for report in own],
-                    "gathered": [report.to_dict() for report in gathered],
-                    "overflow": None if overflow is None else overflow.to_dict(),
-                    "report": (scaler.last_step(optimizer).skipped, scaler.last_step(optimizer).scale),
-                    "told": ([one.iteration for one in first], [one.iteration for one in every]),
-                    "told overflow": every[-1].overflow == overflow if overflow is not None else None,
-                    "history": [(one.iteration, one.skipped, one.scale) for one in scaler.history],
-                }
-            )
-    finally:
-        verdicts.would_wait = would_wait
-    return records
+            for report in gathered:
+                assert_is_told(report, expected, bad)
+                assert (report.scale, report.iteration) == (scale, iteration + 1)
+            assert [found_in(report) for report in own] == [{(): expected[rank,]}] * 2
+            report = scaler.last_step(optimizer)
+            assert (report.skipped, report.scale) == (bad is not None, scale)
+            steps = [(number + 1, number < size, SCALE / 2**number) for number in range(iteration + 1)]
+            assert [(one.iteration, one.skipped, one.scale) for one in scaler.history] == steps
+            told += [report.to_dict() for report in gathered]
+    if how != "late":
+        skipped = list(range(1, size + 1))
+        assert [one.iteration for one in every] == skipped
+        assert [one.iteration for one in first] == skipped * (rank == 0)
+    if setup.method == "FSDP2" or setup.original:
+        # The parts of all ranks are the whole model.
+        sizes: dict[str, int] = {}
+        for entry in gathered[0].entries:
+            name = entry.name.replace("_fsdp_wrapped_module.", "")
+            sizes[name] = sizes.get(name, 0) + entry.size
+        assert sizes == {"0.weight": 48, "0.bias": 8, "2.0.weight": 64, "2.0.bias": 8, "3.weight": 32, "3.bias": 4}
+    return told
 
 
 def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> dict[str, Any]:
@@ -96,62 +143,52 @@ def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> di
     return found
 
 
-def bad_names_of_a_model(group: Any) -> list[Failure]:
-    """Leave a name out on each rank in turn; then gather again with all of them, and step."""
+def bad_names_of_a_model(group: Any) -> None:
+    """Leave a name out on each rank in turn: all are told; then gather again with all of them, and step."""
+    rank = group.rank()
     model = distribute(FSDP2)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     scaler = make_scaler(FSDP2, "gradscale", init_scale=SCALE)
-    failures = []
     for bad_rank in range(group.size()):
-        scaler.scale(backward_loss(model, group.rank())).backward()
+        scaler.scale(backward_loss(model, rank)).backward()
         pairs = list(model.named_parameters())
-        try:
-            scaler.diagnose(optimizer, pairs[1:] if group.rank() == bad_rank else pairs, gather=True)
-        except gradscale.GradscaleError as error:
-            failures.append(Failure.of(error))
+        names, kind = (pairs[1:], gradscale.InvalidValueError) if rank == bad_rank else (pairs, gradscale.BackendError)
+        said = ["names must hold each of the optimizer's 6 parameters, got 5 names"]
+        said += [f"failed on rank {bad_rank}"] * (rank != bad_rank)
+        raised(kind, lambda names=names: scaler.diagnose(optimizer, names, gather=True), *said)
         scaler.diagnose(optimizer, pairs, gather=True)
         scaler.step(optimizer)
         scaler.update()
         assert not scaler.last_step(optimizer).skipped
-    return failures
 
 
-def each_rank_of_a_mesh(
-    group: Any, shape: tuple[int, ...], parallel: str, is_given: bool
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Put an infinity on each rank of a mesh in turn; a diagnosis over the mesh, or over its dimensions one by one.
-
-    Returns
-    -------
-    list of tuple
-        What the skipped step was told, and what is to be said of this rank.
-    """
-    model = distribute_over(shape, parallel)
+def each_rank_of_a_mesh(group: Any, parallel: str, is_given: bool) -> Any:
+    """Put an infinity on each rank of a mesh in turn; a diagnosis over the mesh, or over its dimensions one by one."""
+    model = distribute_over((2, 2), parallel)
     parameters = list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
     assert isinstance(parameters[0], DTensor)
     groups = {"group": parameters[0].device_mesh.get_all_groups()} if is_given else {}
     scaler = make_scaler(FSDP2, "gradscale", init_scale=SCALE, diagnose="on_overflow", **groups)
-    records = []
-    for bad_rank in range(group.size()):
+    places = [divmod(rank, 2) if is_given else (rank,) for rank in range(4)]
+    told = []
+    for bad_rank in range(4):
         optimizer.zero_grad()
         scaler.scale(backward_loss(model, group.rank())).backward()
         if group.rank() == bad_rank:
             inject_infinity(parameters)
-        expected = look(names, parameters, scaler.get_scale())
+        expected = dict(zip(places, spread(look(names, parameters, scaler.get_scale())), strict=True))
         scaler.step(optimizer)
         scaler.update()
         overflow = scaler.last_step(optimizer).overflow
-        records.append((overflow.to_dict(), expected))
-    return records
+        assert_is_told(overflow, expected, places[bad_rank])
+        told.append(overflow.to_dict())
+    return told
 
 
-def odd_gradients_of_a_mesh(group: Any, kind: str, odd_rank: int) -> tuple[dict[str, Any], str]:
-    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss.
-
-    Returns the report, and the error of the step after it.
-    """
+def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
+    """Gather over a mesh where one rank has a gradient that is "missing" or "overlapping", or has seen no loss."""
     mesh = init_device_mesh("cpu", (group.size(),))
     parameter = sharded(mesh)
     optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
@@ -161,20 +198,27 @@ def odd_gradients_of_a_mesh(group: Any, kind: str, odd_rank: int) -> tuple[dict[
         scaler.scale(torch.ones(()))
     if not is_odd or kind == "overlapping":
         parameter.grad = as_dtensor(mesh, torch.tensor([4.0]).expand(2) if is_odd else torch.full((2,), 4.0))
-    report = scaler.diagnose(optimizer, ["weight"], gather=True).to_dict()
-    try:
+    report = scaler.diagnose(optimizer, ["weight"], gather=True)
+    values: Any = {(rank,): {"weight": ([2], 0, 1.0)} for rank in range(group.size())}
+    if kind != "overlapping":
+        values[odd_rank,]["weight"] = None
+    assert (report.scale, report.cause, found_in(report)) == (4.0, "none", values)
+    if kind == "overlapping":
+        # Whether a gradient can be unscaled in place is still looked at when it is.
+        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} has refused its gradients")
+        refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
+        raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
+    else:
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
-    except (gradscale.InvalidValueError, gradscale.ScaleDesyncError) as error:
-        return report, str(error)
-    return report, ""
+    return report.to_dict()
 
 
-def loss_of_a_mesh(group: Any, placement: str, bad_rank: int) -> dict[str, Any]:
+def loss_of_a_mesh(group: Any, bad_rank: int, placement: str) -> None:
     """Scale a loss that is a DTensor, replicated or a part on each rank, and skip the step."""
     mesh = init_device_mesh("cpu", (group.size(),))
-    value = math.nan if group.rank() == bad_rank or placement == "replicated" else 1.0
-    local = torch.tensor([value])
+    is_bad = group.rank() == bad_rank or placement == "replicated"
+    local = torch.tensor([math.nan if is_bad else 1.0])
     loss = DTensor.from_local(local, mesh, [Replicate() if placement == "replicated" else Shard(0)])
     parameter = sharded(mesh)
     optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE)
@@ -184,4 +228,7 @@ def loss_of_a_mesh(group: Any, placement: str, bad_rank: int) -> dict[str, Any]:
     asked = scaler.diagnose(optimizer, loss={"main": loss, "other": math.nan})
     scaler.step(optimizer)
     overflow = scaler.last_step(optimizer).overflow
-    return {"asked": asked.loss_nonfinite, "told": overflow.loss_nonfinite, "cause": overflow.cause}
+    # One more is a number that is not finite.
+    assert asked.loss_nonfinite == 1 + is_bad
+    assert overflow.loss_nonfinite == (group.size() if placement == "replicated" else 1)
+    assert overflow.cause == "model"

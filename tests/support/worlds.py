@@ -7,29 +7,28 @@ a module one after the other; one that ends badly, or needs processes that have 
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import importlib
-import json
+import multiprocessing
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from unittest import mock
 
-from pool import Pool
+from pool import Ranks
 
 from gradscale.testing import run_ranks
 
 HERE = Path(__file__).parent
 MPI_RUNNER = HERE / "mpi_runner.py"
-GLOO_RUNNER = HERE / "gloo_runner.py"
 
 Scenario = TypeVar("Scenario", bound=Callable[..., Any])
 
@@ -58,18 +57,15 @@ class Failure:
         return cls(type(error).__name__, bases, str(error), plain, "".join(traceback.format_exception(error)))
 
 
-def run_cases(group: Any, module: str, name: str, cases: Sequence[tuple[Any, ...]]) -> tuple[list[Any], bool]:
-    """Run a scenario's cases as one rank; what they returned or raised, and whether one has raised."""
-    scenario = getattr(importlib.import_module(module), name)
+def run_cases(group: Any, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Run a scenario's cases as one rank; what they returned or raised."""
     results: list[Any] = []
-    has_raised = False
     for case in cases:
         try:
             results.append(scenario(group, *case))
         except Exception as error:
             results.append(Failure.of(error))
-            has_raised = True
-    return results, has_raised
+    return results
 
 
 def find_mpiexec() -> str | None:
@@ -113,7 +109,9 @@ class ThreadWorld:
         def call(group: Any) -> Any:
             return scenario(group, *args)
 
-        results = run_ranks(self.size, call, timeout=_timeout(args), return_exceptions=True)
+        # So that threads obey the timeout that a scenario is given in a dict of settings.
+        (timeout,) = [float(one["timeout"]) for one in args if isinstance(one, dict) and "timeout" in one] or [30.0]
+        results = run_ranks(self.size, call, timeout=timeout, return_exceptions=True)
         results = [Failure.of(result) if isinstance(result, BaseException) else result for result in results]
         print_failures(results)
         return results
@@ -155,11 +153,30 @@ class MPIWorld(ProcessWorld):
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
         """Give the task to ranks that are there, or to new ones."""
         is_alone = getattr(scenario, "is_alone", False)
-        task = pickle.dumps((scenario.__module__, scenario.__name__, cases, is_alone))
-        return mpi_ranks.run(self.size, task, limit, is_alone)
+        ranks = None if is_alone else _standing.pop(self.size, None)
+        if ranks is None:
+            # Loading numba takes longer than most scenarios, and not equally long on each rank.
+            fast = {"GRADSCALE_NUMPY_FAST": "0"} if is_alone else {}
+            ranks = Ranks(
+                self.size, lambda address: mpi_command(self.size, MPI_RUNNER, address), mpi_environment() | fast
+            )
+        answers = ranks.ask(pickle.dumps((scenario, cases, is_alone)), limit)
+        if is_alone:
+            ranks.end()
+        elif any(isinstance(result, Failure) for results in answers for result in results):
+            ranks.kill()
+        else:
+            _standing[self.size] = ranks
+        return answers
 
 
-mpi_ranks = Pool(lambda size, address: mpi_command(size, MPI_RUNNER, address), mpi_environment)
+_standing: dict[int, Ranks] = {}
+
+
+def end_ranks() -> None:
+    """End all ranks that stand by; a RuntimeError if they do not end well."""
+    while _standing:
+        _standing.popitem()[1].end()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,62 +187,59 @@ class GlooWorld(ProcessWorld):
     """
 
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
-        """Write the task to a file, and read the answers that the ranks write beside it."""
-        with tempfile.TemporaryDirectory() as folder:
-            task = Path(folder, "task.pickle")
-            task.write_bytes(pickle.dumps((scenario.__module__, scenario.__name__, cases)))
-            status, output = self.launch(task, limit)
-            answers = [Path(folder, f"{rank}.pickle") for rank in range(self.size)]
-            missing = [answer.stem for answer in answers if not answer.exists()]
-            if missing or status:
-                msg = f"ranks {missing} gave no answer, status {status}:\n{output}"
-                raise RuntimeError(msg)
-            return [pickle.loads(answer.read_bytes()) for answer in answers]
+        """Run the task on new ranks."""
+        answers, said = self.launch(scenario, cases, limit)
+        if None in answers:
+            raise RuntimeError(said)
+        return answers
 
-    def launch(self, task: Path, limit: float) -> tuple[int, str]:
-        """Run a task on forked ranks, of which those that outlast the limit are killed; a status, and the output."""
-        server = _gloo_server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps([str(task), self.size, limit]) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        if not answer:
-            msg = f"the process that forks the ranks ended with status {server.wait(10)}"
-            raise RuntimeError(msg)
-        statuses = json.loads(answer)
-        printed = [f"rank {rank}: {task.with_name(f'{rank}.txt').read_text()}" for rank in range(self.size)]
-        return next(filter(None, statuses), 0), f"statuses {statuses}\n{''.join(printed)}"
+    def launch(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> tuple[Any, str]:
+        """Return what each rank answered, None where it did not within some seconds, and what became of them."""
+        with tempfile.TemporaryDirectory() as folder:
+            task = (self.size, scenario, cases)
+            ranks: Any = [_forking().Process(target=_run_gloo, args=(folder, k, *task)) for k in range(self.size)]
+            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+                for rank in ranks:
+                    rank.start()
+            end = time.monotonic() + limit
+            for rank in ranks:
+                rank.join(max(0.0, end - time.monotonic()))
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            files = [Path(folder, f"{k}.pickle") for k in range(self.size)]
+            printed = [Path(folder, f"{k}.txt") for k in range(self.size)]
+            said = "".join(f"rank {k}: {file.read_text()}" for k, file in enumerate(printed) if file.exists())
+            answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        return answers, f"statuses {[rank.exitcode for rank in ranks]}\n{said}"
 
 
 @functools.cache
-def _gloo_server() -> subprocess.Popen[str]:
-    """Start the process that forks the ranks; it lives as long as this one."""
-    server = subprocess.Popen(
-        [sys.executable, str(GLOO_RUNNER)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(server.communicate)
-    return server
+def _forking() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gloo_runner"])
+    return context
+
+
+def _run_gloo(*task: Any) -> None:
+    importlib.import_module("gloo_runner").run_rank(*task)
 
 
 def each(
     world: ThreadWorld | ProcessWorld, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]
-) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    """Run a scenario's cases, and yield each with what the ranks returned, after asserting that none has raised."""
+) -> list[tuple[tuple[Any, ...], list[Any]]]:
+    """Run a scenario's cases; each with what the ranks returned, after asserting that none has raised."""
     cases = list(cases)
-    for case, results in zip(cases, world.run_each(scenario, cases), strict=True):
+    found = list(zip(cases, world.run_each(scenario, cases), strict=True))
+    for case, results in found:
         assert not any(isinstance(result, Failure) for result in results), (case, results)
-        yield case, results
+    return found
 
 
-def assert_all_equal(results: Sequence[Any]) -> None:
-    """Assert that all ranks have returned the same, and that none has raised."""
-    assert not [result for result in results if isinstance(result, Failure)], results
-    assert all(result == results[0] for result in results), results
+def agree(world: ThreadWorld | ProcessWorld, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> None:
+    """Run a scenario's cases, and assert that none has raised, and that all ranks have returned the same."""
+    for case, results in each(world, scenario, cases):
+        assert all(result == results[0] for result in results), (case, results)
 
 
 def print_failures(results: Sequence[Any]) -> None:
@@ -233,11 +247,3 @@ def print_failures(results: Sequence[Any]) -> None:
     for rank, result in enumerate(results):
         if isinstance(result, Failure):
             print(f"rank {rank} of {len(results)} raised:\n{result.traceback}")
-
-
-def _timeout(args: Sequence[Any]) -> float:
-    """Return the timeout that a scenario is given in a dict of settings, so that threads obey it too."""
-    for value in args:
-        if isinstance(value, dict) and "timeout" in value:
-            return float(value["timeout"])
-    return 30.0
