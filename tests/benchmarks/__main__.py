@@ -1,16 +1,36 @@
-"""Measure gradscale's speed and memory against peers in the same process, and print one table."""
+"""Measure gradscale's speed against peers in the same process, and print one table."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
+import os
+import platform
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.cases import busy, case_names, machine, report, run_cases, use_one_thread
-from benchmarks.measure import Row, readable
+from benchmarks.measure import NotOnThisMachineError, Row, readable
+from gradscale.errors import MissingExtraError
+from gradscale.extras import remedy
 
 __all__ = ["main"]
+
+_MODULES = (
+    *("unscaling", "iterations", "agreement", "torch_scalers", "jax_scaling"),
+    *("cupy_unscaling", "reports", "diagnosis"),
+)
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+# CuPy has one for each version of CUDA.
+_DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
+_DISTRIBUTIONS += ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+# What to do where one of these modules is missing.
+_SOURCES = {name: remedy(name) for name in ("numpy", "mpich", "torch", "cupy", "jax", "flax", "optax")}
+_SOURCES |= {"mpi4py": remedy("mpi"), "jmp": "python -m pip install jmp"}
+
+Case = Callable[[bool], list[Row]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,35 +41,33 @@ def main(arguments: list[str] | None = None) -> int:
     arguments : list of str, optional
         In place of those of the command line.
     """
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
-    if chosen.json is not None and not chosen.json.absolute().parent.is_dir():
-        parser.error(f"cannot write --json {chosen.json}: {chosen.json.parent} is no folder")
-    use_one_thread()
-    if chosen.list:
-        print("\n".join(case_names()))
-        return 0
-    print(machine())
-    _warn()
-    outcomes = list(run_cases(chosen.only, quick=chosen.quick))
-    if not outcomes:
-        print(f"no case has {chosen.only!r} in its name; the names are {', '.join(case_names())}", file=sys.stderr)
+    chosen = _parser().parse_args(arguments)
+    # Before NumPy and the others are imported, which read this once.
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
+    found = dict(_cases())
+    wanted = {name: case for name, case in found.items() if chosen.only in name}
+    if not wanted:
+        print(f"no case has {chosen.only!r} in its name; the names are {', '.join(found)}", file=sys.stderr)
         return 2
-    _print_table([row for outcome in outcomes for row in outcome.rows])
-    for outcome in outcomes:
-        if outcome.reason:
-            print(f"{'failed' if outcome.failed else 'not run'}: {outcome.name}, because {outcome.reason}")
-    _warn()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}}
+    print(f"{machine}, " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    rows, reasons, has_failed = [], {}, False
+    for name, case in wanted.items():
+        try:
+            rows += case(chosen.quick)
+        except (ModuleNotFoundError, NotOnThisMachineError) as error:
+            reasons[name] = f"not run: {name}, because {_explain(error)}"
+        except Exception as error:
+            has_failed = True
+            reasons[name] = f"failed: {name}, because {type(error).__name__}: {error}"
+    _print_table(rows)
+    print(*reasons.values(), sep="\n")
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report(outcomes), indent=2) + "\n")
-    if any(outcome.failed for outcome in outcomes):
-        return 1
-    return int(chosen.check and not all(outcome.met for outcome in outcomes))
-
-
-def _warn() -> None:
-    if (warning := busy()) is not None:
-        print(warning, file=sys.stderr)
+        written = [vars(row) | {"ratio": row.ratio, "met": row.met} for row in rows]
+        facts = {"machine": machine, "threads": os.environ["OMP_NUM_THREADS"], "versions": versions}
+        chosen.json.write_text(json.dumps({**facts, "rows": written, "not_run": reasons}, indent=2) + "\n")
+    return int(has_failed or (chosen.check and (bool(reasons) or not all(row.met for row in rows))))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,18 +77,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Times are medians over rounds that take turns, on one thread. A busy machine spoils them.",
     )
     parser.add_argument("--quick", action="store_true", help="smaller arrays and fewer rounds: to see that it runs")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=Path("benchmarks.json"),
-        metavar="FILE",
-        help="write the numbers to FILE too (%(const)s if it is left out)",
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE too")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="run only cases with this in their name")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed or a case not run")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
     return parser
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    """Yield the cases by name; of a module that cannot be imported one with the module's name, which says why."""
+    for module in _MODULES:
+        try:
+            cases: dict[str, Case] = importlib.import_module(f"benchmarks.{module}").CASES
+        except ModuleNotFoundError as error:
+            missing = error
+
+            def fail(_quick: bool, error: ModuleNotFoundError = missing) -> list[Row]:
+                raise error
+
+            yield module, fail
+        else:
+            yield from cases.items()
+
+
+def _explain(error: Exception) -> str:
+    source = _SOURCES.get((getattr(error, "name", None) or "").partition(".")[0])
+    return f"{error}; {source}" if source and not isinstance(error, MissingExtraError) else str(error)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 def _print_table(rows: list[Row]) -> None:

@@ -1,11 +1,10 @@
-"""The agreement of ranks on one optimizer: two, against one bare Allreduce of the same bytes; many, against two.
+"""The agreement of two ranks on one optimizer, against one bare Allreduce of the same bytes.
 
 ``rows`` launches this module under mpiexec; run by itself, it is one of the ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,9 +20,8 @@ from typing import Any
 
 import gradscale
 from benchmarks.measure import Idle, Row
-from gradscale.testing import ThreadCollectives, run_ranks
 
-__all__ = ["CASES", "Counting", "rows"]
+__all__ = ["CASES", "rows"]
 
 _CALLS = 200  # in each round
 
@@ -38,7 +36,7 @@ def rows(quick: bool) -> list[Row]:
     if mpiexec is None:
         msg = "there is no mpiexec beside this Python nor on the PATH"
         raise ModuleNotFoundError(msg, name="mpich")
-    command = [mpiexec, "-n", "2", sys.executable, "-m", __spec__.name, "--rounds", "11" if quick else "51"]
+    command = [mpiexec, "-n", "2", sys.executable, "-m", __spec__.name, "11" if quick else "51"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if finished.returncode:
         msg = f"{' '.join(command)} failed:\n{finished.stdout}{finished.stderr}"
@@ -55,44 +53,6 @@ def rows(quick: bool) -> list[Row]:
             1.3,
         ),
     ]
-
-
-class Counting:
-    """A group that takes note of the bytes of each message."""
-
-    def __init__(self, group: ThreadCollectives) -> None:
-        self.rank, self.size = group.rank, group.size
-        self.sent: list[int] = []
-        self._group = group
-
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        """Begin a MAX of the group's."""
-        self.sent.append(x.nbytes)
-        return self._group.start_max(x)
-
-
-def messages(_quick: bool) -> list[Row]:
-    """Count what a rank sends in an iteration, of 2 and of more ranks, which are threads."""
-    import numpy as np
-
-    def sent_by(group: ThreadCollectives) -> list[int]:
-        counting = Counting(group)
-        scaler = gradscale.ShardedGradScaler(group=counting)
-        scaler.scale(np.ones((), np.float32))
-        scaler.step(Idle([SimpleNamespace(grad=np.ones(10, np.float32))]))
-        scaler.update()
-        return counting.sent
-
-    counted = []
-    few = max(run_ranks(2, sent_by), key=sum)
-    for ranks in (4, 8, 16):
-        most = max(run_ranks(ranks, sent_by), key=sum)
-        of = f"of a rank in an iteration, {ranks} / 2 ranks"
-        counted += [
-            Row(f"messages {of}", len(most), len(few), "", 1.0),
-            Row(f"bytes {of}", sum(most), sum(few), "", 1.0),
-        ]
-    return counted
 
 
 def measure(rounds: int) -> dict[str, float]:
@@ -147,17 +107,14 @@ def measure(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure as one rank, and print the numbers on the first."""
-    parser = argparse.ArgumentParser(description="One rank of the agreement benchmark, under mpiexec.")
-    parser.add_argument("--rounds", type=int, default=51)
-    rounds = parser.parse_args().rounds
     from mpi4py import MPI
 
-    times = measure(rounds)
+    times = measure(int(sys.argv[1]))
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(times))
 
 
-CASES = {"agreement": rows, "messages": messages}
+CASES = {"agreement": rows}
 """By name, what measures some rows of the table; called with whether to be quick."""
 
 if __name__ == "__main__":

@@ -214,32 +214,6 @@ def tables(quick: bool) -> list[Row]:
     return [Row(case, seconds, _LONGEST_PLAN, "s", 1.0)]
 
 
-def memory(quick: bool) -> list[Row]:
-    """Measure the most memory of the device that unscaling in place takes beside the gradients, tables included."""
-    cupy = _cupy()
-    sizes = _QUICK if quick else _FULL
-    grads = _filled(cupy, *sizes.large)
-    base: Any = cupy.cuda.MemoryHook
-
-    class Peak(base):  # type: ignore[misc]
-        name = "peak"
-        used = peak = 0
-
-        def malloc_postprocess(self, *, mem_size: int, **_: int) -> None:
-            self.used += mem_size
-            self.peak = max(self.peak, self.used)
-
-        def free_postprocess(self, *, mem_size: int, **_: int) -> None:
-            self.used -= mem_size
-
-    run, hook = _unscale(cupy, grads, grads), Peak()
-    with hook:
-        for _ in range(2):
-            run()
-    case = f"CuPy unscale, {_described(cupy, *sizes.large)}, peak extra memory / the arrays"
-    return [Row(case, hook.peak / 2**20, sum(x.nbytes for x in grads) / 2**20, "MiB", None)]
-
-
 def host_waits(quick: bool) -> list[Row]:
     """Count the iterations in which the host waits for a busy device: between ``scale`` and ``step``, and within."""
     from gradscale_cupy.arrays import CupyBackend
@@ -290,7 +264,6 @@ CASES = {
     "cupy-masters": masters,
     "cupy-torch": against_torch,
     "cupy-plan": tables,
-    "cupy-peak": memory,
     "cupy-waits": host_waits,
 }
 """By name, what measures some rows of the table; called with whether to be quick."""

@@ -6,7 +6,7 @@ library computes slower than a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +31,6 @@ def _diagnosis(gradients: Sequence[Any], like: Any) -> Call:
     return Call(lambda: scaler.diagnose(optimizer))
 
 
-def _read_numpy(gradients: Sequence[Any]) -> object:
-    return [gradient.view(np.int32).max() for gradient in gradients]
-
-
-def _read_torch(gradients: Sequence[Any]) -> object:
-    import torch
-
-    return [gradient.view(torch.int32).amax() for gradient in gradients]
-
-
 def _kinds(quick: bool) -> dict[str, list[Any]]:
     """Return gradients of normal numbers, with zeros among them, and with inf and NaN."""
     rng = np.random.default_rng(0)
@@ -54,18 +44,25 @@ def _kinds(quick: bool) -> dict[str, list[Any]]:
     return {"normal": normal, "half of them 0": zeros, "some inf and NaN": overflown}
 
 
-def with_numpy(quick: bool) -> list[Row]:
-    """Diagnose NumPy gradients."""
+def _rows(quick: bool, convert: Callable[[Any], Any], like: Any, read: Callable[[Any], object]) -> list[Row]:
+    """Return rows for gradients that are made of NumPy's, of a library that reads one by ``read``."""
     rows = []
-    for kind, gradients in _kinds(quick).items():
+    for kind, arrays in _kinds(quick).items():
+        gradients = [convert(array) for array in arrays]
         calls = {
-            "diagnose": _diagnosis(gradients, np.float32(1)),
-            "read": Call(partial(_read_numpy, gradients)),
+            "diagnose": _diagnosis(gradients, like),
+            "read": Call(partial(lambda those: [read(gradient) for gradient in those], gradients)),
         }
         times = interleaved(calls, 7 if quick else 21)
-        case = f"diagnose, {_COUNT} float32 arrays of {gradients[0].size >> 10} Ki, {kind} / one read"
+        library = type(like).__module__.partition(".")[0]
+        case = f"diagnose, {_COUNT} float32 arrays of {library} of {arrays[0].size >> 10} Ki, {kind} / one read"
         rows.append(Row(case, times["diagnose"], times["read"], "s", _READS))
     return rows
+
+
+def with_numpy(quick: bool) -> list[Row]:
+    """Diagnose NumPy gradients."""
+    return _rows(quick, np.asarray, np.float32(1), lambda gradient: gradient.view(np.int32).max())
 
 
 def with_torch(quick: bool) -> list[Row]:
@@ -73,17 +70,7 @@ def with_torch(quick: bool) -> list[Row]:
     import torch
 
     torch.set_num_threads(1)
-    rows = []
-    for kind, arrays in _kinds(quick).items():
-        gradients = [torch.from_numpy(array) for array in arrays]
-        calls = {
-            "ours": _diagnosis(gradients, torch.ones(())),
-            "read": Call(partial(_read_torch, gradients)),
-        }
-        times = interleaved(calls, 7 if quick else 21)
-        case = f"diagnose, {_COUNT} float32 tensors of {gradients[0].numel() >> 10} Ki, {kind} / one read"
-        rows.append(Row(case, times["ours"], times["read"], "s", _READS))
-    return rows
+    return _rows(quick, torch.from_numpy, torch.ones(()), lambda gradient: gradient.view(torch.int32).amax())
 
 
 CASES = {"diagnosis": with_numpy, "diagnosis-torch": with_torch}

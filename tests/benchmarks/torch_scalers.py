@@ -189,12 +189,8 @@ def cuda(quick: bool) -> list[Row]:
         "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse),
         "copy": lambda: target.copy_(source),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(11 if quick else 51):
-        for name, run in runs.items():
-            times[name].append(timed(run))
-        scaler.update()
-    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    calls = {name: Call(run, scaler.update if name == "ours" else None) for name, run in runs.items()}
+    medians = interleaved(calls, 11 if quick else 51, timed)
     case = f"torch CUDA unscale_, {count} float32 gradients of {_readable(size)} / {{}}"
     # Both read and write each byte once; at least 85 % of the bandwidth is at most 1 / 0.85 of the time.
     return [

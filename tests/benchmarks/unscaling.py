@@ -1,9 +1,8 @@
-"""Unscaling NumPy gradients: time and memory, without numba and with it, against NumPy's and torch's own ways."""
+"""Unscaling NumPy gradients, without numba and with it, against NumPy's and torch's own ways."""
 
 from __future__ import annotations
 
 import importlib.util
-import tracemalloc
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ __all__ = ["CASES"]
 
 Array = NDArray[Any]
 
-_MEMORY_LIMIT = 4.0  # MiB
 _FACTOR = np.float32(1)
 
 
@@ -54,22 +52,6 @@ def large_array(quick: bool) -> list[Row]:
     targets = {"without numba": 1.6, "with numba": 1.1}
     case = f"GradScaler.unscale_, one float32 array of {gradient.nbytes >> 20} MiB, {{}} / np.multiply"
     return [Row(case.format(name), times[name], times["peer"], "s", targets[name]) for name in backends]
-
-
-def large_array_memory(quick: bool) -> list[Row]:
-    """Measure the most memory that unscaling one large array takes beside it."""
-    gradient = np.ones((128 if quick else 256) << 18, np.float32)
-    rows = []
-    for name, backend in _backends().items():
-        call = _unscale_in_place([gradient], backend)
-        interleaved({name: call}, 1)
-        tracemalloc.start()
-        call.run()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        case = f"peak extra memory of that, {name} / limit"
-        rows.append(Row(case, peak / 2**20, _MEMORY_LIMIT, "MiB", 1.0))
-    return rows
 
 
 def master_gradients(quick: bool) -> list[Row]:
@@ -131,7 +113,6 @@ def small_arrays(quick: bool) -> list[Row]:
 
 CASES = {
     "large": large_array,
-    "memory": large_array_memory,
     "masters": master_gradients,
     "small": small_arrays,
 }
