@@ -93,30 +93,22 @@ def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypat
     assert command.examine([numpy], LIMIT)[0].reason == "KEPT"
 
 
-@pytest.mark.mpi
-def test_mpi_is_used_on_one_process_and_its_library_is_named() -> None:
-    require("mpi")
-    completed = doctor("mpi", "--json", "--require", "numpy,mpi")
+@pytest.mark.parametrize(
+    ("library", "name", "details"),
+    [
+        pytest.param("mpi", "mpi4py", {"library", "standard", "threads"}, marks=pytest.mark.mpi),
+        pytest.param("torch", "torch", {"devices", "groups"}, marks=pytest.mark.torch),
+        pytest.param("jax", "jax", {"devices"}, marks=pytest.mark.jax),
+    ],
+)
+def test_a_library_is_used_and_shows_what_it_has(library: str, name: str, details: set[str]) -> None:
+    require(library)
+    completed = doctor(library, "--json", "--require", f"numpy,{library}")
     assert completed.returncode == 0, completed.stderr
-    details = rows(completed)["mpi4py"]["details"]
-    assert {"library", "standard", "threads"} <= set(details)
-    assert details["threads"] in ("single", "funneled", "serialized", "multiple")
-
-
-@pytest.mark.torch
-def test_torch_shows_its_devices_and_groups() -> None:
-    require("torch")
-    details = rows(doctor("torch", "--json"))["torch"]["details"]
-    assert details["devices"][0] == "cpu"
-    assert "gloo" in details["groups"]
-
-
-@pytest.mark.jax
-def test_jax_shows_its_devices() -> None:
-    require("jax")
-    completed = doctor("jaxlib", "--json")
-    assert completed.returncode == 0, completed.stderr
-    assert rows(completed)["jax"]["details"]["devices"]
+    found = rows(completed)[name]["details"]
+    assert all(found[one] for one in details)
+    assert found.get("threads", "single") in ("single", "funneled", "serialized", "multiple")
+    assert "gloo" in found.get("groups", ["gloo"])
 
 
 def test_the_compiled_kernels_say_whether_they_are_active() -> None:
@@ -141,13 +133,11 @@ def test_broken_adapters_are_rows_with_their_reasons_and_harm_no_other(third_par
     assert not json.loads(completed.stdout)["ok"]
 
 
-def test_names_may_be_separated_by_commas_as_those_that_are_required() -> None:
-    require("cli")
-    assert list(rows(doctor("numpy,mpi,", "cupy", "--json"))) == ["numpy", "mpi4py", "cupy"]
-
-
-def test_what_is_broken_matters_only_if_it_is_required(third_party: str) -> None:
-    assert doctor("fakelib", "--require", "numpy", PYTHONPATH=third_party).returncode == 0
+def test_names_may_be_separated_by_commas_and_what_is_broken_matters_only_if_it_is_required(third_party: str) -> None:
+    completed = doctor("numpy,fakelib,", "cupy", "--json", "--require", "numpy", PYTHONPATH=third_party)
+    assert list(rows(completed)) == ["numpy", "fakelib", "cupy"]
+    completed = doctor("fakelib", "--require", "numpy", PYTHONPATH=third_party)
+    assert completed.returncode == 0
     completed = doctor("numpy", "--require", "fakelib", PYTHONPATH=third_party)
     assert completed.returncode == 1
     assert "libfake.so.3" in completed.stderr
@@ -158,23 +148,22 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
     )
-    completed = doctor("torch", PYTHONPATH=str(tmp_path))
-    assert completed.returncode == 0, completed.stderr
-    assert "torch not installed; from a clone of gradscale: python -m pip install '.[torch]'" in completed.stdout
-    completed = doctor("torch", "--require", "torch", PYTHONPATH=str(tmp_path))
-    assert completed.returncode == 1
+    said = "torch not installed; from a clone of gradscale: python -m pip install '.[torch]'"
+    for required, status in ((), 0), (("--require", "torch"), 1):
+        completed = doctor("torch", *required, PYTHONPATH=str(tmp_path))
+        assert completed.returncode == status, completed.stderr
+        assert said in completed.stdout
     assert "gradscale: doctor: torch is missing: torch not installed" in completed.stderr
-    assert "from a clone of gradscale: python -m pip install '.[torch]'" in completed.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(("--require", "numpi"), "there is no adapter or extra 'numpi': did you mean 'numpy'?", id="near"),
-        pytest.param(("--require", ","), "give names, such as numpy,mpi, got ','", id="nothing"),
-        pytest.param((",",), "give names, such as numpy,mpi, got ','", id="no-name"),
-        pytest.param(("tensorflow",), "there is no adapter or extra 'tensorflow'", id="unknown"),
+        (("--require", "numpi"), "there is no adapter or extra 'numpi': did you mean 'numpy'?"),
+        (("--require", ","), "give names, such as numpy,mpi, got ','"),
+        (("tensorflow",), "there is no adapter or extra 'tensorflow'"),
     ],
+    ids=["near", "nothing", "unknown"],
 )
 def test_an_unknown_name_is_a_usage_error_that_names_the_nearest(arguments: tuple[str, ...], said: str) -> None:
     completed = doctor(*arguments)

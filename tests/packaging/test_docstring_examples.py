@@ -77,24 +77,13 @@ def test_the_examples_of_an_adapter_run(library: str) -> None:
         run(name, getattr(adapter, name))
 
 
-def test_a_missing_example_and_a_wrong_one_are_seen() -> None:
-    def bare() -> None:
-        """Do nothing."""
-
-    def wrong() -> None:
-        """Do nothing.
-
-        Examples
-        --------
-        >>> x = 1
-        >>> x + 1
-        3
-        """
-
-    with pytest.raises(AssertionError, match="bare has no example"):
-        run("bare", bare)
-    with pytest.raises(AssertionError, match="Expected"):
-        run("wrong", wrong)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("Do nothing.", "has no example"), ("Do.\n\nExamples\n--------\n>>> x = 1\n>>> x + 1\n3\n", "Expected")],
+)
+def test_a_missing_example_and_a_wrong_one_are_seen(text: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        run("x", types.SimpleNamespace(__doc__=text))
 
 
 def test_all_public_names_are_asked() -> None:

@@ -24,7 +24,6 @@ print(gradscale.__file__)
 scaler = gradscale.GradScaler(init_scale=2.0**16)
 backend = gradscale_numpy.arrays.NumpyBackend()
 """
-CONSUMER = SCRIPT + "reveal_type(scaler.get_scale())\nreveal_type(backend)\n"
 
 
 def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
@@ -51,7 +50,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("place", [".", "elsewhere", "gradscale/examples"])
-def test_a_script_imports_an_editable_install(installed: tuple[Path, Path], tmp_path: Path, place: str) -> None:
+def test_an_editable_install_serves_scripts_and_type_checkers(
+    installed: tuple[Path, Path], tmp_path: Path, place: str
+) -> None:
     folder, python = installed
     (folder / "elsewhere").mkdir(exist_ok=True)
     # Beside the clone, the script's own folder comes first on its path, and the working directory for -c.
@@ -61,18 +62,10 @@ def test_a_script_imports_an_editable_install(installed: tuple[Path, Path], tmp_
         completed = run(folder / place, python, *command)
         assert completed.returncode == 0, completed.stderr
         assert Path(completed.stdout.strip()).resolve() == ROOT / "gradscale" / "__init__.py"
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("place", [".", "elsewhere"])
-def test_a_type_checker_sees_the_types_of_an_editable_install(installed: tuple[Path, Path], place: str) -> None:
     require("mypy")
-    folder, python = installed
-    (folder / "elsewhere").mkdir(exist_ok=True)
-    consumer = folder / place / "consumer.py"
-    consumer.write_text(CONSUMER)
+    script.write_text(SCRIPT + "reveal_type(scaler.get_scale())\nreveal_type(backend)\n")
     checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", python]
-    completed = run(folder / place, *checker, consumer)
+    completed = run(script.parent, *checker, script)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert 'Revealed type is "float"' in completed.stdout, completed.stdout
     assert 'Revealed type is "gradscale_numpy.arrays.NumpyBackend"' in completed.stdout, completed.stdout

@@ -16,14 +16,13 @@ import pytest
 from worlds import GlooWorld, MPIWorld, ThreadWorld
 
 PURE = {is_pure}
-WORLDS = [
+
+@pytest.mark.parametrize("world", [
     pytest.param(ThreadWorld(2), id="threads"),
     pytest.param(MPIWorld(2), id="mpi"),
     pytest.param(MPIWorld(3), id="mpi-late", marks=pytest.mark.tier("all")),
     pytest.param(GlooWorld(2), id="gloo-early", marks=pytest.mark.tier("quick")),
-]
-
-@pytest.mark.parametrize("world", WORLDS)
+])
 def test_world(world): ...
 
 def test_shell(arrays): ...
@@ -37,35 +36,29 @@ QUICK = {"world[threads]", "world[gloo-early]", *FIRST}
 RANKS = QUICK | OTHERS | {"world[mpi]", "marked"}
 
 
-def collected(folder: Path, *options: str, is_pure: bool = False, marked: str = "ranks") -> tuple[int, str]:
-    """Return the status and the output of a collection of the file."""
-    file = folder / "test_kinds.py"
-    file.write_text(FILE.format(is_pure=is_pure, marked=marked))
-    command = ["-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "conftest", *options]
-    places = ["-c", TESTS.parent / "pyproject.toml", "--rootdir", TESTS.parent, file]
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    completed = python(*command, *places, PYTHONPATH=path)
-    return completed.returncode, completed.stdout + completed.stderr
-
-
 @pytest.mark.parametrize(
-    ("options", "is_pure", "expected"),
+    ("tier", "is_pure", "expected"),
     [
-        pytest.param([], False, QUICK, id="default"),
-        pytest.param(["--tier", "quick"], False, QUICK, id="quick"),
-        pytest.param(["--tier", "ranks"], False, RANKS, id="ranks"),
-        pytest.param(["--tier", "all"], False, RANKS | {"world[mpi-late]"}, id="all"),
-        pytest.param([], True, QUICK | OTHERS, id="pure"),
+        ("quick", False, QUICK),
+        ("ranks", False, RANKS),
+        ("all", False, RANKS | {"world[mpi-late]"}),
+        ("quick", True, QUICK | OTHERS),
     ],
 )
-def test_a_tier_takes_its_tests_and_those_before(
-    tmp_path: Path, options: list[str], is_pure: bool, expected: set[str]
-) -> None:
-    _, output = collected(tmp_path, *options, is_pure=is_pure)
+def test_a_tier_takes_its_tests_and_those_before(tmp_path: Path, tier: str, is_pure: bool, expected: set[str]) -> None:
+    output = collected(tmp_path, tier, is_pure)
     assert {line.partition("::test_")[2] for line in output.splitlines() if "::" in line} == expected
 
 
 def test_a_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    status, output = collected(tmp_path, marked="slow")
-    assert status == pytest.ExitCode.USAGE_ERROR
-    assert "there is no tier 'slow'; known are quick, ranks, all" in output
+    assert "there is no tier 'slow'; known are quick, ranks, all" in collected(tmp_path, "quick", False, "slow")
+
+
+def collected(folder: Path, tier: str, is_pure: bool, marked: str = "ranks") -> str:
+    """Return the output of a collection of the file."""
+    file = folder / "test_kinds.py"
+    file.write_text(FILE.format(is_pure=is_pure, marked=marked))
+    command = ["-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "conftest", "--tier", tier]
+    places = ["-c", TESTS.parent / "pyproject.toml", "--rootdir", TESTS.parent, file]
+    completed = python(*command, *places, PYTHONPATH=os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    return completed.stdout + completed.stderr
