@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import pickle
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Call, Row, interleaved
@@ -107,23 +103,17 @@ def sharded(quick: bool) -> list[Row]:
 
     rows = []
     for ranks, target in ((2, 1.0), (3, 1.25)):
-        with tempfile.TemporaryDirectory() as folder:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", __spec__.name, folder, "51" if quick else "401", str(ranks)]
-            workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks)]
-            statuses = [worker.wait(_WORKER_LIMIT) for worker in workers]
-            if any(statuses):
-                msg = f"the ranks ended with {statuses}"
-                raise RuntimeError(msg)
-            times = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+        with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as pool:
+            tasks = [(folder, 51 if quick else 401, ranks, rank) for rank in range(ranks)]
+            times = pool.starmap_async(_time_rank, tasks, chunksize=1).get(_WORKER_LIMIT)
         slowest = {name: max(taken[name] for taken in times) for name in times[0]}
         case = f"torch ShardedGradScaler iteration, {ranks} ranks gloo, 2 optimizers / torch's"
         rows.append(Row(case, slowest["ours"], slowest["torch"], "s", target))
     return rows
 
 
-def _time_rank(folder: Path, rounds: int, ranks: int, rank: int) -> None:
-    """Time both scalers in turn on one rank, and write the medians to a file."""
+def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, float]:
+    """Time both scalers in turn on one rank, and return the medians."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -131,7 +121,7 @@ def _time_rank(folder: Path, rounds: int, ranks: int, rank: int) -> None:
     import gradscale_torch
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
     scalers = {
         "ours": gradscale_torch.ShardedGradScaler("cpu", **settings),
@@ -149,9 +139,8 @@ def _time_rank(folder: Path, rounds: int, ranks: int, rank: int) -> None:
                 scaler.step(optimizer)
             scaler.update()
             times[name].append(time.perf_counter() - begin)
-    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(medians))
     dist.destroy_process_group()
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
 def cuda(quick: bool) -> list[Row]:
@@ -210,6 +199,3 @@ CASES = {
     "torch-cuda": cuda,
 }
 """By name, what measures some rows of the table; called with whether to be quick."""
-
-if __name__ == "__main__":
-    _time_rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))

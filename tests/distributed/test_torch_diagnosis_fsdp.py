@@ -36,10 +36,6 @@ def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
     agree(GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how)])
 
 
-def test_a_name_left_out_on_one_rank_is_an_error_on_all_and_training_goes_on(gloo: GlooWorld, scenarios: Any) -> None:
-    agree(gloo, scenarios.bad_names_of_a_model, [()])
-
-
 @pytest.mark.parametrize(("parallel", "is_given"), [("hybrid", True), ("data and tensor", False)])
 def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(
     scenarios: Any, parallel: str, is_given: bool

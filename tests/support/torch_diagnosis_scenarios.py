@@ -143,25 +143,6 @@ def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> di
     return found
 
 
-def bad_names_of_a_model(group: Any) -> None:
-    """Leave a name out on each rank in turn: all are told; then gather again with all of them, and step."""
-    rank = group.rank()
-    model = distribute(FSDP2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    scaler = make_scaler(FSDP2, "gradscale", init_scale=SCALE)
-    for bad_rank in range(group.size()):
-        scaler.scale(backward_loss(model, rank)).backward()
-        pairs = list(model.named_parameters())
-        names, kind = (pairs[1:], gradscale.InvalidValueError) if rank == bad_rank else (pairs, gradscale.BackendError)
-        said = ["names must hold each of the optimizer's 6 parameters, got 5 names"]
-        said += [f"failed on rank {bad_rank}"] * (rank != bad_rank)
-        raised(kind, lambda names=names: scaler.diagnose(optimizer, names, gather=True), *said)
-        scaler.diagnose(optimizer, pairs, gather=True)
-        scaler.step(optimizer)
-        scaler.update()
-        assert not scaler.last_step(optimizer).skipped
-
-
 def each_rank_of_a_mesh(group: Any, parallel: str, is_given: bool) -> Any:
     """Put an infinity on each rank of a mesh in turn; a diagnosis over the mesh, or over its dimensions one by one."""
     model = distribute_over((2, 2), parallel)
