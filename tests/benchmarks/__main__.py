@@ -24,7 +24,7 @@ _MODULES = (
 )
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 # CuPy has one for each version of CUDA.
-_DISTRIBUTIONS = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
+_DISTRIBUTIONS: tuple[str, ...] = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
 _DISTRIBUTIONS += ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 # What to do where one of these modules is missing.
 _SOURCES = {name: remedy(name) for name in ("numpy", "mpich", "torch", "cupy", "jax", "flax", "optax")}

@@ -1,6 +1,6 @@
 """The worlds that distributed tests run in: threads of this process, processes under mpiexec, processes over gloo."""
 
-from typing import TypeVar
+from typing import Any
 
 import pytest
 from axes import require
@@ -16,36 +16,19 @@ WORLDS = [
 ]
 
 
-@pytest.fixture(params=WORLDS)
-def world(request: pytest.FixtureRequest) -> ThreadWorld | ProcessWorld:
-    """Return a world of 2 or 3 ranks."""
-    return _usable(request.param)
+def _fixture(*kinds: type) -> Any:
+    """Return a fixture of the worlds of some kinds, each of 2 or 3 ranks."""
+
+    @pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], kinds)])
+    def usable(request: pytest.FixtureRequest) -> Any:
+        if not isinstance(request.param, ThreadWorld):
+            require("mpi" if isinstance(request.param, MPIWorld) else "torch")
+        return request.param
+
+    return usable
 
 
-@pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], ProcessWorld)])
-def processes(request: pytest.FixtureRequest) -> ProcessWorld:
-    """Return a world of 2 or 3 ranks that are processes."""
-    return _usable(request.param)
-
-
-@pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], MPIWorld)])
-def mpi(request: pytest.FixtureRequest) -> MPIWorld:
-    """Return a world of 2 or 3 ranks under mpiexec."""
-    return _usable(request.param)
-
-
-@pytest.fixture(params=[world for world in WORLDS if isinstance(world.values[0], GlooWorld)])
-def gloo(request: pytest.FixtureRequest) -> GlooWorld:
-    """Return a world of 2 or 3 ranks over gloo."""
-    return _usable(request.param)
-
-
-World = TypeVar("World", bound=ThreadWorld | ProcessWorld)
-
-
-def _usable(world: World) -> World:
-    if isinstance(world, MPIWorld):
-        require("mpi")
-    if isinstance(world, GlooWorld):
-        require("torch")
-    return world
+world = _fixture(ThreadWorld, ProcessWorld)
+processes = _fixture(ProcessWorld)
+mpi = _fixture(MPIWorld)
+gloo = _fixture(GlooWorld)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lives
 import pytest
 from tiers import examples
-from worlds import Failure, ProcessWorld, ThreadWorld
+from worlds import Failure, ProcessWorld, ThreadWorld, agree
 
 # Some iterations do not call scale().
 pytestmark = [pytest.mark.numpy, pytest.mark.filterwarnings(r"ignore:scale\(\) was not called:UserWarning")]
@@ -21,15 +21,7 @@ def test_a_random_life_alone_is_the_models(seed: int) -> None:
 
 
 def test_a_random_life_is_the_models_on_every_rank(world: ThreadWorld | ProcessWorld) -> None:
-    calls = 2_000 if isinstance(world, ThreadWorld) else 4_000
-    if isinstance(world, ThreadWorld):
-        results = world.run(lives.live, calls, 7)
-    else:
-        # Seconds on a quiet machine, and minutes on one that is shared by many.
-        (results,) = world.run_each(lives.live, [(calls, 7)], limit=280.0)
-    assert not [result for result in results if isinstance(result, Failure)], results
-    assert all(result == results[0] for result in results), results
-    assert min(results[0]["counts"].values()) > 0
+    agree(world, lives.live, [(2_000 if isinstance(world, ThreadWorld) else 4_000, 7)])
 
 
 @pytest.mark.parametrize("field", ["scale", "run", "interval", "growth", "backoff", "iteration"])

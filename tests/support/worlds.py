@@ -133,7 +133,7 @@ class ProcessWorld:
         return self.run_each(scenario, [args])[0]
 
     def run_each(
-        self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 240.0
+        self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 280.0
     ) -> list[list[Any]]:
         """Run a scenario once for each tuple of arguments, all in the same processes; the results of each."""
         by_case = [list(results) for results in zip(*self.answers(scenario, cases, limit), strict=True)]
