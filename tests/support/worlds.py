@@ -41,20 +41,16 @@ def alone(scenario: Scenario) -> Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a rank raised, with what is asserted of it."""
+    """What a rank raised."""
 
     kind: str
-    bases: tuple[str, ...]
     message: str
-    attributes: dict[str, Any]
-    traceback: str = dataclasses.field(default="", compare=False, repr=False)
+    traceback: str = dataclasses.field(compare=False, repr=False)
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception."""
-        plain = {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, type(None)))}
-        bases = tuple(base.__name__ for base in type(error).__mro__)
-        return cls(type(error).__name__, bases, str(error), plain, "".join(traceback.format_exception(error)))
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
 def run_cases(group: Any, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -96,36 +92,11 @@ def mpi_environment() -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreadWorld:
-    """Ranks that are threads of this process."""
+class World:
+    """A number of ranks."""
 
     size: int
     # A timeout that a healthy rank does not pass, in seconds.
-    short_timeout: ClassVar[float] = 1.0
-
-    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run a scenario on every rank; results, or a Failure for a rank that raised."""
-
-        def call(group: Any) -> Any:
-            return scenario(group, *args)
-
-        # So that threads obey the timeout that a scenario is given in a dict of settings.
-        (timeout,) = [float(one["timeout"]) for one in args if isinstance(one, dict) and "timeout" in one] or [30.0]
-        results = run_ranks(self.size, call, timeout=timeout, return_exceptions=True)
-        results = [Failure.of(result) if isinstance(result, BaseException) else result for result in results]
-        print_failures(results)
-        return results
-
-    def run_each(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-        """Run a scenario once for each tuple of arguments; the results of each."""
-        return [self.run(scenario, *case) for case in cases]
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessWorld:
-    """Ranks that are processes, which are given a task and answer what they returned."""
-
-    size: int
     short_timeout: ClassVar[float] = 2.0
 
     def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
@@ -135,15 +106,46 @@ class ProcessWorld:
     def run_each(
         self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float = 280.0
     ) -> list[list[Any]]:
-        """Run a scenario once for each tuple of arguments, all in the same processes; the results of each."""
+        """Run a scenario once for each tuple of arguments, within some seconds; the results of each."""
         by_case = [list(results) for results in zip(*self.answers(scenario, cases, limit), strict=True)]
         for results in by_case:
-            print_failures(results)
+            for rank, result in enumerate(results):
+                if isinstance(result, Failure):
+                    print(f"rank {rank} of {len(results)} raised:\n{result.traceback}")
         return by_case
 
     def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
-        """Run a scenario's cases within some seconds; for each rank the results of the cases."""
+        """Return for each rank the results of the cases."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreadWorld(World):
+    """Ranks that are threads of this process."""
+
+    short_timeout: ClassVar[float] = 1.0
+
+    def answers(self, scenario: Callable[..., Any], cases: Sequence[tuple[Any, ...]], limit: float) -> list[list[Any]]:
+        """Run the cases one after the other, each on threads of its own."""
+        del limit
+        by_case = []
+        for case in cases:
+            # So that threads obey the timeout that a scenario is given in a dict of settings.
+            given = [float(one["timeout"]) for one in case if isinstance(one, dict) and "timeout" in one]
+            call = functools.partial(_called, scenario, case)
+            by_case.append(run_ranks(self.size, call, timeout=given[0] if given else 30.0, return_exceptions=True))
+        return [
+            [Failure.of(one) if isinstance(one, BaseException) else one for one in of]
+            for of in zip(*by_case, strict=True)
+        ]
+
+
+def _called(scenario: Callable[..., Any], case: tuple[Any, ...], group: Any) -> Any:
+    return scenario(group, *case)
+
+
+class ProcessWorld(World):
+    """Ranks that are processes, which are given a task and answer what they returned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +228,7 @@ def _run_gloo(*task: Any) -> None:
 
 
 def each(
-    world: ThreadWorld | ProcessWorld, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]
+    world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]
 ) -> list[tuple[tuple[Any, ...], list[Any]]]:
     """Run a scenario's cases; each with what the ranks returned, after asserting that none has raised."""
     cases = list(cases)
@@ -236,14 +238,7 @@ def each(
     return found
 
 
-def agree(world: ThreadWorld | ProcessWorld, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> None:
+def agree(world: World, scenario: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> None:
     """Run a scenario's cases, and assert that none has raised, and that all ranks have returned the same."""
     for case, results in each(world, scenario, cases):
         assert all(result == results[0] for result in results), (case, results)
-
-
-def print_failures(results: Sequence[Any]) -> None:
-    """Print the tracebacks of the ranks that raised, for the test that fails by it."""
-    for rank, result in enumerate(results):
-        if isinstance(result, Failure):
-            print(f"rank {rank} of {len(results)} raised:\n{result.traceback}")
