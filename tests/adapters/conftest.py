@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: JAX or the reason why it is not there, NumPy's kernels, a stand-in for CuPy."""
+"""What the tests of the adapters share: NumPy's kernels, a stand-in for CuPy, scalers for frameworks."""
 
 from __future__ import annotations
 
@@ -9,33 +9,6 @@ from typing import Any
 import pytest
 from axes import require
 from host_cupy import installed
-from jax_devices import require_jax
-
-
-@pytest.fixture
-def jax() -> Any:
-    """Return JAX, with four devices."""
-    return require_jax()
-
-
-@pytest.fixture
-def jnp(jax: Any) -> Any:
-    """Return JAX's array namespace."""
-    return jax.numpy
-
-
-@pytest.fixture
-def optax(jax: Any) -> Any:  # noqa: ARG001
-    """Return optax."""
-    return require("optax")
-
-
-@pytest.fixture
-def gradscale_jax(jax: Any) -> Any:  # noqa: ARG001
-    """Return the adapter, which imports JAX."""
-    import gradscale_jax
-
-    return gradscale_jax
 
 
 @pytest.fixture(params=["numpy", "numba"])

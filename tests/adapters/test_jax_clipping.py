@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_devices import COUNT, require_devices, require_jax
+from axes_jax import COUNT, P, devices, jax, jnp
 from numpy.typing import NDArray
 from optimizers import Tree
 from tiers import later
@@ -46,19 +46,13 @@ class Beside:
     def start_max(self, x: Any, /) -> Callable[[], Any]:
         """Begin the all-reduce of a JAX array; its answer is where the array is."""
         finish = self._collectives.start_max(np.asarray(x))
-        return lambda: require_jax().device_put(finish(), x.sharding)
-
-
-def mesh_of(kind: str, devices: Sequence[Any]) -> Any:
-    jax = require_jax()
-    return jax.sharding.Mesh(np.asarray(devices), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+        return lambda: jax.device_put(finish(), x.sharding)
 
 
 def placed(x: Any, over: Any, spec: str) -> Any:
     """Return an array split over the mesh by its first axis, or whole on each device."""
-    jax = require_jax()
-    axes = jax.sharding.PartitionSpec("d" if spec == "split" and x.ndim else None)
-    return jax.device_put(x, jax.sharding.NamedSharding(over, axes if x.ndim else jax.sharding.PartitionSpec()))
+    axes = ("d",) if spec == "split" and x.ndim else ()
+    return jax.device_put(x, jax.sharding.NamedSharding(over, P(*axes)))
 
 
 def step(scaler: Any, grads: Sequence[Any], loss: Any, **clip: Any) -> tuple[float, list[NDArray[Any]], int]:
@@ -74,13 +68,12 @@ def step(scaler: Any, grads: Sequence[Any], loss: Any, **clip: Any) -> tuple[flo
     return float(norm), found, optimizer.steps
 
 
-def train(scaler: Any, row: tuple[str, str, str], devices: Sequence[Any], values: Sequence[Any], **clip: Any) -> Any:
+def train(scaler: Any, row: tuple[str, str, str], among: Sequence[Any], values: Sequence[Any], **clip: Any) -> Any:
     """Make a clean iteration and one that overflows, on a row of the table; return what the first one found."""
     kind, spec, loss = row
-    jax = require_jax()
-    over = mesh_of(kind, devices)
-    scaled = jax.numpy.ones(())
-    one = placed(scaled, over, "whole") if loss == "mesh" else jax.device_put(scaled, devices[0])
+    over = jax.sharding.Mesh(np.asarray(among), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    scaled = jnp.ones(())
+    one = placed(scaled, over, "whole") if loss == "mesh" else jax.device_put(scaled, among[0])
     found = step(scaler, [placed(x * SCALE, over, spec) for x in values], one, max_norm=1.0, **clip)
     assert found[2] == 1
     _, _, steps = step(scaler, [placed(x * math.nan, over, spec) for x in values], one, max_norm=1.0, **clip)
@@ -90,7 +83,6 @@ def train(scaler: Any, row: tuple[str, str, str], devices: Sequence[Any], values
 
 def alone(values: Sequence[Any]) -> Any:
     """Return what a scaler of one device finds."""
-    jnp = require_jax().numpy
     grads = [jnp.asarray(x * SCALE) for x in values]
     return step(GradScaler(init_scale=SCALE), grads, jnp.ones(()), max_norm=1.0)
 
@@ -103,11 +95,10 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("row", TABLE)
 def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str, str]) -> None:
-    devices = require_devices()
-    got = train(GradScaler(init_scale=SCALE), row, devices, EXACT)
+    got = train(GradScaler(init_scale=SCALE), row, devices(), EXACT)
     assert got[0] == NORM
     assert_same(got, alone(EXACT))
-    got, wanted = train(GradScaler(init_scale=SCALE), row, devices, RANDOM), alone(RANDOM)
+    got, wanted = train(GradScaler(init_scale=SCALE), row, devices(), RANDOM), alone(RANDOM)
     if row[1] == "whole":
         assert_same(got, wanted)
     # The elements of a mesh are summed in another order.
@@ -120,7 +111,7 @@ def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str,
 @pytest.mark.parametrize("norm_over", ["group", *later("all", "rank")])
 @pytest.mark.parametrize("row", TABLE)
 def test_ranks_clip_gradients_over_a_mesh_of_their_own_alike(row: tuple[str, str, str], norm_over: str) -> None:
-    devices, share = require_devices(), COUNT // 2
+    share = COUNT // 2
     # Of norms 3 and 4 times as large, which is 5 times together.
     times, norm = ((3, 4), 5 * NORM) if norm_over == "group" else ((1, 1), NORM)
 
@@ -128,7 +119,7 @@ def test_ranks_clip_gradients_over_a_mesh_of_their_own_alike(row: tuple[str, str
         rank = collectives.rank
         values = [x * times[rank] for x in EXACT]
         scaler = ShardedGradScaler(group=Beside(collectives), init_scale=SCALE)
-        found = train(scaler, row, devices[rank * share : (rank + 1) * share], values, norm_over=norm_over)
+        found = train(scaler, row, devices()[rank * share : (rank + 1) * share], values, norm_over=norm_over)
         return values, found
 
     for values, (found, clipped, _) in run_ranks(2, train_rank):

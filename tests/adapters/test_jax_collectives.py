@@ -7,13 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_devices import COUNT, require_mesh
+from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh, on_mesh
 
-import gradscale
-from gradscale import CallOrderError, DynamicScale, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleState
+from gradscale import (
+    CallOrderError,
+    DynamicScale,
+    InvalidTypeError,
+    InvalidValueError,
+    ScaleDesyncError,
+    ScaleState,
+    StaticScale,
+)
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
+POLICY = DynamicScale()
 AXES = [
     pytest.param(("data",), (COUNT,), "data", id="one-axis"),
     pytest.param(("data", "model"), (2, 2), ("data", "model"), id="two-axes"),
@@ -21,200 +29,187 @@ AXES = [
 ]
 
 
-def on_devices(jax: Any, function: Any, names: tuple[str, ...], shape: tuple[int, ...], *arrays: Any) -> Any:
+def on_devices(function: Any, *arrays: Any, names: tuple[str, ...] = ("data",), shape: Any = (COUNT,)) -> Any:
     """Run a function on every device of a mesh, on rows of arrays, and return what each device returned."""
-    spec = jax.sharding.PartitionSpec(names)
     mapped = jax.shard_map(
         lambda *rows: jax.tree.map(lambda x: x[None], function(*(jax.tree.map(lambda x: x[0], row) for row in rows))),
-        mesh=require_mesh(*names, shape=shape),
-        in_specs=spec,
-        out_specs=spec,
+        mesh=mesh(*names, shape=shape),
+        in_specs=P(names),
+        out_specs=P(names),
         check_vma=False,
     )
     return jax.jit(mapped)(*arrays)
 
 
-def states(jax: Any, policies: list[DynamicScale]) -> ScaleState:
-    """Return the first states of policies, one row each."""
-    jnp = jax.numpy
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *(policy.init(jnp.zeros(())) for policy in policies))
+def states(policy: DynamicScale) -> ScaleState:
+    """Return the first state of a policy, one row for each device."""
+    return jax.tree.map(lambda x: jnp.stack([x] * COUNT), policy.init(jnp.zeros(())))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
-def test_the_maximum_is_of_all_ranks_and_exact(
-    jax: Any, gradscale_jax: Any, names: Any, shape: Any, axis_name: Any
-) -> None:
+def test_the_maximum_is_of_all_ranks_and_exact(names: Any, shape: Any, axis_name: Any) -> None:
     rows = np.random.default_rng(0).integers(-(2**31) + 1, 2**31 - 1, size=(COUNT, 16), dtype=np.int32)
 
     def reduce(row: Any) -> Any:
         collectives = gradscale_jax.AxisCollectives(axis_name)
         finish = collectives.start_max(row)
-        return finish(), finish(), collectives.rank, jax.numpy.asarray(collectives.size)
+        return finish(), finish(), collectives.rank, jnp.asarray(collectives.size)
 
-    first, second, ranks, sizes = on_devices(jax, reduce, names, shape, rows)
+    first, second, ranks, sizes = on_devices(reduce, rows, names=names, shape=shape)
     for result in (first, second):
         assert result.dtype == np.int32
         assert np.asarray(result).tolist() == [rows.max(axis=0).tolist()] * COUNT
-    assert sorted(ranks.tolist()) == list(range(COUNT))
-    assert sizes.tolist() == [COUNT] * COUNT
+    assert (sorted(ranks.tolist()), sizes.tolist()) == (list(range(COUNT)), [COUNT] * COUNT)
 
 
-def test_what_is_no_vector_of_int32_is_refused(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
+def test_what_is_no_vector_of_int32_is_refused() -> None:
     def reduce(row: Any) -> Any:
         return gradscale_jax.AxisCollectives("data").start_max(row)()
 
     for wrong in (jnp.zeros((COUNT, 2)), jnp.zeros((COUNT, 2, 2), dtype=jnp.int32), jnp.zeros(COUNT, dtype=jnp.int32)):
         with pytest.raises(InvalidValueError, match="only 1-d int32"):
-            on_devices(jax, reduce, ("data",), (COUNT,), wrong)
+            on_devices(reduce, wrong)
 
 
 @pytest.mark.tier("quick")
 @pytest.mark.parametrize("axis_name", [(), None, ["data", []], {}], ids=repr)
-def test_what_names_no_axis_is_refused(gradscale_jax: Any, axis_name: Any) -> None:
+def test_what_names_no_axis_is_refused(axis_name: Any) -> None:
     with pytest.raises(InvalidTypeError, match="axis_name must be the name of a mapped axis"):
         gradscale_jax.AxisCollectives(axis_name)
 
 
-def test_an_axis_that_is_not_mapped_is_refused(jax: Any, gradscale_jax: Any) -> None:
-    for call in (lambda: gradscale_jax.AxisCollectives("data"), jax.jit(lambda: gradscale_jax.AxisCollectives("data"))):
-        with pytest.raises(CallOrderError, match="'data' is not bound here"):
+def test_an_axis_that_is_not_mapped_is_refused() -> None:
+    run = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, axis_name=("data", "model"))
+    for call in (
+        lambda: gradscale_jax.AxisCollectives("data"),
+        jax.jit(lambda: gradscale_jax.AxisCollectives("data")),
+        lambda: jax.jit(run)(POLICY.init(jnp.zeros(())), jnp.ones(2)),
+    ):
+        with pytest.raises(CallOrderError, match=r"'data'.* is not bound here .* jax\.shard_map"):
             call()
     with pytest.raises(CallOrderError, match="'other' is not bound here"):
-        on_devices(
-            jax, lambda _: gradscale_jax.AxisCollectives("other").size, ("data",), (COUNT,), np.zeros((COUNT, 1))
-        )
+        on_devices(lambda _: gradscale_jax.AxisCollectives("other").size, np.zeros((COUNT, 1)))
 
 
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_an_overflow_on_each_rank_in_turn_is_agreed(
-    jax: Any, gradscale_jax: Any, names: Any, shape: Any, axis_name: Any, value: float
-) -> None:
-    policy = DynamicScale()
-
+def test_an_overflow_on_each_rank_in_turn_is_agreed(names: Any, shape: Any, axis_name: Any) -> None:
     def step(state: ScaleState, grads: Any) -> Any:
         _, nonfinite = gradscale_jax.unscale(grads, state)
-        verdict = gradscale_jax.agree(nonfinite, state, policy, axis_name)
-        return verdict, policy.update(state, nonfinite=verdict.nonfinite)
+        verdict = gradscale_jax.agree(nonfinite, state, POLICY, axis_name)
+        return verdict, verdict.finite, POLICY.update(state, nonfinite=verdict.nonfinite)
 
-    for bad_rank in range(COUNT):
+    for bad_rank, value in enumerate((math.inf, -math.inf, math.nan, math.inf)):
         grads = np.ones((COUNT, 3), dtype=np.float32)
         grads[bad_rank, 1] = value
-        verdict, new = on_devices(jax, step, names, shape, states(jax, [policy] * COUNT), [grads, np.ones_like(grads)])
-        assert verdict.nonfinite.tolist() == [1] * COUNT
-        assert verdict.finite.tolist() == [False] * COUNT if verdict.finite.shape else not bool(verdict.finite)
+        given = states(POLICY), [grads, np.ones_like(grads)]
+        verdict, finite, new = on_devices(step, *given, names=names, shape=shape)
+        assert (verdict.nonfinite.tolist(), finite.tolist()) == ([1] * COUNT, [False] * COUNT)
         assert not np.any(verdict.desynced)
         assert new.scale.tolist() == [2.0**15] * COUNT
 
 
-def test_one_axis_of_a_mesh_agrees_by_itself(jax: Any, gradscale_jax: Any) -> None:
+def test_one_axis_of_a_mesh_agrees_by_itself() -> None:
     """The test above can tell: over one axis of two, only the bad rank's column skips."""
-    policy = DynamicScale()
 
     def step(state: ScaleState, grads: Any) -> Any:
-        return gradscale_jax.agree(gradscale_jax.unscale(grads, state)[1], state, policy, "data").nonfinite
+        return gradscale_jax.agree(gradscale_jax.unscale(grads, state)[1], state, POLICY, "data").nonfinite
 
     grads = np.ones((COUNT, 1), dtype=np.float32)
     grads[3] = np.nan
-    found = on_devices(jax, step, ("data", "model"), (2, 2), states(jax, [policy] * COUNT), grads)
+    found = on_devices(step, states(POLICY), grads, names=("data", "model"), shape=(2, 2))
     assert found.tolist() == [0, 1, 0, 1]
 
 
-def test_ranks_of_vmap_agree_too(jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-    run = gradscale_jax.value_and_grad(lambda w, x: (w * x).sum(), policy, axis_name="models")
-    grads = jax.numpy.asarray([[1.0], [math.nan], [1.0]])
-    mapped = jax.vmap(run, in_axes=(None, None, 0), axis_name="models")
-    scaled = jax.jit(mapped)(policy.init(jax.numpy.zeros(())), jax.numpy.ones(1), grads)
-    assert scaled.verdict.nonfinite.tolist() == [1, 1, 1]
-    assert scaled.state.scale.tolist() == [2.0**15] * 3
-
-
-def test_the_names_of_pmap_serve(jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-    run = gradscale_jax.value_and_grad(lambda w, x: (w * x).sum(), policy, axis_name="devices")
-    inputs = jax.numpy.ones((COUNT, 1)).at[1].set(math.nan)
-    scaled = jax.pmap(run, in_axes=(None, None, 0), axis_name="devices")(
-        policy.init(jax.numpy.zeros(())), jax.numpy.ones(1), inputs
-    )
+@pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap], ids=["vmap", "pmap"])
+def test_ranks_of_vmap_and_pmap_agree_too(mapped: Any) -> None:
+    run = gradscale_jax.value_and_grad(lambda w, x: (w * x).sum(), POLICY, axis_name="ranks")
+    inputs = jnp.ones((COUNT, 1)).at[1].set(math.nan)
+    scaled = mapped(run, in_axes=(None, None, 0), axis_name="ranks")(POLICY.init(jnp.zeros(())), jnp.ones(1), inputs)
     assert np.asarray(scaled.verdict.nonfinite).tolist() == [1] * COUNT
+    assert np.asarray(scaled.state.scale).tolist() == [2.0**15] * COUNT
 
 
 @pytest.mark.parametrize("field", ScaleState._fields)
-def test_a_rank_that_has_drifted_is_found_on_every_rank(jax: Any, gradscale_jax: Any, field: str) -> None:
+def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str) -> None:
     policy = DynamicScale(init_scale=4.0, growth_interval=1)
 
     def step(state: ScaleState, w: Any) -> Any:
-        run = gradscale_jax.value_and_grad(lambda w: w.sum(), policy, axis_name="data")
-        scaled = run(state, w)
+        scaled = gradscale_jax.value_and_grad(lambda w: w.sum(), policy, axis_name="data")(state, w)
         return scaled.verdict, scaled.state, scaled.verdict.finite
 
     weights = np.ones((COUNT, 2), dtype=np.float32)
-    for drifting_rank in range(COUNT):
-        before = states(jax, [policy] * COUNT)
-        column = getattr(before, field)
-        before = before._replace(**{field: column.at[drifting_rank].set(2)})
-        verdict, after, finite = on_devices(jax, step, ("data",), (COUNT,), before, weights)
-        assert verdict.desynced.tolist() == [True] * COUNT
+    for drifting_rank in (None, *range(COUNT)):
+        before = states(policy)
+        if drifting_rank is not None:
+            before = before._replace(**{field: getattr(before, field).at[drifting_rank].set(2)})
+        verdict, after, finite = on_devices(step, before, weights)
+        has_drifted = drifting_rank is not None
+        assert verdict.desynced.tolist() == [has_drifted] * COUNT
+        assert finite.tolist() == [not has_drifted] * COUNT
+        one = jax.tree.map(lambda x: x[0], verdict)
+        if not has_drifted:
+            one.check(policy)
+            continue
         # No rank takes the step, and none touches its state.
-        assert finite.tolist() == [False] * COUNT
         assert [x.tolist() for x in after] == [x.tolist() for x in before]
-        with pytest.raises(ScaleDesyncError, match=f"{field} from .* No rank took this step"):
-            jax.tree.map(lambda x: x[0], verdict).check(policy)
-    verdict, _, finite = on_devices(jax, step, ("data",), (COUNT,), states(jax, [policy] * COUNT), weights)
-    assert finite.tolist() == [True] * COUNT
-    jax.tree.map(lambda x: x[0], verdict).check(policy)
+        said = r"scale from 2\.0 to 4\.0" if field == "scale" else f"{field} from 0 to 2"
+        with pytest.raises(ScaleDesyncError, match=rf"{said}\. No rank took this step"):
+            one.check(policy)
 
 
-def test_the_message_names_both_ends_of_the_difference(jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-    rows = states(jax, [DynamicScale(init_scale=2.0**exponent) for exponent in (3, 5, 4, 5)])
+@pytest.mark.parametrize("mapped", ["vmap", "pmap", "scan"])
+def test_stacked_verdicts_are_checked(mapped: str) -> None:
+    def verdict(tracker: Any) -> Any:
+        state = POLICY.init(jnp.zeros(()))._replace(growth_tracker=tracker)
+        return gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, None if mapped == "scan" else "ranks")
 
-    def step(state: ScaleState) -> Any:
-        return gradscale_jax.agree(jax.numpy.zeros((), dtype="int32"), state, policy, "data")
+    trackers = jnp.asarray([3, 5, 3, 4], dtype=jnp.int32)
+    if mapped == "scan":
+        _, verdicts = jax.lax.scan(lambda carry, tracker: (carry, verdict(tracker)), None, trackers)
+        verdicts.check(POLICY)
+        # As a scan over steps that agreed gives them.
+        verdicts = verdicts._replace(
+            desynced=jnp.asarray([False, True, False, False]), highest=verdicts.highest.at[1, 1].set(9)
+        )
+        expected = "growth_tracker from 5 to 9"
+    else:
+        verdicts = (jax.vmap if mapped == "vmap" else jax.pmap)(verdict, axis_name="ranks")(trackers)
+        expected = "growth_tracker from 3 to 5"
+    with pytest.raises(ScaleDesyncError, match=expected):
+        verdicts.check(POLICY)
 
-    verdict = on_devices(jax, step, ("data",), (COUNT,), rows)
-    with pytest.raises(ScaleDesyncError, match=r"scale from 8\.0 to 32\.0\. No rank"):
-        jax.tree.map(lambda x: x[2], verdict).check(policy)
+
+def squares_over_the_mesh(policy: Any, state: Any, w: Any) -> Any:
+    return gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")(state, w)
 
 
 @pytest.mark.tier("quick")
-def test_agreement_is_one_reduction_of_100_bytes(jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-
+def test_agreement_is_one_reduction_of_100_bytes() -> None:
     def step(state: ScaleState, w: Any) -> Any:
         # Parameters of one's own, so that shard_map has nothing to sum.
-        run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")
-        return run(state, w).state
+        return squares_over_the_mesh(POLICY, state, w).state
 
-    spec = jax.sharding.PartitionSpec
-    mapped = jax.shard_map(step, mesh=require_mesh("data"), in_specs=(spec(), spec("data")), out_specs=spec())
-    arguments = (policy.init(jax.numpy.zeros(())), jax.numpy.ones(COUNT))
-    compiled = jax.jit(mapped).lower(*arguments).compile().as_text()
+    mapped = jax.shard_map(step, mesh=mesh("data"), in_specs=(P(), P("data")), out_specs=P())
+    compiled = jax.jit(mapped).lower(POLICY.init(jnp.zeros(())), jnp.ones(COUNT)).compile().as_text()
     reductions = [line for line in compiled.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line]
     assert len(reductions) == 1, reductions
     assert "s32[25]" in reductions[0]
 
 
 @pytest.mark.parametrize("is_spread", [False, True], ids=["anywhere", "over the mesh"])
-@pytest.mark.parametrize("policy", [DynamicScale(), gradscale.StaticScale(4.0)], ids=["dynamic", "static"])
-def test_a_state_that_is_closed_over_serves(jax: Any, gradscale_jax: Any, policy: Any, is_spread: bool) -> None:
-    over = jax.sharding.NamedSharding(require_mesh("data"), jax.sharding.PartitionSpec("data"))
-    state = policy.init(jax.device_put(jax.numpy.zeros(COUNT), over) if is_spread else jax.numpy.zeros(()))
+@pytest.mark.parametrize("policy", [POLICY, StaticScale(4.0)], ids=["dynamic", "static"])
+def test_a_state_that_is_closed_over_serves(policy: Any, is_spread: bool) -> None:
+    state = policy.init(on_mesh(jnp.zeros(COUNT), "data") if is_spread else jnp.zeros(()))
 
     def step(w: Any) -> Any:
-        run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")
-        return run(state, w).verdict.nonfinite
+        return squares_over_the_mesh(policy, state, w).verdict.nonfinite
 
-    spec = jax.sharding.PartitionSpec
-    mapped = jax.jit(jax.shard_map(step, mesh=require_mesh("data"), in_specs=spec("data"), out_specs=spec()))
-    assert int(mapped(jax.numpy.ones(COUNT))) == 0
-    assert int(mapped(jax.numpy.ones(COUNT).at[2].set(math.nan))) == 1
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=P("data"), out_specs=P()))
+    assert int(mapped(jnp.ones(COUNT))) == 0
+    assert int(mapped(jnp.ones(COUNT).at[2].set(math.nan))) == 1
 
 
-def test_a_verdict_of_no_axis_goes_on_to_a_mesh(jax: Any, gradscale_jax: Any) -> None:
+def test_a_verdict_of_no_axis_goes_on_to_a_mesh() -> None:
     """Eager agreement must not tie arrays to the first device."""
-    policy = DynamicScale()
-    state = policy.init(jax.numpy.zeros(()))
-    verdict = gradscale_jax.agree(jax.numpy.zeros((), dtype="int32"), state, policy)
+    verdict = gradscale_jax.agree(jnp.zeros((), dtype="int32"), POLICY.init(jnp.zeros(())), POLICY)
     assert not any(field.committed for field in verdict)

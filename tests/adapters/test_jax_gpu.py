@@ -6,64 +6,57 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import leave_out_gpu, require
+from axes import leave_out_gpu
+from axes_jax import gradscale_jax, jax, jnp
 
 import gradscale
 from gradscale import DynamicScale, registry
 
 pytestmark = [pytest.mark.jax, pytest.mark.gpu]
 
-NAMES = ["float16", "bfloat16", "float32", "complex64"]
+POLICY = DynamicScale(init_scale=2.0**10, growth_interval=2)
 
 
 @pytest.fixture
 def device() -> Any:
     """Return JAX's first device that is no CPU."""
-    jax = require("jax")
     found = jax.devices()[0]
     if found.platform == "cpu":
         leave_out_gpu("JAX finds no accelerator")
     return found
 
 
+def loss(weights: Any, x: Any) -> Any:
+    return jnp.mean((x * weights.astype(jnp.float16)).astype(jnp.float32))
+
+
+@jax.jit
+def step(weights: Any, state: Any, x: Any) -> Any:
+    _, grads, verdict, state = gradscale_jax.value_and_grad(loss, POLICY)(state, weights, x)
+    return gradscale_jax.select(verdict.finite, weights - 0.5 * grads, weights), state, verdict.nonfinite
+
+
 def train(device: Any, steps: int) -> list[Any]:
     """Return the scale, the verdict and the weights after each compiled step, every third of which overflows."""
-    import jax
-    import jax.numpy as jnp
-
-    import gradscale_jax
-
-    policy = DynamicScale(init_scale=2.0**10, growth_interval=2)
-
-    def loss(weights: Any, x: Any) -> Any:
-        return jnp.mean((x * weights.astype(jnp.float16)).astype(jnp.float32))
-
-    @jax.jit
-    def step(weights: Any, state: Any, x: Any) -> Any:
-        _, grads, verdict, state = gradscale_jax.value_and_grad(loss, policy)(state, weights, x)
-        return gradscale_jax.select(verdict.finite, weights - 0.5 * grads, weights), state, verdict.nonfinite
-
     with jax.default_device(device):
         weights = jax.device_put(jnp.arange(8, dtype=jnp.float32), device)
-        state = policy.init(weights)
+        state = POLICY.init(weights)
         data = [jnp.full(8, jnp.inf if k % 3 == 2 else 0.25, jnp.float16) for k in range(steps)]
         made = []
         for k, x in enumerate(data):
-            if k < 2:
+            with jax.transfer_guard("allow" if k < 2 else "disallow"):
                 weights, state, nonfinite = step(weights, state, x)
-            else:
-                with jax.transfer_guard("disallow"):
-                    weights, state, nonfinite = step(weights, state, x)
             made.append((state.scale, nonfinite, weights))
     return [(float(scale), int(nonfinite), np.asarray(weights).tolist()) for scale, nonfinite, weights in made]
 
 
-def test_the_adapter_conforms_on_the_device(jnp: Any, device: Any) -> None:
+def test_the_adapter_conforms_on_the_device(device: Any) -> None:
     like = jnp.zeros((), device=device)
-    gradscale.testing.check_backend(registry.get("jax"), like, dtypes=[jnp.dtype(name) for name in NAMES])
+    dtypes = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64]
+    gradscale.testing.check_backend(registry.get("jax"), like, dtypes=[jnp.dtype(dtype) for dtype in dtypes])
 
 
-def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(jax: Any, device: Any) -> None:
+def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: Any) -> None:
     run = train(device, 12)
     assert run == train(jax.devices("cpu")[0], 12)
     assert [nonfinite > 0 for _, nonfinite, _ in run] == [False, False, True] * 4
@@ -71,7 +64,7 @@ def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(jax: Any, 
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20, (16 << 20) + 3])
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_a_bad_value_is_found_wherever_it_is(jax: Any, jnp: Any, device: Any, size: int, value: str) -> None:
+def test_a_bad_value_is_found_wherever_it_is(device: Any, size: int, value: str) -> None:
     state = DynamicScale().init(jnp.zeros((), device=device))
     judge = jax.jit(lambda x: gradscale.unscale([x], state)[1])
     clean = jnp.ones(size, device=device)

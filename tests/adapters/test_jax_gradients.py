@@ -1,29 +1,33 @@
-"""value_and_grad: values, gradients and states under jit, grad, vmap, scan, checkpoint and shard_map; bad input."""
+"""value_and_grad: values, gradients and states in every transformation, states as users bring them, and bad input."""
 
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-from jax_devices import COUNT as DEVICES
-from jax_devices import require_mesh
+from axes import require
+from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh, x64_mode
 
+import gradscale
 from gradscale import (
     CallOrderError,
     DynamicScale,
     InvalidTypeError,
     InvalidValueError,
+    ScaleState,
     ScaleUnderflowError,
     StaticScale,
 )
 
 pytestmark = pytest.mark.jax
 
+POLICY = DynamicScale()
 # Each field away from its default, with trackers that move.
 POLICIES = [
-    pytest.param(DynamicScale(), id="default"),
+    pytest.param(POLICY, id="default"),
     pytest.param(DynamicScale(init_scale=2.0**10, growth_factor=4.0, backoff_factor=0.25, growth_interval=2), id="all"),
     pytest.param(DynamicScale(growth_interval=3, growth_after="interval_plus_one"), id="plus-one"),
     pytest.param(DynamicScale(growth_interval=3, growth_after="first_interval_plus_one"), id="first-plus-one"),
@@ -38,13 +42,13 @@ POLICIES = [
 SEQUENCE = (0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0)
 
 
-def loss_function(jnp: Any) -> Any:
+def squares(parameters: Any, x: Any) -> Any:
     """Return a loss whose gradient is 2 * w * x, and nan where x is inf."""
+    return jnp.sum(jnp.square(parameters["w"]) * x)
 
-    def loss(parameters: Any, x: Any) -> Any:
-        return jnp.sum(jnp.square(parameters["w"]) * x)
 
-    return loss
+def first(policy: Any = POLICY) -> Any:
+    return policy.init(jnp.zeros(()))
 
 
 def fields(state: Any) -> list[float]:
@@ -53,42 +57,40 @@ def fields(state: Any) -> list[float]:
 
 @pytest.mark.tier("ranks")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_eager_jit_and_scan_follow_the_policy_to_the_bit(jnp: Any, jax: Any, gradscale_jax: Any, policy: Any) -> None:
+def test_eager_jit_and_scan_follow_the_policy_to_the_bit(policy: Any) -> None:
     parameters = {"w": jnp.asarray([1.5, -2.0, 3.0])}
-    run = gradscale_jax.value_and_grad(loss_function(jnp), policy)
+    run = gradscale_jax.value_and_grad(squares, policy)
     inputs = jnp.where(jnp.asarray(SEQUENCE)[:, None] == 1, jnp.inf, jnp.ones((1, 3)))
     expected, state = [], policy.init(np.zeros(()))
     for overflow in SEQUENCE:
         state = policy.update(state, nonfinite=np.asarray(overflow, dtype=np.int32))
         expected.append(fields(state))
 
-    followed = {}
-    for name, step in (("eager", run), ("jit", jax.jit(run))):
-        state, seen = policy.init(jnp.zeros(())), []
+    checkpointed = gradscale_jax.value_and_grad(jax.checkpoint(squares), policy)
+    for step in (run, jax.jit(run), jax.jit(checkpointed)):
+        state, followed = first(policy), []
         for overflow, x in zip(SEQUENCE, inputs, strict=True):
             scaled = step(state, parameters, x)
             state = scaled.state
-            seen.append(fields(state))
+            followed.append(fields(state))
             assert bool(scaled.verdict.finite) is not bool(overflow)
             if not overflow:
-                assert scaled.grads["w"].tolist() == [3.0, -4.0, 6.0]
-                assert float(scaled.value) == 15.25
-        followed[name] = seen
+                assert (scaled.grads["w"].tolist(), float(scaled.value)) == ([3.0, -4.0, 6.0], 15.25)
+        assert followed == expected
 
     def body(state: Any, x: Any) -> Any:
         scaled = run(state, parameters, x)
         return scaled.state, (scaled.state, scaled.verdict.finite)
 
-    _, (states, finite) = jax.lax.scan(body, policy.init(jnp.zeros(())), inputs)
-    followed["scan"] = [fields(one) for one in zip(*states, strict=True)]
+    _, (states, finite) = jax.lax.scan(body, first(policy), inputs)
+    assert [fields(one) for one in zip(*states, strict=True)] == expected
     assert finite.tolist() == [overflow == 0 for overflow in SEQUENCE]
-    assert followed == {"eager": expected, "jit": expected, "scan": expected}
 
 
-def test_vmap_gives_each_model_a_scale_of_its_own(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
+def test_vmap_gives_each_model_a_scale_of_its_own() -> None:
     policy = DynamicScale(growth_interval=1)
-    run = gradscale_jax.value_and_grad(loss_function(jnp), policy)
-    states = jax.tree.map(lambda *xs: jnp.stack(xs), *(policy.init(jnp.zeros(())) for _ in range(3)))
+    run = gradscale_jax.value_and_grad(squares, policy)
+    states = jax.tree.map(lambda *xs: jnp.stack(xs), *(first(policy) for _ in range(3)))
     parameters = {"w": jnp.asarray([[1.0], [2.0], [3.0]])}
     scaled = jax.jit(jax.vmap(run))(states, parameters, jnp.asarray([[1.0], [math.inf], [1.0]]))
     assert scaled.verdict.finite.tolist() == [True, False, True]
@@ -96,116 +98,73 @@ def test_vmap_gives_each_model_a_scale_of_its_own(jnp: Any, jax: Any, gradscale_
     assert scaled.grads["w"].tolist()[::2] == [[2.0], [6.0]]
 
 
-def test_several_arguments_auxiliary_data_and_keywords(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
+def test_several_arguments_auxiliary_data_and_keywords() -> None:
     def loss(a: Any, b: Any, *, factor: Any) -> Any:
         return factor * jnp.sum(a * b), {"seen": b + 1}
 
-    policy = DynamicScale()
-    run = jax.jit(gradscale_jax.value_and_grad(loss, policy, argnums=(0, 1), has_aux=True))
-    value, grads, verdict, _ = run(policy.init(jnp.zeros(())), jnp.asarray([2.0]), jnp.asarray([3.0]), factor=5.0)
+    run = jax.jit(gradscale_jax.value_and_grad(loss, POLICY, argnums=(0, 1), has_aux=True))
+    value, grads, verdict, _ = run(first(), jnp.asarray([2.0]), jnp.asarray([3.0]), factor=5.0)
     assert (float(value[0]), value[1]["seen"].tolist()) == (30.0, [4.0])
     assert [grad.tolist() for grad in grads] == [[15.0], [10.0]]
     assert int(verdict.nonfinite) == 0
 
 
-def test_a_float16_loss_does_not_overflow_at_the_first_step(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale(growth_interval=1)
-    parameters = {"w": jnp.asarray([0.5], dtype=jnp.float16)}
-    run = jax.jit(gradscale_jax.value_and_grad(loss_function(jnp), policy))
-    state = policy.init(jnp.zeros(()))
-    for _ in range(3):
-        scaled = run(state, parameters, jnp.asarray([0.25], dtype=jnp.float16))
+# The scale grows to what the dtype of the loss can hold: in float16 to the largest power of two, at the first step.
+@pytest.mark.parametrize(
+    ("dtype", "scale", "after"),
+    [("float16", 2.0**16, 2.0**15), ("bfloat16", 2.0**100, 2.0**101), ("float32", 2.0**100, 2.0**101)],
+)
+def test_the_scale_fits_into_the_dtype_of_the_loss(dtype: str, scale: float, after: float) -> None:
+    policy = DynamicScale(init_scale=scale, growth_interval=1)
+    run = jax.jit(gradscale_jax.value_and_grad(squares, policy))
+    state, parameters = first(policy), {"w": jnp.asarray([0.5], dtype=dtype)}
+    for growth in range(3):
+        scaled = run(state, parameters, jnp.asarray([0.25], dtype=dtype))
         state = scaled.state
         assert bool(scaled.verdict.finite)
-        assert scaled.value.dtype == jnp.float16
-        assert float(scaled.value) == 0.0625
+        assert (scaled.value.dtype, float(scaled.value)) == (dtype, 0.0625)
         assert scaled.grads["w"].tolist() == [0.25]
-        # The largest power of two that float16 holds, and no growth beyond it.
-        assert float(state.scale) == 32768.0
+        assert float(state.scale) == after * (1 if dtype == "float16" else 2.0**growth)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_loss_with_the_range_of_float32_is_scaled_in_full(jnp: Any, gradscale_jax: Any, dtype: str) -> None:
-    policy = DynamicScale(init_scale=2.0**100)
-    parameters = {"w": jnp.asarray([0.5], dtype=dtype)}
-    scaled = gradscale_jax.value_and_grad(loss_function(jnp), policy)(
-        policy.init(jnp.zeros(())), parameters, jnp.asarray([0.25], dtype=dtype)
-    )
-    assert float(scaled.state.scale) == 2.0**100
-    assert scaled.grads["w"].tolist() == [0.25]
-
-
-def test_float16_gradients_that_would_vanish_do_not(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-
+def test_float16_gradients_that_would_vanish_do_not() -> None:
     def loss(w: Any) -> Any:
         return (w.astype(jnp.float32) * 1e-9).sum()
 
     w = jnp.ones(2, dtype=jnp.float16)
     assert jax.grad(loss)(w).tolist() == [0.0, 0.0]
-    scaled = gradscale_jax.value_and_grad(loss, policy, dtype=jnp.float32)(policy.init(jnp.zeros(())), w)
+    scaled = gradscale_jax.value_and_grad(loss, POLICY, dtype=jnp.float32)(first(), w)
     assert scaled.grads.dtype == jnp.float32
     np.testing.assert_allclose(scaled.grads, 1e-9, rtol=1e-3)
 
 
-def test_gradients_accumulate_over_microbatches_at_one_scale(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale(growth_interval=1)
-    run = gradscale_jax.value_and_grad(loss_function(jnp), policy)
-    parameters = {"w": jnp.asarray([1.0, 2.0])}
-
-    @jax.jit
-    def accumulate(state: Any, batches: Any) -> Any:
-        def body(total: Any, x: Any) -> Any:
-            scaled = run(state, parameters, x)
-            grads, nonfinite = total
-            return (jax.tree.map(jnp.add, grads, scaled.grads), nonfinite + scaled.verdict.nonfinite), scaled.value
-
-        start = (jax.tree.map(jnp.zeros_like, parameters), jnp.zeros((), dtype=jnp.int32))
-        (grads, nonfinite), _ = jax.lax.scan(body, start, batches)
-        return grads, nonfinite, policy.update(state, nonfinite=nonfinite)
-
-    state = policy.init(jnp.zeros(()))
-    grads, nonfinite, clean = accumulate(state, jnp.ones((4, 2)))
-    assert (grads["w"].tolist(), int(nonfinite), float(clean.scale)) == ([8.0, 16.0], 0, 2.0**17)
-    for bad in range(4):
-        _, nonfinite, backed_off = accumulate(state, jnp.ones((4, 2)).at[bad, 0].set(jnp.nan))
-        assert (int(nonfinite), float(backed_off.scale)) == (1, 2.0**15)
+@pytest.mark.tier("ranks")
+def test_value_and_grad_in_float64() -> None:
+    with x64_mode(True):
+        policy = DynamicScale(growth_interval=1)
+        w = jnp.asarray([1.0 / 3.0], dtype=jnp.float64)
+        run = jax.jit(gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy))
+        scaled = run(policy.init(w), w)
+        assert (scaled.value.dtype, scaled.grads.dtype) == (jnp.float64, jnp.float64)
+        assert (scaled.grads.tolist(), float(scaled.state.scale)) == ([2.0 / 3.0], 2.0**17)
+        assert int(run(policy.init(w), w * math.inf).verdict.nonfinite) == 1
 
 
-def test_accumulation_inside_the_loss_and_checkpointing(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-    inner = loss_function(jnp)
-
-    def loss(parameters: Any, batches: Any) -> Any:
-        body = jax.checkpoint(lambda total, x: (total + inner(parameters, x), None))
-        return jax.lax.scan(body, jnp.zeros(()), batches)[0]
-
-    parameters = {"w": jnp.asarray([1.0, 2.0])}
-    for fun in (loss, jax.checkpoint(loss)):
-        scaled = jax.jit(gradscale_jax.value_and_grad(fun, policy))(
-            policy.init(jnp.zeros(())), parameters, jnp.ones((4, 2))
-        )
-        assert scaled.grads["w"].tolist() == [8.0, 16.0]
-        assert float(scaled.value) == 20.0
-
-
-def test_integer_parameters_are_refused_or_passed_by(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
+def test_integer_parameters_are_refused_or_passed_by() -> None:
     parameters = {"w": jnp.asarray([2.0]), "n": jnp.asarray([3])}
 
     def loss(parameters: Any) -> Any:
         return jnp.sum(parameters["w"] * parameters["n"])
 
-    state = policy.init(jnp.zeros(()))
     with pytest.raises(TypeError, match="int32"):
-        gradscale_jax.value_and_grad(loss, policy)(state, parameters)
-    scaled = gradscale_jax.value_and_grad(loss, policy, allow_int=True)(state, parameters)
+        gradscale_jax.value_and_grad(loss, POLICY)(first(), parameters)
+    scaled = gradscale_jax.value_and_grad(loss, POLICY, allow_int=True)(first(), parameters)
     assert scaled.grads["w"].tolist() == [3.0]
     assert scaled.grads["n"].dtype == jax.dtypes.float0
     assert bool(scaled.verdict.finite)
 
 
-def test_any_pytree_that_jax_knows_can_be_differentiated(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
+def test_any_pytree_that_jax_knows_can_be_differentiated() -> None:
     @jax.tree_util.register_pytree_node_class
     class Layer:
         def __init__(self, w: Any, name: str) -> None:
@@ -218,11 +177,8 @@ def test_any_pytree_that_jax_knows_can_be_differentiated(jnp: Any, jax: Any, gra
         def tree_unflatten(cls, name: str, children: Any) -> Any:
             return cls(*children, name)
 
-    policy = DynamicScale()
     layer = Layer(jnp.asarray([2.0]), "first")
-    scaled = jax.jit(gradscale_jax.value_and_grad(lambda layer: jnp.sum(layer.w**2), policy))(
-        policy.init(jnp.zeros(())), layer
-    )
+    scaled = jax.jit(gradscale_jax.value_and_grad(lambda layer: jnp.sum(layer.w**2), POLICY))(first(), layer)
     assert (scaled.grads.name, scaled.grads.w.tolist()) == ("first", [4.0])
     chosen = gradscale_jax.select(scaled.verdict.finite, scaled.grads, layer)
     assert chosen.w.tolist() == [4.0]
@@ -230,14 +186,19 @@ def test_any_pytree_that_jax_knows_can_be_differentiated(jnp: Any, jax: Any, gra
         gradscale_jax.select(scaled.verdict.finite, scaled.grads, Layer(jnp.zeros(1), "second"))
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_all_devices_of_an_axis_skip_together(jax: Any, gradscale_jax: Any, check_vma: bool, value: float) -> None:
-    jnp, spec = jax.numpy, jax.sharding.PartitionSpec
-    policy = DynamicScale()
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("parameters", [{}, None, {"a": None}], ids=repr)
+def test_parameters_without_leaves_are_clean(parameters: Any) -> None:
+    policy = DynamicScale(growth_interval=1)
+    scaled = jax.jit(gradscale_jax.value_and_grad(lambda _: jnp.float32(2.0), policy))(first(policy), parameters)
+    assert scaled.grads == parameters
+    assert (float(scaled.value), int(scaled.verdict.nonfinite), float(scaled.state.scale)) == (2.0, 0, 2.0**17)
 
+
+@pytest.mark.parametrize(("check_vma", "value"), [(True, math.inf), (False, math.nan)], ids=["vma", "no-vma"])
+def test_all_devices_of_an_axis_skip_together(check_vma: bool, value: float) -> None:
     def local_loss(parameters: Any, x: Any) -> Any:
-        return jax.lax.pmean(loss_function(jnp)(parameters, x), "data")
+        return jax.lax.pmean(squares(parameters, x), "data")
 
     def mean(grads: Any) -> Any:
         # With varying manual axes shard_map itself sums the gradients of what is replicated; without, each device has
@@ -245,92 +206,84 @@ def test_all_devices_of_an_axis_skip_together(jax: Any, gradscale_jax: Any, chec
         return grads if check_vma else jax.lax.pmean(grads, "data")
 
     def step(state: Any, parameters: Any, x: Any) -> Any:
-        run = gradscale_jax.value_and_grad(local_loss, policy, axis_name="data", reduce=mean)
-        scaled = run(state, parameters, x)
+        scaled = gradscale_jax.value_and_grad(local_loss, POLICY, axis_name="data", reduce=mean)(state, parameters, x)
         updated = jax.tree.map(lambda w, g: w - 0.5 * g, parameters, scaled.grads)
         return scaled, gradscale_jax.select(scaled.verdict.finite, updated, parameters)
 
-    specs = {"in_specs": (spec(), spec(), spec("data")), "out_specs": spec()}
-    mapped = jax.jit(jax.shard_map(step, mesh=require_mesh("data"), check_vma=check_vma, **specs))
-    parameters = {"w": jnp.asarray([1.0])}
-    clean = np.ones((DEVICES, 1), dtype=np.float32)
-    scaled, new = mapped(policy.init(jnp.zeros(())), parameters, clean)
-    assert bool(scaled.verdict.finite)
-    assert [shard.data.tolist() for shard in new["w"].addressable_shards] == [[0.0]] * DEVICES
-    for bad_device in range(DEVICES):
-        batch = clean.copy()
-        batch[bad_device] = value
-        scaled, new = mapped(policy.init(jnp.zeros(())), parameters, batch)
-        for array, expected in ((scaled.verdict.nonfinite, 1), (scaled.state.scale, 2.0**15), (new["w"], 1.0)):
-            assert [shard.data.item() for shard in array.addressable_shards] == [expected] * DEVICES
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), check_vma=check_vma, **specs))
+    for bad_device in (None, *range(COUNT)):
+        batch = np.ones((COUNT, 1), dtype=np.float32)
+        batch[[] if bad_device is None else bad_device] = value
+        scaled, new = mapped(first(), {"w": jnp.asarray([1.0])}, batch)
+        found = (0, 2.0**16, 0.0) if bad_device is None else (1, 2.0**15, 1.0)
+        for array, expected in zip((scaled.verdict.nonfinite, scaled.state.scale, new["w"]), found, strict=True):
+            assert [shard.data.item() for shard in array.addressable_shards] == [expected] * COUNT
         assert not bool(scaled.verdict.desynced)
 
 
-@pytest.mark.parametrize(
-    ("fun", "error", "message"),
-    [
-        pytest.param(lambda w: w, InvalidValueError, r"one of shape \(2,\): take its mean or sum", id="vector"),
-        pytest.param(lambda w: (w.sum(), 1), InvalidTypeError, "say has_aux=True", id="pair"),
-        pytest.param(lambda w: "text", InvalidTypeError, "scalar loss, got 'text'", id="text"),  # noqa: ARG005
-        pytest.param(lambda w: None, InvalidTypeError, "got None", id="none"),  # noqa: ARG005
-        pytest.param(lambda w: w.sum() > 0, InvalidTypeError, "real floating loss, got bool", id="bool"),
-        pytest.param(lambda w: w.sum() + 1j, InvalidTypeError, "got complex64", id="complex"),
-        pytest.param(lambda w: w.sum().astype(int), InvalidTypeError, "got int32", id="integer"),
-    ],
-)
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-def test_a_loss_that_is_none_is_refused(
-    jax: Any, gradscale_jax: Any, fun: Any, error: type[Exception], message: str, jitted: bool
-) -> None:
-    policy = DynamicScale()
-    run = gradscale_jax.value_and_grad(fun, policy)
-    with pytest.raises(error, match=message):
-        (jax.jit(run) if jitted else run)(policy.init(jax.numpy.zeros(())), jax.numpy.ones(2))
+LOSSES = {
+    "vector": (lambda w: w, InvalidValueError, r"one of shape \(2,\): take its mean or sum"),
+    "pair": (lambda w: (w.sum(), 1), InvalidTypeError, "say has_aux=True"),
+    "text": (lambda _: "text", InvalidTypeError, "scalar loss, got 'text'"),
+    "bool": (lambda w: w.sum() > 0, InvalidTypeError, "real floating loss, got bool"),
+    "complex": (lambda w: w.sum() + 1j, InvalidTypeError, "got complex64"),
+    "integer": (lambda w: w.sum().astype(int), InvalidTypeError, "got int32"),
+}
 
 
-def test_a_pair_that_is_none_is_refused(jax: Any, gradscale_jax: Any) -> None:
-    run = gradscale_jax.value_and_grad(lambda w: w.sum(), DynamicScale(), has_aux=True)
+@pytest.mark.parametrize(("fun", "error", "message"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_is_none_is_refused(fun: Any, error: type[Exception], message: str) -> None:
+    run = gradscale_jax.value_and_grad(fun, POLICY)
+    for step in (run, jax.jit(run)):
+        with pytest.raises(error, match=message):
+            step(first(), jnp.ones(2))
+
+
+def test_a_pair_that_is_none_and_a_state_in_the_wrong_place_are_refused() -> None:
     with pytest.raises(InvalidTypeError, match=r"a pair \(loss, aux\)"):
-        run(DynamicScale().init(jax.numpy.zeros(())), jax.numpy.ones(2))
-
-
-def test_a_state_in_the_wrong_place_is_refused(jax: Any, gradscale_jax: Any) -> None:
-    run = gradscale_jax.value_and_grad(lambda w: w.sum(), DynamicScale())
+        gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY, has_aux=True)(first(), jnp.ones(2))
     with pytest.raises(InvalidTypeError, match="state must be a ScaleState"):
-        run(jax.numpy.ones(2), DynamicScale().init(jax.numpy.zeros(())))
+        gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY)(jnp.ones(2), first())
 
 
-@pytest.mark.parametrize("axis_name", ["data", ("data", "model")])
-def test_an_axis_that_is_not_there_is_refused(jax: Any, gradscale_jax: Any, axis_name: Any) -> None:
-    policy = DynamicScale()
-    run = gradscale_jax.value_and_grad(lambda w: w.sum(), policy, axis_name=axis_name)
-    with pytest.raises(CallOrderError, match=r"is not bound here .* jax\.shard_map"):
-        jax.jit(run)(policy.init(jax.numpy.zeros(())), jax.numpy.ones(2))
+@pytest.mark.parametrize("policy", [(0, 1), DynamicScale, None, 2.0**16], ids=["tuple", "class", "none", "number"])
+def test_what_is_no_policy_is_refused_at_once(policy: Any) -> None:
+    optax = require("optax")
+    state = first()
+    calls = [
+        lambda: gradscale_jax.value_and_grad(lambda w: w.sum(), policy),
+        lambda: gradscale_jax.agree(jnp.zeros((), dtype="int32"), state, policy),
+        lambda: gradscale_jax.scaled(optax.sgd(1.0), policy),
+        lambda: gradscale.testing.run_ranks(1, lambda group: gradscale.GroupAgreement(group, policy)),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidTypeError, match="policy must be an instance of a policy"):
+            call()
 
 
-def test_a_verdict_is_no_python_bool(jax: Any, gradscale_jax: Any) -> None:
-    policy = DynamicScale()
-    run = gradscale_jax.value_and_grad(lambda w: w.sum(), policy)
-    state, w = policy.init(jax.numpy.zeros(())), jax.numpy.ones(2)
+# Verdicts.
 
-    def branch(state: Any, w: Any) -> Any:
-        scaled = run(state, w)
-        return w if scaled.verdict else -w
+
+def test_a_verdict_is_no_python_bool_and_cannot_be_checked_while_it_is_traced() -> None:
+    run = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY)
+    state, w = first(), jnp.ones(2)
+
+    def branch(w: Any) -> Any:
+        return w if run(state, w).verdict else -w
 
     for function in (branch, jax.jit(branch)):
-        with pytest.raises(
-            InvalidTypeError, match=r"inside jit use gradscale_jax\.select\(verdict\.finite, new, old\)"
-        ):
-            function(state, w)
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        jax.jit(lambda state, w: w if run(state, w).verdict.finite else -w)(state, w)
+        with pytest.raises(InvalidTypeError, match=r"inside jit use gradscale_jax\.select\(verdict\.finite, new, old"):
+            function(w)
+    with pytest.raises(CallOrderError, match="outside of jit"):
+        jax.jit(lambda w: run(state, w).verdict.check(POLICY))(w)
     assert bool(run(state, w).verdict.finite)
 
 
-def test_a_minimum_that_must_be_raised_is_raised_on_the_host(jnp: Any, jax: Any, gradscale_jax: Any) -> None:
+def test_a_minimum_that_must_be_raised_is_raised_on_the_host() -> None:
     policy = DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
-    run = jax.jit(gradscale_jax.value_and_grad(loss_function(jnp), policy))
-    state, found = policy.init(jnp.zeros(())), []
+    run = jax.jit(gradscale_jax.value_and_grad(squares, policy))
+    state, found = first(policy), []
     for x in (math.nan, 1.0, math.nan, 1.0):
         scaled = run(state, {"w": jnp.ones(1)}, jnp.asarray([x]))
         state = scaled.state
@@ -341,3 +294,78 @@ def test_a_minimum_that_must_be_raised_is_raised_on_the_host(jnp: Any, jax: Any,
         else:
             scaled.verdict.check(policy)
     assert found == [False, False, True, False]
+
+
+@pytest.mark.tier("ranks")
+def test_nan_debugging_lets_a_compiled_skip_pass() -> None:
+    @jax.jit
+    def step(state: ScaleState, w: Any, x: Any) -> Any:
+        scaled = gradscale_jax.value_and_grad(lambda w: jnp.sum(w * x), POLICY)(state, w)
+        return scaled.state, gradscale_jax.select(scaled.verdict.finite, w - scaled.grads, w)
+
+    with jax.debug_nans(True):
+        state, w = step(first(), jnp.ones(2), jnp.asarray([jnp.inf, 1.0]))
+    assert (float(state.scale), w.tolist()) == (2.0**15, [1.0, 1.0])
+
+
+# States as users bring them: from checkpoints, as numbers, in other precisions.
+
+FOREIGN = [
+    pytest.param(ScaleState(1024.0, 0, 0, 0), id="numbers"),
+    pytest.param(ScaleState(np.float64(1024.0), *[np.int64(0)] * 3), id="wide-numpy-scalars"),
+    pytest.param(ScaleState(np.asarray(1024.0, np.float32), *[np.asarray(0, np.int32)] * 3), id="numpy-arrays"),
+    pytest.param("weak", id="weak"),
+]
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("state", FOREIGN)
+@pytest.mark.parametrize("how", ["eager", "jit", "closed-over"])
+def test_a_state_of_other_numbers_becomes_arrays_of_its_dtypes(state: Any, how: str, x64: bool) -> None:
+    policy = DynamicScale(growth_interval=1)
+    with x64_mode(x64):
+        if state == "weak":
+            state = ScaleState(jnp.asarray(1024.0), *[jnp.asarray(0)] * 3)
+        run = gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy)
+        w = jnp.ones(2, dtype=jnp.float32)
+        step = {"eager": run, "jit": jax.jit(run), "closed-over": jax.jit(lambda _, w, held=state: run(held, w))}[how]
+        for scaled in (step(state, w), step(step(state, w).state, w)):
+            assert [str(field.dtype) for field in scaled.state] == ["float32", "int32", "int32", "int32"]
+            assert not any(field.weak_type for field in scaled.state)
+            assert scaled.grads.tolist() == [2.0, 2.0]
+        assert float(step(state, w).state.scale) == 2048.0
+
+
+@pytest.mark.tier("ranks")
+def test_trees_from_a_checkpoint_are_taken() -> None:
+    state = first(DynamicScale(init_scale=4.0))
+    for function in (gradscale_jax.unscale, jax.jit(gradscale_jax.unscale)):
+        unscaled, nonfinite = function({"a": np.ones(2, np.float32), "b": jnp.ones(1)}, state)
+        assert (unscaled["a"].tolist(), unscaled["b"].tolist(), int(nonfinite)) == ([0.25, 0.25], [0.25], 0)
+    assert gradscale_jax.scale(2.0, state).item() == 8.0
+    chosen = gradscale_jax.select(jnp.asarray(False), {"a": jnp.ones(1)}, {"a": np.zeros(1, np.float32)})
+    assert isinstance(chosen["a"], jax.Array)
+    assert chosen["a"].tolist() == [0.0]
+
+
+def test_what_a_step_returns_is_a_pytree_and_can_be_pickled() -> None:
+    scaled = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY)(first(), jnp.ones(2))
+    assert type(jax.tree.map(lambda x: x, scaled)) is gradscale_jax.Scaled
+    again = pickle.loads(pickle.dumps(scaled))
+    assert [x.tolist() for x in jax.tree.leaves(again)] == [x.tolist() for x in jax.tree.leaves(scaled)]
+    assert isinstance(again.state, ScaleState)
+
+
+@pytest.mark.tier("ranks")
+def test_a_group_agreement_refuses_what_it_cannot_send() -> None:
+    state = first()
+
+    def call(group: Any, nonfinite: Any) -> None:
+        gradscale.GroupAgreement(group, POLICY)(nonfinite, state)
+
+    for wrong in (0, 1.0, jnp.zeros((1,), "int32"), jnp.zeros(())):
+        with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d int32 array"):
+            gradscale.testing.run_ranks(1, lambda group, wrong=wrong: call(group, wrong))
+    with pytest.raises(InvalidTypeError, match="GroupAgreement was called in a function that jax traces"):
+        gradscale.testing.run_ranks(1, lambda group: jax.jit(lambda n: call(group, n))(jnp.zeros((), "int32")))

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
+from axes_jax import gradscale_jax, jax, jnp
 
 from gradscale import DynamicScale, InvalidTypeError
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 POLICY = DynamicScale(init_scale=2.0**10)
+FIRST = POLICY.init(jnp.zeros(()))
 
 
 @pytest.fixture
@@ -31,13 +33,14 @@ def nnx() -> Any:
     return nnx
 
 
-def same(jax: Any, ones: Any, others: Any) -> bool:
+def same(ones: Any, others: Any) -> bool:
     """Tell whether two trees have one structure and equal leaves."""
     pairs = zip(jax.tree.leaves(ones), jax.tree.leaves(others), strict=True)
     return jax.tree.structure(ones) == jax.tree.structure(others) and all(bool((a == b).all()) for a, b in pairs)
 
 
-def equinox_model(jax: Any, eqx: Any) -> Any:
+@pytest.fixture
+def equinox_model(eqx: Any) -> Any:
     """Return a module of equinox with BatchNorm and Dropout, and its state."""
 
     class Network(eqx.Module):
@@ -59,37 +62,46 @@ def equinox_model(jax: Any, eqx: Any) -> Any:
     return eqx.nn.make_with_state(Network)(jax.random.key(0))
 
 
-def equinox_loss(jax: Any, jnp: Any) -> Any:
-    """Return a loss that hands back the state of BatchNorm."""
-
-    def loss(model: Any, state: Any, x: Any, key: Any) -> Any:
-        run = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
-        out, state = run(x, state, jax.random.split(key, len(x)))
-        return jnp.mean(jnp.square(out)), state
-
-    return loss
+def equinox_loss(model: Any, state: Any, x: Any, key: Any) -> Any:
+    """Return a loss, and the state of BatchNorm."""
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
+    out, state = run(x, state, jax.random.split(key, len(x)))
+    return jnp.mean(jnp.square(out)), state
 
 
-@pytest.mark.tier("ranks")
-def test_a_module_of_equinox_goes_in_with_a_filter(jax: Any, jnp: Any, eqx: Any, gradscale_jax: Any) -> None:
-    model, state = equinox_model(jax, eqx)
-    x, key = jax.random.normal(jax.random.key(1), (6, 4)), jax.random.key(2)
-    loss = equinox_loss(jax, jnp)
-    run = eqx.filter_jit(gradscale_jax.value_and_grad(loss, POLICY, has_aux=True, filter=eqx.is_inexact_array))
-    scaled = run(POLICY.init(jnp.zeros(())), model, state, x, key)
-    wanted, new_state = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))(model, state, x, key)
+def test_a_module_of_equinox_goes_in_with_a_filter(eqx: Any, equinox_model: Any) -> None:
+    given = (*equinox_model, jax.random.normal(jax.random.key(1), (6, 4)), jax.random.key(2))
+    differentiate = gradscale_jax.value_and_grad(equinox_loss, POLICY, has_aux=True, filter=eqx.is_inexact_array)
+    run = eqx.filter_jit(differentiate)
+    scaled = run(FIRST, *given)
+    wanted, new_state = eqx.filter_jit(eqx.filter_grad(equinox_loss, has_aux=True))(*given)
     # Scaled by a power of two and divided by it: the bits of no scale.
-    assert same(jax, scaled.grads, wanted)
+    assert same(scaled.grads, wanted)
     assert (scaled.grads.activation, scaled.grads.first.in_features) == (None, 4)
-    assert same(jax, eqx.filter(scaled.value[1], eqx.is_array), eqx.filter(new_state, eqx.is_array))
+    assert same(eqx.filter(scaled.value[1], eqx.is_array), eqx.filter(new_state, eqx.is_array))
     assert bool(scaled.verdict.finite)
-    bad = run(scaled.state, model, state, x * math.inf, key)
+    bad = run(scaled.state, *given[:2], given[2] * math.inf, given[3])
     assert (bool(bad.verdict.finite), float(bad.state.scale)) == (False, 2.0**9)
 
 
-def test_a_filter_parts_each_argument_and_leaves_none_for_what_is_not_trained(
-    jax: Any, jnp: Any, gradscale_jax: Any
-) -> None:
+def test_a_module_of_equinox_without_a_filter_is_told_what_to_do(eqx: Any, equinox_model: Any) -> None:
+    model, *rest = (*equinox_model, jnp.ones((6, 4)), jax.random.key(2))
+    run = gradscale_jax.value_and_grad(equinox_loss, POLICY, has_aux=True)
+    told = r"argument 0.* got 'batch' at \.norm\.axis_name: say filter=eqx\.is_inexact_array"
+    for step in (run, eqx.filter_jit(run)):
+        with pytest.raises(InvalidTypeError, match=f"{told}.*params, static = eqx.partition"):
+            step(FIRST, model, *rest)
+    # What it says works.
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def parted(params: Any, *rest: Any) -> Any:
+        return equinox_loss(eqx.combine(params, static), *rest)
+
+    scaled = gradscale_jax.value_and_grad(parted, POLICY, has_aux=True)(FIRST, params, *rest)
+    assert bool(scaled.verdict.finite)
+
+
+def test_a_filter_parts_each_argument_and_leaves_none_for_what_is_not_trained() -> None:
     def loss(a: Any, b: Any, c: Any) -> Any:
         assert (a["name"], b[1], c) == ("a", 3, "untouched")
         return jnp.sum(a["w"] * b[0])
@@ -99,34 +111,12 @@ def test_a_filter_parts_each_argument_and_leaves_none_for_what_is_not_trained(
 
     run = gradscale_jax.value_and_grad(loss, POLICY, argnums=(0, -2), filter=is_trained)
     arguments = {"w": jnp.asarray([2.0]), "name": "a", "absent": None}, [jnp.asarray([5.0]), 3], "untouched"
-    grads = run(POLICY.init(jnp.zeros(())), *arguments).grads
+    grads = run(FIRST, *arguments).grads
     assert (grads[0]["w"].tolist(), grads[1][0].tolist()) == ([5.0], [2.0])
     assert (grads[0]["name"], grads[0]["absent"], grads[1][1]) == (None, None, None)
 
 
-@pytest.mark.tier("ranks")
-def test_a_module_of_equinox_without_a_filter_is_told_what_to_do(
-    jax: Any, jnp: Any, eqx: Any, gradscale_jax: Any
-) -> None:
-    model, state = equinox_model(jax, eqx)
-    loss = equinox_loss(jax, jnp)
-    run = gradscale_jax.value_and_grad(loss, POLICY, has_aux=True)
-    arguments = POLICY.init(jnp.zeros(())), model, state, jnp.ones((6, 4)), jax.random.key(2)
-    told = r"argument 0.* got 'batch' at \.norm\.axis_name: say filter=eqx\.is_inexact_array"
-    for step in (run, eqx.filter_jit(run)):
-        with pytest.raises(InvalidTypeError, match=told) as info:
-            step(*arguments)
-        assert "params, static = eqx.partition(model, eqx.is_inexact_array)" in str(info.value)
-    # What it says works.
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def parted(params: Any, *rest: Any) -> Any:
-        return loss(eqx.combine(params, static), *rest)
-
-    scaled = gradscale_jax.value_and_grad(parted, POLICY, has_aux=True)(arguments[0], params, *arguments[2:])
-    assert bool(scaled.verdict.finite)
-
-
+@pytest.fixture
 def nnx_model(nnx: Any) -> Any:
     """Return a module of nnx with BatchNorm and Dropout."""
 
@@ -142,57 +132,52 @@ def nnx_model(nnx: Any) -> Any:
     return Network(nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(("compiled", "filtered"), [(False, False), (True, True)], ids=["eager", "jit and filter"])
-def test_a_module_of_nnx_that_changes_is_told_what_to_do(
-    jax: Any, jnp: Any, nnx: Any, gradscale_jax: Any, compiled: bool, filtered: bool
-) -> None:
-    def loss(model: Any, x: Any) -> Any:
-        return jnp.mean(jnp.square(model(x)))
+def nnx_loss(model: Any, x: Any) -> Any:
+    return jnp.mean(jnp.square(model(x)))
 
+
+@pytest.mark.parametrize(("compiled", "filtered"), [(False, False), (True, True)], ids=["eager", "jit and filter"])
+def test_a_module_of_nnx_that_changes_is_told_what_to_do(nnx_model: Any, compiled: bool, filtered: bool) -> None:
     def is_floating(leaf: Any) -> bool:
         return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
-    run = gradscale_jax.value_and_grad(loss, POLICY, filter=is_floating if filtered else None)
+    run = gradscale_jax.value_and_grad(nnx_loss, POLICY, filter=is_floating if filtered else None)
     step = jax.jit(run) if compiled else run
     with pytest.raises(InvalidTypeError, match=r"argument 0.*BatchStat.*graphdef, params, others = nnx\.split\(model"):
-        step(POLICY.init(jnp.zeros(())), nnx_model(nnx), jnp.ones((6, 4)))
+        step(FIRST, nnx_model, jnp.ones((6, 4)))
 
 
-@pytest.mark.tier("ranks")
-def test_what_a_module_of_nnx_is_told_to_do_works(jax: Any, jnp: Any, nnx: Any, gradscale_jax: Any) -> None:
-    graphdef, params, others = nnx.split(nnx_model(nnx), nnx.Param, ...)
+def test_what_a_module_of_nnx_is_told_to_do_works(nnx: Any, nnx_model: Any) -> None:
+    graphdef, params, others = nnx.split(nnx_model, nnx.Param, ...)
 
     def loss(params: Any, others: Any, x: Any) -> Any:
         model = nnx.merge(graphdef, params, others, copy=True)
-        value = jnp.mean(jnp.square(model(x)))
-        return value, nnx.split(model, nnx.Param, ...)[2]
+        return nnx_loss(model, x), nnx.split(model, nnx.Param, ...)[2]
 
     x = jax.random.normal(jax.random.key(1), (6, 4))
-    run = jax.jit(gradscale_jax.value_and_grad(loss, POLICY, has_aux=True))
-    scaled = run(POLICY.init(jnp.zeros(())), params, others, x)
+    scaled = jax.jit(gradscale_jax.value_and_grad(loss, POLICY, has_aux=True))(FIRST, params, others, x)
     wanted, new_others = jax.jit(jax.grad(loss, has_aux=True))(params, others, x)
-    assert same(jax, scaled.grads, wanted)
-    assert same(jax, nnx.to_pure_dict(scaled.value[1]["norm"]), nnx.to_pure_dict(new_others["norm"]))
+    assert same(scaled.grads, wanted)
+    assert same(nnx.to_pure_dict(scaled.value[1]["norm"]), nnx.to_pure_dict(new_others["norm"]))
     before, after = (np.asarray(jax.tree.leaves(tree["norm"])[0]) for tree in (others, scaled.value[1]))
     assert not np.array_equal(before, after)
 
 
-def test_a_module_of_nnx_that_holds_parameters_alone_goes_in(jnp: Any, nnx: Any, gradscale_jax: Any) -> None:
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+def test_a_module_of_nnx_that_holds_parameters_alone_goes_in(nnx: Any) -> None:
     run = gradscale_jax.value_and_grad(lambda model, x: jnp.sum(model(x)), POLICY)
-    scaled = run(POLICY.init(jnp.zeros(())), model, jnp.ones((3, 4)))
+    scaled = run(FIRST, nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((3, 4)))
     assert scaled.grads.bias[...].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(
     ("leaf", "got"), [("text", "'text'"), (3, "3"), (np.zeros(2, np.int32), "int32")], ids=["text", "int", "int32"]
 )
-def test_other_leaves_are_refused_by_name_and_place(jnp: Any, gradscale_jax: Any, leaf: Any, got: str) -> None:
+def test_other_leaves_are_refused_by_name_and_place(leaf: Any, got: str) -> None:
     run = gradscale_jax.value_and_grad(lambda a, b: jnp.sum(a["w"][0]) + b, POLICY)
     with pytest.raises(InvalidTypeError, match=rf"got {got} at \['w'\]\[1\].*eqx\.partition.*nnx\.split"):
-        run(POLICY.init(jnp.zeros(())), {"w": [jnp.ones(2), leaf]}, 0)
+        run(FIRST, {"w": [jnp.ones(2), leaf]}, 0)
 
 
-def test_a_filter_must_be_a_function(gradscale_jax: Any) -> None:
+def test_a_filter_must_be_a_function() -> None:
     with pytest.raises(InvalidTypeError, match=r"filter must be a function of a leaf.*got True"):
         gradscale_jax.value_and_grad(lambda w: w, POLICY, filter=True)

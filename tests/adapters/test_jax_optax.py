@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
-from jax_devices import require_jax, x64_mode
+from axes_jax import gradscale_jax, jax, jnp, mesh, on_mesh, x64_mode
 from optax_runs import (
     HOWS,
     Run,
@@ -18,6 +16,7 @@ from optax_runs import (
     drive,
     first_params,
     gradients,
+    optax,
     plain_step,
     run_all_steps,
     run_clean_steps,
@@ -35,43 +34,34 @@ POLICY = gradscale.DynamicScale(init_scale=1024.0, growth_interval=2)
 # Halved after steps 0, 2 and 3, doubled after the second clean one in a row.
 SCALES = [512.0, 512.0, 256.0, 128.0, 128.0, 256.0, 256.0]
 
-
-@pytest.fixture(autouse=True)
-def _libraries() -> None:
-    require_jax()
-    require("optax")
-
-
-INNER: dict[str, Callable[[Any], Any]] = {
-    "sgd with momentum": lambda optax: optax.sgd(0.1, momentum=0.9),
-    "adam": lambda optax: optax.adam(0.1),
-    "adamw with a schedule": lambda optax: optax.adamw(optax.cosine_decay_schedule(0.1, 8)),
-    "clipped": lambda optax: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-    "injected": lambda optax: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.01, 6)),
-    "several steps": lambda optax: optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
-    "masked": lambda optax: optax.masked(optax.adam(0.1), {"weight": True, "bias": False}),
-    "partitioned": lambda optax: optax.partition(
-        {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"weight": "a", "bias": "b"}
-    ),
-    "noisy": lambda optax: optax.chain(optax.add_noise(0.01, 0.55, 0), optax.adam(0.1)),
+INNER: dict[str, Any] = {
+    "sgd with momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw with a schedule": optax.adamw(optax.cosine_decay_schedule(0.1, 8)),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.01, 6)),
+    "several steps": optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
+    "masked": optax.masked(optax.adam(0.1), {"weight": True, "bias": False}),
+    "partitioned": optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"weight": "a", "bias": "b"}),
+    "noisy": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.adam(0.1)),
 }
+ADAM = INNER["adam"]
 
 
-def inner(name: str = "adam") -> Any:
-    """Return a transformation."""
-    return INNER[name](require("optax"))
+def scaled(tx: Any = ADAM, **options: Any) -> Any:
+    return gradscale_jax.scaled(tx, POLICY, **options)
 
 
 @functools.cache
 def run_inner(name: str) -> Run:
     """Return the run of the inner transformation alone, operation by operation."""
-    return run_clean_steps(plain_step(inner(name)), inner(name), "eager", STEPS, BAD)
+    return run_clean_steps(plain_step(INNER[name]), INNER[name], "eager", STEPS, BAD)
 
 
 @pytest.mark.parametrize("how", [*later("ranks", "jit"), *later("all", *(how for how in HOWS if how != "jit"))])
 @pytest.mark.parametrize("name", INNER)
-def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(gradscale_jax: Any, name: str, how: str) -> None:
-    tx = gradscale_jax.scaled(inner(name), POLICY)
+def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(name: str, how: str) -> None:
+    tx = scaled(INNER[name])
     step = scaled_step(tx)
     run = run_all_steps(step, tx, how, STEPS, BAD)
     alone = run_inner(name)
@@ -93,170 +83,45 @@ def test_an_overflow_leaves_the_trajectory_of_the_clean_steps(gradscale_jax: Any
 
 
 def test_a_transformation_that_sees_overflows_fails_the_comparison() -> None:
-    step = plain_step(inner())
-    run = run_all_steps(step, inner(), "jit", STEPS, BAD)
-    alone = run_clean_steps(step, inner(), "jit", STEPS, BAD)
-    with pytest.raises(AssertionError):
-        assert_same_bits(run.params, alone.params)
-    with pytest.raises(AssertionError):
-        assert_close(run.params, alone.params)
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("how", HOWS)
-def test_momentum_in_binary_fractions_is_exact_against_numpy(
-    jax: Any, optax: Any, gradscale_jax: Any, how: str
-) -> None:
-    tx = gradscale_jax.scaled(optax.sgd(0.25, momentum=0.5), POLICY)
-    params = {"weight": np.float32([1.0, -2.0]), "bias": np.float32(-0.0)}
-    grads = {"weight": np.float32([[step, 1 - step] for step in range(STEPS)]), "bias": np.ones(STEPS, np.float32)}
-    grads["weight"][sorted(BAD), 0] = np.inf
-    started = jax.tree.map(jax.numpy.asarray, params)
-    run = drive(scaled_step(tx), started, tx.init(started), grads, how)
-    momentum = {name: np.zeros_like(value) for name, value in params.items()}
-    for step in range(STEPS):
-        for name in params:
-            if step not in BAD:
-                momentum[name] = grads[name][step] + np.float32(0.5) * momentum[name]
-                params[name] = params[name] - np.float32(0.25) * momentum[name]
-            np.testing.assert_array_equal(run.params[name][step], params[name])
-            np.testing.assert_array_equal(run.states.inner_state[0].trace[name][step], momentum[name])
+    step = plain_step(ADAM)
+    run = run_all_steps(step, ADAM, "jit", STEPS, BAD)
+    alone = run_clean_steps(step, ADAM, "jit", STEPS, BAD)
+    for compare in (assert_same_bits, assert_close):
+        with pytest.raises(AssertionError):
+            compare(run.params, alone.params)
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_skipped_step_changes_no_bit_of_a_parameter(gradscale_jax: Any, how: str) -> None:
-    tx = gradscale_jax.scaled(inner(), POLICY)
+def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str) -> None:
+    tx = scaled()
     run = run_all_steps(scaled_step(tx), tx, how, 1, frozenset({0}))
     assert_same_bits(run.params, {name: np.asarray(leaf)[None] for name, leaf in first_params().items()})
-    assert np.signbit(run.params["bias"][0, 0])
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("how", HOWS)
-def test_a_chain_around_it_scales_the_updates_of_the_steps_that_are_taken(
-    optax: Any, gradscale_jax: Any, how: str
-) -> None:
-    tx = optax.chain(gradscale_jax.scaled(optax.scale_by_adam(), POLICY), optax.scale(-0.125))
-    step = scaled_step(tx)
-    run = run_all_steps(step, tx, how, STEPS, BAD)
-    alone = run_clean_steps(step, tx, how, STEPS, BAD)
-    assert_same_bits(run.states[0].inner_state, alone.states[0].inner_state)
-    np.testing.assert_array_equal(run.updates["weight"], alone.updates["weight"])
-    np.testing.assert_array_equal(run.params["weight"], alone.params["weight"])
-    np.testing.assert_array_equal(run.states[0].scale_state.scale, np.float32(SCALES))
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("how", HOWS)
-def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation(
-    optax: Any, gradscale_jax: Any, how: str
-) -> None:
+def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation() -> None:
     # Adam's epsilon is 0 in float16, and a gradient of 2**-26 too.
-    tx = gradscale_jax.scaled(optax.inject_hyperparams(optax.adam)(0.5), POLICY, dtype=np.float32)
+    tx = scaled(optax.inject_hyperparams(optax.adam)(0.5), dtype=np.float32)
     params = {"weight": first_params(np.float16)["weight"]}
     grads = {"weight": np.full((1, 3, 4), 2.0**-26, np.float32)}
-    run = drive(scaled_step(tx), params, tx.init(params), grads, how)
+    run = drive(scaled_step(tx), params, tx.init(params), grads, "jit")
     assert run.updates["weight"].dtype == run.states.inner_state.inner_state[0].mu["weight"].dtype == np.float32
     assert run.states.inner_state.hyperparams["eps"] == np.float32(1e-8)
     np.testing.assert_allclose(run.updates["weight"], -0.5 * 2.0**-26 / (2.0**-26 + 1e-8), rtol=1e-4)
     assert run.params["weight"].dtype == np.float16
     assert not np.array_equal(run.params["weight"][0], np.asarray(params["weight"]))
-    own = gradscale_jax.scaled(optax.adam(0.5), POLICY)
-    assert drive(scaled_step(own), params, own.init(params), grads, how).updates["weight"].dtype == np.float16
+    own = scaled(optax.adam(0.5))
+    assert drive(scaled_step(own), params, own.init(params), grads, "jit").updates["weight"].dtype == np.float16
 
 
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize("name", INNER)
-def test_the_state_of_a_step_has_the_types_of_the_first_one_and_is_compiled_for_once(
-    jax: Any, gradscale_jax: Any, name: str
-) -> None:
-    tx = gradscale_jax.scaled(inner(name), POLICY)
-    params = first_params()
-    step = jax.jit(scaled_step(tx))
-    state = tx.init(params)
-
-    def types(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)), tree)
-
-    first = types(state)
-    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
-    sizes = []
-    for index in range(5):
-        grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(STEPS, BAD))
-        params, _, state = step(params, state, grads)
-        assert types(state) == first
-        sizes.append(step._cache_size())
-    assert sizes[1:] == sizes[1:2] * 4
-    assert sizes[1] <= 2
-
-
-@pytest.mark.parametrize("bad", [0.0, np.inf], ids=["clean", "overflow"])
-def test_a_branch_may_update_or_leave_the_state(jax: Any, gradscale_jax: Any, bad: float) -> None:
-    tx = gradscale_jax.scaled(inner(), POLICY)
-    params = first_params()
-    grads = jax.tree.map(lambda leaf: leaf + bad, params)
-
-    @jax.jit
-    def branch(wanted: Any, state: Any) -> Any:
-        return jax.lax.cond(wanted, lambda: tx.update(grads, state, params)[1], lambda: state)
-
-    state = tx.init(params)
-    assert_same_bits(branch(False, state), state)
-    assert int(branch(True, state).skipped) == (bad != 0)
-
-
-def test_batch_statistics_and_logs_use_the_last_verdict(jnp: Any, gradscale_jax: Any) -> None:
-    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
-    tx = gradscale_jax.scaled(inner(), policy)
-    params = {"weight": jnp.ones(2)}
-    state = tx.init(params)
-    assert bool(gradscale_jax.verdict_of(state).finite)
-    gradscale_jax.verdict_of(state).check(policy)
-    means = {"mean": jnp.zeros(2)}
-    for _ in range(2):
-        _, state = tx.update({"weight": jnp.full(2, jnp.nan)}, state, params)
-        means = gradscale_jax.select(gradscale_jax.verdict_of(state).finite, {"mean": jnp.full(2, jnp.nan)}, means)
-    assert_same_bits(means, {"mean": np.zeros(2, np.float32)})
-    with pytest.raises(gradscale.ScaleUnderflowError, match="minimum"):
-        gradscale_jax.verdict_of(state).check(policy)
-
-
-def test_the_count_of_skipped_steps_stays_at_the_largest_int32(jnp: Any, gradscale_jax: Any) -> None:
-    tx = gradscale_jax.scaled(inner(), POLICY)
-    params = {"weight": jnp.ones(2)}
-    state = tx.init(params)._replace(skipped=jnp.asarray(2**31 - 2, jnp.int32))
-    for _ in range(3):
-        _, state = tx.update({"weight": jnp.full(2, jnp.inf)}, state, params)
-    assert int(state.skipped) == 2**31 - 1
-
-
-@pytest.mark.parametrize("around", ["transformation", "MultiSteps"])
-def test_extra_arguments_reach_the_inner_transformation(
-    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, around: str
-) -> None:
-    def update(updates: Any, state: Any, params: Any = None, *, factor: Any, **_: Any) -> Any:
-        assert params is not None
-        return jax.tree.map(lambda leaf: leaf * factor, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    tx = gradscale_jax.scaled(inner if around == "transformation" else optax.MultiSteps(inner, 1), POLICY)
-    params = {"weight": jnp.ones(2)}
-    updates, _ = tx.update({"weight": jnp.full(2, 1024.0)}, tx.init(params), params, factor=3.0)
-    np.testing.assert_array_equal(updates["weight"], [3.0, 3.0])
-    without = gradscale_jax.scaled(optax.sgd(1.0), POLICY)
-    updates, _ = without.update({"weight": jnp.full(2, 1024.0)}, without.init(params), params, factor=3.0)
-    np.testing.assert_array_equal(updates["weight"], [-1.0, -1.0])
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("how", HOWS)
-def test_double_precision_stays_so_in_x64_mode(jnp: Any, optax: Any, gradscale_jax: Any, how: str) -> None:
-    tx = gradscale_jax.scaled(optax.sgd(0.1, momentum=0.9), POLICY)
+def test_double_precision_stays_so_in_x64_mode() -> None:
+    tx = scaled(optax.sgd(0.1, momentum=0.9))
     with x64_mode(True):
         # Differentiated as they are: the helper's loss is float32.
         params = {"weight": jnp.asarray([1.0 + 2.0**-40, 2.0])}
         grads = {"weight": 1024.0 * np.asarray([[1.0 + 2.0**-45, 3.0], [np.inf, 1.0], [512.0, 1.0]])}
-        run = drive(plain_step(tx), params, tx.init(params), grads, how)
+        run = drive(plain_step(tx), params, tx.init(params), grads, "jit")
     assert run.states.inner_state[0].trace["weight"].dtype == np.float64
     assert [leaf.dtype for leaf in run.states.scale_state] == [np.float32, np.int32, np.int32, np.int32]
     assert run.states.skipped.dtype == run.states.verdict.nonfinite.dtype == np.int32
@@ -264,26 +129,110 @@ def test_double_precision_stays_so_in_x64_mode(jnp: Any, optax: Any, gradscale_j
     np.testing.assert_array_equal(run.states.skipped, [0, 1, 1])
 
 
-@pytest.mark.parametrize("params", [{}, (), None, {"weight": None}], ids=["dict", "tuple", "None", "leaf-None"])
-def test_trees_without_arrays_are_clean_steps(gradscale_jax: Any, params: Any) -> None:
-    tx = gradscale_jax.scaled(inner(), POLICY)
+PLACES = ["anywhere", "device", "replicated", "sharded"]
+
+
+def placed(where: str) -> dict[str, Any]:
+    """Return the first parameters somewhere."""
+    params = first_params()
+    if where == "sharded":
+        return params | {"bias": on_mesh(params["bias"], "data")}
+    chosen = {"anywhere": lambda x: x, "device": lambda x: jax.device_put(x, mesh("data").devices[1])}
+    return {name: chosen.get(where, on_mesh)(x) for name, x in params.items()}
+
+
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize(
+    ("name", "where"), [*((name, PLACES[0]) for name in INNER), *(("adam", x) for x in PLACES[1:])]
+)
+def test_the_state_is_made_beside_the_parameters_keeps_its_types_and_is_compiled_for_at_most_twice(
+    name: str, where: str
+) -> None:
+    tx, params = scaled(INNER[name]), placed(where)
+    step, state = jax.jit(scaled_step(tx)), tx.init(params)
+    one = params["bias"].sharding
+    for leaf in jax.tree.leaves((state.scale_state, state.verdict, state.skipped)):
+        assert leaf.committed == (where != "anywhere")
+        assert leaf.devices() == one.device_set
+        assert leaf.is_fully_replicated
+
+    def types(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)), tree)
+
+    first = types(state)
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
+    sizes = []
+    for index in range(4):
+        grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(STEPS, BAD))
+        params, _, state = step(params, state, grads)
+        assert types(state) == first
+        sizes.append(step._cache_size())
+    assert sizes[1:] == [sizes[1]] * 3
+    assert sizes[1] <= 2
+
+
+def test_the_state_is_made_where_somebody_has_put_a_parameter_and_traced_without_a_place() -> None:
+    tx = scaled(optax.sgd(0.5))
+    free = {"anywhere": jnp.ones(2)}
+    made = tx.init({**free, "chosen": jax.device_put(jnp.ones(2), jax.devices()[2])})
+    assert made.scale_state.scale.devices() == {jax.devices()[2]}
+    assert_same_bits(jax.jit(tx.init)(free).scale_state, made.scale_state)
+    shapes = jax.eval_shape(tx.init, free).scale_state
+    assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in made.scale_state]
+
+
+def test_batch_statistics_and_logs_use_the_last_verdict() -> None:
+    policy = gradscale.DynamicScale(init_scale=2.0, min_scale=1.0, at_min="raise")
+    tx = gradscale_jax.scaled(ADAM, policy)
+    params, nan = {"weight": jnp.ones(2)}, {"weight": jnp.full(2, jnp.nan)}
+    state, means = tx.init(params), {"weight": jnp.zeros(2)}
+    assert bool(gradscale_jax.verdict_of(state).finite)
+    gradscale_jax.verdict_of(state).check(policy)
+    for _ in range(2):
+        _, state = tx.update(nan, state, params)
+        means = gradscale_jax.select(gradscale_jax.verdict_of(state).finite, nan, means)
+    assert_same_bits(means, {"weight": np.zeros(2, np.float32)})
+    with pytest.raises(gradscale.ScaleUnderflowError, match="minimum"):
+        gradscale_jax.verdict_of(state).check(policy)
+
+
+def test_the_count_of_skipped_steps_stays_at_the_largest_int32() -> None:
+    tx, params = scaled(), {"weight": jnp.ones(2)}
+    state = tx.init(params)._replace(skipped=jnp.asarray(2**31 - 2, jnp.int32))
+    for _ in range(3):
+        _, state = tx.update({"weight": jnp.full(2, jnp.inf)}, state, params)
+    assert int(state.skipped) == 2**31 - 1
+
+
+@pytest.mark.parametrize("around", ["transformation", "MultiSteps", "none"])
+def test_extra_arguments_reach_the_inner_transformation_that_takes_them(around: str) -> None:
+    def update(updates: Any, state: Any, params: Any = None, *, factor: Any, **_: Any) -> Any:
+        assert params is not None
+        return jax.tree.map(lambda leaf: leaf * factor, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = scaled({"transformation": inner, "MultiSteps": optax.MultiSteps(inner, 1), "none": optax.sgd(1.0)}[around])
+    params = {"weight": jnp.ones(2)}
+    updates, _ = tx.update({"weight": jnp.full(2, 1024.0)}, tx.init(params), params, factor=3.0)
+    np.testing.assert_array_equal(updates["weight"], [-1.0 if around == "none" else 3.0] * 2)
+
+
+@pytest.mark.parametrize("params", [{}, None, {"weight": None}], ids=["dict", "None", "leaf-None"])
+def test_trees_without_arrays_are_clean_steps(params: Any) -> None:
+    tx = scaled()
     updates, state = tx.update(params, tx.init(params))
     assert updates == params
-    assert int(state.scale_state.growth_tracker) == 1
-    assert int(state.skipped) == 0
+    assert (int(state.scale_state.growth_tracker), int(state.skipped)) == (1, 0)
 
 
 @pytest.mark.parametrize("value", [1024.0, np.inf], ids=["clean", "overflow"])
-def test_gradients_of_integers_pass_by_an_inner_mask(
-    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, value: float
-) -> None:
-    tx = gradscale_jax.scaled(optax.masked(optax.sgd(1.0), {"weight": True, "ids": False}), POLICY)
+def test_gradients_of_integers_pass_by_an_inner_mask(value: float) -> None:
+    tx = scaled(optax.masked(optax.sgd(1.0), {"weight": True, "ids": False}))
     params = {"weight": jnp.ones(2), "ids": jnp.arange(3)}
     grads = {"weight": jnp.full(2, value), "ids": np.zeros(3, jax.dtypes.float0)}
     updates, state = tx.update(grads, tx.init(params), params)
     assert updates["ids"].dtype == jax.dtypes.float0
     np.testing.assert_array_equal(updates["weight"], [-1.0, -1.0] if np.isfinite(value) else [0.0, 0.0])
     assert int(state.skipped) == int(not np.isfinite(value))
-    counts = {**grads, "ids": jnp.arange(3)}
-    updates, _ = tx.update(counts, tx.init(params), params)
+    updates, _ = tx.update({**grads, "ids": jnp.arange(3)}, tx.init(params), params)
     np.testing.assert_array_equal(updates["ids"], [0, 1, 2] if np.isfinite(value) else [0, 0, 0])

@@ -1,4 +1,4 @@
-"""jmp's and flax's dynamic scales: followed to the bit; their faults, each shown in the original and absent here."""
+"""jmp's and flax's dynamic scales: followed to the bit; and where devices and the ends of float32 part from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
+from axes_jax import P, gradscale_jax, jax, jnp, mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax_devices import require_mesh
 from tiers import examples
 
 from gradscale import DynamicScale
@@ -24,36 +24,6 @@ Step = Callable[[Any, Any], tuple[Any, Any, Any, Any]]
 
 WEIGHTS = np.asarray([4.0, -8.0, 0.75], np.float32)
 DATA = np.asarray([[1.0, 2.0, 3.0], [0.3, 0.2, 0.1]], np.float32)
-
-
-@pytest.fixture
-def jax() -> Any:
-    return require("jax")
-
-
-@pytest.fixture
-def jnp(jax: Any) -> Any:
-    return jax.numpy
-
-
-@pytest.fixture
-def ours(jax: Any) -> Any:  # noqa: ARG001
-    import gradscale_jax
-
-    return gradscale_jax
-
-
-@pytest.fixture
-def jmp() -> Any:
-    return require("jmp")
-
-
-@pytest.fixture
-def flax_scale() -> Any:
-    require("flax")
-    from flax.training.dynamic_scale import DynamicScale as FlaxScale
-
-    return FlaxScale
 
 
 def linear(error: Any, weight: Any) -> Any:
@@ -68,7 +38,6 @@ def squares(error: Any, weights: Any) -> Any:
 
 def our_step(policy: DynamicScale, loss: Callable[..., Any], at: Any) -> Step:
     """Return gradscale_jax.value_and_grad as a step."""
-    import gradscale_jax
 
     def step(state: Any, error: Any) -> tuple[Any, Any, Any, Any]:
         scaled = gradscale_jax.value_and_grad(loss, policy, argnums=1)(state, error, at)
@@ -89,8 +58,7 @@ def flax_step(loss: Callable[..., Any], at: Any) -> Step:
 
 def jmp_step(loss: Callable[..., Any], at: Any) -> Step:
     """Return jmp's functions put together as its documentation has it."""
-    import jax
-    import jmp
+    jmp = require("jmp")
 
     def step(state: Any, error: Any) -> tuple[Any, Any, Any, Any]:
         value, gradient = jax.value_and_grad(lambda weight: state.scale(loss(error, weight)))(at)
@@ -122,12 +90,11 @@ def assert_same_runs(mine: tuple[Step, Any], theirs: tuple[Step, Any], errors: l
 
 
 def first(policy: DynamicScale) -> Any:
-    return policy.init(require("jax").numpy.zeros(()))
+    return policy.init(jnp.zeros(()))
 
 
 def beside(peer: str, loss: Callable[..., Any], at: Any, **settings: Any) -> tuple[tuple[Step, Any], tuple[Step, Any]]:
     """Return our step and the peer's, each with its first state, of the same settings."""
-    jnp = require("jax").numpy
     policy = DynamicScale(growth_after="interval" if peer == "jmp" else "interval_plus_one", **settings)
     scale, least = jnp.float32(policy.init_scale), policy.min_scale
     theirs: Any
@@ -160,7 +127,7 @@ peers = pytest.mark.parametrize("peer", ["jmp", "flax"])
     scales=st.tuples(POWERS, POWERS),
 )
 def test_it_follows_the_peer_step_by_step(
-    jnp: Any, peer: str, errors: list[float], interval: int, growth: float, backoff: float, scales: tuple[float, float]
+    peer: str, errors: list[float], interval: int, growth: float, backoff: float, scales: tuple[float, float]
 ) -> None:
     smallest, scale = sorted(scales)
     given = {"init_scale": scale, "min_scale": smallest, "growth_interval": interval, "growth_factor": growth}
@@ -171,7 +138,7 @@ def test_it_follows_the_peer_step_by_step(
 
 @peers
 @pytest.mark.parametrize("power", [8, 110], ids=["injected", "scale-too-large"])
-def test_a_compiled_run_has_the_peers_losses_and_gradients(jax: Any, jnp: Any, peer: str, power: int) -> None:
+def test_a_compiled_run_has_the_peers_losses_and_gradients(peer: str, power: int) -> None:
     errors = np.random.default_rng(0).choice([1.0, 1.0, 1.0, 1.0, math.inf, math.nan], 120)
     # Beyond 2**120 these gradients overflow of themselves, and the scale never comes to float32's end.
     given: dict[str, Any] = {"init_scale": 2.0**power, "growth_interval": 1 if power > 8 else 3, "min_scale": 1.0}
@@ -184,7 +151,7 @@ def test_a_compiled_run_has_the_peers_losses_and_gradients(jax: Any, jnp: Any, p
     [{"growth_interval": 4}, {"backoff_factor": 0.25}, {"growth_factor": 4.0}, {"min_scale": 128.0}],
     ids=lambda wrong: "-".join(wrong),
 )
-def test_a_run_with_a_wrong_setting_is_found(jnp: Any, wrong: dict[str, float]) -> None:
+def test_a_run_with_a_wrong_setting_is_found(wrong: dict[str, float]) -> None:
     right: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 3, "min_scale": 2.0**-126}
     _, theirs = beside("flax", linear, jnp.ones(()), **right)
     mine, _ = beside("flax", linear, jnp.ones(()), **(right | wrong))
@@ -192,118 +159,23 @@ def test_a_run_with_a_wrong_setting_is_found(jnp: Any, wrong: dict[str, float]) 
         assert_same_runs(mine, theirs, [1.0] * 5 + [math.inf] * 3)
 
 
-# Faults of the originals.
-
-
-def test_jmp_loses_its_minimum_in_any_transformation_and_the_minimum_here_stays(jax: Any, jnp: Any, jmp: Any) -> None:
-    policy = DynamicScale(init_scale=8.0, min_scale=4.0)
-    theirs = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(4.0))
-    assert float(jax.tree.map(lambda x: x, theirs).min_loss_scale) == 1.0
-    state = first(policy)
-    adjust = jax.jit(lambda scale, finite: scale.adjust(finite))
-    update = jax.jit(policy.update)
-    for _ in range(4):
-        theirs = adjust(theirs, jnp.asarray(False))
-        state = update(state, nonfinite=jnp.asarray(True))
-    assert (scale_of(theirs), scale_of(state)) == (1.0, 4.0)
-
-
-def test_jmp_cannot_adjust_a_float16_scale_and_a_state_made_beside_float16_is_float32(jnp: Any, jmp: Any) -> None:
-    with pytest.raises(TypeError, match="same dtypes"):
-        jmp.DynamicLossScale(jnp.float16(2.0**15)).adjust(jnp.asarray(True))
-    policy = DynamicScale(init_scale=2.0**15, growth_interval=1)
-    state = policy.update(policy.init(jnp.ones(3, jnp.float16)), nonfinite=jnp.asarray(0))
-    assert (scale_of(state), state.scale.dtype) == (2.0**16, jnp.float32)
-
-
-def test_jmp_promotes_half_precision_and_only_a_scalar_loss_is_widened_here(jnp: Any, jmp: Any, ours: Any) -> None:
-    theirs = jmp.DynamicLossScale(jnp.float32(8.0))
-    state = first(DynamicScale(init_scale=8.0))
-    for shape in ((), (3,)):
-        x = jnp.ones(shape, jnp.float16)
-        assert theirs.scale(x).dtype == jnp.float32
-        assert theirs.unscale(x).dtype == jnp.float32
-        # On purpose: float16 cannot hold a loss times 65536, and a product of many elements keeps its memory.
-        assert ours.scale(x, state).dtype == (jnp.float32 if shape == () else jnp.float16)
-        assert ours.unscale(x, state)[0].dtype == jnp.float16
-
-
-def test_the_loss_of_value_and_grad_has_its_own_dtype(jnp: Any, ours: Any) -> None:
-    policy = DynamicScale(init_scale=8.0)
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        scaled = ours.value_and_grad(lambda x: x * x, policy)(first(policy), jnp.asarray(3.0, dtype))
-        assert (float(scaled.value), scaled.value.dtype) == (9.0, dtype)
-        assert (float(scaled.grads), scaled.grads.dtype) == (6.0, dtype)
-
-
-def test_flax_grows_one_step_late_and_here_only_when_asked_to(jnp: Any, flax_scale: Any) -> None:
-    at = jnp.ones(())
-    grown = {}
-    for name, policy in {
-        "flax": None,
-        "default": DynamicScale(init_scale=1.0, growth_interval=3),
-        "asked": DynamicScale(init_scale=1.0, growth_interval=3, growth_after="interval_plus_one"),
-    }.items():
-        state = first(policy) if policy else flax_scale(growth_interval=3, scale=jnp.ones(()))
-        step = our_step(policy, linear, at) if policy else flax_step(linear, at)
-        scales = []
-        for _ in range(8):
-            state = step(state, np.float32(1.0))[0]
-            scales.append(scale_of(state))
-        grown[name] = scales
-    late = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 4.0]
-    assert grown == {"flax": late, "asked": late, "default": [1.0, 1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0]}
-
-
-def test_flaxs_scale_ends_at_no_power_of_two_and_ours_at_the_last_one(jnp: Any, flax_scale: Any) -> None:
-    at = jnp.ones(())
-    policy = DynamicScale(init_scale=2.0**126, growth_interval=1, growth_after="interval_plus_one")
-    theirs, state = flax_scale(growth_interval=1, scale=jnp.float32(2.0**126)), first(policy)
+def test_growth_ends_at_the_last_power_of_two_where_flax_ends_at_none() -> None:
+    policy: dict[str, Any] = {"init_scale": 2.0**126, "growth_interval": 1}
+    (our, state), (their, their_state) = beside("flax", linear, jnp.ones(()), **policy)
     for _ in range(6):
-        theirs = flax_step(linear, at)(theirs, np.float32(0.5))[0]
-        state = our_step(policy, linear, at)(state, np.float32(0.5))[0]
-    assert scale_of(theirs) == float(np.finfo(np.float32).max)
+        state, their_state = our(state, np.float32(0.5))[0], their(their_state, np.float32(0.5))[0]
+    assert scale_of(their_state) == float(np.finfo(np.float32).max)
     assert scale_of(state) == 2.0**127
 
 
-def test_flaxs_first_step_with_a_float16_loss_overflows_and_ours_does_not(jax: Any, jnp: Any, ours: Any) -> None:
-    require("flax")
-    from flax.training.dynamic_scale import DynamicScale as FlaxScale
-
-    def loss(x: Any) -> Any:
-        return x.astype(jnp.float16) ** 2
-
-    x = jnp.asarray(2.0**-9)
-    result = jax.jit(lambda state, x: state.value_and_grad(loss)(x))(FlaxScale(), x)
-    assert not result.finite
-    assert np.isnan(result.aux)
-    scaled = jax.jit(ours.value_and_grad(loss, DynamicScale()))(first(DynamicScale()), x)
-    assert scaled.verdict.finite
-    assert (float(scaled.value), float(scaled.grads)) == (2.0**-18, 2.0**-8)
-    assert scale_of(scaled.state) == 32768.0
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("device", range(4))
-def test_the_peers_devices_drift_apart_and_ours_agree(jax: Any, jnp: Any, device: int, bad: float) -> None:
-    require("flax")
-    require("jmp")
-    import jmp
-    from flax.training.dynamic_scale import DynamicScale as FlaxScale
-
-    import gradscale_jax
-
-    mesh = require_mesh("data")
-    spec = jax.sharding.PartitionSpec("data")
+def test_the_peers_devices_drift_apart_and_ours_agree(device: int) -> None:
     errors = np.ones(4, np.float32)
-    errors[device] = bad
-    policy = DynamicScale(init_scale=256.0)
-    at = jnp.ones(())
+    errors[device] = math.inf
+    at, policy = jnp.ones(()), DynamicScale(init_scale=256.0)
 
     def agreeing(state: Any, error: Any) -> tuple[Any, Any, Any, Any]:
-        function = gradscale_jax.value_and_grad(linear, policy, argnums=1, axis_name="data")
-        scaled = function(state, error, at)
+        scaled = gradscale_jax.value_and_grad(linear, policy, argnums=1, axis_name="data")(state, error, at)
         return scaled.state, scaled.value, scaled.grads, scaled.verdict.finite
 
     def scales(step: Step, state: Any) -> list[tuple[float, bool]]:
@@ -311,16 +183,14 @@ def test_the_peers_devices_drift_apart_and_ours_agree(jax: Any, jnp: Any, device
 
         def on_device(state: Any, error: Any) -> tuple[Any, Any]:
             after, _, _, finite = step(state, error[0])
-            scale = after.loss_scale if hasattr(after, "loss_scale") else after.scale
-            return scale[None], finite[None]
+            return after.scale[None], finite[None]
 
-        specs = (jax.sharding.PartitionSpec(), spec)
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
-        found, finite = jax.jit(mapped)(state, errors)
+        specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        found, finite = jax.jit(jax.shard_map(on_device, mesh=mesh("data"), check_vma=False, **specs))(state, errors)
         return list(zip(found.tolist(), finite.tolist(), strict=True))
 
     apart = [(128.0, False) if index == device else (256.0, True) for index in range(4)]
-    assert scales(flax_step(linear, at), FlaxScale(scale=jnp.float32(256.0))) == apart
-    assert scales(jmp_step(linear, at), jmp.DynamicLossScale(jnp.float32(256.0))) == apart
+    _, (their, their_state) = beside("flax", linear, at, init_scale=256.0)
+    assert scales(their, their_state) == apart
     assert scales(our_step(policy, linear, at), first(policy)) == apart
     assert scales(agreeing, first(policy)) == [(128.0, False)] * 4

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
-from jax_devices import require_jax
 from jax_tracing import trace_pure_functions
 from numpy.typing import NDArray
 
@@ -155,7 +154,7 @@ def _dask() -> Library:
 
 
 def _jax() -> Library:
-    xp = require_jax().numpy
+    xp = require("jax").numpy
     return Library("jax", xp, halves=("float16", "bfloat16"))
 
 
@@ -201,7 +200,7 @@ def opened(name: str) -> Iterator[Library]:
         elif name.startswith("jax"):
             if name == "jax-jit":
                 trace_pure_functions(patch)
-            jax = require_jax()
+            jax = require("jax")
             # For every thread, and not for this one alone.
             jax.config.update("jax_enable_x64", True)
             with jax.numpy_rank_promotion("raise"):

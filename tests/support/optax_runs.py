@@ -6,7 +6,15 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+from axes import require
+from axes_jax import gradscale_jax, jax, jnp
 
+__all__ = [
+    *("HOWS", "Run", "assert_close", "assert_same_bits", "drive", "first_params", "gradients", "optax", "plain_step"),
+    *("run_all_steps", "run_clean_steps", "scaled_step"),
+]
+
+optax: Any = require("optax")
 SHAPES = {"weight": (3, 4), "bias": (4,)}
 HOWS = ("eager", "jit", "scan")
 
@@ -21,26 +29,22 @@ class Run(NamedTuple):
 
 def first_params(dtype: Any = np.float32) -> dict[str, Any]:
     """Return parameters as JAX arrays; one of them is a negative zero."""
-    import jax.numpy as jnp
-
     generator = np.random.default_rng(1)
     params = {name: generator.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
     params["bias"][0] = -0.0
     return {name: jnp.asarray(array) for name, array in params.items()}
 
 
-def gradients(steps: int, bad: frozenset[int] = frozenset(), dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def gradients(steps: int, bad: frozenset[int]) -> dict[str, np.ndarray]:
     """Return the gradients of each step, with one inf or NaN in the bad ones."""
     generator = np.random.default_rng(2)
-    made = {name: generator.normal(size=(steps, *shape)).astype(dtype) for name, shape in SHAPES.items()}
+    made = {name: generator.normal(size=(steps, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
     for step in bad:
         made["weight"][step, 1, 2] = np.nan if step % 2 else np.inf
     return made
 
 
 def _numpy(leaf: Any) -> np.ndarray:
-    import jax
-
     is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
@@ -48,7 +52,6 @@ def _numpy(leaf: Any) -> np.ndarray:
 @functools.cache
 def _compiled(step: Any) -> tuple[Any, Any, Any]:
     """Return what drive calls for a step: one iteration, the same jitted, and a jitted loop."""
-    import jax
 
     def carried(carry: Any, grads: Any) -> Any:
         params, updates, state = step(*carry, grads)
@@ -59,9 +62,6 @@ def _compiled(step: Any) -> tuple[Any, Any, Any]:
 
 def drive(step: Any, params: Any, state: Any, grads: Any, how: str) -> Run:
     """Run ``step(params, state, gradients) -> (params, updates, state)`` over stacked gradients, in one of HOWS."""
-    import jax
-    import jax.numpy as jnp
-
     stacked = jax.tree.map(jnp.asarray, grads)
     carried, jitted, scanned = _compiled(step)
     if how == "scan":
@@ -77,26 +77,19 @@ def drive(step: Any, params: Any, state: Any, grads: Any, how: str) -> Run:
 
 def scaled_step(tx: Any) -> Any:
     """Return a step that differentiates a scaled loss, whose unscaled gradients are the ones given."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import gradscale_jax
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         def loss(params: Any) -> Any:
             dots = jax.tree.map(lambda p, g: jnp.sum(p.astype(jnp.float32) * g.astype(jnp.float32)), params, grads)
             return gradscale_jax.scale(sum(jax.tree.leaves(dots)), gradscale_jax.scale_state(state))
 
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), updates, state
+        return plain_step(tx)(params, state, jax.grad(loss)(params))
 
     return step
 
 
 def plain_step(tx: Any) -> Any:
     """Return a step of a transformation on the gradients as they are."""
-    import optax
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
@@ -113,8 +106,6 @@ def run_all_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int])
 
 def run_clean_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int]) -> Run:
     """Run a step over the gradients of the clean steps alone; the bad ones then repeat what was before them."""
-    import jax
-
     params = first_params()
     state = tx.init(params)
     clean = [index for index in range(steps) if index not in bad]
@@ -135,8 +126,6 @@ def run_clean_steps(step: Any, tx: Any, how: str, steps: int, bad: frozenset[int
 
 def assert_same_bits(left: Any, right: Any) -> None:
     """Compare trees leaf by leaf: structure, dtype, shape, and every bit but the payload of a NaN."""
-    import jax
-
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True):
         where = jax.tree_util.keystr(path)
@@ -149,8 +138,6 @@ def assert_same_bits(left: Any, right: Any) -> None:
 
 def assert_close(left: Any, right: Any) -> None:
     """Compare trees up to float32's rounding, which a compiler's fused multiply-adds change; integers exactly."""
-    import jax
-
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)

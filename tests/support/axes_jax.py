@@ -1,0 +1,48 @@
+"""JAX with four host devices, and its adapter, for modules of tests that are about nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import require
+
+__all__ = ["COUNT", "P", "devices", "gradscale_jax", "jax", "jnp", "mesh", "on_mesh", "x64_mode"]
+
+COUNT = 4
+"""Host devices, which conftest.py asks for before JAX starts."""
+
+jax: Any = require("jax")
+jnp: Any = jax.numpy
+gradscale_jax: Any = importlib.import_module("gradscale_jax")
+P: Any = jax.sharding.PartitionSpec
+
+
+def devices(count: int = COUNT) -> list[Any]:
+    """Return host devices; fail when JAX was started with fewer, which some earlier import must have done."""
+    found = jax.devices("cpu")
+    if len(found) < count:
+        pytest.fail(f"{count} host devices are needed, got {len(found)}: JAX was started before tests/conftest.py")
+    return list(found[:count])
+
+
+def mesh(*names: str, shape: tuple[int, ...] = (COUNT,), kind: str = "Auto") -> Any:
+    """Return a mesh of host devices with named axes, for ``jax.shard_map`` and ``NamedSharding``."""
+    kinds = (getattr(jax.sharding.AxisType, kind),) * len(names)
+    return jax.sharding.Mesh(np.asarray(devices(math.prod(shape))).reshape(shape), names, axis_types=kinds)
+
+
+def on_mesh(x: Any, *spec: Any, kind: str = "Auto") -> Any:
+    """Return an array on the devices of the axis ``data``: replicated, or split as a specification says."""
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh("data", kind=kind), P(*spec)))
+
+
+def x64_mode(enabled: bool) -> AbstractContextManager[None]:
+    """Return a context with or without float64; older JAX has it elsewhere."""
+    mode = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    made: AbstractContextManager[None] = mode(enabled)
+    return made
