@@ -9,9 +9,8 @@ import copy
 import math
 import pickle
 import sys
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -33,7 +32,8 @@ pytestmark = pytest.mark.numpy
 
 
 def logged(cupy: Any, what: str) -> list[Any]:
-    """Return what was launched, read or waited for, and forget it."""
+    """Return what was launched or waited for, and forget it; the host must have read nothing."""
+    assert [entry for entry in cupy.log if entry[0] == "read"] == []
     found = [entry[1:] for entry in cupy.log if entry[0] == what]
     cupy.log.clear()
     return found
@@ -61,11 +61,10 @@ def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
-def test_many_arrays_are_one_launch_for_each_pair_of_dtypes_and_no_read(cupy: Any, cupy_backend: Any) -> None:
+def test_many_arrays_are_one_launch_for_each_pair_of_dtypes(cupy: Any, cupy_backend: Any) -> None:
     grads = [cupy.ones(k % 40, dtype=np.float32) for k in range(500)]
     grads += [cupy.ones((4, 5), dtype=np.float16) for _ in range(20)]
     made, nonfinite = cupy_backend.unscale(grads, state_of(cupy), out=grads)
-    assert [entry for entry in cupy.log if entry[0] == "read"] == []
     assert logged(cupy, "launch") == [("unscale_float32_float32", 0, 487), ("unscale_float16_float16", 0, 20)]
     assert all(x is y for x, y in zip(made, grads, strict=True))
     assert [made[1].get().tolist(), made[-1].get()[0, 0], nonfinite.get()] == [[0.25], 0.25, 0]
@@ -75,7 +74,6 @@ def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_i
     grads = [cupy.ones(k, dtype=np.float32) for k in (9, 0, 7)] + [cupy.ones((4, 4), dtype=np.float16)]
     optimizer, scaler = Tree(grads), ready(cupy)
     norm = scaler.unscale_(optimizer, max_norm=0.5)
-    assert [entry for entry in cupy.log if entry[0] == "read"] == []
     assert [name for name, *_ in logged(cupy, "launch")] == [
         *("square_float32_float32", "square_float16_float16", "add_squares", "clip_float32", "clip_float16")
     ]
@@ -87,17 +85,7 @@ def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_i
     assert grads[3].get()[0, 0] == np.float16(np.float32(0.25) * factor)
     cupy.log.clear()
     scaler.step(optimizer)
-    assert (logged(cupy, "read"), optimizer.steps) == ([(0,)], 1)
-
-
-def test_half_gradients_become_float32_masters_that_are_clipped(cupy: Any) -> None:
-    optimizer, scaler = Tree([cupy.ones(4, dtype=np.float16)]), ready(cupy)
-    optimizer.master_dtype = np.float32  # type: ignore[attr-defined]
-    norm = scaler.unscale_(optimizer, max_norm=0.1)
-    assert [name for name, *_ in logged(cupy, "launch")] == ["square_float16_float32", "add_squares", "clip_float32"]
-    assert norm is not None
-    assert norm.get() == 0.5
-    assert optimizer.grads[0].get().tolist() == [np.float32(0.25) * np.float32(0.1 / (0.5 + 1e-6))] * 4
+    assert ([entry for entry in cupy.log if entry[0] == "read"], optimizer.steps) == ([("read", 0)], 1)
 
 
 @pytest.mark.parametrize("home", [0, 1])
@@ -132,7 +120,6 @@ def test_a_verdict_comes_from_all_devices_by_waits_of_their_streams_and_none_of_
     away = 1 - home
     grads = [array_on(cupy, number, math.nan if k == place else 8.0) for k, number in enumerate((0, 1, 1))]
     _, nonfinite = cupy_backend.unscale(grads, state, out=grads)
-    assert [entry for entry in cupy.log if entry[0] == "read"] == []
     # The scale goes there and the verdict comes back, and neither's memory is reused before it was read.
     assert logged(cupy, "wait") == [(away, home), (home, away), (home, away), (away, home)]
     assert (nonfinite.device.id, nonfinite.get()) == (home, 1)
@@ -154,12 +141,6 @@ def test_what_no_kernel_takes_takes_the_pure_core(cupy: Any, cupy_backend: Any) 
     assert (whole.get()[:, 1::2] == 1.0).all()
     grads[0][0] = math.inf
     assert cupy_backend.unscale(grads, state_of(cupy), out=out)[1].get() == 1
-
-
-def test_no_arrays_have_a_norm_of_zero(cupy: Any, cupy_backend: Any) -> None:
-    for grads in ([], [cupy.zeros((0, 3), dtype=np.float32)]):
-        made, nonfinite, squares = cupy_backend.unscale_with_squares(grads, state_of(cupy))
-        assert (len(made), nonfinite.get(), squares.get(), squares.dtype) == (len(grads), 0, 0.0, np.float64)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -253,19 +234,15 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
         raise CUDADriverError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
     x = cupy_backend.start_read(cupy.ones(1, dtype=np.int32))
-    for doing, owner, name, call in (
-        ("gradients were unscaled", cupy.RawKernel, "__call__", lambda: cupy_backend.unscale(grads, state, out=grads)),
-        (
-            "gradients were clipped",
-            cupy.RawKernel,
-            "__call__",
-            lambda: cupy_backend.multiply_in_place(grads, state.scale),
-        ),
-        ("the verdict was read", cupy.cuda.Event, "synchronize", x),
-        ("the verdict was read", cupy.ndarray, "get", lambda: cupy_backend.read(grads[0])),
+    launch, read = (cupy.RawKernel, "__call__"), "the verdict was read"
+    for doing, failing, call in (
+        ("gradients were unscaled", launch, lambda: cupy_backend.unscale(grads, state, out=grads)),
+        ("gradients were clipped", launch, lambda: cupy_backend.multiply_in_place(grads, state.scale)),
+        (read, (cupy.cuda.Event, "synchronize"), x),
+        (read, (cupy.ndarray, "get"), lambda: cupy_backend.read(grads[0])),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fail)
+            patch.setattr(*failing, fail)
             with pytest.raises(BackendError, match=f"CUDA failed while {doing}: cudaErrorIllegalAddress"):
                 call()
     monkeypatch.setattr(cupy, "zeros", find_none, raising=False)
@@ -301,28 +278,6 @@ def test_a_copy_that_nobody_asks_for_keeps_its_memory_until_it_is_made(
     assert sorted(freed) == [4, 8, 12]
 
 
-def in_threads(count: int, run: Callable[[int], object]) -> None:
-    """Call something in several threads that often take turns; raise what one of them raised."""
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            run(number)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(interval)
-    if failures:
-        raise failures[0]
-
-
 def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     query = cupy.cuda.runtime.eventQuery
 
@@ -341,7 +296,11 @@ def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any, monkeypatch
             made, _ = cupy_backend.unscale(grads, state_of(cupy))
             assert [x.get()[-1] for x in made] == [0.25] * 3
 
-    in_threads(4, run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
+    sys.setswitchinterval(interval)
 
 
 def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> None:
@@ -351,26 +310,19 @@ def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> 
     assert grads[0].get().tolist() == [0.25**3] * 3
 
 
-def test_the_stand_in_sees_a_host_read_and_a_mix_of_devices(cupy: Any) -> None:
-    x, y = array_on(cupy, 0, 1.0, 1.0), array_on(cupy, 1, 1.0, 1.0)
+def test_the_stand_in_refuses_host_reads_mixed_devices_and_what_cuda_refuses_in_a_capture(cupy: Any) -> None:
+    x, y, before = array_on(cupy, 0, 1.0, 1.0), array_on(cupy, 1, 1.0, 1.0), cupy.cuda.Event()
     for read in (bool, float, int, np.asarray):
         with pytest.raises((TypeError, AttributeError)):
             read(x[0])
     for mix in (lambda: x + y, lambda: x.__setitem__(slice(None), y)):
         with pytest.raises(AssertionError, match="of arrays on"):
             mix()
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(cupy.cuda.Device(0))
-
-
-def test_the_stand_in_refuses_what_cuda_refuses_in_a_capture(cupy: Any) -> None:
-    x, before = cupy.zeros(3, dtype=np.float32), cupy.cuda.Event()
     before.record()
     cupy.capturing.add(0)
     inside = cupy.cuda.Event()
     inside.record()
     cupy.cuda.get_current_stream().wait_event(inside)
-    cupy.asarray(3.0, dtype=np.float32)
     for call in (
         x.get,
         before.synchronize,
