@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from axes import require
 from cupy_devices import require_cupy, require_device_count, stall
+from optimizers import Tree
 
 import gradscale
 from gradscale import DynamicScale, GradScaler
@@ -35,6 +36,11 @@ def backend(cupy: Any) -> Any:  # noqa: ARG001
     return CupyBackend()
 
 
+@pytest.fixture
+def state(cupy: Any) -> Any:
+    return DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+
+
 def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
     dtypes = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")]
     if int(cupy.__version__.partition(".")[0]) >= 14:
@@ -46,9 +52,8 @@ def test_it_gives_the_pure_cores_bits(cupy: Any, backend: Any) -> None:
 @pytest.mark.parametrize("offset", range(5))
 @pytest.mark.parametrize(("source", "target"), [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
 def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
-    cupy: Any, backend: Any, size: int, offset: int, source: str, target: str
+    cupy: Any, backend: Any, state: Any, size: int, offset: int, source: str, target: str
 ) -> None:
-    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     for place in {0, size // 3, size // 2, size - 1}:
         x = cupy.ones(size + offset, dtype=source)[offset:]
         x[place] = np.nan
@@ -59,12 +64,11 @@ def test_a_bad_value_is_found_wherever_it_is_and_all_others_are_divided(
         assert bool(cupy.isnan(out[place]))
 
 
-def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, backend: Any) -> None:
+def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, backend: Any, state: Any) -> None:
     rng = np.random.default_rng(0)
     whole = [cupy.asarray(rng.standard_normal(int(n)), dtype=np.float32) for n in rng.integers(0, 5000, 3000)]
     grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
     expected = [cupy.asnumpy(x) * np.float32(0.25) for x in grads]
-    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     for _ in range(2):
         _, nonfinite = backend.unscale(grads, state, out=grads)
         assert int(nonfinite) == 0
@@ -74,12 +78,11 @@ def test_thousands_of_arrays_of_all_sizes_and_strides_are_divided(cupy: Any, bac
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
-def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backend: Any, dtype: str) -> None:
+def test_the_norm_of_many_arrays_is_numpys_and_always_the_same(cupy: Any, backend: Any, state: Any, dtype: str) -> None:
     rng = np.random.default_rng(0)
     sizes = [0, 1, 3, *rng.integers(0, 50_000, 300).tolist()]
     whole = [cupy.asarray(rng.standard_normal(size), dtype=dtype) for size in sizes]
     grads = [x[::2] if k % 3 == 0 else x for k, x in enumerate(whole)]
-    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     sums = set()
     for _ in range(3):
         made, nonfinite, squares = backend.unscale_with_squares(grads, state, dtype=None, out=[x.copy() for x in grads])
@@ -169,9 +172,8 @@ def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy: Any) -> None
     assert scales == [8.0, 4.0, 4.0, 8.0]
 
 
-def test_devices_judge_for_each_other(cupy: Any, backend: Any) -> None:
+def test_devices_judge_for_each_other(cupy: Any, backend: Any, state: Any) -> None:
     require_device_count(cupy, 2)
-    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
     for bad in range(2):
         grads = []
         for number in range(2):
@@ -181,8 +183,7 @@ def test_devices_judge_for_each_other(cupy: Any, backend: Any) -> None:
         assert (nonfinite.device.id, int(nonfinite)) == (0, 1)
 
 
-def test_a_thread_waits_for_tables_that_another_one_sends(cupy: Any, backend: Any) -> None:
-    state = DynamicScale(init_scale=4.0).init(cupy.zeros((), dtype=np.float32))
+def test_a_thread_waits_for_tables_that_another_one_sends(cupy: Any, backend: Any, state: Any) -> None:
     grads, one = [cupy.ones(1000, dtype=np.float32)], cupy.ones((), dtype=np.float32)
     cupy.cuda.Device().synchronize()
 
@@ -228,19 +229,11 @@ def test_a_copy_to_the_host_is_made_by_the_device_of_the_array(cupy: Any, backen
 
 
 def test_a_scaler_trains_on_a_device(cupy: Any) -> None:
-    class SGD:
-        def __init__(self) -> None:
-            self.parameter = cupy.zeros(2, dtype=np.float32)
-            self.grads: list[Any] = []
-
-        def step(self) -> None:
-            self.parameter -= self.grads[0]
-
-    scaler, optimizer = GradScaler(init_scale=8.0), SGD()
-    for bad in (False, True, False):
+    scaler, optimizer = GradScaler(init_scale=8.0), Tree()
+    for value in (1.0, np.inf, 1.0):
         scale = scaler.scale(cupy.ones((), dtype=np.float32))
-        optimizer.grads = [cupy.asarray([1.0, np.inf if bad else 1.0], dtype=np.float32) * scale]
+        optimizer.grads = [cupy.asarray([1.0, value], dtype=np.float32) * scale]
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 4.0
-    assert cupy.asnumpy(optimizer.parameter).tolist() == [-2.0, -2.0]
+    assert [cupy.asnumpy(grads[0]).tolist() for grads in optimizer.seen] == [[1.0, 1.0]] * 2

@@ -98,11 +98,10 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 def test_the_comparison_sees_each_wrong_answer() -> None:
     right = np.array([0.0, 1.0, np.nan], np.float32)
-    for wrong in ([-0.0, 1.0, np.nan], [0.0, 1.0000001, np.nan], [0.0, 1.0, np.inf], [np.nan, 1.0, np.nan]):
+    wrong = [[-0.0, 1.0, np.nan], [0.0, 1.0000001, np.nan], [0.0, 1.0, np.inf], [np.nan, 1.0, np.nan]]
+    for got in (*(np.array(values, np.float32) for values in wrong), right.astype(np.float64)):
         with pytest.raises(AssertionError):
-            assert_same_bits(np.array(wrong, np.float32), right)
-    with pytest.raises(AssertionError):
-        assert_same_bits(right.astype(np.float64), right)
+            assert_same_bits(got, right)
 
 
 @pytest.mark.parametrize("scale", SCALES)

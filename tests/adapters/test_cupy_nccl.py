@@ -67,8 +67,7 @@ def alone(adapter: Any, world: World, timeout: float = SHORT) -> tuple[Any, Any]
 
 
 @SIZES
-@pytest.mark.parametrize("delay", [0.0, 0.002], ids=["at-once", "later"])
-@pytest.mark.parametrize("connects", [False, True], ids=["connected", "connecting"])
+@pytest.mark.parametrize(("delay", "connects"), [(0.0, False), (0.002, True)], ids=["at-once", "later"])
 @pytest.mark.parametrize("library", ["cupy", "numpy"])
 def test_the_collectives_pass_the_conformance_suite(
     cupy: Any, adapter: Any, size: int, delay: float, connects: bool, library: str
@@ -80,16 +79,6 @@ def test_the_collectives_pass_the_conformance_suite(
     assert on_ranks(cupy, World(size, delay, connects), act) == [None] * size
 
 
-def test_a_wrong_maximum_fails_the_conformance_suite(cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(host_nccl._OPERATIONS, host_nccl._MAX, np.minimum)
-    results = on_ranks(
-        cupy,
-        World(2),
-        lambda comm: check_collectives(adapter.NCCLCollectives(comm, PATIENCE), cupy.zeros(1), repetitions=1),
-    )
-    assert "MAX must give" in str(results[0])
-
-
 @SIZES
 @pytest.mark.parametrize("wrap", [lambda comm: comm, lambda comm: SimpleNamespace(_comm=comm)], ids=["nccl", "cupyx"])
 def test_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(
@@ -99,7 +88,7 @@ def test_a_bad_value_on_each_rank_in_turn_skips_the_step_on_every_rank(
         collectives = adapter.backend.collectives(wrap(comm), timeout=PATIENCE)
         scaler = ShardedGradScaler(group=collectives)
         bad = math.inf if collectives.rank == bad_rank else 1.0
-        optimizer = Tree([cupy.array([1.0, value], dtype=np.float32) for value in (1.0, bad, 1.0)])
+        optimizer = Tree([cupy.array([1.0, bad], dtype=np.float32)])
         scaler.scale(cupy.ones((), dtype=np.float32))
         scaler.step(optimizer)
         scaler.update()
@@ -138,15 +127,6 @@ def test_what_was_under_way_at_a_timeout_is_no_answer_though_the_kernel_has_ende
             pending()
 
 
-def test_the_scaler_names_the_iteration_of_a_timeout(cupy: Any, adapter: Any) -> None:
-    collectives, comm = alone(adapter, World(2))
-    scaler, optimizer = ShardedGradScaler(group=collectives), Tree([cupy.ones(1, dtype=np.float32)])
-    scaler.scale(cupy.ones((), dtype=np.float32))
-    with pytest.raises(CollectiveTimeoutError, match="in iteration 1"):
-        scaler.step(optimizer)
-    assert (comm.aborts, optimizer.steps) == (1, 0)
-
-
 @pytest.mark.parametrize("connects", [False, True], ids=["waiting", "connecting"])
 @pytest.mark.parametrize(
     ("status", "text"),
@@ -168,10 +148,9 @@ def test_an_asynchronous_error_is_raised_with_nccls_text_and_aborts_once(
 
 
 def test_an_answer_that_comes_with_an_error_is_not_believed(cupy: Any, adapter: Any) -> None:
-    world = World(1)
-    collectives, comm = alone(adapter, world, PATIENCE)
+    collectives, comm = alone(adapter, World(1), PATIENCE)
     pending = collectives.start_max(vector(cupy, [1]))
-    world.async_status = 3
+    comm.world.async_status = 3
     with pytest.raises(BackendError, match="NCCL_ERROR_INTERNAL_ERROR"):
         pending()
     assert comm.aborts == 1
@@ -213,23 +192,28 @@ def test_ctrl_c_ends_the_wait_and_aborts(cupy: Any, adapter: Any, connects: bool
         collectives.start_max(vector(cupy, [1]))
 
 
-def test_an_abort_that_hangs_does_not_hide_the_error(cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_ABORTING", 0.01)
-    collectives, _ = alone(adapter, World(2, abort_seconds=0.5))
-    with pytest.raises(CollectiveTimeoutError) as raised:
-        collectives.start_max(vector(cupy, [1]))()
-    assert raised.value.__notes__ == ["NCCL has not aborted the communicator within 0.01 s: end this process"]
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.5, "NCCL has not aborted the communicator within 0.01 s: end this process"),
+        (None, "the communicator could not be aborted: NCCL_ERROR_INTERNAL_ERROR: internal error: end this process"),
+    ],
+    ids=["hangs", "fails"],
+)
+def test_an_abort_that_does_not_work_hides_no_error(
+    cupy: Any, adapter: Any, seconds: float | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def abort() -> None:
+        if seconds is None:
+            raise NcclError(3)
+        time.sleep(seconds)
 
-
-def test_an_abort_that_fails_does_not_hide_the_error(cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise NcclError(3)
-
+    monkeypatch.setattr(adapter, "_ABORTING", 0.01 if seconds else 10.0)
     collectives, comm = alone(adapter, World(2))
-    monkeypatch.setattr(comm, "abort", fail)
+    monkeypatch.setattr(comm, "abort", abort)
     with pytest.raises(CollectiveTimeoutError) as raised:
         collectives.start_max(vector(cupy, [1]))()
-    assert "could not be aborted: NCCL_ERROR_INTERNAL_ERROR" in raised.value.__notes__[0]
+    assert raised.value.__notes__ == [said]
 
 
 def test_starting_waits_for_nothing_but_the_first_of_each_length(cupy: Any, adapter: Any) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from cupy_devices import require_cupy, require_device_count, stall
+from optimizers import Tree
 
 from gradscale import BackendError, CollectiveTimeoutError, GradScaler, ShardedGradScaler
-from gradscale.testing import check_collectives
+from gradscale.testing import check_collectives, run_ranks
 
 pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
 
@@ -42,59 +42,34 @@ def in_world(cupy: Any, size: int, run: Callable[[Any], Any]) -> list[Any]:
 
     require_device_count(cupy, size)
     name = nccl.get_unique_id()
-    results: list[Any] = [None] * size
 
-    def begin(rank: int) -> None:
-        try:
-            with cupy.cuda.Device(rank), cupy.cuda.Stream(non_blocking=True):
-                results[rank] = run(nccl.NcclCommunicator(size, name, rank))
-        except BaseException as error:
-            results[rank] = error
+    def begin(group: Any) -> Any:
+        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
+            return run(nccl.NcclCommunicator(size, name, group.rank))
 
-    threads = [threading.Thread(target=begin, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return run_ranks(size, begin, timeout=120.0)
 
 
-class SGD:
-    def __init__(self, cupy: Any) -> None:
-        self.parameter = cupy.zeros(2, dtype=np.float32)
-        self.grads: list[Any] = []
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
-        self.parameter -= self.grads[0]
-
-
-def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[int, float, list[float]]:
+def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
     """Make an iteration for each of these, with an overflow where it says so; return what came of it."""
-    optimizer = SGD(cupy)
+    optimizer = Tree()
     for is_bad in bad:
         scale = scaler.scale(cupy.ones((), dtype=np.float32))
         optimizer.grads = [cupy.asarray([1.0, np.inf if is_bad else 1.0], dtype=np.float32) * scale]
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    return optimizer.steps, scaler.get_scale(), cupy.asnumpy(optimizer.parameter).tolist()
+    return scaler.get_scale(), [cupy.asnumpy(grads[0]).tolist() for grads in optimizer.seen]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_worlds_conform(cupy: Any, size: int) -> None:
     from gradscale_cupy.nccl import NCCLCollectives
 
-    def check(comm: Any) -> bool:
+    def check(comm: Any) -> None:
         check_collectives(NCCLCollectives(comm, 60.0), cupy.zeros((), dtype=np.float32))
-        return True
 
-    assert in_world(cupy, size, check) == [True] * size
+    assert in_world(cupy, size, check) == [None] * size
 
 
 def test_a_scaler_over_a_world_of_one_trains_as_one_without_a_group(cupy: Any, comm: Any) -> None:
@@ -110,7 +85,7 @@ def test_a_bad_value_on_any_device_skips_on_all(cupy: Any, size: int) -> None:
             scaler = ShardedGradScaler(group=comm, init_scale=8.0, timeout=60.0)
             return train(cupy, scaler, False, comm.rank_id() == bad, False)
 
-        assert in_world(cupy, size, run) == [(2, 4.0, [-2.0, -2.0])] * size
+        assert in_world(cupy, size, run) == [(4.0, [[1.0, 1.0]] * 2)] * size
 
 
 def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy: Any, comm: Any) -> None:

@@ -55,8 +55,6 @@ class World:
     connects: bool = False
     # What NCCL reports of its own, 0 for nothing.
     async_status: int = 0
-    # How long an abort takes.
-    abort_seconds: float = 0.0
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     # By position and rank what is sent, what is done with all that is, and the kernel.
     collectives: Any = dataclasses.field(default_factory=lambda: defaultdict(dict))
@@ -153,7 +151,6 @@ class NcclCommunicator:
         """End the kernels, which leave what they find."""
         assert self.world is not None
         self.aborts += 1
-        time.sleep(self.world.abort_seconds)
         with self.world.changed:
             self.destroy()
             for work in self._work:
