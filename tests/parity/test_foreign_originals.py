@@ -193,12 +193,6 @@ def recorded(name: str, sequence: str) -> list[Any]:
     return ["raised" if isinstance(scale, dict) else scale for scale in scales]
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_the_rules_are_the_originals(name: str) -> None:
-    for sequence, steps in SEQUENCES.items():
-        assert theirs(copy.copy(RULES[name]), steps) == recorded(name, sequence), sequence
-
-
 @pytest.mark.tier("ranks")
 @pytest.mark.numpy
 @pytest.mark.parametrize("name", RULES)
@@ -211,7 +205,8 @@ def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str) -> None:
                 loaded = original.load()
                 assert loaded.format == ("nemo" if "amp_C" in name else name.partition(".")[0])
                 expected = theirs(copy.copy(original), steps[cut:])
-                if "fairseq" not in name:
+                # fairseq saves no trackers, and goes on from a cut without them.
+                if cut == 0 or "fairseq" not in name:
                     assert expected == recorded(name, sequence)[cut:]
                 assert ours(loaded, steps[cut:]) == expected, (sequence, cut)
             if theirs(original, steps[cut]) == ["raised"]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,74 +157,6 @@ def test_the_scale_is_the_originals_after_each_step_of_a_long_run(
     found = overflows(chances, seed)
     policy, scales = of(setting, found)
     assert_same(ours(policy, found), scales)
-
-
-KERAS = """
-import json, os, sys
-os.environ["KERAS_BACKEND"] = "jax"
-import jax, keras, numpy as np
-from jax import numpy as jnp
-
-def scales(settings, found):
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), **settings)
-    weight = keras.Variable(np.zeros(1, "float32"))
-    optimizer.build([weight])
-    place = [variable is optimizer.dynamic_scale for variable in optimizer.variables].index(True)
-
-    def step(carry, bad):
-        weights, variables = carry
-        gradient = jnp.where(bad, jnp.inf, 1.0).reshape(1).astype("float32")
-        weights, variables = optimizer.stateless_apply(variables, [gradient], weights)
-        return (weights, variables), variables[place]
-
-    first = ([weight.value], [variable.value for variable in optimizer.variables])
-    return np.asarray(jax.lax.scan(step, first, jnp.asarray(found))[1])
-
-results = [scales(settings, np.asarray(found)).astype("float64").tolist() for settings, found in json.load(sys.stdin)]
-json.dump(results, sys.stdout)
-"""
-
-
-@pytest.mark.tier("all")
-def test_keras() -> None:
-    """In a process of its own, because Keras takes its backend when it is imported, once."""
-    if importlib.util.find_spec("keras") is None:
-        require("keras")
-    # Without bounds the original's scale would reach 0 or inf: intervals at which it rises as often as it falls.
-    intervals = {"rare": 1400, "frequent": 23, "bursts": 67}
-    names = {"growth_interval": "dynamic_growth_steps", "init_scale": "initial_scale"}
-    cases = [
-        ({"growth_interval": intervals[run[0]], "init_scale": scale}, overflows(*run))
-        for run in RUNS
-        for scale in (2.0**15, 3.0 * 2.0**20)
-    ]
-    asked = [[{names[name]: value for name, value in given.items()}, found.tolist()] for given, found in cases]
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KERAS],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
-    )
-    assert ended.returncode == 0, ended.stderr
-    for (given, found), scales in zip(cases, json.loads(ended.stdout), strict=True):
-        assert_same(ours(presets.keras(**given), found), np.asarray(scales, np.float32))
-
-
-@pytest.mark.numpy
-def test_numpy_and_a_compiler_agree_on_such_a_run() -> None:
-    found = overflows("bursts", 9)[:1500]
-    for policy in (presets.torch(growth_interval=20), presets.guided_diffusion(growth_interval=300)):
-        rule: Any = policy
-        with opened("numpy") as library:
-            verdicts = {False: library.asarray(0, "int32"), True: library.asarray(1, "int32")}
-            state, scales = rule.init(library.asarray(0.0)), []
-            for bad in found.tolist():
-                state = rule.update(state, nonfinite=verdicts[bad])
-                scales.append(library.item(state.scale))
-        np.testing.assert_array_equal(ours(rule, found), np.asarray(scales, np.float32))
 
 
 def test_a_wrong_run_does_not_pass() -> None:

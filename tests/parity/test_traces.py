@@ -155,18 +155,6 @@ def test_a_preset_is_a_setting_of_dynamic_scale_where_one_expresses_it(name: str
     assert (type(preset(name)) is DynamicScale) == (name not in OWN_CLASS)
 
 
-@pytest.mark.parametrize("name", OWN_CLASS)
-def test_what_has_a_class_of_its_own_differs_from_the_plain_rule_indeed(strict: Library, name: str) -> None:
-    candidates = [
-        DynamicScale(**PLAIN),
-        DynamicScale(**PLAIN, min_scale=1.0),
-        DynamicScale(**PLAIN, min_scale=8.0),
-        DynamicScale(**PLAIN, tolerance=0.3, min_scale=2.0**-13),
-    ]
-    for rule in candidates:
-        assert any(trace(strict, rule, steps) != nearest(RECORDED[name][key]) for key, steps in SEQUENCES.items())
-
-
 def test_a_wrong_rule_does_not_pass(strict: Library) -> None:
     """Every preset is told apart from its neighbours by some sequence."""
     h2 = "(h=2)"
