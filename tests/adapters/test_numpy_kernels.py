@@ -67,14 +67,20 @@ def small_blocks(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SMALL", 32)
 
 
+def check_all(module: ModuleType, sources: list[Array], outs: list[Array], inverse: float) -> None:
+    """Unscale arrays at once and require the oracle's answer for each."""
+    expected = [oracle(source, out.dtype, inverse) for source, out in zip(sources, outs, strict=True)]
+    before = [source.copy() for source in sources]
+    assert module.unscale_all(sources, outs, np.float32(inverse)) == sum(nonfinite for _, nonfinite in expected)
+    for source, out, (result, _), old in zip(sources, outs, expected, before, strict=True):
+        assert_same(out, result)
+        if out is not source:
+            assert_same(source, old)
+
+
 def check(module: ModuleType, source: Array, out: Array, inverse: float) -> None:
     """Unscale one pair and require the oracle's answer."""
-    expected, nonfinite = oracle(source, out.dtype, inverse)
-    before = source.copy()
-    assert module.unscale_all([source], [out], np.float32(inverse)) == nonfinite
-    assert_same(out, expected)
-    if out is not source:
-        assert_same(source, before)
+    check_all(module, [source], [out], inverse)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (LARGE, 1), *later("ranks", (1, 1), (LARGE // 4, 4), (3, LARGE))], ids=str)
@@ -108,10 +114,7 @@ def test_shapes(
     source = np.full(shape, 0.75, source_type)
     check(module, source, np.empty(shape, out_type), 1 / 3)
     sources = [source, np.ones((3, 2), source_type), np.full(2, np.nan, source_type)]
-    outs = [np.empty(each.shape, out_type) for each in sources]
-    assert module.unscale_all(sources, outs, np.float32(1 / 3)) == 1
-    for each, out in zip(sources, outs, strict=True):
-        assert_same(out, oracle(each, out_type, 1 / 3)[0])
+    check_all(module, sources, [np.empty(each.shape, out_type) for each in sources], 1 / 3)
 
 
 @pytest.mark.tier("ranks")
@@ -137,20 +140,6 @@ def test_every_position(module: ModuleType, source_type: np.dtype[Any], out_type
         assert module.unscale_all([in_place], [in_place], np.float32(0.5)) == 1
         source[position] = 1
     assert module.unscale_all([source], [out], np.float32(0.5)) == 0
-
-
-@pytest.mark.parametrize("imaginary", [False, True], ids=["real", "imaginary"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
-def test_complex_parts(module: ModuleType, bad: float, layout: Callable[[Array], Array], imaginary: bool) -> None:
-    """A bad part counts once and leaves the other part alone."""
-    for shape in ((3, 4), (60, 50)):
-        array = layout(np.full(shape, 2 + 4j, np.complex64))
-        array[-1, -1] = complex(2, bad) if imaginary else complex(bad, 4)
-        assert module.unscale_all([array], [array], np.float32(0.5)) == 1
-        last = array[-1, -1]
-        assert (last.real if imaginary else last.imag) == (1 if imaginary else 2)
-        assert not isfinite(last.imag if imaginary else last.real)
 
 
 @pytest.mark.tier("ranks")
@@ -207,45 +196,6 @@ def test_square_overflows(module: ModuleType, dtype: np.dtype[Any], value: float
     assert module.unscale_all([array], [array], np.float32(1.0)) == 1
 
 
-def test_count(module: ModuleType) -> None:
-    """The answer counts arrays, not elements, among many sizes and types."""
-    arrays, bad = [], 0
-    for index in range(1500):
-        dtype = (HALF, SINGLE, DOUBLE, BFLOAT, np.dtype(np.complex64))[index % 5]
-        array = np.ones((index % 7, 300 if index % 100 == 3 else 2), dtype)
-        if index % 11 == 0 and array.size:
-            array[-1, :] = np.inf
-            bad += 1
-        arrays.append(array)
-    assert module.unscale_all(arrays, arrays, np.float32(0.5)) == bad
-    for index, array in enumerate(arrays):
-        assert np.all(array[:-1] == 0.5), index
-
-
-def test_mixed_sources(module: ModuleType) -> None:
-    """Sources of several types go to outs of one type, each by its own arithmetic."""
-    types = [HALF, DOUBLE, BFLOAT, SINGLE] * 3
-    sources = [random_array(dtype, (7, 2), seed) for seed, dtype in enumerate(types)]
-    outs = [np.empty(source.shape, SINGLE) for source in sources]
-    expected = [oracle(source, SINGLE, 1 / 3) for source in sources]
-    assert module.unscale_all(sources, outs, np.float32(1 / 3)) == sum(nonfinite for _, nonfinite in expected)
-    for out, (result, _) in zip(outs, expected, strict=True):
-        assert_same(out, result)
-
-
-def test_overflow_of_stored_value(module: ModuleType) -> None:
-    """A finite source is not finite once it overflows its out, by the factor or by the cast."""
-    for size in (3, 5000):
-        half, single = np.full(size, 60000, HALF), np.full(size, 60000, SINGLE)
-        assert module.unscale_all([half], [np.empty(size, HALF)], np.float32(2)) == 1
-        assert module.unscale_all([half], [np.empty(size, SINGLE)], np.float32(2)) == 0
-        assert module.unscale_all([single], [np.empty(size, HALF)], np.float32(2)) == 1
-        assert module.unscale_all([single], [np.empty(size, SINGLE)], np.float32(2)) == 0
-        # The product is not formed in a narrower type on its way to a wider one.
-        assert module.unscale_all([half], [np.empty(size, DOUBLE)], np.float32(2)) == 0
-        assert module.unscale_all([single * 1e30], [np.empty(size, DOUBLE)], np.float32(1e30)) == 1
-
-
 @pytest.mark.filterwarnings("error")
 def test_no_warning(module: ModuleType) -> None:
     """Overflow, underflow and NaNs are silent, and the caller's error state is left as it was."""
@@ -266,14 +216,10 @@ def test_read_only_source(module: ModuleType, tmp_path: Path) -> None:
         values = random_array(dtype, (3000,), seed=3)
         values.flags.writeable = False
         check(module, values, np.empty(values.shape, dtype), 1 / 3)
-        check(module, values, np.empty(values.shape, SINGLE), 1 / 3)
-        file = tmp_path / dtype.name
-        mapped = np.memmap(file, dtype, "w+", shape=values.shape)
+        mapped = np.memmap(tmp_path / dtype.name, dtype, "w+", shape=values.shape)
         mapped[...] = values
         check(module, mapped, np.empty(values.shape, SINGLE), 1 / 3)
         check(module, mapped, mapped, 1 / 3)
-        mapped.flush()
-        assert_same(np.fromfile(file, dtype), oracle(values, dtype, 1 / 3)[0])
 
 
 def test_lengths_differ(module: ModuleType) -> None:
@@ -287,27 +233,27 @@ def test_lengths_differ(module: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory(module: ModuleType, dtype: np.dtype[Any], layout: Callable[[Array], Array]) -> None:
-    """Work in place takes a small part of the array's memory."""
+    """Work in place takes a small part of the arrays' memory, which is not gathered."""
     array = layout(np.ones((1024, 4096), dtype))
     module.unscale_all([array[:40]], [array[:40]], np.float32(1))
+    # Of contiguous arrays the kernels are told by identity that all are overwritten.
+    arrays = [array[:512], array[512:]] if layout is LAYOUTS[0] else [array]
+    outs = arrays if layout is LAYOUTS[0] else [*arrays]
     tracemalloc.start()
     try:
-        assert module.unscale_all([array], [array], np.float32(0.5)) == 0
+        assert module.unscale_all(arrays, outs, np.float32(0.5)) == 0
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
 
 
+# longdouble holds padding, and swapped types have no bits of their own to draw.
+NATIVE = [pair for pair in PAIRS if pair[0].isnative and pair[0].char not in "gG"]
+
+
 @pytest.mark.tier("ranks")
-@pytest.mark.parametrize(
-    ("source_type", "out_type"),
-    [
-        pytest.param(*pair, id=name)
-        for pair, name in zip(PAIRS, PAIR_IDS, strict=True)
-        if pair[0].isnative and pair[0].char not in "gG"
-    ],
-)
+@pytest.mark.parametrize(("source_type", "out_type"), NATIVE, ids=lambda dtype: dtype.name)
 @pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=examples(40))
 @given(data=st.data())
@@ -316,75 +262,25 @@ def test_any_bits(module: ModuleType, source_type: np.dtype[Any], out_type: np.d
     sources = data.draw(st.lists(bit_patterns(source_type, SIZES), min_size=1, max_size=4))
     any_inverse = st.floats(0, width=32, exclude_min=True, allow_infinity=False)
     inverse = np.float32(data.draw(any_inverse | st.sampled_from(INVERSES)))
-    expected = [oracle(source, out_type, inverse) for source in sources]
-    count = sum(nonfinite for _, nonfinite in expected)
-    outs = [np.empty(source.shape, out_type) for source in sources]
-    assert module.unscale_all(sources, outs, inverse) == count
-    for out, (result, _) in zip(outs, expected, strict=True):
-        assert_same(out, result)
+    check_all(module, sources, [np.empty(source.shape, out_type) for source in sources], inverse)
     if source_type == out_type:
-        assert module.unscale_all(sources, sources, inverse) == count
-        for source, (result, _) in zip(sources, expected, strict=True):
-            assert_same(source, result)
-
-
-@pytest.mark.tier("ranks")
-@pytest.mark.torch
-@pytest.mark.parametrize("inverse", INVERSES, ids=str)
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE], ids=str)
-def test_torch(module: ModuleType, torch: ModuleType, dtype: np.dtype[Any], inverse: float) -> None:
-    """The kernel of torch leaves the same bits, and the same verdict where both judge the same."""
-    words = np.dtype(f"i{dtype.itemsize}")
-    rng = np.random.default_rng(5)
-    limits = np.iinfo(words)
-    patterns = rng.integers(limits.min, limits.max, 100_003, words, endpoint=True).view(dtype)
-    for source in (patterns, np.where(isfinite(patterns), patterns, 0).astype(dtype), patterns[:9].copy()):
-        tensor = torch.from_numpy(source.view(words).copy()).view(getattr(torch, dtype.name))
-        found = torch.zeros(1)
-        torch._amp_foreach_non_finite_check_and_unscale_([tensor], found, torch.tensor([inverse]))
-        expected = tensor.view(getattr(torch, words.name)).numpy().view(dtype)
-        actual = source.copy()
-        nonfinite = module.unscale_all([actual], [actual], np.float32(inverse))
-        assert_same(actual, expected)
-        # torch judges the source, so that it misses what overflows only now.
-        assert nonfinite == (not isfinite(expected).all())
-        if inverse <= 1:
-            assert nonfinite == found.item()
-
-
-@pytest.mark.parametrize(
-    ("actual", "expected"),
-    [
-        (np.array([0.0], SINGLE), np.array([-0.0], SINGLE)),
-        (np.array([1.0], SINGLE), np.array([np.nextafter(SINGLE.type(1), SINGLE.type(2))])),
-        (np.array([np.nan], HALF), np.array([np.inf], HALF)),
-        (np.array([1], HALF), np.array([1], SINGLE)),
-        (np.array([1j], np.complex64), np.array([2j], np.complex64)),
-        (np.array([1], BFLOAT), np.array([[1]], BFLOAT)),
-        (np.array([0.0], np.longdouble), np.array([-0.0], np.longdouble)),
-    ],
-)
-def test_comparison_fails(actual: Array, expected: Array) -> None:
-    """The comparison that the other tests rest on tells wrong answers."""
-    with pytest.raises(AssertionError):
-        assert_same(actual, expected)
-
-
-# Many arrays at once.
+        check_all(module, sources, sources, inverse)
 
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_singles_at_once_are_what_they_are_one_by_one(module: ModuleType, data: st.DataObject) -> None:
-    shapes = data.draw(st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 1, 4), (33, 40)]), max_size=8))
-    inverse = data.draw(st.sampled_from(INVERSES))
-    # Copies of one shape beyond what compiled loops take in one call.
-    shapes += data.draw(st.sampled_from([[], [(3,)] * 70]))
-    arrays = [np.array(data.draw(bit_patterns(SINGLE, [int(np.prod(shape))])).reshape(shape)) for shape in shapes]
-    expected = [oracle(array, SINGLE, inverse) for array in arrays]
-    assert module.unscale_all(arrays, arrays, np.float32(inverse)) == sum(bad for _, bad in expected)
-    for array, (values, _) in zip(arrays, expected, strict=True):
-        assert_same(array, values)
+def test_arrays_of_any_types_at_once_are_what_they_are_one_by_one(module: ModuleType, data: st.DataObject) -> None:
+    # Compiled loops and arrays of float32 that are overwritten have ways of their own, for up to so many in one call.
+    types = st.sampled_from(data.draw(st.sampled_from([[(SINGLE, SINGLE)], NATIVE])))
+    shapes = st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 1, 4), (33, 40)])
+    drawn = data.draw(st.lists(st.tuples(types, shapes), max_size=8))
+    drawn += data.draw(st.sampled_from([[], [((SINGLE, SINGLE), (3,))] * 70]))
+    sources = [
+        np.array(data.draw(bit_patterns(source_type, [int(np.prod(shape))])).reshape(shape))
+        for (source_type, _), shape in drawn
+    ]
+    outs = [np.empty(shape, out_type) for (_, out_type), shape in drawn]
+    check_all(module, sources, data.draw(st.sampled_from([outs, sources])), data.draw(st.sampled_from(INVERSES)))
 
 
 def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_blocks: None) -> None:  # noqa: ARG001
@@ -396,26 +292,3 @@ def test_singles_at_once_are_judged_in_each_block(module: ModuleType, small_bloc
     for bad in range(0, 40, 13):
         arrays[bad][:] = np.inf
     assert module.unscale_all(arrays, arrays, np.float32(0.5)) == 4
-
-
-def test_large_singles_are_not_gathered(module: ModuleType) -> None:
-    arrays = [np.ones(1 << 20, SINGLE) for _ in range(3)]
-    assert module.unscale_all(arrays, arrays, np.float32(0.5)) == 0
-    tracemalloc.start()
-    try:
-        assert module.unscale_all(arrays, arrays, np.float32(0.5)) == 0
-        assert tracemalloc.get_traced_memory()[1] < arrays[0].nbytes
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
-@pytest.mark.parametrize(
-    "dtype", [HALF, BFLOAT, ">f4", np.float64, np.longdouble, np.complex64, np.complex128, "float8_e5m2"], ids=str
-)
-def test_arrays_of_any_floating_dtype_are_taken_together(module: ModuleType, dtype: Any, place: int) -> None:
-    arrays: list[Any] = [np.full(4, 3, SINGLE), np.full(2000, 3, SINGLE)]
-    arrays.insert(place, np.full((2, 3), 3, ml_dtypes.float8_e5m2 if dtype == "float8_e5m2" else dtype))
-    arrays[-1][-1] = np.nan
-    assert module.unscale_all(arrays, arrays, np.float32(0.5)) == 1
-    assert all(array.flat[0] == 1.5 for array in arrays)

@@ -11,19 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 __all__ = [
-    "BFLOAT",
-    "DOUBLE",
-    "HALF",
-    "LAYOUTS",
-    "PAIRS",
-    "PAIR_IDS",
-    "SINGLE",
-    "Array",
-    "assert_same",
-    "bit_patterns",
-    "isfinite",
-    "oracle",
-    "random_array",
+    *("BFLOAT", "DOUBLE", "HALF", "LAYOUTS", "PAIRS", "PAIR_IDS", "SINGLE", "Array", "assert_same", "bit_patterns"),
+    *("isfinite", "oracle", "random_array", "strided", "unaligned"),
 ]
 
 Array = NDArray[Any]
