@@ -27,11 +27,10 @@ ENVIRONMENT = mpi_environment() | {
 
 
 class Program(NamedTuple):
-    """An example: its name, the libraries that it needs, its options, and how several ranks of it are started."""
+    """An example: its name, the libraries that it needs, the mark of one, and how several ranks of it are started."""
 
     name: str
     needs: str
-    options: str = ""
     mark: Any = None
     start: Callable[..., list[str]] | None = None
 
@@ -45,23 +44,15 @@ def torch_command(size: int, *arguments: str) -> list[str]:
     return [sys.executable, *TORCHRUN, str(size), *arguments]
 
 
-TRAINS = "--steps --seed --inject"
-DIGITS = Program("train_digits.py", "numpy examples", f"{TRAINS} --output", None, mpi_command)
-FSDP = Program("train_fsdp.py", "torch examples", f"{TRAINS} --plot --fsdp1 --ddp", pytest.mark.torch, torch_command)
-RL = Program(
-    "fp16_rl.py", "torch examples", f"{TRAINS} --plot --text-steps --accumulate", pytest.mark.torch, torch_command
-)
-JAX = Program("train_jax.py", "jax examples", f"{TRAINS} --plot --devices", pytest.mark.jax)
-LIGHTNING = Program(
-    "lightning_plugin.py",
-    "torch lightning examples",
-    "--epochs --seed --inject --checkpoint",
-    pytest.mark.torch,
-)
+DIGITS = Program("train_digits.py", "numpy examples", None, mpi_command)
+FSDP = Program("train_fsdp.py", "torch examples", pytest.mark.torch, torch_command)
+RL = Program("fp16_rl.py", "torch examples", pytest.mark.torch, torch_command)
+JAX = Program("train_jax.py", "jax examples", pytest.mark.jax)
+LIGHTNING = Program("lightning_plugin.py", "torch lightning examples", pytest.mark.torch)
 RECIPES = [
-    Program("flax_linen.py", "jax examples flax optax", "--steps", pytest.mark.jax),
-    Program("flax_nnx.py", "jax examples flax optax orbax", "--steps", pytest.mark.jax),
-    Program("equinox_train.py", "jax examples equinox optax", "--steps", pytest.mark.jax),
+    Program("flax_linen.py", "jax examples flax optax", pytest.mark.jax),
+    Program("flax_nnx.py", "jax examples flax optax orbax", pytest.mark.jax),
+    Program("equinox_train.py", "jax examples equinox optax", pytest.mark.jax),
 ]
 MLX = Program("adapter_mlx.py", "mlx")
 
@@ -205,10 +196,10 @@ RUNS = [
     digits(1, 0),
     digits(2, 0, tier="quick"),
     digits(2, 1),
-    *(digits(3, rank) for rank in range(3)),
-    *(fsdp(method, 2, rank) for method in ("FSDP2", "FSDP1", "DDP") for rank in range(2)),
-    *(fsdp(method, 1, 0) for method in ("FSDP2", "FSDP1")),
-    *(rl(size, rank) for size, rank in ((1, 0), (2, 0), (2, 1))),
+    digits(3, 2),
+    *(fsdp(method, 2, rank) for method, rank in (("FSDP2", 0), ("FSDP2", 1), ("FSDP1", 1), ("DDP", 1))),
+    fsdp("FSDP2", 1, 0),
+    *(rl(size, size - 1) for size in (1, 2)),
     case(
         JAX,
         1,
@@ -225,38 +216,6 @@ RUNS = [
             "verified: skipped steps, scales and scaler state are bit-identical on 1 device and on each of 4",
             "train_jax.png",
             compiles_once,
-        ),
-    ),
-    case(
-        JAX,
-        1,
-        "one-device",
-        "--steps 3 --devices 1 --inject 2:0 --inject 3:0 --plot a.png",
-        Shown(
-            [
-                "step 2: overflow injected on device 0, seen by device 0; device 0 skipped; scale 2^16 -> 2^15",
-                "step 3: overflow injected on device 0, seen by device 0; device 0 skipped; scale 2^15 -> 2^14",
-            ],
-            {"fp32, 1 device": (3, 0), "fp16, no scaling, 1 device": (3, 0), "fp16 gradscale, 1 device": (1, 2)},
-            "verified: skipped steps, scales and scaler state are bit-identical on 1 device",
-            "a.png",
-            compiles_once,
-        ),
-    ),
-    case(
-        DIGITS,
-        1,
-        "several",
-        "--steps 20 --inject 5:0 --inject 20:0 --output a.png",
-        Shown(
-            [
-                "step 5: overflow seen by rank 0 (injected); rank 0 skipped; scale 2^16 -> 2^15",
-                "step 20: overflow seen by rank 0 (injected); rank 0 skipped; scale 2^15 -> 2^14",
-            ],
-            {"fp32": (20, 0), "fp16, no scaling": (20, 0), "fp16 with gradscale": (18, 2)},
-            "verified: weights and scaler state are bit-identical on 1 rank",
-            "a.png",
-            keeps_gradients,
         ),
     ),
 ]
@@ -306,35 +265,6 @@ def test_only_float16_without_scaling_fails_to_learn(tmp_path: Path, program: Pr
     assert found == [found[0]] * len(found)
 
 
-@pytest.mark.torch
-def test_gradients_of_a_large_batch_vanish_without_scaling(tmp_path: Path) -> None:
-    rows = table(printed(launch(RL, tmp_path, 1, "--steps 3 --text-steps 10 --accumulate 65536")))
-    zeros = {name: row["zero gradients"] for name, row in rows.items()}
-    assert zeros["fp16, no scaling"] > 50
-    assert zeros["fp16, gradscale"] < zeros["fp16, no scaling"] / 2
-
-
-# How far the pass that samples is from the one that trains, where rounding hardly matters.
-IN_FLOAT32 = """
-import torch
-from shared.policy import PROMPT, SAMPLES, Sampler, draw_prompts, log_probabilities
-from shared.text import Transformer, load_text
-from shared.torch_ranks import Ranks
-ranks = Ranks()
-text = load_text()
-alphabet = text[2]
-torch.manual_seed(0)
-actor = Transformer(len(alphabet))
-for parameter in actor.parameters():
-    torch.nn.init.normal_(parameter, std=0.3)
-sampler = Sampler(alphabet, torch.float32, 0, ranks)
-sampler.load(actor)
-prompts = draw_prompts(text, torch.Generator().manual_seed(0), ranks)
-windows, sampled = sampler.continue_(prompts)
-assert (windows[:, :PROMPT] == prompts.repeat_interleave(SAMPLES, dim=0)).all()
-with torch.no_grad():
-    print(sampled.std().item(), (log_probabilities(actor, windows) - sampled).abs().max().item())
-"""
 # How many threads the linear algebra of each rank has.
 THREADS = """
 import numpy  # before the ranks, as the examples do
@@ -344,16 +274,6 @@ with Ranks() as ranks:
     counts = ranks.all_gather_objects([pool["num_threads"] for pool in threadpool_info()])
     print(counts if ranks.rank == 0 else "")
 """
-
-
-@pytest.mark.torch
-def test_the_passes_of_reinforcement_learning_are_of_one_policy() -> None:
-    need(RL, 1)
-    command = RL.command(1, "-c", IN_FLOAT32)
-    completed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
-    spread, difference = map(float, completed.stdout.split())
-    assert spread > 0.5
-    assert 0 < difference < 1e-4
 
 
 @pytest.mark.mpi
@@ -379,11 +299,9 @@ AT_STEP = "        activations = forward(weights, images[mine])\n"
 AUTOCAST = "        with autocast:\n"
 RAISING = "        if ranks.rank == 1:\n            raise ValueError('this rank fails')\n"
 FAILING = [
-    case(DIGITS, 2, "raises", "--steps 5", (AT_STEP, RAISING + AT_STEP), "ValueError: this rank fails"),
     case(DIGITS, 3, "raises", "--steps 5", (AT_STEP, RAISING + AT_STEP), "ValueError: this rank fails"),
     case(FSDP, 2, "raises", "--steps 5", (AUTOCAST, RAISING + AUTOCAST), "ValueError: this rank fails"),
     case(DIGITS, 2, "no-mpi4py", "", NO_MPI4PY, "mpiexec started 2 processes, and mpi4py cannot be used"),
-    case(JAX, 1, "no-agreement", "--steps 3", ('axis_name="data", reduce', "reduce"), "out_specs"),
 ]
 
 
@@ -403,8 +321,6 @@ def before(line: str, code: str) -> tuple[str, str]:
     return line, f"    {code}\n{line}"
 
 
-OF_DIGITS, OF_FSDP, OF_RL = "    # With the optimizer's count of steps", "    run.is_verified = ", "    run.history = "
-OF_LIGHTNING = "    saved = stopped.precision_plugin"
 FORGETTING = "content = torch.load(checkpoint); content.pop('MixedPrecision'); torch.save(content, checkpoint)"
 STATES = "weights or scaler state differ on {size} ranks"
 SKIPS = "weights, schedule, skips or scaler state differ on 2 ranks"
@@ -414,39 +330,20 @@ COUNTED_ON_ONE = (
     'return adam, gradscale_jax.select(jax.lax.axis_index("data") == 1, '
     "new_state._replace(growth_tracker=new_state.growth_tracker + 1), new_state),",
 )
-OTHER_LOSSES = (
-    "mean: jax.Array = ",
-    "dtype = dtype if jax.lax.axis_size('data') == 1 else jnp.float32\n    mean: jax.Array = "
-    "(3 - 2 * (jax.lax.axis_size('data') == 1)) * ",
-)
-OTHER_DTYPES = [
-    ("step(adam, state, *batch)", "step(adam, state, batch[0].astype(DTYPES[number % 3]), *batch[1:])"),
-    ("GROWTH_INTERVAL =", "DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)\nGROWTH_INTERVAL ="),
-]
-ON_JAX, ON_RL = "--steps 3 --inject 2:1", "--steps 3 --text-steps 10 --inject 2:1"
-ON_LIGHTNING = "--epochs 2 --inject 3"
-APART = [UNCHECKED, ('axis_name="data", reduce', "reduce")]
 UNSEEN_BY_ONE = [("flags.reshape(", "(flags & (len(run.devices) > 1)).reshape(")]
-MOVED = [before(OF_FSDP, "next(model.parameters()).data.add_(ranks.rank)")]
-STEPPED = [before(OF_FSDP, "next(iter(optimizer.state.values()))['step'].add_(ranks.rank)")]
-LOST = [before(OF_LIGHTNING, FORGETTING)]
-UNSEEN = [("Injection(options.inject)", "Injection([])")]
+COUNTED = [before("    # With the optimizer's count of steps", "optimizer.steps += ranks.rank")]
+MOVED = [before("    run.is_verified = ", "next(model.parameters()).data.add_(ranks.rank)")]
+STEPPED = [before("    run.is_verified = ", "next(iter(optimizer.state.values()))['step'].add_(ranks.rank)")]
+LOST = [before("    saved = stopped.precision_plugin", FORGETTING)]
+ON_JAX, ON_RL = "--steps 3 --inject 2:1", "--steps 3 --text-steps 10 --inject 2:1"
 SPOILED = [
-    case(DIGITS, 2, "weights", "--steps 5", [before(OF_DIGITS, "weights[-1] = ranks.rank")], STATES),
-    case(DIGITS, 3, "state", "--steps 5", [before(OF_DIGITS, "optimizer.steps += ranks.rank")], STATES),
+    case(DIGITS, 3, "state", "--steps 5", COUNTED, STATES),
     case(FSDP, 2, "weights", "--ddp --steps 1", MOVED, STATES),
     case(FSDP, 2, "steps", "--steps 1", STEPPED, STATES),
-    case(FSDP, 2, "scale", "--steps 1", [before(OF_FSDP, "scaler.update(2.0 ** ranks.rank)")], STATES),
-    case(RL, 2, "scale", ON_RL, [before(OF_RL, "scaler.update(2.0 ** ranks.rank)")], SKIPS),
-    case(RL, 2, "schedule", ON_RL, [("scaler.step_schedule(optimizer, schedule)", "schedule.step()")], SKIPS),
     case(RL, 2, "skips", ON_RL, [("view(-1)[0] = math.inf", "view(-1)[0] = 0.0")], SKIPS),
-    case(JAX, 1, "no-agreement", ON_JAX, APART, "devices of fp16 gradscale, 4 devices"),
     case(JAX, 1, "state", ON_JAX, [UNCHECKED, COUNTED_ON_ONE], "devices of fp16 gradscale, 4 devices"),
-    case(JAX, 1, "losses", ON_JAX, [OTHER_LOSSES], "losses on 1 device and on 4"),
     case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "skipped steps on 1 device and on 4"),
-    case(JAX, 1, "compilations", ON_JAX, OTHER_DTYPES, "3 compilations of fp32, 4 devices"),
-    case(LIGHTNING, 1, "state", ON_LIGHTNING, LOST, "the resumed run has come to another state"),
-    case(LIGHTNING, 1, "skips", ON_LIGHTNING, UNSEEN, "overflow was injected at [3], and skipped were []"),
+    case(LIGHTNING, 1, "state", "--epochs 2 --inject 3", LOST, "the resumed run has come to another state"),
 ]
 
 
@@ -462,40 +359,23 @@ def test_a_run_that_goes_wrong_is_not_verified(
     assert "verified" not in completed.stdout
 
 
-AT_LEAST = "--{} must be at least {} and --{} at least 0, got {} and {}".format
 NO_FOLDER = "there is no folder missing"
-TO_240 = "argument --inject: must be a step from 1 to 240, got "
-OF_CHECKPOINT = "must be a file in a folder that exists, got "
 REFUSED = [
     case(program, size, arguments.replace("/", "."), arguments, message)
     for program, size, arguments, message in [
-        *(
-            (program, size, f"--inject={got}", f"a step from 1 to {steps} and a {where} from 0 to {last}, got {got}")
-            for program, size, got, steps, where, last in [
-                *((DIGITS, 1, got, 600, "rank", 0) for got in ("0:0", "601:0", "5:1", "5:-1")),
-                (DIGITS, 2, "5:2", 600, "rank", 1),
-                (FSDP, 2, "5:2", 200, "rank", 1),
-                (RL, 1, "4:1", 200, "rank", 0),
-                (JAX, 1, "5:4", 500, "device", 3),
-            ]
-        ),
+        (DIGITS, 1, "--inject=601:0", "a step from 1 to 600 and a rank from 0 to 0, got 601:0"),
+        (DIGITS, 2, "--inject=5:2", "a step from 1 to 600 and a rank from 0 to 1, got 5:2"),
         (DIGITS, 1, "--inject 5", "must be STEP:RANK, such as 120:2, got '5'"),
-        (DIGITS, 1, "--inject x:y", "must be STEP:RANK, such as 120:2, got 'x:y'"),
-        (DIGITS, 1, "--steps 0", AT_LEAST("steps", 1, "seed", 0, 0)),
-        (DIGITS, 1, "--seed -1", AT_LEAST("steps", 1, "seed", 600, -1)),
+        (DIGITS, 1, "--steps 0", "--steps must be at least 1 and --seed at least 0, got 0 and 0"),
         (DIGITS, 2, "--output missing/plot.png", NO_FOLDER),
+        (FSDP, 2, "--inject=5:2", "a step from 1 to 200 and a rank from 0 to 1, got 5:2"),
         (FSDP, 1, "--fsdp1 --ddp", "argument --ddp: not allowed with argument --fsdp1"),
-        (FSDP, 1, "--plot missing/plot.png", NO_FOLDER),
-        (RL, 1, "--accumulate 0", AT_LEAST("accumulate", 1, "text-steps", 0, 600)),
-        (RL, 1, "--text-steps -1", AT_LEAST("accumulate", 1, "text-steps", 1, -1)),
+        (RL, 1, "--accumulate 0", "--accumulate must be at least 1 and --text-steps at least 0, got 0 and 600"),
         (RL, 1, "--plot plot.txt", "must end in .png, .svg, .pdf, got plot.txt"),
         (JAX, 1, "--inject x:y", "must be STEP:DEVICE, such as 120:2, got 'x:y'"),
         (JAX, 1, "--devices 3", "must be one of [1, 2, 4, 8, 16], got 3"),
-        (JAX, 1, "--plot missing/plot.png", NO_FOLDER),
-        (LIGHTNING, 1, "--epochs 1", AT_LEAST("epochs", 2, "seed", 1, 0)),
-        (LIGHTNING, 1, "--seed -1", AT_LEAST("epochs", 2, "seed", 20, -1)),
-        *((LIGHTNING, 1, f"--inject {got}", f"{TO_240}{got}") for got in (0, 241)),
-        *((LIGHTNING, 1, f"--checkpoint {got}", f"{OF_CHECKPOINT}{got}") for got in ("missing/x.ckpt", ".")),
+        (LIGHTNING, 1, "--inject 241", "argument --inject: must be a step from 1 to 240, got 241"),
+        (LIGHTNING, 1, "--checkpoint missing/x.ckpt", "must be a file in a folder that exists, got missing/x.ckpt"),
     ]
 ]
 
@@ -517,22 +397,18 @@ def test_bad_options_are_refused_once(
 @pytest.mark.parametrize(
     ("program", "size"), [case(program, 1, "help") for program in (DIGITS, FSDP, RL, JAX, LIGHTNING, *RECIPES)]
 )
-def test_help_shows_how_to_run_it_and_every_option(tmp_path: Path, program: Program, size: int) -> None:
+def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int) -> None:
     text = printed(launch(program, tmp_path, size, "--help"))
     shown = re.findall(r"^    (?:python|torchrun|mpiexec) .*$", (EXAMPLES / program.name).read_text(), re.MULTILINE)
     assert shown
     assert set(shown) <= set(text)
-    for option in program.options.split():
-        assert any(line.lstrip().startswith(option) for line in text), option
 
 
 @pytest.mark.parametrize(
     ("program", "size", "arguments", "begun", "status"),
     [
-        case(FSDP, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
         # torchrun ends with 1, and with a traceback of its own, when it is interrupted.
         case(FSDP, 2, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 1),
-        case(RL, 2, "steps", "--steps 100000 --text-steps 0", rb"\| [1-9]\d*/100000", 1),
         case(JAX, 1, "steps", "--steps 100000", rb"\| [1-9]\d*/100000", 130),
         case(LIGHTNING, 1, "steps", "--epochs 1000", rb"overflow", 130),
     ],
@@ -554,27 +430,16 @@ LIKE_ONE_RUN = "verified: weights, optimizer and scaler state of the resumed run
 
 @pytest.mark.torch
 def test_lightning_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    text = printed(launch(LIGHTNING, tmp_path, 1, "--inject 100"))
-    assert text[0] == "20 epochs in one run"
-    through, stopped, resumed = (
-        [tuple(map(int, found)) for found in re.findall(r"  step (\d+): .* 2\^(\d+) -> 2\^(\d+)", part)]
-        for part in re.split("10 epochs, and a checkpoint|10 more epochs, from the checkpoint", "\n".join(text))
-    )
-    # 65536 doubles after 40 and after 80 clean steps.
-    assert (100, 18, 17) in through
-    assert all(after == before - 1 for _, before, after in through)
-    assert through == stopped + resumed
-    assert [step for step, *_ in stopped] == [step for step, *_ in through if step <= 120]
-    match = re.fullmatch(r"test accuracy (\d+\.\d)% after (\d+) steps, and (\d+) skipped", text[-2])
+    *_, accuracy, verified = printed(launch(LIGHTNING, tmp_path, 1, "--inject 100"))
+    match = re.fullmatch(r"test accuracy (\d+\.\d)% after \d+ steps, and \d+ skipped", accuracy)
     assert match is not None
     assert float(match[1]) > 93
-    assert (int(match[2]), int(match[3])) == (240 - len(through), len(through))
-    assert text[-1] == LIKE_ONE_RUN
+    assert verified == LIKE_ONE_RUN
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("steps", [(9,), (1, 13, 48), (24, 25)], ids=["one", "first-and-last", "around-the-checkpoint"])
+@pytest.mark.parametrize("steps", [(1, 13, 48), (24, 25)], ids=["first-and-last", "around-the-checkpoint"])
 def test_lightning_skips_each_overflow_and_its_checkpoint_serves_torchs_scaler(
     tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
@@ -626,12 +491,3 @@ def test_the_adapter_for_mlx_passes_the_suite_and_trains(tmp_path: Path) -> None
         "step 2: skipped, norm inf",
         "weights [1.0, 1.0, 1.0], scale 512",
     ]
-
-
-def test_what_mlx_lacks_by_itself_is_named() -> None:
-    need(MLX, 1)
-    command = MLX.command(1, "-c", "import gradscale, mlx.core as mx; gradscale.testing.check_library(mx.zeros(1))")
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert completed.returncode == 1
-    assert "BackendNotAvailableError: mlx lacks what gradscale needs" in completed.stderr
-    assert "members of arrays device missing" in completed.stderr
