@@ -50,6 +50,7 @@ from gradscale.errors import (
     StateDictError,
 )
 from gradscale.policies.dynamic import DynamicScale, StaticScale
+from gradscale.policies.spikes import SkipSpikes
 from gradscale.reports.overflow import OverflowReport, ParameterReport
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler.group_agreement import GroupAgreement
@@ -87,6 +88,7 @@ __all__ = [
     "ScaleUnderflowError",
     "ShardedGradScaler",
     "SharedMemoryError",
+    "SkipSpikes",
     "StateDictError",
     "StaticScale",
     "StepReport",

@@ -1,10 +1,11 @@
-"""The vector that ranks agree on: 25 int32 (100 bytes) with the verdict and a fingerprint of the state.
+"""The vector that ranks agree on: 26 int32 (104 bytes) with the verdict and a fingerprint of the state.
 
 ::
 
-    [nonfinite, at_min_scale, has_gradients, f1 .. f11, -f1 .. -f11]
+    [nonfinite, at_min_scale, has_gradients, code, f1 .. f11, -f1 .. -f11]
 
-After an element-wise MAX over the ranks, the first three are what any rank found, and ``max(f) == -max(-f)`` exactly
+After an element-wise MAX over the ranks, the first four are what any rank found (:func:`reason_code`: why a rank skips
+the step, and which it is), and ``max(f) == -max(-f)`` exactly
 when all ranks hold one value, so that a rank that has drifted is found in the same message, on every rank. What travels
 are integers (over gloo two int64 that stand for these): MAX over floats gives ranks different answers if one of them
 holds a NaN.
@@ -46,6 +47,7 @@ __all__ = [
     "LENGTH",
     "Position",
     "Purpose",
+    "Reason",
     "Verdict",
     "announcement",
     "describe_differences",
@@ -58,6 +60,7 @@ __all__ = [
     "position",
     "read_both",
     "read_verdict",
+    "reason_code",
     "refusal",
     "require_one_version",
     "shifted",
@@ -73,14 +76,14 @@ _SPAWNED_MAIN = "__mp_main__"
 _STATE = ("scale", "growth_tracker", "overflow_tracker", "rescale_tracker")
 _FIELDS = (*_STATE, "policy", "iteration", "message", "place", "steps", "max_norm", "kind")
 _COUNT = len(_FIELDS)
-FLAGS = 3
-"""How many values are what any rank found: ``nonfinite``, ``at_min_scale`` and ``has_gradients``."""
+FLAGS = 4
+"""How many values are what any rank found: ``nonfinite``, ``at_min_scale``, ``has_gradients`` and ``code``."""
 LENGTH = FLAGS + 2 * _COUNT
 ABOUT = _COUNT - len(_STATE)
 """How many fields say which policy there is and what a message is about."""
 _PLACE = _FIELDS.index("place")
-# From here on ``has_gradients`` is the number of a rank that has refused its gradients.
-_REFUSED = 2
+_RANK_BITS = 20
+_LAST_RANK = (1 << _RANK_BITS) - 1
 
 # Of "message", from the lowest: the optimizer, the call of the iteration, the purpose.
 _OPTIMIZER_BITS = 15
@@ -91,6 +94,22 @@ _REST_BITS = 12
 _GROUP_BITS = 5
 _SCALER_BITS = 14
 _NO_MAX_NORM = -1
+
+
+class Reason(enum.IntEnum):
+    """Why a rank skips a step, the gravest last."""
+
+    STEPPED = 0
+    SPIKE = 1
+    REFUSED = 2
+    OVERFLOW = 3
+    FAILED = 4
+    """Its gradients cannot be unscaled; an error on every rank."""
+
+
+def reason_code(reason: Reason, rank: int) -> int:
+    """Return what says why a rank skips a step; the MAX is the gravest reason, and the lowest rank that has it."""
+    return reason << _RANK_BITS | _LAST_RANK - min(rank, _LAST_RANK)
 
 
 class Purpose(enum.IntEnum):
@@ -128,6 +147,33 @@ class Verdict(NamedTuple):
     """The scale that all ranks hold."""
     has_gradients: bool = True
     """Whether any rank has a gradient."""
+    code: int = 0
+    """The group's :func:`reason_code`; 0 if no rank has given one."""
+
+    @property
+    def reason(self) -> Reason:
+        """Why no rank makes the step, if so."""
+        return Reason.OVERFLOW if self.nonfinite else Reason(self.code >> _RANK_BITS)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no rank makes the step."""
+        return self.nonfinite > 0 or self.code > 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the step is neither clean nor an overflow, so that the scale stays as it is."""
+        return self.code > 0 and self.nonfinite == 0
+
+    @property
+    def lacks_gradients(self) -> bool:
+        """Whether a step would change nothing, which is an error unless it was refused."""
+        return not self.has_gradients and self.code == 0
+
+    @property
+    def by(self) -> int | None:
+        """The lowest rank with this reason; None for a step that is made, or if its rank is not known."""
+        return _LAST_RANK - (self.code & _LAST_RANK) if self.code and self.code >> _RANK_BITS == self.reason else None
 
 
 def pack(
@@ -138,25 +184,37 @@ def pack(
     about: Sequence[int],
     *,
     has_gradients: bool = True,
+    code: Array | int = 0,
 ) -> Array:
     """Return the vector of a state of arrays, 1-d int32; ``about`` is the policy's number and the position."""
     xp = array_namespace(state.scale)
     at_min_scale = policy.at_min_scale(state)
     flags = [xp.reshape(nonfinite, (1,))]
     if at_min_scale is None:
-        flags.append(backend.integers((0, has_gradients), state.scale))
+        known = [0, has_gradients]
     else:
-        flags += [xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)), backend.integers((has_gradients,), state.scale)]
+        flags.append(xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)))
+        known = [has_gradients]
+    if isinstance(code, int):
+        flags.append(backend.integers([*known, code], state.scale))
+    else:
+        flags += [backend.integers(known, state.scale), xp.reshape(code, (1,))]
     fields = xp.concat([backend.fingerprint(state), backend.integers(about, state.scale)])
     return xp.concat([*flags, fields, -fields])
 
 
 def pack_plain(
-    state: ScaleState, nonfinite: int, at_min_scale: bool, about: Sequence[int], *, has_gradients: bool = True
+    state: ScaleState,
+    nonfinite: int,
+    at_min_scale: bool,
+    about: Sequence[int],
+    *,
+    has_gradients: bool = True,
+    code: int = 0,
 ) -> list[int]:
     """Return the vector of a state of Python numbers, as a list."""
     fields = [bits_of_float32(state.scale), *state[1:], *about]
-    return [nonfinite, at_min_scale, has_gradients, *fields, *map(operator.neg, fields)]
+    return [nonfinite, at_min_scale, has_gradients, code, *fields, *map(operator.neg, fields)]
 
 
 def position(
@@ -223,8 +281,8 @@ def announcement(position: Position) -> list[int]:
 
 
 def refusal(position: Position, rank: int) -> list[int]:
-    """Return the vector of a rank that has refused its gradients, with its number in the place of ``has_gradients``."""
-    return [1, 0, _REFUSED + rank, *announcement(position)[FLAGS:]]
+    """Return the vector of a rank whose gradients cannot be unscaled."""
+    return [1, 0, 1, reason_code(Reason.FAILED, rank), *announcement(position)[FLAGS:]]
 
 
 def greeting() -> list[int]:
@@ -376,9 +434,10 @@ def read_verdict(
         If the ranks differ, or have met a message that is not gradscale's; it names the fields.
     """
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    if values[FLAGS:] != own[FLAGS:] or values[2] >= _REFUSED:
+    code = values[3]
+    if values[FLAGS:] != own[FLAGS:] or code >> _RANK_BITS >= Reason.FAILED:
         _require_one_state(values, own, policy, where, moved, kinds)
-    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[FLAGS]), bool(values[2]))
+    return Verdict(values[0], own[0], bool(values[1]), float32_from_bits(values[FLAGS]), bool(values[2]), code)
 
 
 def _require_one_state(
@@ -397,10 +456,11 @@ def _require_one_state(
     if any(map(operator.lt, values[FLAGS:], mine[FLAGS:])):
         # No maximum is below what went into it.
         raise foreign_message(where())
-    if values[2] >= _REFUSED:
+    if values[3] >> _RANK_BITS >= Reason.FAILED:
+        rank = _LAST_RANK - (values[3] & _LAST_RANK)
         msg = (
-            f"rank {values[2] - _REFUSED} has refused its gradients, seen by {where()}: the error on that rank says "
-            f"why. No rank takes this step. Once they are right, load one checkpoint on every rank, or call set_group()"
+            f"rank {rank} has refused its gradients, seen by {where()}: the error on that rank says why. No rank takes "
+            f"this step. Once they are right, load one checkpoint on every rank, or call set_group()"
         )
         raise ScaleDesyncError(msg)
     if highest != lowest:
@@ -471,7 +531,7 @@ _CONSEQUENCES = {
 
 def _difference(name: str, low: int, high: int, own: int | None, policy: object, kinds: Mapping[int, str]) -> str:
     if name == "policy":
-        return f"policy (here {policy!r}) or diagnose="
+        return f"policy (here {policy!r}), diagnose= or skip="
     if name == "kind":
         here = f" (here {kinds[own]})" if own is not None and own in kinds else ""
         return (

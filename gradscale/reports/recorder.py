@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from gradscale.core import validation
+from gradscale.core import validation, vector
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.vector import Verdict
@@ -22,6 +22,13 @@ OnSkip: TypeAlias = Callable[[StepReport], object] | Sequence[Callable[[StepRepo
 OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[UpdateReport], object]]
 
 HISTORY_SIZE = 1024
+
+
+_REASONS: dict[vector.Reason, Literal["overflow", "spike", "refused"]] = {
+    vector.Reason.OVERFLOW: "overflow",
+    vector.Reason.SPIKE: "spike",
+    vector.Reason.REFUSED: "refused",
+}
 
 
 class Deferrable(Protocol):
@@ -162,9 +169,11 @@ def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
-    nonfinite, local_nonfinite, _, scale, _ = verdict
-    reason: Literal["stepped", "overflow"] = "overflow" if nonfinite else "stepped"
-    return StepReport(nonfinite > 0, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow)
+    nonfinite, local_nonfinite, _, scale, *_ = verdict
+    if not verdict.code and not nonfinite:
+        return StepReport(False, scale, 0, "stepped", iteration, retries)
+    reason = _REASONS[verdict.reason]
+    return StepReport(True, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow, verdict.by)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

@@ -22,9 +22,9 @@ class StepReport(NamedTuple):
     nonfinite : int
         How many gradient arrays held an inf or NaN; over a group, the largest number on any rank. Kernels that judge
         many arrays at once on a device report 1 for any number.
-    reason : {"stepped", "overflow", "no gradients", "disabled"}
-        Why: all gradients were finite; some were not; there was none, which is an error; the scaler is disabled and
-        checked nothing.
+    reason : {"stepped", "overflow", "spike", "refused", "no gradients", "disabled"}
+        Why: all gradients were finite; some were not; the loss or the norm was a spike; the user refused the step;
+        there was no gradient, which is an error; the scaler is disabled and checked nothing.
     iteration : int
         The scaler's iteration, from 1; ``update`` begins the next.
     retries : int
@@ -33,6 +33,8 @@ class StepReport(NamedTuple):
         How many gradient arrays of this rank held an inf or NaN; 0 if only other ranks saw the overflow.
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
+    by : int or None
+        The lowest rank with this reason, for a skipped step; None for an overflow that was only counted on a device.
 
     Examples
     --------
@@ -46,11 +48,12 @@ class StepReport(NamedTuple):
     skipped: bool
     scale: float
     nonfinite: int
-    reason: Literal["stepped", "overflow", "no gradients", "disabled"]
+    reason: Literal["stepped", "overflow", "spike", "refused", "no gradients", "disabled"]
     iteration: int
     retries: int = 0
     local_nonfinite: int = 0
     overflow: OverflowReport | None = None
+    by: int | None = None
 
 
 class UpdateReport(NamedTuple):
@@ -63,7 +66,7 @@ class UpdateReport(NamedTuple):
     scale : float
         The scale that its gradients were divided by.
     skipped : bool
-        Whether any optimizer's gradients held an inf or NaN, on any rank: also if the loop left out its step itself.
+        Whether any optimizer's step was skipped, on all ranks: also if the loop left out the step itself.
     rank : int
         This process's rank; 0 without a group.
     steps : tuple of StepReport

@@ -15,6 +15,7 @@ from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.core.vector import Verdict
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
+from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler.parts import LiveState
 
 __all__ = ["Agreement", "Ballot", "take_lists", "whereabouts"]
@@ -64,6 +65,8 @@ class Agreement:
         What to agree over, in turn; empty for a process that decides alone, None while it is not known.
     diagnoses : bool, default False
         Whether overflows are diagnosed, which takes more collectives; the same on every rank.
+    skip : SkipSpikes, optional
+        The rule that skips spikes; the same on every rank.
     own_rank : callable, optional
         Returns the rank of this process for reports, or None for the one that its groups give it.
 
@@ -84,10 +87,11 @@ class Agreement:
         groups: Sequence[Collectives] | None = (),
         *,
         diagnoses: bool = False,
+        skip: SkipSpikes | None = None,
         own_rank: Callable[[], int | None] | None = None,
     ) -> None:
         self._groups = groups
-        self._diagnoses = diagnoses
+        self._diagnoses, self._skip = diagnoses, skip
         self._own_rank = own_rank
         self.failure: GradscaleError | None = None
         # Why the groups can no longer be used.
@@ -221,9 +225,10 @@ class Agreement:
     # The contents of a message.
 
     def identify(self, policy: Policy) -> int:
-        """Return the number that tells policies apart, and whether the scaler diagnoses."""
+        """Return the number that tells policies and rules apart, and whether the scaler diagnoses."""
         if self._policy is not policy:
-            self._identity = vector.identify(policy) ^ self._diagnoses
+            rule = 0 if self._skip is None else vector.identify(self._skip)
+            self._identity = vector.identify(policy) ^ rule ^ self._diagnoses
             # Another kind may change in place.
             self._policy = policy if vector.is_fixed(policy) else None
         return self._identity
@@ -283,12 +288,13 @@ class Agreement:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: without groups, which do not travel."""
-        fresh = Agreement(() if self.is_alone else None, diagnoses=self._diagnoses, own_rank=self._own_rank)
+        groups = () if self.is_alone else None
+        fresh = Agreement(groups, diagnoses=self._diagnoses, skip=self._skip, own_rank=self._own_rank)
         return fresh.__dict__
 
     def __copy__(self) -> Agreement:
         # A copy in the same process talks to the same ranks.
-        copied = Agreement(self._groups, diagnoses=self._diagnoses, own_rank=self._own_rank)
+        copied = Agreement(self._groups, diagnoses=self._diagnoses, skip=self._skip, own_rank=self._own_rank)
         copied._lost = self._lost
         # The same numbers, since some ranks may go on with a copy and others with the original.
         copied.steps, copied._optimizers, copied._count = self.steps, self._optimizers, self._count

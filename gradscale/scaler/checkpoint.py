@@ -12,6 +12,7 @@ from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.policies import dynamic as policies
 from gradscale.policies import rules
+from gradscale.scaler.spikes import SavedWindows, checked_windows
 
 __all__ = ["Loaded", "build", "parse"]
 
@@ -38,21 +39,28 @@ _STATIC_FACTORS = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval
 
 
 class Loaded(NamedTuple):
-    """A checked state dict: the policy, the numbers by the names of ScaleState's fields, and the iteration."""
+    """A checked state dict."""
 
     policy: Policy
     snapshot: dict[str, float]
+    """The numbers by the names of ScaleState's fields."""
     iteration: int
+    spikes: SavedWindows
+    """The windows of a scaler that skips spikes."""
 
 
-def build(policy: Policy, snapshot: Mapping[str, float], iteration: int) -> dict[str, object]:
-    """Return the state dict of a policy and of the numbers of a state."""
+def build(
+    policy: Policy, snapshot: Mapping[str, float], iteration: int, spikes: SavedWindows | None = None
+) -> dict[str, object]:
+    """Return the state dict of a policy, of the numbers of a state and of windows, if there are any."""
     saved: dict[str, object] = {"scale": snapshot["scale"]}
     saved |= {name: getattr(policy, name, _STATIC_FACTORS[name]) for name in _FACTORS}
     saved |= {key: snapshot.get(name, 0) for key, name in _TRACKERS.items()}
     saved |= {"version": VERSION, "iteration": iteration}
     if type(policy) in _KINDS.values():
         saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
+    if spikes is not None:
+        saved["spikes"] = spikes
     return saved
 
 
@@ -95,7 +103,7 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
     for key, name in _TRACKERS.items():
         snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
     iteration = validation.integer("iteration", saved.get("iteration", 1), 1, 2**63 - 1)
-    return Loaded(loaded_policy, snapshot, iteration)
+    return Loaded(loaded_policy, snapshot, iteration, checked_windows(saved.get("spikes", ())))
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:

@@ -37,7 +37,7 @@ class Diagnosis:
     """
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
-        self._live, _, self._unscaler, self._agreement, self._reports, _ = parts
+        self._live, _, self._unscaler, self._agreement, self._reports, *_ = parts
         self._enabled = enabled
 
     def diagnose(
@@ -97,7 +97,7 @@ class Diagnosis:
             return False
         # An optimizer that unscales by itself does so only where it steps.
         verdict = _known(turn)
-        return self._reports.last(optimizer).skipped if verdict is None else verdict.nonfinite > 0
+        return self._reports.last(optimizer).skipped if verdict is None else verdict.is_skipped
 
     def _look(
         self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, names: object, loss: object

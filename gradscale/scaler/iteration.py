@@ -8,10 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
+from array_api_compat import array_namespace
+
 from gradscale.core import vector
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.vector import Position, Purpose, Verdict
+from gradscale.core.vector import Position, Purpose, Reason, Verdict
 from gradscale.errors import (
     BackendError,
     CallOrderError,
@@ -26,6 +28,7 @@ from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement, Ballot, take_lists
 from gradscale.scaler.parts import LiveState, Pending, Request, Scaling, Unscaler
+from gradscale.scaler.spikes import Judged, Losses, Spikes
 
 __all__ = ["Iteration", "Parts", "Stage", "Turn"]
 
@@ -33,6 +36,9 @@ _ORDER = (
     "The right order in each iteration: scale(loss) and the backward pass; then, for each optimizer, "
     "unscale_(optimizer) if wanted, once, and step(optimizer), once; then update()"
 )
+
+
+_NO_LOSSES = Losses()
 
 
 class Parts(NamedTuple):
@@ -45,6 +51,8 @@ class Parts(NamedTuple):
     reports: Reports[Pending]
     begin_verdict: Callable[..., Pending]
     """Starts the agreement on one optimizer: the class PendingVerdict, or an adapter's."""
+    spikes: Spikes | None = None
+    """What judges losses and norms; None if nothing does."""
 
 
 class Stage(enum.Enum):
@@ -68,12 +76,20 @@ class Turn:
         What the optimizer was stepped by, if that was read.
     by_closure : bool
         Whether a closure has been evaluated, so that a step that failed may evaluate one again.
+    has_begun_to_step : bool
+        Whether a closure's first evaluation was fine: later ones are no spikes, since a line search tries losses that
+        are far apart.
+    is_refused : bool
+        Whether the user has refused the step on this rank.
+    judged : Judged or None
+        The loss and norm that were judged, which the update learns.
     """
 
     stage = Stage.READY
     pending: Pending | None = None
     verdict: Verdict | None = None
-    by_closure = False
+    by_closure = has_begun_to_step = is_refused = False
+    judged: Judged | None = None
 
     @property
     def is_judged(self) -> bool:
@@ -101,6 +117,8 @@ class Iteration:
         What is scaled and unscaled with, even if another state is loaded in between.
     lowered : ScaleState or None
         What closures have lowered it to; ``update`` makes it the state.
+    losses : Losses
+        For a scaler that skips spikes.
     loss_nonfinite : tuple of arrays
         For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
     is_inside_closure : bool
@@ -114,10 +132,11 @@ class Iteration:
     def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
         self.parts = parts
-        self.live, _, self.unscaler, self.agreement, self.reports, self._begin_verdict = parts
+        self.live, _, self.unscaler, self.agreement, self.reports, self._begin_verdict, self._spikes = parts
         self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
+        self.losses = _NO_LOSSES
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
@@ -228,7 +247,7 @@ class Iteration:
                 with self.agreement.failing():
                     verdict = pending.verdict()
                 self.live.observe(verdict.scale, pending.version)
-                if not verdict.has_gradients:
+                if verdict.lacks_gradients:
                     # No error: each rank would raise it at another call, and the others would wait for it.
                     warn_caller(
                         f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
@@ -284,11 +303,42 @@ class Iteration:
             raise
         max_norm = None if request is None else request.max_norm
         try:
-            turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm)
+            code = self._reason_code(turn, optimizer, found.norm, state)
+            turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, code)
         except GradscaleError as error:
             agreement.failure = error
             raise
         return found.norm
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Let no rank make the coming step of an optimizer."""
+        turn = self.turn_of(optimizer)
+        if turn.stage is Stage.STEPPED:
+            self.wrong_order("refuse() is being called after step() on this optimizer")
+        if turn.pending is not None and turn.pending.groups:
+            self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
+        turn.is_refused = True
+        if turn.pending is not None:
+            turn.pending.refuse(vector.reason_code(Reason.REFUSED, self.agreement.rank()))
+
+    def _reason_code(self, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState) -> Array | int:
+        """Return why this rank skips the step, other than for an overflow; 0-d int32 if the host does not know."""
+        if turn.is_refused:
+            return vector.reason_code(Reason.REFUSED, self.agreement.rank())
+        if self._spikes is None or turn.has_begun_to_step:
+            return 0
+        live = self.live
+        found = self._spikes.judge(optimizer, self.losses, norm, lambda: live.arrays(state).scale)
+        self.losses = self.losses._replace(is_judged=True)
+        if found is None:
+            return 0
+        is_spike, turn.judged = found
+        code = vector.reason_code(Reason.SPIKE, self.agreement.rank())
+        xp = array_namespace(is_spike)
+        flag: Array = xp.astype(is_spike, xp.int32)
+        if isinstance(state.scale, float):
+            return code * live.backend_for(flag).read(xp.reshape(flag, (1,)))[0]
+        return flag * xp.full_like(flag, code)
 
     def _tell_of_refusal(self, optimizer: Optimizer) -> None:
         """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
@@ -332,7 +382,7 @@ class Iteration:
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         verdict = self.verdict(turn)
-        if not verdict.has_gradients:
+        if verdict.lacks_gradients:
             self.refuse_without_gradients(turn, optimizer, verdict)
         return verdict
 
@@ -353,7 +403,7 @@ class Iteration:
             one = turn.pending
             if one is not None and one.is_begun:
                 verdict = None if one.is_read_later else turn.verdict or self.verdict(turn)
-                if verdict is not None and not verdict.has_gradients:
+                if verdict is not None and verdict.lacks_gradients:
                     continue
                 pending.append(one)
                 if verdict is not None:

@@ -143,7 +143,7 @@ class ArrayState:
         xp = self.home
         return self.backend.read(xp.reshape(xp.astype(found, xp.int32), (1,)))[0] > 0
 
-    def advance(self, counts: Sequence[Array | int]) -> None:
+    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:  # noqa: ARG002
         """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
         state = self._state or self.current()
         self.version += 1

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gradscale.core.backend import Backend
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Reason, Verdict
 
 __all__ = ["Found", "Gradients", "LiveState", "Pending", "Request", "Scaling", "Unscaler"]
 
@@ -50,8 +50,11 @@ class LiveState(Protocol):
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
 
-    def advance(self, counts: Sequence[Array | int]) -> None:
-        """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read."""
+    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:
+        """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read.
+
+        If all of ``held`` are true, 0-d, nothing is changed.
+        """
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one if the policy cannot."""
@@ -162,8 +165,17 @@ class Pending(Protocol):
     def verdict(self) -> Verdict:
         """Finish the agreement and read its verdict: the one host read of a step."""
 
-    def count(self) -> Array | int:
-        """Return the agreed count, for the live state; no host read."""
+    def count(self) -> Array | int | None:
+        """Return the agreed count, for the live state; None for a known spike or refusal, which moves no scale."""
+
+    def held(self) -> Array | bool:
+        """Return whether the scale stays as it is, for a spike or a refusal; a 0-d bool if the CPU does not know."""
+
+    def reason(self) -> Reason | Array:
+        """Return why the ranks skip the step; its number as a 0-d int32 if the CPU does not know."""
+
+    def refuse(self, code: int) -> None:
+        """Skip the step of a process that decides alone."""
 
     def has_arrived(self) -> bool:
         """Tell whether the verdict can be read without waiting."""

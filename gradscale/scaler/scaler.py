@@ -18,6 +18,7 @@ from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.plain import plain_rule
+from gradscale.policies.spikes import SkipSpikes, SpikeState
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports, step_report
 from gradscale.reports.steps import StepReport, UpdateReport
@@ -29,6 +30,7 @@ from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.live_state import ArrayState, checked_scale, numbers_of
 from gradscale.scaler.parts import LiveState, Pending
 from gradscale.scaler.scaling import ArrayScaling
+from gradscale.scaler.spikes import Spikes, checked_loss, is_loss
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip
 from gradscale.scaler.verdict import PendingVerdict
 
@@ -44,6 +46,7 @@ __all__ = [
     "iteration_of",
     "leave",
     "scaler_of",
+    "watching",
 ]
 
 _Outputs = TypeVar("_Outputs")
@@ -91,6 +94,16 @@ def checked_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Ar
     return call
 
 
+def watching(skip: object, replace: Callable[[SpikeState, SpikeState], SpikeState] | None = None) -> Spikes | None:
+    """Return what judges by a rule; None without one."""
+    if skip is None:
+        return None
+    if not isinstance(skip, SkipSpikes):
+        msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {shown(skip)}"
+        raise InvalidTypeError(msg)
+    return Spikes(skip) if replace is None else Spikes(skip, replace)
+
+
 def chosen_policy(policy: Policy | None, factors: Mapping[str, float | None]) -> Policy:
     """Return a policy, or a DynamicScale of the factors that are given.
 
@@ -133,6 +146,8 @@ class GradScaler:
         Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
     history_size : int, default 1024
         How many StepReports ``history`` keeps.
+    skip : SkipSpikes, optional
+        Skip the steps whose loss or norm it calls a spike, too. The scale stays as it is.
 
     Raises
     ------
@@ -172,6 +187,7 @@ class GradScaler:
         on_update: OnUpdate | None = None,
         diagnose: Diagnose | None = None,
         history_size: int = HISTORY_SIZE,
+        skip: SkipSpikes | None = None,
     ) -> None:
         factors = {
             "init_scale": init_scale,
@@ -182,8 +198,10 @@ class GradScaler:
         live = ArrayState(chosen_policy(policy, factors), backend)
         is_enabled = validation.boolean("enabled", enabled)
         reports: Reports[Pending] = Reports(on_skip, on_update, diagnose=diagnose, history_size=history_size)
-        agreement = Agreement(diagnoses=reports.diagnoses)
-        self._assemble(Parts(live, ArrayScaling(), ArrayUnscaler(), agreement, reports, PendingVerdict), is_enabled)
+        agreement = Agreement(diagnoses=reports.diagnoses, skip=skip)
+        spikes = watching(skip)
+        parts = Parts(live, ArrayScaling(), ArrayUnscaler(), agreement, reports, PendingVerdict, spikes)
+        self._assemble(parts, is_enabled)
 
     def _assemble(self, parts: Parts, enabled: bool) -> None:
         self._parts, self._enabled = parts, enabled
@@ -197,13 +215,17 @@ class GradScaler:
 
     # The iteration.
 
-    def scale(self, outputs: _Outputs) -> _Outputs:
+    @checked_arguments
+    def scale(self, outputs: _Outputs, *, loss: Array | float | None = None) -> _Outputs:
         """Multiply a loss, or nested containers of arrays, by the scale.
 
         Parameters
         ----------
         outputs : array or nested containers of arrays
             Floating arrays of one library, on any devices; integers and ``None`` pass through.
+        loss : array, number or False, optional
+            What a scaler with ``skip=`` judges in place of these outputs, such as their mean over the ranks; False for
+            nothing. Default: the real arrays of one element among the outputs. Over several calls, their mean.
 
         Returns
         -------
@@ -220,8 +242,14 @@ class GradScaler:
             return outputs
         parts = self._parts
         self._iteration.require_sound()
+        spikes = parts.spikes
+        given = None if spikes is None or loss is None or loss is False else checked_loss(loss)
         look = self._count_nonfinite if parts.reports.diagnoses else None
+        if spikes is not None and loss is None:
+            look = self._look
         scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
+        if given is not None:
+            self._note_loss(given)
         return scaled
 
     @checked_arguments
@@ -324,6 +352,32 @@ class GradScaler:
             self._busy.release()
         return returned
 
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Let no rank make the coming step of an optimizer, whose ``unscale_`` and ``step`` are called all the same.
+
+        So every rank makes the same calls, whatever one of them thinks of the step. Its report has the reason
+        "refused", and the scale stays as it is.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Whose step.
+
+        Raises
+        ------
+        CallOrderError
+            After its ``step``, and over a group after its ``unscale_``, which tells the other ranks.
+        InvalidValueError
+            For a disabled scaler, which makes every step.
+        """
+        if not self._enabled:
+            msg = (
+                "a disabled scaler makes every step, got refuse(): use StaticScale(1.0) as its policy to train without "
+                "scaling with a scaler that skips"
+            )
+            raise InvalidValueError(msg)
+        self._iteration.refuse(optimizer)
+
     def update(self, new_scale: float | Array | None = None) -> None:
         """Adapt the scale to this iteration's verdicts, and begin the next iteration.
 
@@ -369,9 +423,12 @@ class GradScaler:
             elif ended.lowered is not None:
                 live.take(ended.lowered)
             elif pending:
-                counts = [one.count() for one in pending]
+                counts = [count for one in pending if (count := one.count()) is not None]
+                late = [one for one in pending if one.is_read_later]
+                held = [one.held() for one in late] if late and len(late) == len(counts) else []
                 ended.catch_up()
-                live.advance(counts)
+                if counts:
+                    live.advance(counts, held)
             elif ended.scaled:
                 ended.wrong_order(
                     "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
@@ -380,6 +437,7 @@ class GradScaler:
                 )
             else:
                 ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+            self._learn(ended)
             self._iteration = Iteration(ended.number + 1, self._parts)
             underflow = None
             if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
@@ -392,7 +450,7 @@ class GradScaler:
             try:
                 if before is not None:
                     after = self._scale_after(ended, pending, verdicts, before, wanted)
-                    skipped = any(one.nonfinite > 0 for one in judged)
+                    skipped = any(one.skipped if isinstance(one, StepReport) else one.is_skipped for one in judged)
                     steps = tuple(ended.steps)
                     reports.tell_update(UpdateReport(ended.number, before, skipped, agreement.rank(), steps, after))
             except Exception as error:
@@ -406,6 +464,14 @@ class GradScaler:
         finally:
             self._busy.release()
 
+    def _learn(self, ended: Iteration) -> None:
+        """Let the windows learn what an iteration has judged."""
+        spikes = self._parts.spikes
+        if spikes is not None:
+            for turn in ended.turns:
+                if turn.judged is not None and turn.pending is not None:
+                    spikes.learn(turn.judged, turn.pending.reason())
+
     def _scale_after(
         self,
         ended: Iteration,
@@ -418,7 +484,7 @@ class GradScaler:
         live = self._parts.live
         if wanted is not None:
             return wanted
-        if not pending and ended.lowered is None:
+        if ended.lowered is None and all(verdict.is_held for verdict in verdicts) and len(verdicts) == len(pending):
             return before
         known = pending[-1].numbers if pending and ended.lowered is None else None
         rule = None if known is None or len(verdicts) < len(pending) else plain_rule(live.policy)
@@ -613,11 +679,14 @@ class GradScaler:
 
         Keys: torch's five (``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``),
         so that torch's scalers can load it; ``version``, ``iteration``, the other trackers, and ``policy`` with every
-        setting. Call it between iterations.
+        setting; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer. Call it
+        between iterations.
         """
         if not self._enabled:
             return {}
-        return checkpoint.build(self._parts.live.policy, self._parts.live.numbers(), self._iteration.number)
+        live, spikes = self._parts.live, self._parts.spikes
+        windows = None if spikes is None else spikes.numbers()
+        return checkpoint.build(live.policy, live.numbers(), self._iteration.number, windows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -643,10 +712,13 @@ class GradScaler:
         if is_under_way:
             # These gradients are unscaled by what they were scaled with.
             self._iteration.scaled, self._iteration.state = True, before.state
+            self._iteration.losses = before.losses
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
         live.load(loaded.policy, loaded.snapshot, keep=is_under_way)
+        if self._parts.spikes is not None:
+            self._parts.spikes.load(loaded.spikes)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: settings and numbers, without arrays, groups, callbacks and reports.
@@ -678,6 +750,18 @@ class GradScaler:
         self._iteration.scaled = scaled
 
     # The parts put together.
+
+    def _look(self, outputs: Sequence[object]) -> None:
+        """Look at what is scaled, for a diagnosis and for spikes."""
+        if self._parts.reports.diagnoses:
+            self._count_nonfinite(outputs)
+        for loss in filter(is_loss, outputs):
+            self._note_loss(loss)
+
+    def _note_loss(self, loss: Array | float) -> None:
+        value = loss if isinstance(loss, float) else self._parts.unscaler.values_of(loss)
+        if value is not None:
+            self._iteration.losses = self._iteration.losses.plus(value)
 
     def _count_nonfinite(self, outputs: Sequence[object]) -> None:
         count = self._diagnosis.count_nonfinite(outputs)
@@ -731,7 +815,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of at most 100 bytes for each optimizer, iteration and group, on every rank, whatever it
+    parallelism. One collective of at most 104 bytes for each optimizer, iteration and group, on every rank, whatever it
     found and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has
     drifted is an error on every rank instead of a silent divergence.
 
@@ -744,7 +828,7 @@ class ShardedGradScaler(GradScaler):
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
     init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend : optional
         As in :class:`GradScaler`.
-    on_skip, on_update, diagnose, history_size : optional
+    on_skip, on_update, diagnose, history_size, skip : optional
         As in :class:`GradScaler`.
 
     Raises
@@ -793,6 +877,7 @@ class ShardedGradScaler(GradScaler):
         on_update: OnUpdate | None = None,
         diagnose: Diagnose | None = None,
         history_size: int = HISTORY_SIZE,
+        skip: SkipSpikes | None = None,
     ) -> None:
         super().__init__(
             init_scale=init_scale,
@@ -806,6 +891,7 @@ class ShardedGradScaler(GradScaler):
             on_update=on_update,
             diagnose=diagnose,
             history_size=history_size,
+            skip=skip,
         )
         self._timeout = validation.timeout(timeout)
         self._parts.agreement.leave()

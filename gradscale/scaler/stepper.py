@@ -20,7 +20,7 @@ _LARGEST_RETRIES = 16
 def step(
     iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[object, Verdict | None, int]:
-    """Step an optimizer unless a gradient is not finite. One host read, or one for each evaluation of a closure.
+    """Step an optimizer unless the verdict is to skip it. One host read, or one for each evaluation of a closure.
 
     Returns the result of ``optimizer.step`` (None for a skipped step), the verdict, and how often a closure was
     evaluated again.
@@ -37,7 +37,7 @@ def step(
             evaluation.returned = optimizer.step(*evaluation.args, **evaluation.kwargs)
         return evaluation.returned, evaluation.verdict, evaluation.retries
     verdict = iteration.verdict_for_step(turn, optimizer)
-    return None if verdict.nonfinite else optimizer.step(*args, **kwargs), verdict, 0
+    return None if verdict.is_skipped else optimizer.step(*args, **kwargs), verdict, 0
 
 
 @contextlib.contextmanager
@@ -121,8 +121,11 @@ class Evaluation:
                     self.unscale(self._optimizer)
                     turn.stage = Stage.UNSCALED
                 verdict = self.verdict = iteration.verdict_for_step(turn, self._optimizer)
+            if verdict.is_held:
+                raise _SkippedStepError
             if not verdict.nonfinite:
                 self._completed += 1
+                turn.has_begun_to_step = True
                 return loss
             if verdict.scale == previous_scale or not iteration.lower():
                 break

@@ -1,0 +1,169 @@
+"""SkipSpikes: the rule that calls a loss or a gradient norm a spike, as pure functions of the values before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple, TypeAlias
+
+from array_api_compat import array_namespace, device
+
+from gradscale.core import validation
+from gradscale.core.protocols import Array, Namespace
+
+__all__ = ["Quantity", "SkipSpikes", "SpikeState"]
+
+Quantity: TypeAlias = Literal["loss", "norm"]
+
+
+class SpikeState(NamedTuple):
+    """The values of the last steps, and how many steps in a row were skipped."""
+
+    values: Array
+    """1-d float32, the newest last; the first one in the places that are not filled yet."""
+    count: Array
+    """How many there are: 0-d int32."""
+    skipped: Array
+    """How many steps in a row were skipped for a spike, counted up to the rule's patience: 0-d int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipSpikes:
+    """Skip a step whose loss or gradient norm is a spike: far above those of the steps before.
+
+    Parameters
+    ----------
+    window : int, default 128
+        How many values before it a value is compared with.
+    deviations : float, default 6.0
+        A spike lies more than so many standard deviations (unbiased) above their mean.
+    min_values : int, optional
+        How many values there must be before one is judged; default: half a window.
+    sides : {"above", "both"}, default "above"
+        Whether a value may be too small, too.
+    of : {"loss", "norm"} or tuple of these, default ("loss", "norm")
+        What a scaler judges: the losses that ``scale`` is given, and the norm that ``unscale_(max_norm=)`` returns.
+    learns_from_skipped : bool, default False
+        Whether the values of skipped steps are compared with, too.
+    patience : int, default 10
+        After so many steps in a row that were skipped for a spike, their values are learned, so that a new level
+        becomes the usual one.
+    above : float, optional
+        A fixed bound in place of the deviations, as in Megatron-LM: any value above it is a spike, from the first on,
+        and ``patience`` does not move it.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For a setting that is out of range or of a wrong type.
+
+    Notes
+    -----
+    A value that is inf or NaN is a spike, and never learned. If all values are equal their standard deviation is
+    exactly 0: another equal value is no spike, any greater one is.
+
+    It decides as the rules of OLMo-core and MaxText do (:meth:`olmo_core`, :meth:`maxtext`), but for their faults: in
+    both a NaN is learned, so that each of the next 128 steps is skipped, and OLMo-core skips a value that equals all
+    values before it, since 0 / 0 is not below 6.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> rule = gradscale.SkipSpikes(window=4)
+    >>> state = rule.init(like=np.float32(0))
+    >>> for loss in np.float32([2.0, 2.1, 1.9, 9.0, 2.0]):
+    ...     is_spike = rule.judge(state, loss)
+    ...     state = rule.learn(state, loss, skipped=is_spike)
+    ...     print(bool(is_spike), end=" ")
+    False False False True False
+    """
+
+    window: int = 128
+    deviations: float = 6.0
+    min_values: int | None = None
+    sides: Literal["above", "both"] = "above"
+    of: Quantity | tuple[Quantity, ...] = ("loss", "norm")
+    learns_from_skipped: bool = False
+    patience: int = 10
+    above: float | None = None
+
+    def __post_init__(self) -> None:
+        validation.integer("window", self.window, 2, 2**16)
+        least = max(2, self.window // 2) if self.min_values is None else self.min_values
+        object.__setattr__(self, "min_values", validation.integer("min_values", least, 2, self.window))
+        validation.number("deviations", self.deviations, above=0.0, at_most=validation.LARGEST_FLOAT32)
+        validation.choice("sides", self.sides, ("above", "both"))
+        object.__setattr__(self, "of", validation.choices("of", self.of, ("loss", "norm")))
+        validation.boolean("learns_from_skipped", self.learns_from_skipped)
+        validation.integer("patience", self.patience, 0, validation.LARGEST_INT32)
+        if self.above is not None:
+            validation.number("above", self.above, at_most=validation.LARGEST_FLOAT32)
+
+    @classmethod
+    def olmo_core(cls) -> SkipSpikes:
+        """Return the rule of OLMo-core's ``SkipStepOptimizer``: both sides, from the 64th value on."""
+        return cls(min_values=63, sides="both", learns_from_skipped=True)
+
+    @classmethod
+    def maxtext(cls, *, window: int = 128, deviations: float = 6.0) -> SkipSpikes:
+        """Return the rule of MaxText's ``skip_step_on_spikes``: above only, from half a window on."""
+        least = max(2, validation.integer("window", window, 2, 2**16) // 2 - 1)
+        return cls(window=window, deviations=deviations, min_values=least, learns_from_skipped=True)
+
+    def init(self, like: Array) -> SpikeState:
+        """Return a state without values, in the library and on the device of an array."""
+        xp, where = array_namespace(like), device(like)
+        zero = xp.zeros((), dtype=xp.int32, device=where)
+        return SpikeState(xp.zeros((self.window,), dtype=xp.float32, device=where), zero, zero)
+
+    def judge(self, state: SpikeState, value: Array) -> Array:
+        """Return whether a value is a spike beside those of a state, which is left as it is: 0-d bool. No host read.
+
+        ``value`` is 0-d, of any real floating dtype. If all arrays have one more axis in front, several are judged.
+        """
+        values, xp = state.values, array_namespace(state.values)
+        x, count = (xp.expand_dims(each, axis=-1) for each in (xp.astype(value, xp.float32), state.count))
+        if self.above is not None:
+            return _without_last_axis(xp, xp.logical_not(x <= self.above))
+        # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
+        # that are not filled yet, which hold the first value. Divided by the greatest, they have squares that fit.
+        first = values[..., :1]
+        apart = values - first
+        unit = xp.max(xp.abs(apart), axis=-1, keepdims=True)
+        unit = unit + xp.astype(unit == 0, xp.float32)
+        apart = apart / unit
+        number = xp.astype(count, xp.float32) + xp.astype(count < 2, xp.float32) * 2
+        total = xp.sum(apart, axis=-1, keepdims=True)
+        mean = total / number
+        # Rounding may leave it below 0.
+        variance = xp.abs(xp.sum(apart * apart, axis=-1, keepdims=True) - total * mean) / (number - 1)
+        far = (x - first) / unit - mean
+        if self.sides == "both":
+            far = xp.abs(far)
+        is_spike = xp.logical_not(far <= xp.sqrt(variance) * self.deviations)
+        return _without_last_axis(xp, xp.logical_and(count >= self.min_values, is_spike))
+
+    def learn(self, state: SpikeState, value: Array, *, skipped: Array) -> SpikeState:
+        """Return the state after a step that was skipped for a spike or made (``skipped``: 0-d bool). No host read.
+
+        Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
+        the values as they are: give it for a step that was skipped for another reason.
+        """
+        values, xp = state.values, array_namespace(state.values)
+        fields = xp.astype(value, xp.float32), state.count, state.skipped, skipped
+        x, count, in_a_row, skipped = (xp.expand_dims(each, axis=-1) for each in fields)
+        is_value, was_made = xp.isfinite(x), xp.logical_not(skipped)
+        enters = is_value
+        if not self.learns_from_skipped:
+            enters = xp.logical_and(is_value, xp.logical_or(was_made, in_a_row >= self.patience))
+        entered = xp.concat([values[..., 1:], x], axis=-1)
+        new = xp.where(xp.logical_and(enters, count == 0), x, xp.where(enters, entered, values))
+        more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
+        # Up to the patience, beyond which nobody asks.
+        longer = in_a_row + xp.astype(in_a_row < self.patience, xp.int32)
+        kept = in_a_row * xp.astype(xp.logical_and(was_made, xp.logical_not(is_value)), xp.int32)
+        run = kept + longer * xp.astype(skipped, xp.int32)
+        return SpikeState(new, _without_last_axis(xp, count + more), _without_last_axis(xp, run))
+
+
+def _without_last_axis(xp: Namespace, x: Array) -> Array:
+    return xp.reshape(x, x.shape[:-1])

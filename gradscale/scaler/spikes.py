@@ -1,0 +1,225 @@
+"""Spikes: the windows of a scaler that skips spikes, one for each optimizer; Losses: what ``scale`` was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core import registry, validation
+from gradscale.core.arithmetic import Kind, as_0d_array, kind_of
+from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown
+from gradscale.core.protocols import Array, Optimizer
+from gradscale.core.vector import Reason
+from gradscale.errors import InvalidTypeError
+from gradscale.policies.spikes import SkipSpikes, SpikeState
+
+__all__ = ["Judged", "Losses", "SavedWindows", "Spikes", "checked_loss", "checked_windows", "is_loss"]
+
+SavedWindows: TypeAlias = list[dict[str, dict[str, Any]]]
+"""By optimizer and quantity, the values of a window and the count of skipped steps."""
+
+
+class Judged(NamedTuple):
+    """What an optimizer's window learns in the update."""
+
+    number: int
+    """Of the optimizer."""
+    values: Array
+    """1-d float32, in the order of the rule's ``of``; NaN for what this rank does not have."""
+
+
+class Losses(NamedTuple):
+    """The losses of an iteration, up to the optimizer that is judged by them."""
+
+    total: Array | float = 0.0
+    number: int = 0
+    is_judged: bool = False
+    """Whether an optimizer was judged by them, so that the next loss is another one's."""
+
+    def plus(self, loss: Array | float) -> Losses:
+        """Return them with one more."""
+        if is_array_api_obj(loss):
+            loss = _beside(loss, loss)
+        if self.number == 0 or self.is_judged:
+            return Losses(loss, 1)
+        total = _beside(self.total, loss) if is_array_api_obj(loss) else self.total
+        return Losses(total + loss, self.number + 1)
+
+
+def is_loss(x: Any) -> bool:
+    """Tell whether an output is a loss: a real floating array of one element."""
+    return is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE) and math.prod(x.shape) == 1
+
+
+def checked_loss(loss: object) -> Array | float:
+    """Return a loss that a user has given."""
+    if is_loss(loss):
+        return loss
+    if isinstance(loss, (int, float)) and not isinstance(loss, bool):
+        return float(loss)
+    msg = f"loss must be a number, a real floating array of one element, or False for none, got {shown(loss)}"
+    raise InvalidTypeError(msg)
+
+
+def _replaced(_: SpikeState, new: SpikeState) -> SpikeState:
+    return new
+
+
+class Spikes:
+    """Judges losses and norms by a rule, with a window for each optimizer, which learns in the update.
+
+    Parameters
+    ----------
+    rule : SkipSpikes
+        The rule.
+    replace : callable, optional
+        Returns the state that takes the place of an old one, such as the old arrays with new values in them.
+    """
+
+    def __init__(self, rule: SkipSpikes, replace: Callable[[SpikeState, SpikeState], SpikeState] = _replaced) -> None:
+        self.rule = rule
+        self._replace = replace
+        # In the order in which optimizers are met.
+        self._numbers: IdentityMap[int] = IdentityMap()
+        self._windows: list[SpikeState] = []
+        self._saved: SavedWindows = []
+
+    def judge(
+        self, optimizer: Optimizer, losses: Losses, norm: Array | None, like: Callable[[], Array]
+    ) -> tuple[Array, Judged] | None:
+        """Return whether this rank sees a spike, 0-d bool, and what is to be learned; None if it has no value.
+
+        ``like`` returns an array beside which a first window is made. No host read.
+        """
+        found = {"loss": losses.total if losses.number else None, "norm": norm}
+        if all(found[name] is None for name in self.rule.of):
+            return None
+        number = self._numbers.by_id(id(optimizer))
+        if number is None:
+            number = len(self._windows)
+            self._windows.append(self._restored(number, like()))
+            self._numbers.put(optimizer, number)
+        state = self._windows[number]
+        xp = array_namespace(state.values)
+        unknown = xp.full_like(state.values[0, 0], xp.nan)
+        values = [unknown if found[name] is None else _beside(found[name], unknown) for name in self.rule.of]
+        if losses.number > 1 and "loss" in self.rule.of:
+            position = self.rule.of.index("loss")
+            values[position] = values[position] / losses.number
+        judged = xp.stack(values)
+        are_spikes = self.rule.judge(state, judged)
+        first, *others = (are_spikes[index] for index, name in enumerate(self.rule.of) if found[name] is not None)
+        return as_0d_array(xp, xp.logical_or(first, *others) if others else first), Judged(number, judged)
+
+    def learn(self, judged: Judged, reason: Reason | Array) -> None:
+        """Learn the values of a step that ended for an agreed reason: a Reason, or its number as a 0-d int32."""
+        old = self._windows[judged.number]
+        xp = array_namespace(old.values)
+        values: Array = judged.values
+        if isinstance(reason, Reason):
+            if reason > Reason.SPIKE:
+                return
+            skipped = xp.full_like(old.skipped, reason is Reason.SPIKE, dtype=xp.bool)
+        else:
+            values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
+            skipped = reason == Reason.SPIKE
+        self._windows[judged.number] = self._replace(old, self.rule.learn(old, values, skipped=skipped))
+
+    def numbers(self) -> SavedWindows:
+        """Return the windows as plain values. Two host reads for each."""
+        made = [self._numbers_of(state) for state in self._windows]
+        return made + self._saved[len(made) :]
+
+    def _numbers_of(self, state: SpikeState) -> dict[str, dict[str, Any]]:
+        backend, xp = registry.backend_for(state.values), array_namespace(state.values)
+        size = len(self.rule.of)
+        counts = backend.read(xp.concat([state.count, state.skipped]))
+        flat = xp.reshape(state.values, (-1,))
+        bits = backend.bits(flat)
+        values = (
+            [float(flat[index]) for index in range(flat.shape[0])]
+            if bits is None
+            else [validation.float32_from_bits(each) for each in backend.read(bits)]
+        )
+        ends = range(self.rule.window, len(values) + 1, self.rule.window)
+        return {
+            name: {"values": values[end - count : end], "skipped": skipped}
+            for name, end, count, skipped in zip(self.rule.of, ends, counts[:size], counts[size:], strict=True)
+        }
+
+    def load(self, saved: SavedWindows) -> None:
+        """Go on with saved windows, those of optimizers that have been met in the same arrays."""
+        self._saved = saved
+        for number, state in enumerate(self._windows):
+            self._windows[number] = self._replace(state, self._restored(number, state.values))
+
+    def _restored(self, number: int, like: Array) -> SpikeState:
+        """Return the saved window of an optimizer, or an empty one."""
+        xp = array_namespace(like)
+        empty = self.rule.init(like)
+        saved = self._saved[number] if number < len(self._saved) else {}
+        rows, counts, runs = [], [], []
+        for name in self.rule.of:
+            window = saved.get(name, {"values": [], "skipped": 0})
+            kept = window["values"][-self.rule.window :]
+            rows.append([*kept[:1] * (self.rule.window - len(kept)), *kept] or [0.0] * self.rule.window)
+            counts.append(len(kept))
+            runs.append(min(window["skipped"], self.rule.patience))
+        where = registry.backend_for(like).placement(like)
+        return SpikeState(
+            *(
+                xp.asarray(each, dtype=field.dtype, device=where)
+                for each, field in zip((rows, counts, runs), empty, strict=True)
+            )
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy the rule and numbers, without arrays and optimizers."""
+        return _with_windows, (self.rule, self._replace, self.numbers())
+
+
+def _with_windows(
+    rule: SkipSpikes, replace: Callable[[SpikeState, SpikeState], SpikeState], saved: SavedWindows
+) -> Spikes:
+    made = Spikes(rule, replace)
+    made.load(saved)
+    return made
+
+
+def checked_windows(saved: object) -> SavedWindows:
+    """Return the saved windows of a state dict; InvalidValueError or InvalidTypeError for what is none."""
+    if not isinstance(saved, Sequence) or isinstance(saved, (str, bytes)):
+        msg = f"spikes must be a list with a mapping for each optimizer, got {shown(saved)}"
+        raise InvalidTypeError(msg)
+    windows = [validation.mapping(f"spikes[{index}]", each) for index, each in enumerate(saved)]
+    return [
+        {name: _checked_window(f"spikes[{index}][{name!r}]", window) for name, window in each.items()}
+        for index, each in enumerate(windows)
+    ]
+
+
+def _checked_window(name: str, saved: object) -> dict[str, Any]:
+    window: Mapping[str, Any] = validation.mapping(name, saved)
+    values = window.get("values")
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        msg = f"{name}['values'] must be a list of numbers, got {shown(values)}"
+        raise InvalidTypeError(msg)
+    most = validation.LARGEST_FLOAT32
+    return {
+        "values": [validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values],
+        "skipped": validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32),
+    }
+
+
+def _beside(x: Array | float, like: Array) -> Array:
+    """Return a value of one element as a 0-d float32 on the device of another array; no host read."""
+    xp = array_namespace(like)
+    if not is_array_api_obj(x):
+        return xp.full_like(like, x, dtype=xp.float32)
+    own = array_namespace(x)
+    flat = own.reshape(own.astype(x, own.float32), ())
+    return registry.backend_for(like).move(flat, like)
