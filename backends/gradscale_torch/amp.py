@@ -23,6 +23,7 @@ from gradscale.core.clipping import checked_norm
 from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.policies.spikes import SkipSpikes
 from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports
 from gradscale.reports.steps import StepReport
@@ -38,6 +39,7 @@ from gradscale.scaler.scaler import (
     iteration_of,
     leave,
     scaler_of,
+    watching,
 )
 from gradscale_torch.groups import is_lookalike
 from gradscale_torch.hosts import (
@@ -49,7 +51,7 @@ from gradscale_torch.hosts import (
     untraced,
     untraced_but_for_calls,
 )
-from gradscale_torch.state import TensorScaling, TensorState
+from gradscale_torch.state import TensorScaling, TensorState, copied_into
 from gradscale_torch.stepping import Step
 from gradscale_torch.unscaler import Request, TensorUnscaler
 from gradscale_torch.verdicts import Flags, TensorVerdict, would_wait
@@ -129,6 +131,8 @@ class GradScaler(TorchGradScaler):
         Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
     history_size : int, default 1024
         How many StepReports ``history`` keeps.
+    skip : SkipSpikes, optional
+        Skip the steps whose loss or norm it calls a spike, too. The scale stays as it is.
 
     Raises
     ------
@@ -183,6 +187,7 @@ class GradScaler(TorchGradScaler):
         on_update: OnUpdate | None = None,
         diagnose: Diagnose | None = None,
         history_size: int = HISTORY_SIZE,
+        skip: SkipSpikes | None = None,
     ) -> None:
         _require_no_overrides(type(self))
         is_enabled = _available(device, enabled)
@@ -194,9 +199,10 @@ class GradScaler(TorchGradScaler):
             live=TensorState(chosen_policy(policy, factors), device),
             scaling=TensorScaling(keeps_dtype=self._is_sharded),
             unscaler=TensorUnscaler(device, allows_fp16=allow_fp16_grads, timeout=self._timeout),
-            agreement=Agreement(None, diagnoses=reports.diagnoses, own_rank=_own_rank),
+            agreement=Agreement(None, diagnoses=reports.diagnoses, skip=skip, own_rank=_own_rank),
             reports=reports,
             begin_verdict=TensorVerdict,
+            spikes=watching(skip, copied_into),
         )
         self._scaler = scaler_of(parts, enabled=is_enabled)
         self.set_group(group)
@@ -212,13 +218,16 @@ class GradScaler(TorchGradScaler):
     # The iteration.
 
     @untraced
-    def scale(self, outputs: _Outputs) -> _Outputs:
+    @checked_arguments
+    def scale(self, outputs: _Outputs, *, loss: Tensor | float | None = None) -> _Outputs:
         """Multiply a loss, or containers of tensors, by the scale.
 
         Parameters
         ----------
         outputs : tensor, mapping or iterable of tensors
             On any devices; part of their autograd graph.
+        loss : tensor, number or False, optional
+            What a scaler with ``skip=`` judges in place of these outputs; as in :meth:`gradscale.GradScaler.scale`.
 
         Returns
         -------
@@ -232,7 +241,7 @@ class GradScaler(TorchGradScaler):
         InvalidValueError
             For any other object.
         """
-        scaled: _Outputs = self._scaler.scale(outputs)
+        scaled: _Outputs = self._scaler.scale(outputs, loss=loss)
         return scaled
 
     @untraced
@@ -369,6 +378,11 @@ class GradScaler(TorchGradScaler):
             When it has not been stepped by this scaler.
         """
         return self._scaler.last_step(optimizer)
+
+    @untraced
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Let no rank make the coming step of an optimizer; as :meth:`gradscale.GradScaler.refuse`."""
+        self._scaler.refuse(optimizer)
 
     @untraced
     def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
+from gradscale.core import vector
 from gradscale.core.protocols import Array
 from gradscale.core.vector import FLAGS, LENGTH
 from gradscale.errors import BackendError, InvalidValueError
@@ -29,7 +30,7 @@ from gradscale.groups import GroupWait, poll
 from gradscale_torch import groups
 from gradscale_torch.verdicts import MOST_COUNTED, integers, is_capturing, refuse_capture
 
-__all__ = ["Reduction", "TorchCollectives", "short_form", "told_count"]
+__all__ = ["Reduction", "TorchCollectives", "short_form", "told_flags"]
 
 Tensor = torch.Tensor
 
@@ -52,6 +53,9 @@ _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gra
 _CPU = torch.device("cpu")
 _CPU_IN_DLPACK = 1
 _HASH_BITS, _COUNT_BITS = 47, 15
+# Of the lowest ranks a short form has room for.
+_SHORT_RANK_BITS = 12
+_LAST_SHORT = (1 << _SHORT_RANK_BITS) - 1
 # Says that a count does not fit: all bits.
 _TOO_MANY = (1 << _COUNT_BITS) - 1
 
@@ -117,14 +121,14 @@ class TorchCollectives:
         where = groups.travels_on(self._carriers, came_from, group.group)
         if where != came_from:
             refuse_capture(where if came_from.type == "cpu" else came_from, _OF_THE_DEVICE)
-        vector: list[int] | None = None
+        whole: list[int] | None = None
         if where.type == "cpu" and self._is_gloo_on_cpu and len(sent) == LENGTH:
-            vector = sent.tolist()
-            buffer = torch.tensor(short_form(vector), dtype=torch.int64, device=_CPU)
+            whole = sent.tolist()
+            buffer = torch.tensor(short_form(whole), dtype=torch.int64, device=_CPU)
         else:
             # It is sent, and then receives the result.
             buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self, group, self.reduce(group, buffer), buffer, x, vector)
+        return Reduction(self, group, self.reduce(group, buffer), buffer, x, whole)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a 0-d float64 tensor over the ranks, on its device; every rank calls it."""
@@ -262,10 +266,10 @@ class Reduction:
         work: dist.Work,
         buffer: Tensor,
         x: Array | list[int],
-        vector: list[int] | None = None,
+        whole: list[int] | None = None,
     ) -> None:
         self._collectives, self._group, self._work = collectives, group, work
-        self._buffer, self._x, self._vector = buffer, x, vector
+        self._buffer, self._x, self._vector = buffer, x, whole
         self._is_done = False
         self._result: Array = None
 
@@ -287,10 +291,10 @@ class Reduction:
             collectives, group = self._collectives, self._group
             collectives.finish(group, self._work, self._buffer.device)
             if self._vector is not None:
-                told = told_count(self._buffer.tolist())
+                told = told_flags(self._buffer.tolist())
                 if told is not None:
-                    count, has_gradients = told
-                    self._vector = [count, self._vector[1], has_gradients, *self._vector[FLAGS:]]
+                    count, has_gradients, code = told
+                    self._vector = [count, self._vector[1], has_gradients, code, *self._vector[FLAGS:]]
                 else:
                     # As every rank sees.
                     self._buffer = integers(self._vector, _CPU)
@@ -308,28 +312,35 @@ class Reduction:
         _under_way.pop(id(self._work), None)
 
 
-def short_form(vector: list[int]) -> list[int]:
-    """Return two int64 whose MAX tells that of vectors which differ in the count and ``has_gradients`` at most.
+def short_form(sent: list[int]) -> list[int]:
+    """Return two int64 whose MAX tells that of vectors which differ in count, ``has_gradients`` and code at most.
 
     For more elements gloo sends more messages: over 3 ranks 25 take five times as long as 2. The greatest and the least
-    hash of the other numbers tell whether the ranks hold the same; below the hash is the count, if it fits.
+    hash of the other numbers tell whether the ranks hold the same; below one hash is the count, below the other the
+    code, if they fit.
     """
-    count, at_min_scale, has_gradients, *fields = vector
+    count, at_min_scale, has_gradients, code, *fields = sent
     packed = struct.pack(f"<{1 + len(fields)}i", at_min_scale, *fields)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
     # 0 without gradients, else one more than the count.
-    found = count + has_gradients if 0 <= count <= MOST_COUNTED and has_gradients in (0, 1) else _TOO_MANY
-    return [number << _COUNT_BITS | found, -number]
+    reason, rank = vector.reason_and_rank(code)
+    fits = 0 <= count <= MOST_COUNTED and has_gradients in (0, 1) and (code == 0 or rank <= _LAST_SHORT)
+    found = count + has_gradients if fits else _TOO_MANY
+    short = reason << _SHORT_RANK_BITS | _LAST_SHORT - rank if fits and code else 0
+    return [number << _COUNT_BITS | found, -number << _COUNT_BITS | short]
 
 
-def told_count(agreed: list[int]) -> tuple[int, bool] | None:
-    """Return the greatest count and whether any rank has gradients, from the MAX of short forms.
+def told_flags(agreed: list[int]) -> tuple[int, bool, int] | None:
+    """Return the greatest count, whether any rank has gradients, and the greatest code, from the MAX of short forms.
 
     None, on every rank, if the vectors have to be sent.
     """
     most, minus_least = agreed
-    found = most & _TOO_MANY
-    return (max(found - 1, 0), found > 0) if most >> _COUNT_BITS == -minus_least and found < _TOO_MANY else None
+    found, short = most & _TOO_MANY, minus_least & _TOO_MANY
+    if most >> _COUNT_BITS != -(minus_least >> _COUNT_BITS) or found == _TOO_MANY:
+        return None
+    reason, rank = vector.Reason(short >> _SHORT_RANK_BITS), _LAST_SHORT - (short & _LAST_SHORT)
+    return max(found - 1, 0), found > 0, vector.reason_code(reason, rank) if short else 0
 
 
 def _forget_what_is_done() -> None:

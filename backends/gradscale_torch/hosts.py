@@ -70,7 +70,8 @@ def _skipped(method: _Method, *, recursive: bool) -> _Method:
 
 def as_torchs_state_dict(saved: dict[str, Any], policy: Policy) -> dict[str, Any]:
     """Return a state dict with torch's five keys alone if they say everything of the policy."""
-    return {key: saved[key] for key in _TORCHS_KEYS} if saved and _is_torchs(policy) else saved
+    is_all = saved and _is_torchs(policy) and "spikes" not in saved
+    return {key: saved[key] for key in _TORCHS_KEYS} if is_all else saved
 
 
 def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | int | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidValueError
+from gradscale.policies.spikes import SkipSpikes
 from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
 from gradscale.scaler.scaler import DEFAULT_TIMEOUT, checked_arguments
 from gradscale_torch.amp import Device, GradScaler
@@ -39,13 +40,14 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         Whether gradients may be float16; torch's ShardedGradScaler takes them.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks.
-    policy, on_skip, on_update, diagnose, history_size
+    policy, on_skip, on_update, diagnose, history_size, skip
         As in :class:`GradScaler`.
 
     Notes
     -----
-    ``policy`` and ``diagnose`` are the same on every rank. Each optimizer costs one all-reduce in an iteration, of 100
-    bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients. ``scale`` keeps the dtype
+    ``policy``, ``diagnose`` and ``skip`` are the same on every rank. Each optimizer costs one all-reduce in an
+    iteration, of 104 bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients. ``scale``
+    keeps the dtype
     of a half-precision loss, as torch's does.
 
     Examples
@@ -83,6 +85,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         on_update: OnUpdate | None = None,
         diagnose: Diagnose | None = None,
         history_size: int = HISTORY_SIZE,
+        skip: SkipSpikes | None = None,
     ) -> None:
         if process_group is not None and group is not None:
             msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
@@ -103,6 +106,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             on_update=on_update,
             diagnose=diagnose,
             history_size=history_size,
+            skip=skip,
         )
 
     def _default_groups(self, timeout: float) -> Sequence[Collectives]:

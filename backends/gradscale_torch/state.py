@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,11 +17,12 @@ from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import numbers_of, placed, require_values, with_setting
 from gradscale_torch.verdicts import is_capturing, moved, refuse_capture
 
-__all__ = ["TensorScaling", "TensorState"]
+__all__ = ["TensorScaling", "TensorState", "copied_into"]
 
 Tensor = torch.Tensor
 
 _CPU = torch.device("cpu")
+_State = TypeVar("_State", bound=tuple[Any, ...])
 
 
 class TensorState:
@@ -97,12 +98,22 @@ class TensorState:
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one, in the present tensors."""
         self._note_replaced()
-        self._state = state if self._state is None else _copied_into(self._state, state)
+        self._state = state if self._state is None else copied_into(self._state, state)
 
-    def advance(self, counts: Sequence[Array]) -> None:
-        """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read."""
+    def advance(self, counts: Sequence[Array], held: Sequence[Array] = ()) -> None:
+        """Adapt the state in place, so that a captured CUDA graph sees the new scale. No host read.
+
+        If all of ``held`` are true nothing is changed.
+        """
         state = self._state or self.current()
         home = state.scale.device
+        if held:
+            before = ScaleState(*map(torch.clone, state))
+            self.advance(counts)
+            is_held = torch.stack([moved(flag, home) for flag in held]).all()
+            for field, old in zip(state, before, strict=True):
+                field.copy_(torch.where(is_held, old, field))
+            return
         self.version += 1
         if home.type != "cpu":
             self._floor *= _smallest_factor(self.policy)
@@ -119,7 +130,7 @@ class TensorState:
             self._state = ScaleState(*state)
             return
         self._kernels_rule = _as_kernels_rule(self.policy)
-        self._state = _copied_into(state, self.policy.update(state, nonfinite=found))
+        self._state = copied_into(state, self.policy.update(state, nonfinite=found))
 
     def at_min_scale(self, state: ScaleState) -> Tensor | None:
         """Return whether an overflow now must be raised, as the policy says."""
@@ -200,7 +211,7 @@ class TensorState:
             self._restored = numbers
             return
         loaded = placed(self._state, numbers)
-        self._state = loaded if keep else _copied_into(self._state, loaded)
+        self._state = loaded if keep else copied_into(self._state, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return numbers to pickle instead of tensors, so that the next tensor says where the state goes."""
@@ -230,11 +241,11 @@ def _as_kernels_rule(policy: Policy) -> DynamicScale | None:
     return policy if is_plain else None
 
 
-def _copied_into(state: ScaleState, new: ScaleState) -> ScaleState:
-    """Write a state into the tensors of another, and return these as a new tuple."""
+def copied_into(state: _State, new: _State) -> _State:
+    """Write a state, a named tuple of tensors, into the tensors of another, and return these as a new tuple."""
     for tensor, value in zip(state, new, strict=True):
         tensor.copy_(value)
-    return ScaleState(*state)
+    return type(state)(*state)
 
 
 class TensorScaling:

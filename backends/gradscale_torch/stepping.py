@@ -79,7 +79,7 @@ class Step:
                         self._unscale(optimizer)
                     turn.stage = Stage.UNSCALED
                 self.verdict = iteration.verdict_for_step(turn, optimizer)
-                self.is_made = not self.verdict.nonfinite
+                self.is_made = not self.verdict.is_skipped
             elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
                 warn_caller(
                     f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
@@ -161,7 +161,7 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
     pending.is_read_later = may_be_late and iteration.live.at_min_scale(pending.state) is None
     if not pending.is_read_later or pending.has_nothing:
         step.verdict = iteration.verdict_for_step(turn, optimizer)
-    found, preset = pending.count(), getattr(optimizer, "grad_scale", None)
+    found, preset = pending.flag(), getattr(optimizer, "grad_scale", None)
     # torch's optimizers do not wait for copies to the CPU.
     home = _CPU if pending.is_for_cpu else found.device
     scale = preset
@@ -174,7 +174,7 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
         momentum = _momentum(optimizer, parameter)
         if step.verdict is not None:
-            if step.verdict.nonfinite:
+            if step.verdict.is_skipped:
                 optimizer.state[parameter].pop("momentum_buffer", None)
         elif momentum is not None:
             momentum.copy_(torch.where(moved(found, momentum.device) != 0, torch.zeros_like(momentum), momentum))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
@@ -184,11 +184,19 @@ class TensorVerdict:
         groups: Sequence[Collectives],
         optimizer: object = None,
         max_norm: float | None = None,
+        code: Tensor | int = 0,
     ) -> None:
         live = iteration.live
         self.groups, self.version, self.is_scaled = groups, live.version, found.is_scaled
         self.state = state
         self._found, self._live = found, live
+        if found.count is not None and not would_wait(found.home):
+            if found.count:
+                code = vector.reason_code(vector.Reason.OVERFLOW, iteration.agreement.rank())
+            elif not isinstance(code, int):
+                code = int(code.item())
+        # Why this rank skips the step, as far as it is not an overflow that the CPU does not know.
+        self._code = code
         if groups:
             agreement = iteration.agreement
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
@@ -197,7 +205,8 @@ class TensorVerdict:
             return
         elif 0.0 < found.scale < math.inf:
             self.known = Verdict(
-                found.count, found.count, bool(live.policy.at_min_scale(state)), found.scale, found.has_gradients
+                *(found.count, found.count, bool(live.policy.at_min_scale(state)), found.scale, found.has_gradients),
+                cast(int, code),
             )
 
     def _message(self, about: Sequence[int]) -> Tensor | list[int]:
@@ -206,13 +215,15 @@ class TensorVerdict:
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
             backend = self._live.backend_for(state.scale)
             sent: Tensor = vector.pack(
-                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients
+                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients, code=self._code
             )
             return sent
         numbers = ScaleState(*map(Tensor.item, state))
         count = min(found.count, MOST_COUNTED)
         at_min_scale = policy.at_min_scale(state)
-        return vector.pack_plain(numbers, count, bool(at_min_scale), about, has_gradients=found.has_gradients)
+        code = cast(int, self._code)
+        has_gradients = found.has_gradients
+        return vector.pack_plain(numbers, count, bool(at_min_scale), about, has_gradients=has_gradients, code=code)
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:
@@ -235,7 +246,8 @@ class TensorVerdict:
     @property
     def has_nothing(self) -> bool:
         """Whether this process decides alone, and has no gradient to decide on."""
-        return self._ballot is None and not self._found.has_gradients and not self._shown
+        is_refused = isinstance(self._code, int) and self._code > 0
+        return self._ballot is None and not self._found.has_gradients and not self._shown and not is_refused
 
     @property
     def is_for_cpu(self) -> bool:
@@ -253,8 +265,8 @@ class TensorVerdict:
         if self._shown is None:
             return found
         is_bad = any(flag.item() for flag in self._shown.values())
-        if is_bad != (found.nonfinite > 0):
-            found = found._replace(nonfinite=int(is_bad))
+        if is_bad != found.is_skipped:
+            found = found._replace(nonfinite=int(is_bad), code=0)
         return found if found.has_gradients else found._replace(has_gradients=len(self._shown) > 0)
 
     def _read(self) -> Verdict:
@@ -281,8 +293,9 @@ class TensorVerdict:
         """Return the verdict from a ballot's answer and this rank's vector, or from flag, scale and at_min_scale."""
         if self._ballot is None:
             nonfinite, scale, *rest = values
+            code = self._code if isinstance(self._code, int) else int(rest.pop(0))
             count = int(nonfinite) if self._found.count is None else self._found.count
-            found = Verdict(count, count, any(rest), scale, self._found.has_gradients)
+            found = Verdict(count, count, any(rest), scale, self._found.has_gradients, code)
         else:
             whole = list(map(int, values))
             found = self._ballot.verdict(whole[: vector.LENGTH], whole[vector.LENGTH :], self._live.policy)
@@ -299,6 +312,9 @@ class TensorVerdict:
         if self._ballot is not None:
             return torch.cat([self._ballot.agreed(), self._ballot.sent])
         flags = [combined(self._found.flags, self._found.home), self.state.scale]
+        if not isinstance(self._code, int):
+            # Exact in float32: it has 23 bits.
+            flags.append(self._code.float())
         at_min_scale: Tensor | None = self._live.policy.at_min_scale(self.state)
         return torch.stack(flags if at_min_scale is None else [*flags, at_min_scale.float()])
 
@@ -312,13 +328,24 @@ class TensorVerdict:
         """Tell whether it can be read without waiting."""
         return self._late is None or self._late(False) is not None
 
-    def count(self) -> Tensor:
-        """Return the agreed verdict as a 0-d float32 on the scale's device, exactly 0 or 1; no host read there."""
-        home = self._found.home
-        if self._shown is not None:
-            return (combined(self._shown, home) != 0).to(torch.float32)
+    def count(self) -> Tensor | None:
+        """Return the agreed overflow as a 0-d float32 on the scale's device, exactly 0 or 1; no host read there.
+
+        None for a known spike or refusal, which moves no scale.
+        """
+        if ((self.known is not None and self.known.code) or self.is_read_by_cpu) and self.verdict().is_held:
+            return None
+        own = self._overflow()
+        if self._shown is None:
+            return own
+        shown = (combined(self._shown, self._found.home) != 0).to(torch.float32)
+        code = self._agreed_code()
+        return shown if isinstance(code, int) else torch.where(code != 0, own, shown)
+
+    def _overflow(self) -> Tensor:
+        """Return whether any rank has an overflow, or the ranks differ, as ``count`` does."""
         if self._ballot is None:
-            return combined(self._found.flags, home)
+            return combined(self._found.flags, self._found.home)
         if self.is_read_by_cpu:
             return torch.tensor(float(self.verdict().nonfinite > 0), dtype=torch.float32, device=_CPU)
         agreed = self._ballot.agreed()
@@ -327,11 +354,51 @@ class TensorVerdict:
         flag: Tensor = ((agreed[0] != 0) | (fields.sum(0) != 0).any()).to(torch.float32)
         return flag
 
+    def _agreed_code(self) -> Tensor | int:
+        """Return why a rank skips the step, other than for an overflow that the CPU does not know."""
+        return self._code if self._ballot is None else self._ballot.agreed()[3]
+
+    def flag(self) -> Tensor:
+        """Return whether to skip the step, 0-d float32 on the scale's device, exactly 0 or 1; no host read there."""
+        if self._shown is not None:
+            return (combined(self._shown, self._found.home) != 0).to(torch.float32)
+        if self.is_read_by_cpu:
+            return torch.tensor(float(self.verdict().is_skipped), dtype=torch.float32, device=_CPU)
+        own, code = self._overflow(), self._agreed_code()
+        if isinstance(code, int):
+            return torch.ones_like(own) if code else own
+        return torch.maximum(own, (code != 0).to(torch.float32))
+
+    def held(self) -> Tensor | bool:
+        """Return whether the scale stays as it is; a 0-d bool on the scale's device if the CPU does not know."""
+        code = self._agreed_code()
+        if self._ballot is None and isinstance(code, int) and code == 0:
+            return False
+        is_clean = self._overflow() == 0
+        return is_clean if isinstance(code, int) else is_clean & (code != 0)
+
+    def reason(self) -> vector.Reason | Tensor:
+        """Return why the ranks skip the step; its number as a 0-d int32 if the CPU does not know."""
+        if self.known is not None or not self.is_read_later:
+            return self.verdict().reason
+        own, code = self._overflow(), self._agreed_code()
+        given = vector.reason_number(code)
+        number = torch.full_like(own, given, dtype=torch.int32) if isinstance(given, int) else given
+        return torch.where(own != 0, torch.full_like(number, vector.Reason.OVERFLOW), number)
+
+    def refuse(self, code: int) -> None:
+        """Skip the step of a process that decides alone."""
+        self._code = code
+        if self.known is not None:
+            self.known = self.known._replace(code=max(self.known.code, code))
+        if self._shown is not None:
+            self._shown = {device: torch.ones_like(flag) for device, flag in self._shown.items()}
+
     def show(self) -> Flags:
         """Return the agreed verdict for each device of the gradients, and for the scale's without any."""
         if self._shown is None:
-            if self.groups:
-                flag = self.count()
+            if self.groups or not isinstance(self._code, int) or self._code:
+                flag = self.flag()
                 devices = self._found.flags or [self._found.home]
                 self._shown = {device: moved(flag, device).clone() for device in devices}
             else:

@@ -60,7 +60,9 @@ __all__ = [
     "position",
     "read_both",
     "read_verdict",
+    "reason_and_rank",
     "reason_code",
+    "reason_number",
     "refusal",
     "require_one_version",
     "shifted",
@@ -112,6 +114,16 @@ def reason_code(reason: Reason, rank: int) -> int:
     return reason << _RANK_BITS | _LAST_RANK - min(rank, _LAST_RANK)
 
 
+def reason_number(code: Array | int) -> Array | int:
+    """Return the number of the reason in a :func:`reason_code`, 0-d int32 or an int."""
+    return code >> _RANK_BITS
+
+
+def reason_and_rank(code: int) -> tuple[Reason, int]:
+    """Return what a :func:`reason_code` says."""
+    return Reason(code >> _RANK_BITS), _LAST_RANK - (code & _LAST_RANK)
+
+
 class Purpose(enum.IntEnum):
     """What a message is for: those of one purpose are sent by the same call on every rank."""
 
@@ -153,7 +165,7 @@ class Verdict(NamedTuple):
     @property
     def reason(self) -> Reason:
         """Why no rank makes the step, if so."""
-        return Reason.OVERFLOW if self.nonfinite else Reason(self.code >> _RANK_BITS)
+        return Reason.OVERFLOW if self.nonfinite else reason_and_rank(self.code)[0]
 
     @property
     def is_skipped(self) -> bool:
@@ -173,7 +185,8 @@ class Verdict(NamedTuple):
     @property
     def by(self) -> int | None:
         """The lowest rank with this reason; None for a step that is made, or if its rank is not known."""
-        return _LAST_RANK - (self.code & _LAST_RANK) if self.code and self.code >> _RANK_BITS == self.reason else None
+        reason, rank = reason_and_rank(self.code)
+        return rank if self.is_skipped and reason is self.reason else None
 
 
 def pack(
@@ -457,7 +470,7 @@ def _require_one_state(
         # No maximum is below what went into it.
         raise foreign_message(where())
     if values[3] >> _RANK_BITS >= Reason.FAILED:
-        rank = _LAST_RANK - (values[3] & _LAST_RANK)
+        _, rank = reason_and_rank(values[3])
         msg = (
             f"rank {rank} has refused its gradients, seen by {where()}: the error on that rank says why. No rank takes "
             f"this step. Once they are right, load one checkpoint on every rank, or call set_group()"

@@ -424,11 +424,10 @@ class GradScaler:
                 live.take(ended.lowered)
             elif pending:
                 counts = [count for one in pending if (count := one.count()) is not None]
-                late = [one for one in pending if one.is_read_later]
-                held = [one.held() for one in late] if late and len(late) == len(counts) else []
+                held = [flag for one in pending if one.is_read_later and (flag := one.held()) is not False]
                 ended.catch_up()
                 if counts:
-                    live.advance(counts, held)
+                    live.advance(counts, held if len(held) == len(counts) else ())
             elif ended.scaled:
                 ended.wrong_order(
                     "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
