@@ -46,9 +46,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     Notes
     -----
     ``policy``, ``diagnose`` and ``skip`` are the same on every rank. Each optimizer costs one all-reduce in an
-    iteration, of 104 bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients. ``scale``
-    keeps the dtype
-    of a half-precision loss, as torch's does.
+    iteration, of 104 bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients.
+    ``scale`` keeps the dtype of a half-precision loss, as torch's does.
 
     Examples
     --------

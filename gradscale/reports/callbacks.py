@@ -119,7 +119,7 @@ class LogUpdates:
             self._tell_skip(step)
         if report.skipped and not skipped:
             # The gradients were unscaled, and the loop did not call step().
-            self._log(self._skip_level, f"{at} overflow at scale {report.scale:g}")
+            self._log(self._skip_level, f"{at} gradients to be skipped at scale {report.scale:g}")
         self._told = None
         if self._scale != report.scale:
             change = "grew" if self._scale > report.scale else "backed off"
@@ -133,7 +133,11 @@ class LogUpdates:
             self._updates = self._skipped = 0
 
     def _tell_skip(self, step: StepReport) -> None:
-        if step.skipped:
+        if step.reason in ("spike", "refused"):
+            why = "for a spike that" if step.reason == "spike" else "which"
+            done = "has seen" if step.reason == "spike" else "has refused"
+            self._log(self._skip_level, f"iteration {step.iteration}: step skipped, {why} rank {step.by} {done}")
+        elif step.skipped:
             count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
             skip = f"iteration {step.iteration}: step skipped at scale {step.scale:g}"
             self._log(self._skip_level, f"{skip}, {count}{_worst(step.overflow)}")
@@ -156,8 +160,8 @@ def _worst(overflow: OverflowReport | None) -> str:
 class TensorBoard:
     """Write scalars for each update to a TensorBoard writer.
 
-    ``scale``, ``log2_scale``, ``skipped`` (1 or 0), ``nonfinite`` (gradients with inf or NaN) and ``skip_rate`` (over
-    the last ``window`` updates), by the scaler's iteration. For ``on_update``.
+    ``scale``, ``log2_scale``, ``skipped`` (1 or 0), ``nonfinite`` (gradients with inf or NaN), ``spike`` (1 or 0) and
+    ``skip_rate`` (over the last ``window`` updates), by the scaler's iteration. For ``on_update``.
 
     Parameters
     ----------
@@ -207,6 +211,7 @@ class TensorBoard:
             "log2_scale": math.log2(report.scale),
             "skipped": 1 if report.skipped else 0,
             "nonfinite": max((step.nonfinite for step in report.steps), default=0),
+            "spike": 1 if any(step.reason == "spike" for step in report.steps) else 0,
             "skip_rate": sum(self._recent) / len(self._recent),
         }
         for name, value in scalars.items():

@@ -23,11 +23,13 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     """Return a report as a line of a log, of plain values.
 
     ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one's name and
-    ``cause`` that of an OverflowReport: None without one. A StepReport has no rank and no ``new_scale``.
+    ``cause`` that of an OverflowReport: None without one. ``reason`` is the gravest of the skipped steps, None without
+    any. A StepReport has no rank and no ``new_scale``.
     """
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
+    reasons = {step.reason for step in steps if step.skipped}
     worst = [overflow.nonfinite[0].name for overflow in diagnosed if overflow.nonfinite]
     return {
         "iteration": report.iteration,
@@ -35,6 +37,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
         "scale": report.scale,
         "new_scale": report.new_scale if isinstance(report, UpdateReport) else None,
         "skipped": report.skipped,
+        "reason": next((reason for reason in ("overflow", "refused", "spike") if reason in reasons), None),
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
         "magnitude": max(magnitudes, default=None),
@@ -46,10 +49,10 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
 class JSONLines:
     """Write a JSON object on a line of its own for each update.
 
-    Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``nonfinite``, ``retries``, and
-    ``magnitude``, ``parameter`` and ``cause``, which are null without a diagnosis. Each row is in the file when the
-    call returns, so that ``tail -f`` shows it and a crash keeps it. Two scalers may share a file: rows stay whole, but
-    do not say which scaler wrote them.
+    Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``reason`` (null for a step that was
+    made), ``nonfinite``, ``retries``, and ``magnitude``, ``parameter`` and ``cause``, which are null without a
+    diagnosis. Each row is in the file when the call returns, so that ``tail -f`` shows it and a crash keeps it. Two
+    scalers may share a file: rows stay whole, but do not say which scaler wrote them.
 
     Parameters
     ----------

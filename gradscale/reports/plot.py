@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from gradscale.core import validation
@@ -39,6 +39,8 @@ _LARGEST_ITERATION = 2**53
 # More than a picture has columns of pixels.
 _COLUMNS = 2000
 _LOWEST_SPAN = 2.0**6
+# Reasons of skipped steps that leave the scale as it is.
+_HELD: Mapping[str, Sequence[int]] = {"spike": (), "refused": ()}
 
 
 class _Row(NamedTuple):
@@ -46,6 +48,7 @@ class _Row(NamedTuple):
     scale: float
     new_scale: float | None
     skipped: bool
+    reason: str | None
     magnitude: float | None
 
 
@@ -114,7 +117,9 @@ def history(
         _draw_range(axes[1], magnitudes)
     scales, last = [row.scale for row in rows], rows[-1].new_scale
     skipped = [index for index, row in enumerate(rows) if row.skipped]
-    _draw_scale(axes[0], [row.x for row in rows], scales, skipped, last)
+    held = {name: [index for index in skipped if rows[index].reason == name] for name in _HELD}
+    others = [index for index in skipped if rows[index].reason not in _HELD]
+    _draw_scale(axes[0], [row.x for row in rows], scales, others, last, held)
     _style(axes[0], scales if last is None else [*scales, last])
     axes[0].set_title(_share(len(skipped), len(rows)), loc="left", fontsize=11)
     axes[0].set_ylabel("scale")
@@ -198,7 +203,8 @@ def _rows(history: Any) -> tuple[list[_Row], str]:
         is_drawable = magnitude is not None and magnitude <= validation.LARGEST_FLOAT32
         x = row["iteration"] if is_in_order else number
         is_skipped = row.get("skipped") is True
-        rows.append(_Row(x, row["scale"], row.get("new_scale"), is_skipped, magnitude if is_drawable else None))
+        drawn = magnitude if is_drawable else None
+        rows.append(_Row(x, row["scale"], row.get("new_scale"), is_skipped, row.get("reason"), drawn))
     return rows, "iteration" if is_in_order else "row of the log"
 
 
@@ -248,19 +254,29 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def _draw_scale(
-    ax: Axes, x: Sequence[int], scales: Sequence[float], skipped: Sequence[int], last: float | None = None
+    ax: Axes,
+    x: Sequence[int],
+    scales: Sequence[float],
+    skipped: Sequence[int],
+    last: float | None = None,
+    held: Mapping[str, Sequence[int]] = _HELD,
 ) -> None:
-    """Draw a scale as a line, and crosses on it at the indices of skipped steps."""
+    """Draw a scale as a line, with crosses at the indices of skipped steps, and other marks at spikes."""
     turns = _visible([i for i in range(len(scales)) if i == 0 or scales[i] != scales[i - 1]], x, scales)
     # The last step is as wide as the others, and ends at the scale after its update.
     heights = [*(scales[i] for i in turns), scales[-1] if last is None else last]
     ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=_BLUE, label="scale")
-    if skipped:
-        marks = _visible(skipped, x, scales)
+    for label, marker, indices in (
+        ("step skipped", "x", skipped),
+        ("spike skipped", "^", held["spike"]),
+        ("step refused", "s", held["refused"]),
+    ):
+        marks = _visible(indices, x, scales)
         at = [x[i] for i in marks], [scales[i] for i in marks]
         size = 34 if len(marks) < 100 else 14
-        # Below the line, which many crosses would hide.
-        ax.scatter(*at, size, color=_SKIPPED, marker="x", linewidths=1.4, zorder=1.9, label="step skipped")
+        if marks:
+            # Below the line, which many crosses would hide.
+            ax.scatter(*at, size, color=_SKIPPED, marker=marker, linewidths=1.4, zorder=1.9, label=label)
 
 
 def _visible(indices: Iterable[int], x: Sequence[int], scales: Sequence[float]) -> list[int]:
