@@ -1,0 +1,281 @@
+"""Steps that are skipped for another reason than an overflow: spikes by a rule, and what the user refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradscale
+
+RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
+ONE = gradscale.StaticScale(1.0)
+
+
+class Optimizer:
+    """Counts its steps."""
+
+    def __init__(self) -> None:
+        self.grads: Any = None
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        for _ in range(0 if closure is None else 3):
+            closure()
+        self.steps += 1
+
+
+def iterate(
+    scaler: gradscale.GradScaler, optimizer: Optimizer, loss: float, gradient: float = 1.0, **clip: Any
+) -> gradscale.StepReport:
+    """Make one iteration."""
+    scaler.scale(np.float32(loss))
+    optimizer.grads = [np.full(3, gradient * scaler.get_scale(), np.float32)]
+    if clip:
+        scaler.unscale_(optimizer, **clip)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer)
+
+
+def trained(steps: int = 5, **settings: Any) -> tuple[gradscale.GradScaler, Optimizer]:
+    """Return a scaler and an optimizer after usual steps."""
+    scaler, optimizer = gradscale.GradScaler(**{"skip": RULE} | settings), Optimizer()
+    for _ in range(steps):
+        assert iterate(scaler, optimizer, 1.0).reason == "stepped"
+    return scaler, optimizer
+
+
+def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers() -> None:
+    scaler, optimizer = trained(policy=gradscale.DynamicScale(init_scale=4.0, growth_interval=7, hysteresis=2))
+    before = scaler.state_dict()
+    report = iterate(scaler, optimizer, 9.0)
+    assert (report.reason, report.by, report.skipped, report.nonfinite, optimizer.steps) == ("spike", 0, True, 0, 5)
+    assert {**scaler.state_dict(), "iteration": 6, "spikes": before["spikes"]} == before
+
+
+@pytest.mark.parametrize("after_unscale", [False, True], ids=["before-unscale_", "after-unscale_"])
+def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool) -> None:
+    scaler, optimizer = trained(skip=None, init_scale=4.0, growth_interval=6)
+    before = scaler.state_dict()
+    scaler.scale(np.float32(1.0))
+    optimizer.grads = [np.ones(3, np.float32)]
+    calls = [scaler.unscale_, scaler.refuse] if after_unscale else [scaler.refuse, scaler.unscale_]
+    for call in calls:
+        call(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    assert (report.reason, report.by, optimizer.steps) == ("refused", 0, 5)
+    assert {**scaler.state_dict(), "iteration": 6} == before
+    # Of one iteration alone.
+    assert iterate(scaler, optimizer, 1.0).reason == "stepped"
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_refused_step_needs_no_gradients() -> None:
+    scaler, optimizer = trained()
+    optimizer.grads = []
+    scaler.refuse(optimizer)
+    scaler.scale(np.float32(1.0))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step(optimizer).reason == "refused"
+
+
+def test_an_overflow_in_the_same_step_is_an_overflow_and_teaches_nothing() -> None:
+    scaler, optimizer = trained(init_scale=4.0)
+    before = scaler.state_dict()["spikes"]
+    scaler.refuse(optimizer)
+    report = iterate(scaler, optimizer, 9.0, math.inf)
+    assert (report.reason, report.by, scaler.get_scale()) == ("overflow", 0, 2.0)
+    assert scaler.state_dict()["spikes"] == before
+
+
+def test_refusing_too_late_or_with_a_disabled_scaler_is_an_error() -> None:
+    scaler, optimizer = trained()
+    scaler.scale(np.float32(1.0))
+    optimizer.grads = [np.ones(3, np.float32)]
+    scaler.step(optimizer)
+    with pytest.raises(gradscale.CallOrderError, match="after step"):
+        scaler.refuse(optimizer)
+    with pytest.raises(gradscale.InvalidValueError, match="a disabled scaler makes every step"):
+        gradscale.GradScaler(enabled=False).refuse(optimizer)
+
+
+def test_a_disabled_scaler_judges_nothing() -> None:
+    scaler, optimizer = trained(0, enabled=False)
+    for loss in [1.0] * 8 + [math.nan]:
+        scaler.scale(np.float32(loss))
+        scaler.step(optimizer)
+        scaler.update()
+    assert (optimizer.steps, scaler.state_dict()) == (9, {})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "is_spike"),
+    [
+        pytest.param([[9.0]], True, id="loss"),
+        pytest.param([[1.0], [9.0], [1.0]], True, id="mean-above"),
+        pytest.param([[9.0], [-7.0]], False, id="mean-of-accumulation"),
+        pytest.param([[1.0], [[9.0, 9.0]]], False, id="not-of-several-elements"),
+        pytest.param([[1.0], 9], False, id="not-of-integers"),
+        pytest.param([[1.0], np.complex64(9.0)], False, id="not-of-complex-numbers"),
+        pytest.param([[9.0], {"loss": -7.0}], False, id="given"),
+        pytest.param([[1.0], {"loss": 17.0}], True, id="given-mean"),
+        pytest.param([{"loss": np.float64(9.0)}], True, id="given-array"),
+        pytest.param([{"loss": False}], False, id="none"),
+    ],
+)
+def test_what_scale_is_given_is_judged(outputs: list[Any], is_spike: bool) -> None:
+    scaler, optimizer = trained(policy=ONE)
+    for one in outputs:
+        if isinstance(one, dict):
+            scaler.scale(np.float32(5.0), **one)
+        else:
+            scaler.scale(np.asarray(one) if isinstance(one, int) else one if np.ndim(one) == 0 else np.float32(one[0]))
+    optimizer.grads = [np.ones(3, np.float32)]
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).skipped == is_spike
+
+
+@pytest.mark.parametrize("loss", ["1.0", True, np.ones(2, np.float32), np.int32(1), 1j, [1.0]], ids=str)
+def test_a_loss_of_another_kind_is_refused(loss: Any) -> None:
+    scaler, _ = trained()
+    with pytest.raises(gradscale.InvalidTypeError, match="loss must be a number"):
+        scaler.scale(np.float32(1.0), loss=loss)
+
+
+def test_the_norm_of_clipping_is_judged_beside_the_loss() -> None:
+    scaler, optimizer = trained(0, policy=ONE, skip=gradscale.SkipSpikes(window=8, min_values=4))
+    for gradient, reason in [(1.0, "stepped")] * 5 + [(2.0, "spike"), (1.0, "stepped")]:
+        assert iterate(scaler, optimizer, 1.0, gradient, max_norm=100.0).reason == reason
+    # Without a norm the loss alone.
+    assert iterate(scaler, optimizer, 1.0, 2.0).reason == "stepped"
+
+
+def test_each_optimizer_has_a_window_of_its_own() -> None:
+    scaler, critic = trained(policy=ONE)
+    generator = Optimizer()
+    for _ in range(6):
+        scaler.scale(np.float32(1.0))
+        critic.grads = generator.grads = [np.ones(3, np.float32)]
+        scaler.step(critic)
+        scaler.scale(np.float32(100.0))
+        scaler.step(generator)
+        scaler.update()
+        assert not scaler.last_step(critic).skipped
+        assert not scaler.last_step(generator).skipped
+    assert [window["loss"]["values"][-1] for window in scaler.state_dict()["spikes"]] == [1.0, 100.0]
+
+
+def test_a_closure_is_judged_by_its_first_evaluation() -> None:
+    scaler, optimizer = trained(policy=ONE)
+    losses = iter([1.0, 50.0, 50.0, 9.0, 1.0, 1.0])
+
+    def closure() -> float:
+        loss = next(losses)
+        scaler.scale(np.float32(loss))
+        optimizer.grads = [np.ones(3, np.float32)]
+        return loss
+
+    for reason, steps in (("stepped", 6), ("spike", 6)):
+        scaler.step(optimizer, closure)
+        scaler.update()
+        assert (scaler.last_step(optimizer).reason, optimizer.steps) == (reason, steps)
+
+
+def test_a_new_level_is_learned_after_the_patience() -> None:
+    scaler, optimizer = trained(8, policy=ONE, skip=gradscale.SkipSpikes(window=8, of="loss", patience=3))
+    reasons = [iterate(scaler, optimizer, 9.0).reason for _ in range(8)]
+    assert reasons[:4] == ["spike"] * 4
+    assert reasons[-1] == "stepped"
+
+
+def losses(steps: int = 60) -> list[float]:
+    generator = np.random.default_rng(0)
+    return [float(generator.normal() + (20.0 if step % 7 == 6 else 5.0)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("road", ["state_dict", "json", "pickle", "deepcopy"])
+def test_a_resumed_run_decides_bit_for_bit_alike(road: str) -> None:
+    settings: dict[str, Any] = {"skip": gradscale.SkipSpikes(window=16, deviations=2.0), "policy": ONE}
+    scaler, optimizer = trained(0, **settings)
+    for loss in losses():
+        iterate(scaler, optimizer, loss, loss, max_norm=1.0)
+    if road in ("pickle", "deepcopy"):
+        other = pickle.loads(pickle.dumps(scaler)) if road == "pickle" else copy.deepcopy(scaler)
+    else:
+        other = gradscale.GradScaler(**settings)
+        saved = scaler.state_dict()
+        other.load_state_dict(json.loads(json.dumps(saved)) if road == "json" else saved)
+    twin = Optimizer()
+    for loss in losses():
+        here, there = (iterate(one, of, loss, loss, max_norm=1.0) for one, of in ((scaler, optimizer), (other, twin)))
+        assert here.reason == there.reason
+    assert other.state_dict() == scaler.state_dict()
+    assert "spike" in {report.reason for report in other.history}
+
+
+@pytest.mark.parametrize(
+    ("spikes", "message"),
+    [
+        pytest.param({"loss": 1}, "spikes must be a list", id="mapping"),
+        pytest.param([3], r"spikes\[0\] must be a mapping", id="number"),
+        pytest.param([{"loss": [1.0]}], r"spikes\[0\]\['loss'\] must be a mapping", id="list"),
+        pytest.param([{"loss": {"values": "1"}}], r"'values'\] must be a list", id="text"),
+        pytest.param([{"loss": {"values": [math.nan], "skipped": 0}}], r"'values'\] must be", id="nan"),
+        pytest.param([{"loss": {"values": [1e39], "skipped": 0}}], r"'values'\] must be", id="too-large"),
+        pytest.param([{"loss": {"values": [1.0], "skipped": -1}}], r"'skipped'\] must be", id="negative"),
+        pytest.param([{"loss": {"values": [1.0]}}], r"'skipped'\] must be", id="missing"),
+    ],
+)
+def test_bad_windows_in_a_state_dict_change_nothing(spikes: Any, message: str) -> None:
+    scaler, _ = trained()
+    before = scaler.state_dict()
+    with pytest.raises(gradscale.StateDictError, match=message):
+        scaler.load_state_dict(before | {"spikes": spikes})
+    assert scaler.state_dict() == before
+
+
+def test_a_state_dict_without_windows_begins_new_ones() -> None:
+    scaler, optimizer = trained()
+    without = {name: value for name, value in scaler.state_dict().items() if name != "spikes"}
+    scaler.load_state_dict(without)
+    assert iterate(scaler, optimizer, 99.0).reason == "stepped"
+
+
+def test_what_is_no_rule_is_refused() -> None:
+    with pytest.raises(gradscale.InvalidTypeError, match="skip must be a SkipSpikes"):
+        gradscale.GradScaler(skip="spikes")  # type: ignore[arg-type]
+
+
+def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow(caplog: Any, tmp_path: Any) -> None:
+    log = gradscale.callbacks.JSONLines(tmp_path / "scale.jsonl")
+    skipped: list[Any] = []
+    scaler, optimizer = trained(
+        on_skip=[lambda report: skipped.append(report.reason)], on_update=[gradscale.callbacks.LogUpdates(), log]
+    )
+    stepped: list[int] = []
+    schedule = type("Schedule", (), {"step": lambda _: stepped.append(1)})()
+    with caplog.at_level(logging.WARNING):
+        for loss, gradient in ((9.0, 1.0), (1.0, math.inf)):
+            iterate(scaler, optimizer, loss, gradient)
+            scaler.step_schedule(optimizer, schedule)
+        scaler.refuse(optimizer)
+        iterate(scaler, optimizer, 1.0)
+    assert skipped == ["spike", "overflow", "refused"]
+    assert stepped == []
+    rows = [json.loads(row) for row in (tmp_path / "scale.jsonl").read_text().splitlines()]
+    assert [row["reason"] for row in rows] == [None] * 5 + skipped
+    assert [text.partition(": ")[2] for text in caplog.messages] == [
+        "step skipped, for a spike that rank 0 has seen",
+        "step skipped at scale 65536, 1 gradient with inf or NaN",
+        "step skipped, which rank 0 has refused",
+    ]

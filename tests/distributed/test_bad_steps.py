@@ -1,0 +1,55 @@
+"""Spikes and refused steps: all ranks skip together, whichever of them has the reason, and the scale stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bad_step_scenarios as scenarios
+import pytest
+from axes import require
+from worlds import ProcessWorld, ThreadWorld, agree, each
+
+LIBRARIES = ["numpy", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-then-step"])
+@pytest.mark.parametrize("reason", ["spike", "refused"])
+def test_the_lowest_rank_with_a_reason_is_told_to_all(world: Any, reason: str, explicit: bool, library: str) -> None:
+    require(library)
+    agree(world, scenarios.bad_on, [(rank, reason, library, explicit) for rank in range(world.size)])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_overflow_comes_before_a_refusal_and_that_before_a_spike(world: Any, library: str) -> None:
+    require(library)
+    agree(world, scenarios.gravest, [(library,)])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_rank_without_a_loss_hears_of_a_spike(world: Any, library: str) -> None:
+    require(library)
+    agree(world, scenarios.without_a_loss, [(library,)])
+
+
+def test_another_rule_on_one_rank_is_named_on_all(world: Any) -> None:
+    for _, said in each(world, scenarios.another_rule, [(rank,) for rank in range(world.size)]):
+        assert said == ["diagnose= or skip="] * world.size
+
+
+def test_a_refusal_after_unscale_is_an_error_and_the_step_is_made(world: Any) -> None:
+    agree(world, scenarios.refused_too_late, [()])
+
+
+def test_threads_decide_as_the_pure_rule_does() -> None:
+    ((_, (found, other)),) = each(ThreadWorld(2), scenarios.decisions, [("numpy", 600)])
+    assert found == other == scenarios.expected(2, 600)
+    assert found.count(("spike", 0)) > 5 < found.count(("spike", 1))
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_three_processes_decide_as_the_pure_rule_does(processes: ProcessWorld, library: str) -> None:
+    require(library)
+    ((_, found),) = each(type(processes)(3), scenarios.decisions, [(library, 10_000)])
+    assert found == [scenarios.expected(3, 10_000)] * 3
