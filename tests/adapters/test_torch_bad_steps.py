@@ -1,0 +1,112 @@
+"""Spikes and refused steps on devices that are slower than the host, and in captured graphs: no host read."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from axes_torch import GradScaler, torch
+from host_cuda import installed
+from small_torch import Small
+from test_torch_devices import Run, capturable, captured, groups_in_use
+
+import gradscale
+
+pytestmark = pytest.mark.torch
+
+RULE = gradscale.SkipSpikes(window=4, min_values=2, of="norm")
+GRADIENTS = (1.0, 1.0, 1.0, 5.0, 1.0, math.inf, 1.0)
+REASONS = ["stepped"] * 3 + ["spike", "stepped", "overflow", "stepped"]
+# It grows at each clean step.
+SCALES = [8.0, 16.0, 32.0, 32.0, 64.0, 32.0, 64.0]
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[Any]:
+    """Return the stand-in for two CUDA devices."""
+    with installed() as cuda:
+        yield cuda
+
+
+def clipped(run: Small, gradient: float) -> None:
+    run.give(gradient)
+    run.scaler.unscale_(run.optimizer, max_norm=100.0)
+    run.step()
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
+def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda: Any, name: str, waits: int, groups: int) -> None:
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, skip=RULE, group=groups_in_use(groups))
+    run = Run(scaler, name, "cuda:0", "cuda:1")
+    scales, stepped = [], []
+    for gradient in GRADIENTS:
+        before = [parameter.clone() for parameter in run.parameters]
+        clipped(run, gradient)
+        assert len(cuda.waits) == waits
+        scales.append(run.scaler.get_scale())
+        stepped.append(not any(map(torch.equal, before, run.parameters)))
+        cuda.waits.clear()
+    assert [report.reason for report in run.scaler.history] == REASONS
+    assert scales == SCALES
+    assert stepped == [reason == "stepped" for reason in REASONS]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str) -> None:
+    run = Run(GradScaler("cuda", init_scale=4.0, growth_interval=1), name, "cuda")
+    run.iterate(1.0)
+    before = run.held, run.state
+    for after_unscale in (False, True):
+        run.give(1.0)
+        if after_unscale:
+            run.scaler.unscale_(run.optimizer)
+        run.scaler.refuse(run.optimizer)
+        run.step()
+        assert (run.held, run.state, run.report.reason) == (*before, "refused")
+
+
+def test_a_loss_is_judged_where_it_is() -> None:
+    run = Run(GradScaler("cuda", skip=gradscale.SkipSpikes(window=4, min_values=2, of="loss")), "SGD", "cuda:0")
+    for loss, reason in ((1.0, "stepped"), (1.0, "stepped"), (2.0, "spike")):
+        run.give(1.0)
+        run.scaler.scale(torch.tensor(loss, device="cuda:1"), loss=torch.tensor(loss, device="cuda:1"))
+        run.scaler.scale(torch.tensor(2 * loss - 1.0), loss=loss)
+        run.step()
+        assert run.report.reason == reason
+
+
+def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
+    run = capturable(init_scale=4.0, growth_interval=1, skip=RULE)
+    for gradient in (1.0, 1.0):
+        clipped(run, gradient)
+    graph, source = captured(cuda, run, max_norm=100.0)
+    seen = []
+    for value in GRADIENTS[2:]:
+        source.fill_(value)
+        graph.replay()
+        seen.append((run.report.reason, run.scaler.get_scale()))
+    assert seen == list(zip(REASONS[2:], SCALES[2:], strict=True))
+    # The values of the two steps before, and of the replays that were made.
+    window = run.scaler.state_dict()["spikes"][0]["norm"]
+    assert window == {"values": [pytest.approx(5.0**0.5)] * 4, "skipped": 0}
+    # Replays go on with what was loaded.
+    run.scaler.load_state_dict(run.scaler.state_dict() | {"spikes": []})
+    source.fill_(5.0)
+    graph.replay()
+    assert run.report.reason == "stepped"
+
+
+def test_pickles_and_torchs_own_scaler_take_the_state() -> None:
+    run = Run(GradScaler("cpu", skip=RULE), "SGD", "cpu")
+    for gradient in (1.0, 2.0, 1.0):
+        clipped(run, gradient)
+    saved = run.scaler.state_dict()
+    assert len(saved["spikes"][0]["norm"]["values"]) == 3
+    assert pickle.loads(pickle.dumps(run.scaler)).state_dict() == saved
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(saved)
+    assert theirs.state_dict()["_growth_tracker"] == 3
