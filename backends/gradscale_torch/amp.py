@@ -218,7 +218,6 @@ class GradScaler(TorchGradScaler):
     # The iteration.
 
     @untraced
-    @checked_arguments
     def scale(self, outputs: _Outputs, *, loss: Tensor | float | None = None) -> _Outputs:
         """Multiply a loss, or containers of tensors, by the scale.
 

@@ -323,10 +323,12 @@ def short_form(sent: list[int]) -> list[int]:
     packed = struct.pack(f"<{1 + len(fields)}i", at_min_scale, *fields)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
     # 0 without gradients, else one more than the count.
-    reason, rank = vector.reason_and_rank(code)
-    fits = 0 <= count <= MOST_COUNTED and has_gradients in (0, 1) and (code == 0 or rank <= _LAST_SHORT)
+    fits, short = 0 <= count <= MOST_COUNTED and has_gradients in (0, 1), 0
+    if code:
+        reason, rank = vector.reason_and_rank(code)
+        fits = fits and rank <= _LAST_SHORT
+        short = reason << _SHORT_RANK_BITS | max(_LAST_SHORT - rank, 0)
     found = count + has_gradients if fits else _TOO_MANY
-    short = reason << _SHORT_RANK_BITS | _LAST_SHORT - rank if fits and code else 0
     return [number << _COUNT_BITS | found, -number << _COUNT_BITS | short]
 
 
@@ -339,8 +341,10 @@ def told_flags(agreed: list[int]) -> tuple[int, bool, int] | None:
     found, short = most & _TOO_MANY, minus_least & _TOO_MANY
     if most >> _COUNT_BITS != -(minus_least >> _COUNT_BITS) or found == _TOO_MANY:
         return None
-    reason, rank = vector.Reason(short >> _SHORT_RANK_BITS), _LAST_SHORT - (short & _LAST_SHORT)
-    return max(found - 1, 0), found > 0, vector.reason_code(reason, rank) if short else 0
+    code = 0
+    if short:
+        code = vector.reason_code(vector.Reason(short >> _SHORT_RANK_BITS), _LAST_SHORT - (short & _LAST_SHORT))
+    return max(found - 1, 0), found > 0, code
 
 
 def _forget_what_is_done() -> None:

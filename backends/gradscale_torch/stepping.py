@@ -79,7 +79,7 @@ class Step:
                         self._unscale(optimizer)
                     turn.stage = Stage.UNSCALED
                 self.verdict = iteration.verdict_for_step(turn, optimizer)
-                self.is_made = not self.verdict.is_skipped
+                self.is_made = not self.verdict.nonfinite and not self.verdict.code
             elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
                 warn_caller(
                     f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "

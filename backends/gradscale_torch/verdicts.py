@@ -190,17 +190,16 @@ class TensorVerdict:
         self.groups, self.version, self.is_scaled = groups, live.version, found.is_scaled
         self.state = state
         self._found, self._live = found, live
-        if found.count is not None and not would_wait(found.home):
-            if found.count:
-                code = vector.reason_code(vector.Reason.OVERFLOW, iteration.agreement.rank())
-            elif not isinstance(code, int):
-                code = int(code.item())
-        # Why this rank skips the step, as far as it is not an overflow that the CPU does not know.
+        if not isinstance(code, int) and not would_wait(found.home):
+            code = int(code.item())
+        # Why this rank skips the step, other than for an overflow.
         self._code = code
+        if found.count:
+            code = vector.reason_code(vector.Reason.OVERFLOW, iteration.agreement.rank())
         if groups:
             agreement = iteration.agreement
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
-            self._ballot = Ballot(agreement, groups, self._message(about), iteration.number)
+            self._ballot = Ballot(agreement, groups, self._message(about, code), iteration.number)
         elif found.count is None or found.scale is None or would_wait(found.home):
             return
         elif 0.0 < found.scale < math.inf:
@@ -209,21 +208,21 @@ class TensorVerdict:
                 cast(int, code),
             )
 
-    def _message(self, about: Sequence[int]) -> Tensor | list[int]:
+    def _message(self, about: Sequence[int], code: Tensor | int) -> Tensor | list[int]:
         """Return this rank's vector: ints if the groups take them and the CPU knows the numbers."""
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
             backend = self._live.backend_for(state.scale)
             sent: Tensor = vector.pack(
-                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients, code=self._code
+                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients, code=code
             )
             return sent
         numbers = ScaleState(*map(Tensor.item, state))
         count = min(found.count, MOST_COUNTED)
         at_min_scale = policy.at_min_scale(state)
-        code = cast(int, self._code)
-        has_gradients = found.has_gradients
-        return vector.pack_plain(numbers, count, bool(at_min_scale), about, has_gradients=has_gradients, code=code)
+        return vector.pack_plain(
+            numbers, count, bool(at_min_scale), about, has_gradients=found.has_gradients, code=cast(int, code)
+        )
 
     @classmethod
     def unjudged(cls, iteration: Iteration) -> TensorVerdict:
@@ -333,14 +332,16 @@ class TensorVerdict:
 
         None for a known spike or refusal, which moves no scale.
         """
-        if ((self.known is not None and self.known.code) or self.is_read_by_cpu) and self.verdict().is_held:
+        known = self.known
+        if known is None and self.is_read_by_cpu:
+            known = self.verdict()
+        if known is not None and known.code and self.verdict().is_held:
             return None
-        own = self._overflow()
         if self._shown is None:
-            return own
+            return self._overflow() if self._ballot is not None else combined(self._found.flags, self._found.home)
         shown = (combined(self._shown, self._found.home) != 0).to(torch.float32)
-        code = self._agreed_code()
-        return shown if isinstance(code, int) else torch.where(code != 0, own, shown)
+        code = self._code if self._ballot is None or known is not None else self._ballot.agreed()[3]
+        return shown if isinstance(code, int) else torch.where(code != 0, self._overflow(), shown)
 
     def _overflow(self) -> Tensor:
         """Return whether any rank has an overflow, or the ranks differ, as ``count`` does."""
@@ -364,7 +365,10 @@ class TensorVerdict:
             return (combined(self._shown, self._found.home) != 0).to(torch.float32)
         if self.is_read_by_cpu:
             return torch.tensor(float(self.verdict().is_skipped), dtype=torch.float32, device=_CPU)
-        own, code = self._overflow(), self._agreed_code()
+        if self._ballot is None:
+            own, code = combined(self._found.flags, self._found.home), self._code
+        else:
+            own, code = self._overflow(), self._ballot.agreed()[3]
         if isinstance(code, int):
             return torch.ones_like(own) if code else own
         return torch.maximum(own, (code != 0).to(torch.float32))
@@ -389,8 +393,8 @@ class TensorVerdict:
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
         self._code = code
-        if self.known is not None:
-            self.known = self.known._replace(code=max(self.known.code, code))
+        if self.known is not None and not self.known.nonfinite:
+            self.known = self.known._replace(code=code)
         if self._shown is not None:
             self._shown = {device: torch.ones_like(flag) for device, flag in self._shown.items()}
 

@@ -178,11 +178,6 @@ class Verdict(NamedTuple):
         return self.code > 0 and self.nonfinite == 0
 
     @property
-    def lacks_gradients(self) -> bool:
-        """Whether a step would change nothing, which is an error unless it was refused."""
-        return not self.has_gradients and self.code == 0
-
-    @property
     def by(self) -> int | None:
         """The lowest rank with this reason; None for a step that is made, or if its rank is not known."""
         reason, rank = reason_and_rank(self.code)

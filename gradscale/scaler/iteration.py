@@ -247,7 +247,7 @@ class Iteration:
                 with self.agreement.failing():
                     verdict = pending.verdict()
                 self.live.observe(verdict.scale, pending.version)
-                if verdict.lacks_gradients:
+                if not verdict.has_gradients and not verdict.code:
                     # No error: each rank would raise it at another call, and the others would wait for it.
                     warn_caller(
                         f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
@@ -303,7 +303,9 @@ class Iteration:
             raise
         max_norm = None if request is None else request.max_norm
         try:
-            code = self._reason_code(turn, optimizer, found.norm, state)
+            code: Array | int = 0
+            if self._spikes is not None or turn.is_refused:
+                code = self._reason_code(turn, optimizer, found.norm, state)
             turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, code)
         except GradscaleError as error:
             agreement.failure = error
@@ -382,7 +384,7 @@ class Iteration:
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         verdict = self.verdict(turn)
-        if verdict.lacks_gradients:
+        if not verdict.has_gradients and not verdict.code:
             self.refuse_without_gradients(turn, optimizer, verdict)
         return verdict
 
@@ -403,12 +405,23 @@ class Iteration:
             one = turn.pending
             if one is not None and one.is_begun:
                 verdict = None if one.is_read_later else turn.verdict or self.verdict(turn)
-                if verdict is not None and verdict.lacks_gradients:
+                if verdict is not None and not verdict.has_gradients and not verdict.code:
                     continue
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
         return pending, verdicts
+
+    def held(self) -> list[Array]:
+        """Return for the verdicts that are read later whether they leave the scale as it is, if they may do so."""
+        late = [turn.pending for turn in self.turns if turn.pending is not None and turn.pending.is_read_later]
+        return [flag for one in late if (flag := one.held()) is not False]
+
+    def learn(self) -> None:
+        """Let the windows learn what was judged."""
+        for turn in self.turns:
+            if self._spikes is not None and turn.judged is not None and turn.pending is not None:
+                self._spikes.learn(turn.judged, turn.pending.reason())
 
     # Messages.
 

@@ -215,7 +215,6 @@ class GradScaler:
 
     # The iteration.
 
-    @checked_arguments
     def scale(self, outputs: _Outputs, *, loss: Array | float | None = None) -> _Outputs:
         """Multiply a loss, or nested containers of arrays, by the scale.
 
@@ -424,7 +423,8 @@ class GradScaler:
                 live.take(ended.lowered)
             elif pending:
                 counts = [count for one in pending if (count := one.count()) is not None]
-                held = [flag for one in pending if one.is_read_later and (flag := one.held()) is not False]
+                # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
+                held = () if len(verdicts) == len(pending) else ended.held()
                 ended.catch_up()
                 if counts:
                     live.advance(counts, held if len(held) == len(counts) else ())
@@ -436,7 +436,8 @@ class GradScaler:
                 )
             else:
                 ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-            self._learn(ended)
+            if self._parts.spikes is not None:
+                ended.learn()
             self._iteration = Iteration(ended.number + 1, self._parts)
             underflow = None
             if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
@@ -462,14 +463,6 @@ class GradScaler:
                 raise underflow
         finally:
             self._busy.release()
-
-    def _learn(self, ended: Iteration) -> None:
-        """Let the windows learn what an iteration has judged."""
-        spikes = self._parts.spikes
-        if spikes is not None:
-            for turn in ended.turns:
-                if turn.judged is not None and turn.pending is not None:
-                    spikes.learn(turn.judged, turn.pending.reason())
 
     def _scale_after(
         self,

@@ -37,7 +37,7 @@ def step(
             evaluation.returned = optimizer.step(*evaluation.args, **evaluation.kwargs)
         return evaluation.returned, evaluation.verdict, evaluation.retries
     verdict = iteration.verdict_for_step(turn, optimizer)
-    return None if verdict.is_skipped else optimizer.step(*args, **kwargs), verdict, 0
+    return None if verdict.nonfinite or verdict.code else optimizer.step(*args, **kwargs), verdict, 0
 
 
 @contextlib.contextmanager

@@ -103,12 +103,9 @@ class PendingVerdict:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d int32, or an int for a state of numbers; None if it does not count."""
         known = self.known
-        if known is not None:
-            if known.is_held:
-                return None
-            if self._is_plain:
-                return known.nonfinite
-        return self._count
+        if known is not None and known.code and known.is_held:
+            return None
+        return known.nonfinite if self._is_plain and known is not None else self._count
 
     def reason(self) -> Reason:
         """Return why the ranks have skipped the step, or that they have not."""
@@ -120,7 +117,8 @@ class PendingVerdict:
 
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
-        self.known = self.verdict()._replace(code=code)
+        found = self.verdict()
+        self.known = found if found.nonfinite else found._replace(code=code)
 
     def has_arrived(self) -> bool:
         """Return True: the step has read it."""
