@@ -393,14 +393,21 @@ class GradScaler(TorchGradScaler):
         self._scaler.step_schedule(optimizer, schedule, *args, **kwargs)
 
     def diagnose(
-        self, optimizer: Optimizer, names: Any = None, *, loss: Any = None, gather: bool = False
+        self,
+        optimizer: Optimizer,
+        names: Any = None,
+        *,
+        loss: Any = None,
+        gather: bool = False,
+        params: Any = None,
+        state: Any = False,
     ) -> OverflowReport:
         """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and the cause.
 
         As :meth:`gradscale.GradScaler.diagnose`: of sparse gradients the stored values, of a DTensor this rank's part,
         of a fused optimizer that has skipped its step the unscaled values of gradients that are still scaled.
         """
-        return self._scaler.diagnose(optimizer, names, loss=loss, gather=gather)
+        return self._scaler.diagnose(optimizer, names, loss=loss, gather=gather, params=params, state=state)
 
     @property
     def history(self) -> list[StepReport]:

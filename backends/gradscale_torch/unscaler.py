@@ -412,11 +412,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def values_of(gradient: Tensor) -> Tensor | None:
-    """Return the dense tensor of a gradient's values on this rank, duplicates summed up; None on the meta device."""
+    """Return the dense tensor of a gradient's values on this rank, duplicates summed up; None if it has none."""
     if gradient.device.type == "meta":
         return None
     with torch.no_grad():
         local = local_tensor(gradient.detach())
+        if hasattr(local, "__tensor_flatten__"):
+            return _parts_of(local)
         if local.layout == torch.sparse_coo and not local.is_coalesced():
             # float16 is summed in float32, as it is when it is unscaled.
             wide = local.to(torch.float32) if local.dtype is torch.float16 else local
@@ -424,6 +426,14 @@ def values_of(gradient: Tensor) -> Tensor | None:
         if local.layout == torch.strided:
             return local
         return local.values()
+
+
+def _parts_of(tensor: Any) -> Tensor | None:
+    """Return the floating values that a subclass made of other tensors holds, such as the scales of an 8-bit state."""
+    parts = [values_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    floating = [one.reshape(-1) for one in parts if one is not None and (one.is_floating_point() or one.is_complex())]
+    # torch promotes no 8-bit types.
+    return torch.cat([one.float() if one.itemsize < 4 else one for one in floating]) if floating else None
 
 
 def _require_whole(gradients: TensorGradients) -> None:

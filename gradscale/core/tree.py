@@ -54,6 +54,8 @@ def _suffixes(node: Any, count: int) -> list[str]:
     """Return the ends of the paths of a container's children."""
     if _is_dataclass(node):
         return [f".{field.name}" for field in dataclasses.fields(node)]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return [f".{name}" for name in node._fields]
     return [f"[{shown(key)}]" for key in _keys(node, count)]
 
 
@@ -220,8 +222,10 @@ def _describe(node: object) -> str:
     return f"a {type(node).__name__} with {shown(suffixes)}"
 
 
-def leaves_with_paths(tree: object) -> list[tuple[str, Array]]:
+def leaves_with_paths(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> list[tuple[str, Array]]:
     """Return (path, leaf) of every leaf in order; a path reads as the expression that reaches it, ``['w'][0]``.
+
+    ``is_leaf`` is that of :func:`flatten`.
 
     Examples
     --------
@@ -229,7 +233,7 @@ def leaves_with_paths(tree: object) -> list[tuple[str, Array]]:
     >>> list(gradscale.tree.leaves_with_paths({"a": 1, "b": [2, 3]}))
     [("['a']", 1), ("['b'][0]", 2), ("['b'][1]", 3)]
     """
-    leaves, plan = _walked(tree)
+    leaves, plan = _walked(tree, is_leaf)
 
     def below(node: object, children: list[list[tuple[str, Array]]]) -> list[tuple[str, Array]]:
         suffixes = _suffixes(node, len(children))

@@ -30,7 +30,8 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
     reasons = {step.reason for step in steps if step.skipped}
-    worst = [overflow.nonfinite[0].name for overflow in diagnosed if overflow.nonfinite]
+    found = [overflow.broken or overflow.nonfinite for overflow in diagnosed]
+    worst = [entries[0].place for entries in found if entries]
     return {
         "iteration": report.iteration,
         "rank": report.rank if isinstance(report, UpdateReport) else None,

@@ -16,9 +16,18 @@ from gradscale.core import validation
 from gradscale.core.protocols import Collectives
 from gradscale.errors import BackendError
 
-__all__ = ["NO_GRADIENTS", "Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause", "gather"]
+__all__ = [
+    "NO_GRADIENTS",
+    "Cause",
+    "OverflowReport",
+    "ParameterReport",
+    "RankReport",
+    "find_cause",
+    "gather",
+    "worst_first",
+]
 
-Cause = Literal["none", "scale", "model", "underflow", "no gradients"]
+Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 NO_GRADIENTS = (
     "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model"
 )
@@ -29,6 +38,7 @@ NO_GRADIENTS = (
 _SUBNORMAL_SHARE = 0.1
 _ZERO_SHARE = 0.99
 _LONGEST_NAME = 48
+_LISTED_RANKS = 8
 # A gathered report lists so many entries of all ranks together, or so many of each, whichever is more: all of 3000
 # parameters on 512 ranks would be some 200 MB on every one of them.
 _GATHERED = 4096
@@ -39,7 +49,7 @@ _LOWEST_INT32 = -(2**31)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterReport:
-    """One parameter's gradient on one rank.
+    """One parameter's gradient on one rank; or its weight, or an array of the optimizer's state.
 
     Attributes
     ----------
@@ -50,9 +60,9 @@ class ParameterReport:
     index : int
         Position among the optimizer's parameters, from 0.
     shape : tuple of int
-        Of the gradient on this rank; empty if it is missing.
+        Of the array on this rank; empty if the gradient is missing.
     dtype : str
-        Of the gradient, such as "float16"; empty if it is missing.
+        Of the array, such as "float16"; empty if the gradient is missing.
     size : int
         How many elements were looked at.
     inf, nan, zeros, subnormals : int
@@ -63,6 +73,11 @@ class ParameterReport:
         None if no element is finite.
     missing : bool
         Whether there is no gradient: ``None``, or one without values.
+    kind : {"gradient", "weight", "state"}
+        Which of the parameter's arrays it is.
+    key : str
+        Of the optimizer's state: which array of the parameter's, such as "exp_avg". If ``name`` is "state", the array
+        is ``state`` with this key behind it, such as "['momentum'][0]".
 
     Examples
     --------
@@ -84,6 +99,13 @@ class ParameterReport:
     subnormals: int = 0
     largest: float | None = None
     missing: bool = False
+    kind: Literal["gradient", "weight", "state"] = "gradient"
+    key: str = ""
+
+    @property
+    def place(self) -> str:
+        """The array as a person would say it: "weight", "exp_avg of weight", "state['momentum'][0]"."""
+        return f"{self.name}{self.key}" if self.key[:1] in ("", "[", ".") else f"{self.key} of {self.name}"
 
     @property
     def nonfinite(self) -> int:
@@ -114,7 +136,8 @@ class ParameterReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain Python values that JSON can hold: every float is finite."""
-        names = ("name", "dtype", "size", "inf", "nan", "largest", "zero_fraction", "subnormal_fraction", "missing")
+        names = ["name", "kind", "key", "dtype", "size", "inf", "nan", "largest"]
+        names += ["zero_fraction", "subnormal_fraction", "missing"]
         return {name: getattr(self, name) for name in names} | {"rank": list(self.rank), "shape": list(self.shape)}
 
 
@@ -124,25 +147,29 @@ class RankReport:
 
     rank: tuple[int, ...]  # in each group gathered over
     entries: tuple[ParameterReport, ...] = ()
+    broken: tuple[ParameterReport, ...] | None = None
     omitted_nonfinite: int = 0
     omitted_finite: int = 0
     scale: float = 1.0
     iteration: int = 0
     is_scaled: bool = False  # whether the gradients still are
     loss_nonfinite: int | None = None
+    omitted_broken: int = 0
     failure: str = ""  # why this rank could not look at its gradients
 
     def worst(self, limit: int) -> RankReport:
         """Return the report with at most so many entries."""
-        if len(self.entries) <= limit:
+        omitted, broken = self.entries[limit:], self.broken or ()
+        if not omitted and len(broken) <= limit:
             return self
-        omitted = self.entries[limit:]
         nonfinite = sum(entry.nonfinite > 0 for entry in omitted)
         return dataclasses.replace(
             self,
             entries=self.entries[:limit],
             omitted_nonfinite=self.omitted_nonfinite + nonfinite,
             omitted_finite=self.omitted_finite + len(omitted) - nonfinite,
+            broken=self.broken and broken[:limit],
+            omitted_broken=self.omitted_broken + len(broken[limit:]),
         )
 
 
@@ -158,15 +185,21 @@ class OverflowReport:
         The scale that the gradients are scaled with, or were divided by.
     iteration : int
         The scaler's iteration that they belong to.
-    cause : {"none", "scale", "model", "underflow", "no gradients"}
+    cause : {"none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"}
         Nothing is wrong; the scale is too high; the model makes inf or NaN at any scale; nothing overflows, and many
-        values are too small for the dtype; no parameter has a gradient.
+        values are too small for the dtype; no parameter has a gradient; the weights hold inf or NaN already, whatever
+        else is wrong; the optimizer's state does.
     explanation : str
         The cause in a sentence, and what to do.
     omitted_nonfinite, omitted_finite : int
         How many parameters of all ranks are not listed: of each rank of a large group only the worst are gathered.
     loss_nonfinite : int or None
         How many arrays of the unscaled loss, on all ranks, are not finite; None if it is not known.
+    broken : tuple of ParameterReport, or None
+        The weights that hold inf or NaN, the worst first, and then such arrays of the optimizer's state; None if they
+        were not searched.
+    omitted_broken : int
+        How many of these are not listed.
 
     Examples
     --------
@@ -188,6 +221,8 @@ class OverflowReport:
     omitted_nonfinite: int = 0
     omitted_finite: int = 0
     loss_nonfinite: int | None = None
+    broken: tuple[ParameterReport, ...] | None = None
+    omitted_broken: int = 0
 
     @classmethod
     def of(cls, ranks: Iterable[RankReport], minimum: float) -> OverflowReport:
@@ -200,9 +235,17 @@ class OverflowReport:
         omitted = sum(part.omitted_nonfinite for part in parts)
         loss_nonfinite = sum(counts) if counts else None
         is_scaled = any(part.is_scaled for part in parts)
-        cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, is_scaled=is_scaled)
+        searched = [part.broken for part in parts if part.broken is not None]
+        broken = worst_first(entry for held in searched for entry in held) if searched else None
+        cause, explanation = find_cause(
+            entries, first.scale, minimum, loss_nonfinite, is_scaled=is_scaled, broken=broken or ()
+        )
         omitted_finite = sum(part.omitted_finite for part in parts)
-        return cls(entries, first.scale, first.iteration, cause, explanation, omitted, omitted_finite, loss_nonfinite)
+        omitted_broken = sum(part.omitted_broken for part in parts)
+        return cls(
+            *(entries, first.scale, first.iteration, cause, explanation),
+            *(omitted, omitted_finite, loss_nonfinite, broken, omitted_broken),
+        )
 
     @property
     def nonfinite(self) -> tuple[ParameterReport, ...]:
@@ -227,6 +270,10 @@ class OverflowReport:
             f"{bad} of {total} gradients with inf or NaN, iteration {self.iteration}, scale {self.scale:g}",
             f"cause: {self.cause}. {self.explanation}",
         ]
+        if self.broken:
+            lines += ["", "weights and optimizer state with inf or NaN", *_aligned(_rows(self.broken[:limit]))]
+            more_broken = len(self.broken[limit:]) + self.omitted_broken
+            lines += [f"... and {more_broken} more"] * (more_broken > 0)
         if shown:
             lines += ["", *_aligned(_rows(shown))]
         more_bad = bad - sum(entry.nonfinite > 0 for entry in shown)
@@ -238,7 +285,8 @@ class OverflowReport:
     def to_dict(self) -> dict[str, object]:
         """Return plain Python values that JSON can hold, for logs: every float is finite."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"entries": [entry.to_dict() for entry in self.entries]}
+        broken = None if self.broken is None else [entry.to_dict() for entry in self.broken]
+        return fields | {"entries": [entry.to_dict() for entry in self.entries], "broken": broken}
 
 
 def find_cause(
@@ -248,8 +296,21 @@ def find_cause(
     loss_nonfinite: int | None,
     *,
     is_scaled: bool,
+    broken: Sequence[ParameterReport] = (),
 ) -> tuple[Cause, str]:
     """Return the cause, and a sentence that explains it, from entries of which the first is the worst."""
+    if broken:
+        # The weights' come first.
+        kind = broken[0].kind
+        ranks = sorted({entry.rank for entry in broken if entry.kind == kind})
+        names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_LISTED_RANKS])
+        where = f" on rank {names}{' and others' * (len(ranks) > _LISTED_RANKS)}" * (ranks != [()])
+        what = "Weights hold" if kind == "weight" else "The optimizer's state holds"
+        return (
+            "weights" if kind == "weight" else "optimizer state",
+            f"{what} inf or NaN{where}, {broken[0].place} the most: load a checkpoint that was saved before; a lower "
+            f"scale will not help.",
+        )
     look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
     if loss_nonfinite:
         return "model", f"The unscaled loss is not finite, whatever the scale: {look}."
@@ -280,6 +341,11 @@ def find_cause(
     return "none", "All gradients are finite."
 
 
+def worst_first(entries: Iterable[ParameterReport]) -> tuple[ParameterReport, ...]:
+    """Return weights first, and of each kind the worst."""
+    return tuple(sorted(entries, key=lambda entry: (entry.kind == "state", entry.badness)))
+
+
 def _rank(entry: ParameterReport) -> str:
     return "/".join(map(str, entry.rank))
 
@@ -293,7 +359,7 @@ def _rows(entries: Sequence[ParameterReport]) -> list[list[str]]:
 
 def _cells(entry: ParameterReport) -> list[str]:
     # The end of a long name tells more than its beginning.
-    name = " ".join(entry.name.splitlines())
+    name = " ".join(entry.place.splitlines())
     name = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
     if entry.missing:
         return [name, _rank(entry), "no gradient", *[""] * 6]
@@ -359,9 +425,11 @@ def _pack(reports: Sequence[RankReport]) -> bytes:
 
 def _unpack(message: bytes) -> list[RankReport]:
     reports = []
-    for rank, entries, *rest in json.loads(zlib.decompress(message)):
+    for rank, entries, broken, *rest in json.loads(zlib.decompress(message)):
         restored = [
-            ParameterReport(name, tuple(rank), index, tuple(shape), *more) for name, _, index, shape, *more in entries
+            [ParameterReport(name, tuple(rank), k, tuple(shape), *more) for name, _, k, shape, *more in rows]
+            for rows in (entries, broken or ())
         ]
-        reports.append(RankReport(tuple(rank), tuple(restored), *rest))
+        found = None if broken is None else tuple(restored[1])
+        reports.append(RankReport(tuple(rank), tuple(restored[0]), found, *rest))
     return reports

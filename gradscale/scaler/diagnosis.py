@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import cmath
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core import ops, tree, validation
+from gradscale.core import ops, registry, tree, validation
 from gradscale.core.arithmetic import Kind, kind_of, library_name
 from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
+from gradscale.core.held import HeldArray, held_arrays
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.core.vector import Purpose, Verdict
-from gradscale.errors import InvalidTypeError
-from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
+from gradscale.errors import GradscaleError, InvalidTypeError
+from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport, worst_first
 from gradscale.reports.overflow import gather as gather_reports
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 
 __all__ = ["Diagnosis"]
+
+# After so many overflows in a row the weights and the optimizer's state are searched, too.
+_SUSPICIOUS = 3
+
+
+class _Search(NamedTuple):
+    """What is searched besides the gradients: for a user, or by the scaler itself, which asks nobody for more."""
+
+    params: object
+    state: object
+    is_asked: bool = True
 
 
 class Diagnosis:
@@ -39,6 +52,16 @@ class Diagnosis:
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
         self._live, _, self._unscaler, self._agreement, self._reports, *_ = parts
         self._enabled = enabled
+        # How many of the last steps of an optimizer have overflowed.
+        self._overflows: IdentityMap[int] = IdentityMap()
+
+    def of_overflow(self, optimizer: Optimizer, iteration: Iteration) -> OverflowReport:
+        """Return the report on a step that is skipped now; from the third in a row on with weights and state."""
+        has_overflowed = optimizer in self._reports and self._reports.last(optimizer).reason == "overflow"
+        count = 1 + (self._overflows.by_id(id(optimizer)) or 0) * has_overflowed
+        self._overflows.put(optimizer, count)
+        search = _Search(None, True, is_asked=False) if count >= _SUSPICIOUS else None
+        return self._report(optimizer, iteration, None, None, search, gather=True)
 
     def diagnose(
         self,
@@ -48,8 +71,23 @@ class Diagnosis:
         loss: object = None,
         *,
         gather: bool = False,
+        params: object = None,
+        state: object = False,
     ) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
+        search = None if params is None and (state is None or state is False) else _Search(params, state)
+        return self._report(optimizer, iteration, names, loss, search, gather=gather)
+
+    def _report(
+        self,
+        optimizer: Optimizer,
+        iteration: Iteration,
+        names: object,
+        loss: object,
+        search: _Search | None,
+        *,
+        gather: bool,
+    ) -> OverflowReport:
         turn = iteration.by_id(id(optimizer))
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
@@ -57,10 +95,10 @@ class Diagnosis:
         minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
         groups = self._groups_for(optimizer, turn) if gather and self._enabled else ()
         if not groups:
-            return OverflowReport.of([self._look(optimizer, iteration, turn, names, loss)], minimum)
+            return OverflowReport.of([self._look(optimizer, iteration, turn, names, loss, search)], minimum)
         failure: Exception | None = None
         try:
-            own = self._look(optimizer, iteration, turn, names, loss)
+            own = self._look(optimizer, iteration, turn, names, loss, search)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
@@ -100,11 +138,21 @@ class Diagnosis:
         return self._reports.last(optimizer).skipped if verdict is None else verdict.is_skipped
 
     def _look(
-        self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, names: object, loss: object
+        self,
+        optimizer: Optimizer,
+        iteration: Iteration,
+        turn: Turn | None,
+        names: object,
+        loss: object,
+        search: _Search | None,
     ) -> RankReport:
-        """Look at this rank's gradients: one host read."""
-        chosen = self._choose(optimizer, names)
-        arrays = [x for _, _, x in chosen if x is not None]
+        """Look at what this rank holds: one host read."""
+        unnamed = named_gradients(optimizer)
+        located = name_gradients(unnamed, names)
+        chosen = self._choose(optimizer, located)
+        paths = {one.name: named.name for one, named in zip(unnamed, located, strict=True)}
+        held = None if search is None else self._held(optimizer, located, paths, search)
+        arrays = [x for _, _, x in chosen if x is not None] + [x for _, x in held or ()]
         is_scaled = self._holds_scaled(optimizer, iteration, turn)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = _is_ready(turn) and not (self._enabled and iteration.scaled)
@@ -116,8 +164,7 @@ class Diagnosis:
             others.append(self._live.backend_for(state.scale).fingerprint(state))
         summaries: list[Summary] = []
         if arrays or others:
-            backend = self._live.backend_for((arrays or others)[0])
-            summaries, values = backend.read_summaries(arrays, others)
+            summaries, values = self._read(arrays, others)
             if state is not None:
                 scale = validation.float32_from_bits(values.pop()[0])
             lost += sum(value for (value,) in values)
@@ -130,18 +177,47 @@ class Diagnosis:
             for index, one, x in chosen
         ]
         entries.sort(key=lambda entry: entry.badness)
+        searched = [
+            _entry(index, one.name, self._unscaler.shape_of(one.array), x, next(remaining), kind=one.kind, key=one.key)
+            for index, (one, x) in enumerate(held or ())
+        ]
         return RankReport(
             rank=(),
             entries=tuple(entries),
+            broken=None if held is None else worst_first(entry for entry in searched if entry.nonfinite),
             scale=scale,
             iteration=number,
             is_scaled=is_scaled,
             loss_nonfinite=lost if knows_loss else None,
         )
 
-    def _choose(self, optimizer: Optimizer, names: object) -> list[tuple[int, NamedGradient, Array | None]]:
+    def _held(
+        self, optimizer: Optimizer, located: Sequence[NamedGradient], paths: Mapping[str, str], search: _Search
+    ) -> list[tuple[HeldArray, Array]] | None:
+        """Return the weights and the arrays of the state with their values; None if the scaler knows of none."""
+        try:
+            held = held_arrays(optimizer, located, paths, search.params, search.state)
+        except GradscaleError:
+            if search.is_asked:
+                raise
+            return None
+        values = [(one, self._unscaler.values_of(one.array)) for one in held]
+        return [(one, x) for one, x in values if x is not None]
+
+    def _read(self, arrays: list[Array], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
+        """Summarize arrays and read others: one host read, and one for each array of another library than the first."""
+        first = (arrays or others)[0]
+        foreign = [k for k, x in enumerate(arrays) if array_namespace(x) is not array_namespace(first)]
+        own = [x for k, x in enumerate(arrays) if k not in foreign]
+        summaries, values = self._live.backend_for(first).read_summaries(own, others)
+        for k in foreign:
+            summaries[k:k] = registry.backend_for(arrays[k]).read_summaries([arrays[k]])[0]
+        return summaries, values
+
+    def _choose(
+        self, optimizer: Optimizer, located: Sequence[NamedGradient]
+    ) -> list[tuple[int, NamedGradient, Array | None]]:
         """Return the floating gradients with their positions and values, and those that are missing."""
-        located = name_gradients(named_gradients(optimizer), names)
         what = f"gradient of {type(optimizer).__name__}"
         ops.require_arrays([one.gradient for one in located], what=what)
         chosen = []
@@ -224,7 +300,14 @@ def _is_ready(turn: Turn | None) -> bool:
 
 
 def _entry(
-    index: int, name: str, shape: tuple[int, ...], values: Array, summary: Summary, divisor: float
+    index: int,
+    name: str,
+    shape: tuple[int, ...],
+    values: Array,
+    summary: Summary,
+    divisor: float = 1.0,
+    kind: Literal["gradient", "weight", "state"] = "gradient",
+    key: str = "",
 ) -> ParameterReport:
     has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
     return ParameterReport(
@@ -239,4 +322,6 @@ def _entry(
         subnormals=summary.subnormals,
         # Divided by a scale below 1 it may be beyond float64.
         largest=min(summary.largest / divisor, sys.float_info.max) if has_finite else None,
+        kind=kind,
+        key=key,
     )

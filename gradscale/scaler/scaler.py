@@ -144,6 +144,7 @@ class GradScaler:
         Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
     diagnose : {"on_overflow"}, optional
         Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
+        From the third in a row on the weights and the state of an optimizer of torch's kind are searched, too.
     history_size : int, default 1024
         How many StepReports ``history`` keeps.
     skip : SkipSpikes, optional
@@ -565,7 +566,14 @@ class GradScaler:
         self._parts.reports.on_update = callbacks
 
     def diagnose(
-        self, optimizer: Optimizer, names: object = None, *, loss: object = None, gather: bool = False
+        self,
+        optimizer: Optimizer,
+        names: object = None,
+        *,
+        loss: object = None,
+        gather: bool = False,
+        params: object = None,
+        state: object = False,
     ) -> OverflowReport:
         """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and what is the cause.
 
@@ -588,11 +596,18 @@ class GradScaler:
         gather : bool, default False
             Report all ranks of the scaler's group. Every rank must call it then, and gets the same report: the 4096
             worst entries, or the 8 worst of each rank if that is more. Over several groups they are gathered in turn.
+        params : arrays in nested containers, optional
+            Weights to be searched for inf and NaN, too: if these hold any, no lower scale will help. Default: with
+            ``state``, the parameters in ``param_groups`` that are arrays.
+        state : bool, or arrays in nested containers, default False
+            The optimizer's state to be searched like that, such as its momentum; integers are left out. True takes
+            ``optimizer.state``, a mapping as torch's optimizers have.
 
         Returns
         -------
         OverflowReport
-            ``print`` shows it as a table. One host read; with ``gather`` three more for each group, and as many
+            ``print`` shows it as a table; ``broken`` is what the weights and the state hold. One host read, and one for
+            each array of these that is of another library; with ``gather`` three more for each group, and as many
             all-reduces.
 
         Raises
@@ -600,11 +615,13 @@ class GradScaler:
         InvalidValueError
             For names that do not match the parameters.
         InvalidTypeError
-            When the object has no gradients, or something among them is no array of one library.
+            When the object has no gradients, or something among them is no array of one library; for ``params`` or
+            ``state`` without arrays, and for ``state=True`` with another optimizer than of torch's kind.
         CollectiveTimeoutError, BackendError
             With ``gather``: when some rank does not come, or could not look at its gradients.
         """
-        return self._diagnosis.diagnose(optimizer, self._iteration, names, loss, gather=gather)
+        arguments = (optimizer, self._iteration, names, loss)
+        return self._diagnosis.diagnose(*arguments, gather=gather, params=params, state=state)
 
     # Settings.
 
@@ -965,7 +982,7 @@ def end_step(
         return
     overflow = None
     if verdict.nonfinite and reports.diagnoses:
-        overflow = scaler._diagnosis.diagnose(optimizer, iteration, gather=True)
+        overflow = scaler._diagnosis.of_overflow(optimizer, iteration)
     report = step_report(verdict, iteration.number, retries, overflow)
     iteration.steps.append(report)
     reports.record(optimizer, report, agreement.rank)
