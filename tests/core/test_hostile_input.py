@@ -175,6 +175,8 @@ READ: dict[str, Callable[[Any], Any]] = {
     "leaves": tree.leaves_with_paths,
     "diagnose": lambda value: used().diagnose(value),
     "names": lambda value: used().diagnose(Tree([np.ones(1, np.float32)]), value),
+    "weights": lambda value: used().diagnose(Tree([np.ones(1, np.float32)]), params=value),
+    "optimizer state": lambda value: used().diagnose(Tree([np.ones(1, np.float32)]), state=value),
     "recorded": simulation.recorded,
     "measured": simulation.measured,
     "gradients": simulation.Gradients,

@@ -117,8 +117,8 @@ def test_paths_read_as_the_expression_that_reaches_the_leaf() -> None:
     found = tree.leaves_with_paths(given)
     assert found == [
         ("['w'][0]", 1),
-        ("['w'][1][0]", 2),
-        ("['w'][1][1]", 3),
+        ("['w'][1].first", 2),
+        ("['w'][1].second", 3),
         ("[7].w", 4),
         ("[7].b", None),
     ]

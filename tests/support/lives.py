@@ -190,6 +190,9 @@ class _Life:
         report = self.scaler.last_step(optimizer)
         expected = (bad, model.scale, model.iteration, bad)
         self.require((report.skipped, report.scale, report.iteration, report.nonfinite > 0), expected)
+        # The model is never broken, whatever its gradients are.
+        diagnosis = self.scaler.diagnose(optimizer, params=optimizer.weights, state={"past": optimizer.weights})
+        self.require((diagnosis.broken, diagnosis.cause in ("weights", "optimizer state")), ((), False))
 
     def update(self) -> None:
         # A step that is left out after unscale_ counts all the same.

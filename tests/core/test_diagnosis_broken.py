@@ -1,0 +1,317 @@
+"""scaler.diagnose(params=, state=): weights and an optimizer's state that are broken already, and when by itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from libraries import Library
+from optimizers import Grouped, Tree, iterate, scaled
+
+from gradscale import GradScaler, InvalidTypeError, StaticScale
+from gradscale.core.backend import Backend
+
+BROKEN = ("weights", "optimizer state")
+
+
+class Moments(NamedTuple):
+    """A state as optax keeps it."""
+
+    count: Any
+    mu: Any
+
+
+@dataclasses.dataclass
+class Slots:
+    """A state in a dataclass."""
+
+    velocity: Any
+    rate: float = 0.1
+
+
+class Weight(np.ndarray[Any, Any]):
+    """An array with a gradient, as torch's parameters are."""
+
+    grad: Any = None
+
+
+class Momentum(Grouped):
+    """An optimizer of torch's kind: arrays in ``param_groups``, and a mapping of these to what is kept of them."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.weights = [np.ones(3, np.float32).view(Weight) for _ in range(count)]
+        self.param_groups = [{"params": self.weights, "param_names": [f"layer.{k}" for k in range(count)]}]
+        self.state = Keyed(
+            (weight, {"exp_avg": np.zeros(3, np.float32), "step": np.int32(0)}) for weight in self.weights
+        )
+
+
+class Keyed(dict[Any, Any]):
+    """A mapping by identity, as that of tensors is."""
+
+    def __init__(self, pairs: Any) -> None:
+        super().__init__()
+        self.pairs = list(pairs)
+
+    def __iter__(self) -> Any:
+        return (key for key, _ in self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def items(self) -> Any:
+        """Return the pairs."""
+        return list(self.pairs)
+
+
+def of(optimizer: Momentum, k: int) -> dict[str, Any]:
+    """Return the state of one weight."""
+    held: dict[str, Any] = optimizer.state.pairs[k][1]
+    return held
+
+
+def overflow(scaler: Any, optimizer: Momentum, value: float = math.inf) -> Any:
+    """Make an iteration with these gradients, and return its report."""
+    factor = scaler.scale(np.float32(1.0))
+    with np.errstate(all="ignore"):
+        for weight in optimizer.weights:
+            weight.grad = np.full(3, value, np.float32) * factor
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer)
+
+
+# Where the bad array is: the arguments, the cause, the name and the key.
+PLACES: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str, str, str]] = {
+    "weight": (lambda bad, _: {"params": bad}, "weights", "params", ""),
+    "weight of a dict": (lambda bad, good: {"params": {"w": good, "b": bad}}, "weights", "['b']", ""),
+    "weight deep down": (lambda bad, good: {"params": iter([good, {"b": (bad,)}])}, "weights", "[1]['b'][0]", ""),
+    "state": (lambda bad, _: {"state": bad}, "optimizer state", "state", ""),
+    "momentum": (
+        lambda bad, good: {"params": [good], "state": {"momentum": [good, bad]}},
+        "optimizer state",
+        "state",
+        "['momentum'][1]",
+    ),
+    "state of optax": (
+        lambda bad, _: {"state": (Moments(3, {"w": bad}), ())},
+        "optimizer state",
+        "state",
+        "[0].mu['w']",
+    ),
+    "state in a dataclass": (lambda bad, _: {"state": [Slots(bad)]}, "optimizer state", "state", "[0].velocity"),
+    "both": (lambda bad, _: {"params": {"w": bad}, "state": {"m": bad}}, "weights", "['w']", ""),
+}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_broken_array_is_named_in_any_place(arrays: Library, place: str, value: float) -> None:
+    given, cause, name, key = PLACES[place]
+    scaler = GradScaler(init_scale=8.0)
+    # Gradients are finite, missing, or bad themselves, and the loss is.
+    for grads in (scaled(arrays, scaler, 1.0), [None], scaled(arrays, scaler, math.nan)):
+        # Half of a big array, so that no other is as bad.
+        bad, good = arrays.asarray([1.0, value, value]), arrays.asarray([[2.0], [0.0]])
+        report = scaler.diagnose(Tree(grads), loss=math.nan, **given(bad, good))
+        assert report.cause == cause
+        assert report.broken is not None
+        worst = report.broken[0]
+        assert (worst.name, worst.key, worst.kind) == (name, key, "weight" if cause == "weights" else "state")
+        assert (worst.inf, worst.nan, worst.size, worst.largest) == ((0, 2) if value != value else (2, 0)) + (3, 1.0)
+        assert {entry.kind for entry in report.broken} == ({"weight", "state"} if place == "both" else {worst.kind})
+        assert f"{name}{key} the most: load a checkpoint" in report.explanation
+        assert "a lower scale will not help" in report.explanation
+        assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["broken"][0]["key"] == key
+        assert f"{name}{key} " in str(report).partition("with inf or NaN\n")[2]
+
+
+def test_finite_arrays_integers_empty_ones_and_what_is_no_array_are_left_out(arrays: Library) -> None:
+    scaler = GradScaler(init_scale=8.0)
+    big = [arrays.asarray([3.0e38, -1.0e-40, 0.0]), arrays.asarray(1.0e300, "float64"), arrays.asarray([])]
+    big += [arrays.asarray([65504.0], half) for half in arrays.halves if half == "float16"]
+    others = [arrays.asarray([2**31 - 1], "int32"), None, 3, math.nan, "inf", object(), int, {"a": iter([math.inf])}]
+    for params, state in (([*big, *others], False), (big, [*others, big]), ([], {}), (None, None), (big[0], ())):
+        report = scaler.diagnose(Tree(scaled(arrays, scaler, 1.0)), params=params, state=state)
+        assert report.cause == "none"
+        assert report.broken == (None if params is None else ())
+    iterator = iter([1])
+    scaler.diagnose(Tree(scaled(arrays, scaler, 1.0)), state={"data": iterator})
+    assert list(iterator) == [1]
+
+
+def test_weights_are_called_what_the_user_calls_their_gradients(arrays: Library) -> None:
+    bad = arrays.asarray([math.nan])
+    optimizer = Tree({"b": arrays.asarray([1.0]), "w": arrays.asarray([1.0])})
+    report = GradScaler().diagnose(optimizer, ["bias", "weight"], params={"w": bad, "b": bad, "more": bad})
+    assert report.broken is not None
+    assert sorted(entry.name for entry in report.broken) == ["['more']", "bias", "weight"]
+
+
+def test_gradients_weights_and_state_are_read_at_once(arrays: Library) -> None:
+    reads: list[Any] = []
+
+    class Counting(Backend):
+        def read(self, x: Any, /) -> list[int]:
+            reads.append(x)
+            return super().read(x)
+
+    scaler = GradScaler(backend=Counting())
+    optimizer = Tree(scaled(arrays, scaler, 1.0, 2.0))
+    state = {"m": [arrays.asarray([1.0, math.inf], "float64")], "v": arrays.asarray(2.0)}
+    reads.clear()
+    assert scaler.diagnose(optimizer, params=[arrays.asarray([[1.0]])], state=state).cause == "optimizer state"
+    assert len(reads) == 1
+
+
+def test_arrays_of_other_libraries_are_searched_too(strict: Library) -> None:
+    def look(*values: float) -> list[str]:
+        state = [np.float32(values[0]), strict.asarray([values[1]]), np.array([values[2], 0.0], np.float16)]
+        report = GradScaler().diagnose(Tree(np.ones(2, np.float32)), params=[strict.asarray([1.0])], state=state)
+        assert report.broken is not None
+        return [entry.key for entry in report.broken]
+
+    assert look(1.0, 1.0, 1.0) == []
+    assert [look(*(math.nan if place == k else 1.0 for place in range(3))) for k in range(3)] == [
+        ["[0]"],
+        ["[1]"],
+        ["[2]"],
+    ]
+
+
+@pytest.mark.parametrize("asked", ["True", "itself", "and params"])
+def test_an_optimizer_of_torchs_kind_is_searched_as_it_is(asked: str) -> None:
+    optimizer, scaler = Momentum(), GradScaler()
+    overflow(scaler, optimizer, 1.0)
+
+    def look() -> Any:
+        given: dict[str, Any] = {"state": optimizer.state if asked == "itself" else True}
+        if asked == "and params":
+            given["params"] = {"mine": optimizer.weights[0]}
+        report = scaler.diagnose(optimizer, **given)
+        return report.cause, [(entry.name, entry.key, entry.place) for entry in report.broken or ()]
+
+    assert look() == ("none", [])
+    of(optimizer, 1)["shampoo"] = {"L": [np.array([math.nan], np.float32)]}
+    nested = ("layer.1", "shampoo['L'][0]", "shampoo['L'][0] of layer.1")
+    assert look() == ("optimizer state", [nested])
+    of(optimizer, 0)["exp_avg"][:] = math.inf
+    exp_avg = ("layer.0", "exp_avg", "exp_avg of layer.0")
+    assert look() == ("optimizer state", [exp_avg, nested])
+    optimizer.weights[0][0] = math.nan
+    name = "['mine']" if asked == "and params" else "layer.0"
+    assert look() == ("weights", [(name, "", name), exp_avg, nested])
+    # A part of it that no parameter has.
+    optimizer.state.pairs += [("all", np.array([math.nan], np.float32)), (object(), [np.float32(math.nan)])]
+    assert look()[1][-2:] == [("all", "", "all"), ("object", "[0]", "object[0]")]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"state": True}, r"got .*Tree.* of type Tree: pass params= and state=, the weights and the optimizer's state"),
+        ({"state": True, "params": np.ones(1)}, "state=True searches .* a mapping named state"),
+        ({"state": "exp_avg"}, "state must be arrays in nested containers, got 'exp_avg' of str"),
+        ({"state": 1}, "state must be arrays in nested containers, got 1 of int"),
+        ({"state": iter([1.0])}, "state must be arrays in nested containers, got <list_iterator"),
+        ({"params": True}, "params must be arrays in nested containers, got True of bool"),
+        ({"params": object()}, "params must be arrays in nested containers, got <object"),
+    ],
+    ids=["state=True", "and params", "text", "number", "iterator", "params=True", "object"],
+)
+def test_what_cannot_be_searched_is_refused_and_says_what_to_pass(given: dict[str, Any], said: str) -> None:
+    scaler = GradScaler()
+    with pytest.raises(InvalidTypeError, match=said):
+        scaler.diagnose(Tree([np.ones(1, np.float32)]), **given)
+    # The very same gradients are unscaled by themselves.
+    assert iterate(Library("numpy", np), scaler, Tree()).reason == "stepped"
+
+
+@pytest.mark.parametrize(
+    "state", [None, "running", 3, {}, print, [math.nan]], ids=["none", "text", "number", "empty", "function", "list"]
+)
+def test_state_true_needs_weights_and_a_mapping(state: Any) -> None:
+    optimizer = Grouped([np.ones(1, np.float32)])
+    optimizer.state = state  # type: ignore[attr-defined]
+    with pytest.raises(InvalidTypeError, match="pass params= and state="):
+        GradScaler().diagnose(optimizer, state=True)
+
+
+def test_the_third_overflow_in_a_row_is_searched_by_itself_and_a_clean_step_begins_anew() -> None:
+    optimizer, other = Momentum(), Momentum()
+    scaler = GradScaler(diagnose="on_overflow")
+    of(optimizer, 1)["exp_avg"][2] = math.nan
+
+    def causes(steps: str) -> list[str | None]:
+        found = []
+        for step in steps:
+            report = overflow(scaler, optimizer, math.inf if step == "o" else 1.0).overflow
+            found.append(None if report is None else report.cause)
+            # Another optimizer's overflows are its own.
+            overflow(scaler, other, math.inf if step == "c" else 1.0)
+        return found
+
+    found = "scale", "scale", "optimizer state", "optimizer state", None, "scale", "scale", None, "scale", "scale"
+    assert causes("oooocoocoo") == list(found)
+    assert causes("o") == ["optimizer state"]
+    # Of a scaler that does not diagnose nothing is looked at.
+    scaler = GradScaler()
+    assert causes("ooo") == [None] * 3
+
+
+def test_an_optimizer_that_cannot_be_searched_is_diagnosed_as_before(arrays: Library) -> None:
+    class Odd(Tree):
+        @property
+        def state(self) -> Any:
+            raise RuntimeError
+
+    for optimizer in (Tree(), Odd()):
+        scaler = GradScaler(diagnose="on_overflow")
+        for _ in range(4):
+            report = iterate(arrays, scaler, optimizer, (math.inf,)).overflow
+            assert (report.cause, report.broken) == ("scale", None)
+
+
+def test_a_random_life_is_told_broken_when_it_is_and_never_before() -> None:
+    chance = random.Random(3)
+    counts = {"searched": 0, "weights": 0, "optimizer state": 0}
+    for _ in range(60):
+        optimizer, scaler = Momentum(), GradScaler(policy=StaticScale(8.0), diagnose="on_overflow")
+        poisoned, row = "", 0
+        for _ in range(30):
+            if chance.random() < 0.02 and not poisoned:
+                poisoned = chance.choice(BROKEN)
+                k = chance.randrange(2)
+                held = optimizer.weights[k] if poisoned == "weights" else of(optimizer, k)["exp_avg"]
+                held[chance.randrange(3)] = chance.choice([math.inf, -math.inf, math.nan])
+            is_bad = chance.random() < 0.6
+            report = overflow(scaler, optimizer, chance.choice([math.inf, math.nan]) if is_bad else 1.0)
+            asked = scaler.diagnose(optimizer, state=True)
+            assert (asked.cause if asked.cause in BROKEN else "") == poisoned
+            row = row + 1 if is_bad else 0
+            assert (report.overflow is None) == (not is_bad)
+            if report.overflow is not None:
+                assert report.overflow.cause == (poisoned if poisoned and row >= 3 else "scale")
+                assert (report.overflow.broken is None) == (row < 3)
+                counts["searched"] += row >= 3
+                counts[report.overflow.cause] = counts.get(report.overflow.cause, 0) + 1
+    assert min(counts.values()) > 5, counts
+
+
+def test_a_long_report_lists_the_worst_weights_and_counts_the_others() -> None:
+    params = [np.full(30, math.nan if k % 2 else k, np.float32)[: k + 1] for k in range(30)]
+    report = GradScaler().diagnose(Tree(np.ones(1, np.float32)), params=params, state=[np.full(99, math.inf)])
+    assert report.broken is not None
+    assert [entry.name for entry in report.broken[:2]] == ["[29]", "[27]"]
+    assert [len(report.broken), report.broken[-1].place] == [16, "state[0]"]
+    assert "... and 13 more" in report.table(3).splitlines()
+    assert "... and" not in report.table()
+    assert copy.deepcopy(report) == report
