@@ -85,7 +85,13 @@ class TorchBackend(Backend):
     def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
         """Summarize dense tensors, as :meth:`gradscale.Backend.summarize` does."""
         with torch.no_grad():
-            return torch.cat([self._summary(array.detach()).to(arrays[0].device) for array in arrays])
+            found = [self._summary(array.detach()) for array in arrays]
+            home, length = arrays[0].device, found[0].shape[0]
+            by_device = {
+                device: iter(moved(torch.cat([one for one in found if one.device == device]), home).split(length))
+                for device in {one.device for one in found}
+            }
+            return torch.cat([next(by_device[one.device]) for one in found])
 
     def _summary(self, tensor: Tensor) -> Tensor:
         """Return 1-d int32: of the CPU's IEEE numbers block by block, of all others without a wait."""

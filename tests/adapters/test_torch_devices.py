@@ -619,3 +619,34 @@ def test_a_scale_that_no_policy_makes_is_told_where_a_step_reads_it(
     run.give(1.0)
     run.scaler.step(run.optimizer)
     assert (run.report.skipped, run.report.scale) == (False, 8.0)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW-fused"])
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:1", "cuda:0"), ("cpu", "cuda:0")], ids="-".join)
+def test_a_search_of_weights_and_state_waits_no_more_than_one_of_gradients(
+    cuda: Any, name: str, devices: tuple[str, ...]
+) -> None:
+    run = Run(GradScaler("cuda"), name, *devices)
+    run.iterate_all((1.0, math.inf, 2.0))
+    # The counters of Adam are on the CPU.
+    state = run.optimizer.state[run.parameters[-1]]
+    assert state["step"].device.type == ("cpu" if name == "Adam" else run.parameters[-1].device.type)
+    assert state["exp_avg"].device == run.parameters[-1].device
+    run.give(1.0)
+
+    def look(**options: Any) -> tuple[Any, int]:
+        cuda.waits.clear()
+        return run.scaler.diagnose(run.optimizer, **options), len(cuda.waits)
+
+    # The first one reads a verdict that has not come yet.
+    look()
+    _, waits = look()
+    report, more = look(state=True)
+    assert (report.cause, report.broken, more) == ("none", (), waits)
+    place = f"param_groups[0]['params'][{len(devices) - 1}]"
+    for key in ("exp_avg", "step"):
+        state[key].fill_(math.nan)
+        report, _ = look(state=True)
+        assert report.cause == "optimizer state"
+        assert (place, key) in [(entry.name, entry.key) for entry in report.broken]
+    assert len(report.broken) == 2

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from libraries import Library
+from momentum import Momentum, of, overflow
 from optimizers import Grouped, Tree, iterate, scaled
 
 from gradscale import GradScaler, InvalidTypeError, StaticScale
@@ -34,59 +35,6 @@ class Slots:
 
     velocity: Any
     rate: float = 0.1
-
-
-class Weight(np.ndarray[Any, Any]):
-    """An array with a gradient, as torch's parameters are."""
-
-    grad: Any = None
-
-
-class Momentum(Grouped):
-    """An optimizer of torch's kind: arrays in ``param_groups``, and a mapping of these to what is kept of them."""
-
-    def __init__(self, count: int = 2) -> None:
-        super().__init__()
-        self.weights = [np.ones(3, np.float32).view(Weight) for _ in range(count)]
-        self.param_groups = [{"params": self.weights, "param_names": [f"layer.{k}" for k in range(count)]}]
-        self.state = Keyed(
-            (weight, {"exp_avg": np.zeros(3, np.float32), "step": np.int32(0)}) for weight in self.weights
-        )
-
-
-class Keyed(dict[Any, Any]):
-    """A mapping by identity, as that of tensors is."""
-
-    def __init__(self, pairs: Any) -> None:
-        super().__init__()
-        self.pairs = list(pairs)
-
-    def __iter__(self) -> Any:
-        return (key for key, _ in self.pairs)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def items(self) -> Any:
-        """Return the pairs."""
-        return list(self.pairs)
-
-
-def of(optimizer: Momentum, k: int) -> dict[str, Any]:
-    """Return the state of one weight."""
-    held: dict[str, Any] = optimizer.state.pairs[k][1]
-    return held
-
-
-def overflow(scaler: Any, optimizer: Momentum, value: float = math.inf) -> Any:
-    """Make an iteration with these gradients, and return its report."""
-    factor = scaler.scale(np.float32(1.0))
-    with np.errstate(all="ignore"):
-        for weight in optimizer.weights:
-            weight.grad = np.full(3, value, np.float32) * factor
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.last_step(optimizer)
 
 
 # Where the bad array is: the arguments, the cause, the name and the key.

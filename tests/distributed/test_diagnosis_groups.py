@@ -19,6 +19,7 @@ ROWS = [
     ("named by the step", scenarios.on_overflow, (False,)),
     ("named by the step with a bad loss", scenarios.on_overflow, (True,)),
     ("without gradients", scenarios.nothing_on, ()),
+    *((f"broken {place}, found by itself", scenarios.found_by_itself_on, (place,)) for place in ("weight", "state")),
     *((f"refused {kind}", scenarios.refused_on, (kind,)) for kind in ("too few", "failing", "gradient")),
 ]
 
@@ -44,6 +45,17 @@ def test_a_report_of_many_parameters_is_bounded_and_keeps_the_worst(world: Threa
 
 def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale() -> None:
     agree(ThreadWorld(3), scenarios.scaled_on, [(rank,) for rank in range(3)])
+
+
+@pytest.mark.parametrize("place", ["weight", "state"])
+@pytest.mark.parametrize(
+    "library", ["numpy", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+)
+def test_what_is_broken_on_each_rank_in_turn_is_named_on_every_rank(
+    world: ThreadWorld | ProcessWorld, place: str, library: str
+) -> None:
+    require(library)
+    agree(world, scenarios.broken_on, [(rank, place, library) for rank in (*range(world.size), -1)])
 
 
 @pytest.mark.torch

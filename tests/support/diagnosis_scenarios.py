@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from momentum import Momentum, of, overflow
 from scenarios import SGD, begun, gradients, loss, raised, rank_and_size
 
 import gradscale
@@ -46,6 +47,44 @@ def on_overflow(group: Any, bad_rank: int, bad_loss: bool) -> Any:
     assert (report.cause, report.loss_nonfinite) == ("model" if bad_loss else "scale", int(bad_loss))
     assert {one.rank for one in report.entries if one.inf} == {(bad_rank,)}
     return report.to_dict()
+
+
+def broken_on(group: Any, bad_rank: int, place: str, library: str) -> dict[str, Any]:
+    """Gather a search of weights and a state, of which one array is bad on one rank, or on all for rank -1."""
+    rank, scaler, optimizer = begun(group)
+    scaler.scale(loss(library))
+    optimizer.grads = gradients(library)
+    held = {"params": gradients(library), "state": {"momentum": [*gradients(library), None]}}
+    if bad_rank in (rank, -1):
+        listed: Any = held["params"] if place == "weight" else held["state"]["momentum"]  # type: ignore[call-overload]
+        listed[1] = listed[1] * math.inf
+    # One rank asks for nothing, and hears of it all the same.
+    asked = held if rank == bad_rank or bad_rank < 0 or rank == 0 else {}
+    report = scaler.diagnose(optimizer, gather=True, **asked)
+    ranks = [bad_rank] if bad_rank >= 0 else list(range(rank_and_size(group)[1]))
+    name, key = ("[1]", "") if place == "weight" else ("state", "['momentum'][1]")
+    assert report.cause == ("weights" if place == "weight" else "optimizer state")
+    assert [(one.name, one.key, one.rank, one.kind) for one in report.broken] == [
+        (name, key, (one,), place) for one in ranks
+    ]
+    assert f"on rank {', '.join(map(str, ranks))}, {name}{key} the most" in report.explanation
+    return report.to_dict()
+
+
+def found_by_itself_on(group: Any, bad_rank: int, place: str) -> list[Any]:
+    """Break the model on one rank, and let another one overflow three times."""
+    rank, scaler, _ = begun(group, diagnose="on_overflow")
+    optimizer = Momentum()
+    overflow(scaler, optimizer, 1.0)
+    if rank == bad_rank:
+        (optimizer.weights[1] if place == "weight" else of(optimizer, 1)["exp_avg"])[0] = math.nan
+    reports = [overflow(scaler, optimizer, math.inf if rank == 0 else 1.0).overflow for _ in range(3)]
+    assert [(one.cause, one.broken) for one in reports[:2]] == [("scale", None)] * 2
+    third = reports[2]
+    assert third.cause == ("weights" if place == "weight" else "optimizer state")
+    found = [(one.name, one.key, one.rank, one.nan) for one in third.broken]
+    assert found == [("layer.1", "" if place == "weight" else "exp_avg", (bad_rank,), 1)]
+    return [report.to_dict() for report in reports]
 
 
 def nothing_on(group: Any, empty_rank: int) -> Any:
