@@ -86,12 +86,12 @@ class TorchBackend(Backend):
         """Summarize dense tensors, as :meth:`gradscale.Backend.summarize` does."""
         with torch.no_grad():
             found = [self._summary(array.detach()) for array in arrays]
+            devices = {one.device for one in found}
+            # Each copy to the CPU is a wait.
+            together = {where: torch.cat([one for one in found if one.device == where]) for where in devices}
             home, length = arrays[0].device, found[0].shape[0]
-            by_device = {
-                device: iter(moved(torch.cat([one for one in found if one.device == device]), home).split(length))
-                for device in {one.device for one in found}
-            }
-            return torch.cat([next(by_device[one.device]) for one in found])
+            rows = {where: iter(torch.split(moved(one, home), length)) for where, one in together.items()}
+            return torch.cat([next(rows[one.device]) for one in found])
 
     def _summary(self, tensor: Tensor) -> Tensor:
         """Return 1-d int32: of the CPU's IEEE numbers block by block, of all others without a wait."""

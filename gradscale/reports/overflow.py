@@ -16,16 +16,7 @@ from gradscale.core import validation
 from gradscale.core.protocols import Collectives
 from gradscale.errors import BackendError
 
-__all__ = [
-    "NO_GRADIENTS",
-    "Cause",
-    "OverflowReport",
-    "ParameterReport",
-    "RankReport",
-    "find_cause",
-    "gather",
-    "worst_first",
-]
+__all__ = ["NO_GRADIENTS", "Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause", "gather"]
 
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 NO_GRADIENTS = (
@@ -123,9 +114,10 @@ class ParameterReport:
         return self.subnormals / max(self.size, 1)
 
     @property
-    def badness(self) -> tuple[int, bool, float, float, int, tuple[int, ...]]:
-        """The sort key of reports: inf and NaN first, then underflow, then the largest gradients."""
+    def badness(self) -> tuple[bool, int, bool, float, float, int, tuple[int, ...]]:
+        """The sort key of reports: weights before state, inf and NaN first, then underflow, then the largest values."""
         return (
+            self.kind == "state",
             -self.nonfinite,
             self.missing,
             -self.subnormal_fraction,
@@ -236,16 +228,12 @@ class OverflowReport:
         loss_nonfinite = sum(counts) if counts else None
         is_scaled = any(part.is_scaled for part in parts)
         searched = [part.broken for part in parts if part.broken is not None]
-        broken = worst_first(entry for held in searched for entry in held) if searched else None
-        cause, explanation = find_cause(
-            entries, first.scale, minimum, loss_nonfinite, is_scaled=is_scaled, broken=broken or ()
-        )
+        broken = tuple(sorted((entry for held in searched for entry in held), key=lambda entry: entry.badness))
+        cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, broken, is_scaled=is_scaled)
         omitted_finite = sum(part.omitted_finite for part in parts)
+        report = cls(entries, first.scale, first.iteration, cause, explanation, omitted, omitted_finite, loss_nonfinite)
         omitted_broken = sum(part.omitted_broken for part in parts)
-        return cls(
-            *(entries, first.scale, first.iteration, cause, explanation),
-            *(omitted, omitted_finite, loss_nonfinite, broken, omitted_broken),
-        )
+        return dataclasses.replace(report, broken=broken if searched else None, omitted_broken=omitted_broken)
 
     @property
     def nonfinite(self) -> tuple[ParameterReport, ...]:
@@ -294,23 +282,20 @@ def find_cause(
     scale: float,
     minimum: float,
     loss_nonfinite: int | None,
+    broken: Sequence[ParameterReport] = (),
     *,
     is_scaled: bool,
-    broken: Sequence[ParameterReport] = (),
 ) -> tuple[Cause, str]:
     """Return the cause, and a sentence that explains it, from entries of which the first is the worst."""
     if broken:
-        # The weights' come first.
-        kind = broken[0].kind
-        ranks = sorted({entry.rank for entry in broken if entry.kind == kind})
+        held = broken[0]
+        ranks = sorted({entry.rank for entry in broken if entry.kind == held.kind})
         names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_LISTED_RANKS])
         where = f" on rank {names}{' and others' * (len(ranks) > _LISTED_RANKS)}" * (ranks != [()])
-        what = "Weights hold" if kind == "weight" else "The optimizer's state holds"
-        return (
-            "weights" if kind == "weight" else "optimizer state",
-            f"{what} inf or NaN{where}, {broken[0].place} the most: load a checkpoint that was saved before; a lower "
-            f"scale will not help.",
-        )
+        what = f"inf or NaN{where}, {held.place} the most: load a checkpoint from before; a lower scale will not help"
+        if held.kind == "weight":
+            return "weights", f"Weights hold {what}."
+        return "optimizer state", f"The optimizer's state holds {what}."
     look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
     if loss_nonfinite:
         return "model", f"The unscaled loss is not finite, whatever the scale: {look}."
@@ -339,11 +324,6 @@ def find_cause(
             return "underflow", f"{shares}: raise the scale (init_scale, or a shorter growth_interval)."
         return "underflow", f"{shares} once they are unscaled: keep float32 gradients (master_dtype), or bfloat16."
     return "none", "All gradients are finite."
-
-
-def worst_first(entries: Iterable[ParameterReport]) -> tuple[ParameterReport, ...]:
-    """Return weights first, and of each kind the worst."""
-    return tuple(sorted(entries, key=lambda entry: (entry.kind == "state", entry.badness)))
 
 
 def _rank(entry: ParameterReport) -> str:
@@ -426,10 +406,9 @@ def _pack(reports: Sequence[RankReport]) -> bytes:
 def _unpack(message: bytes) -> list[RankReport]:
     reports = []
     for rank, entries, broken, *rest in json.loads(zlib.decompress(message)):
-        restored = [
-            [ParameterReport(name, tuple(rank), k, tuple(shape), *more) for name, _, k, shape, *more in rows]
+        first, second = (
+            tuple(ParameterReport(name, tuple(rank), k, tuple(shape), *more) for name, _, k, shape, *more in rows)
             for rows in (entries, broken or ())
-        ]
-        found = None if broken is None else tuple(restored[1])
-        reports.append(RankReport(tuple(rank), tuple(restored[0]), found, *rest))
+        )
+        reports.append(RankReport(tuple(rank), first, None if broken is None else second, *rest))
     return reports

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import cmath
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import ops, registry, tree, validation
 from gradscale.core.arithmetic import Kind, kind_of, library_name
-from gradscale.core.gradients import NamedGradient, name_gradients, named_gradients
-from gradscale.core.held import HeldArray, held_arrays
+from gradscale.core.gradients import HeldArray, NamedGradient, held_arrays, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import GradscaleError, InvalidTypeError
-from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport, worst_first
+from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
 from gradscale.reports.overflow import gather as gather_reports
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 
-__all__ = ["Diagnosis"]
+__all__ = ["Asked", "Diagnosis"]
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
 _SUSPICIOUS = 3
 
 
-class _Search(NamedTuple):
-    """What is searched besides the gradients: for a user, or by the scaler itself, which asks nobody for more."""
+class Asked(NamedTuple):
+    """What a user asks for besides gradients; or the scaler by itself, which searches what there is to be found."""
 
-    params: object
-    state: object
-    is_asked: bool = True
+    names: object = None
+    loss: object = None
+    params: object = None
+    state: object = False
+    is_by_itself: bool = False
+
+    @property
+    def searches(self) -> bool:
+        """Whether the weights or the optimizer's state are searched."""
+        return self.params is not None or not (self.state is None or self.state is False)
 
 
 class Diagnosis:
@@ -60,34 +67,11 @@ class Diagnosis:
         has_overflowed = optimizer in self._reports and self._reports.last(optimizer).reason == "overflow"
         count = 1 + (self._overflows.by_id(id(optimizer)) or 0) * has_overflowed
         self._overflows.put(optimizer, count)
-        search = _Search(None, True, is_asked=False) if count >= _SUSPICIOUS else None
-        return self._report(optimizer, iteration, None, None, search, gather=True)
+        asked = Asked(state=count >= _SUSPICIOUS, is_by_itself=True)
+        return self.diagnose(optimizer, iteration, asked, gather=True)
 
-    def diagnose(
-        self,
-        optimizer: Optimizer,
-        iteration: Iteration,
-        names: object = None,
-        loss: object = None,
-        *,
-        gather: bool = False,
-        params: object = None,
-        state: object = False,
-    ) -> OverflowReport:
+    def diagnose(self, optimizer: Optimizer, iteration: Iteration, asked: Asked, *, gather: bool) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
-        search = None if params is None and (state is None or state is False) else _Search(params, state)
-        return self._report(optimizer, iteration, names, loss, search, gather=gather)
-
-    def _report(
-        self,
-        optimizer: Optimizer,
-        iteration: Iteration,
-        names: object,
-        loss: object,
-        search: _Search | None,
-        *,
-        gather: bool,
-    ) -> OverflowReport:
         turn = iteration.by_id(id(optimizer))
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
@@ -95,10 +79,10 @@ class Diagnosis:
         minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
         groups = self._groups_for(optimizer, turn) if gather and self._enabled else ()
         if not groups:
-            return OverflowReport.of([self._look(optimizer, iteration, turn, names, loss, search)], minimum)
+            return OverflowReport.of([self._look(optimizer, iteration, turn, asked)], minimum)
         failure: Exception | None = None
         try:
-            own = self._look(optimizer, iteration, turn, names, loss, search)
+            own = self._look(optimizer, iteration, turn, asked)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
             failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
@@ -137,28 +121,20 @@ class Diagnosis:
         verdict = _known(turn)
         return self._reports.last(optimizer).skipped if verdict is None else verdict.is_skipped
 
-    def _look(
-        self,
-        optimizer: Optimizer,
-        iteration: Iteration,
-        turn: Turn | None,
-        names: object,
-        loss: object,
-        search: _Search | None,
-    ) -> RankReport:
+    def _look(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, asked: Asked) -> RankReport:
         """Look at what this rank holds: one host read."""
         unnamed = named_gradients(optimizer)
-        located = name_gradients(unnamed, names)
+        located = name_gradients(unnamed, asked.names)
         chosen = self._choose(optimizer, located)
         paths = {one.name: named.name for one, named in zip(unnamed, located, strict=True)}
-        held = None if search is None else self._held(optimizer, located, paths, search)
+        held = self._held(optimizer, located, paths, asked) if asked.searches else None
         arrays = [x for _, _, x in chosen if x is not None] + [x for _, x in held or ()]
         is_scaled = self._holds_scaled(optimizer, iteration, turn)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = _is_ready(turn) and not (self._enabled and iteration.scaled)
         scale, state, number = self._scale_of(optimizer, iteration, turn, is_over=is_over)
-        counts, lost = self._judge_loss(loss, [] if is_over else list(iteration.loss_nonfinite))
-        knows_loss = loss is not None or len(counts) > 0
+        counts, lost = self._judge_loss(asked.loss, [] if is_over else list(iteration.loss_nonfinite))
+        knows_loss = asked.loss is not None or len(counts) > 0
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
             others.append(self._live.backend_for(state.scale).fingerprint(state))
@@ -177,14 +153,15 @@ class Diagnosis:
             for index, one, x in chosen
         ]
         entries.sort(key=lambda entry: entry.badness)
-        searched = [
-            _entry(index, one.name, self._unscaler.shape_of(one.array), x, next(remaining), kind=one.kind, key=one.key)
-            for index, (one, x) in enumerate(held or ())
-        ]
+        searched = []
+        for index, (one, x) in enumerate(held or ()):
+            entry = _entry(index, one.name, self._unscaler.shape_of(one.array), x, next(remaining), 1.0)
+            searched.append(dataclasses.replace(entry, kind=one.kind, key=one.key))
+        broken = sorted((entry for entry in searched if entry.nonfinite), key=lambda entry: entry.badness)
         return RankReport(
             rank=(),
             entries=tuple(entries),
-            broken=None if held is None else worst_first(entry for entry in searched if entry.nonfinite),
+            broken=None if held is None else tuple(broken),
             scale=scale,
             iteration=number,
             is_scaled=is_scaled,
@@ -192,17 +169,16 @@ class Diagnosis:
         )
 
     def _held(
-        self, optimizer: Optimizer, located: Sequence[NamedGradient], paths: Mapping[str, str], search: _Search
+        self, optimizer: Optimizer, located: Sequence[NamedGradient], paths: Mapping[str, str], asked: Asked
     ) -> list[tuple[HeldArray, Array]] | None:
         """Return the weights and the arrays of the state with their values; None if the scaler knows of none."""
         try:
-            held = held_arrays(optimizer, located, paths, search.params, search.state)
+            held = held_arrays(optimizer, located, paths, asked.params, asked.state)
         except GradscaleError:
-            if search.is_asked:
-                raise
-            return None
-        values = [(one, self._unscaler.values_of(one.array)) for one in held]
-        return [(one, x) for one, x in values if x is not None]
+            if asked.is_by_itself:
+                return None
+            raise
+        return [(one, x) for one in held if (x := self._unscaler.values_of(one.array)) is not None]
 
     def _read(self, arrays: list[Array], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
         """Summarize arrays and read others: one host read, and one for each array of another library than the first."""
@@ -300,14 +276,7 @@ def _is_ready(turn: Turn | None) -> bool:
 
 
 def _entry(
-    index: int,
-    name: str,
-    shape: tuple[int, ...],
-    values: Array,
-    summary: Summary,
-    divisor: float = 1.0,
-    kind: Literal["gradient", "weight", "state"] = "gradient",
-    key: str = "",
+    index: int, name: str, shape: tuple[int, ...], values: Array, summary: Summary, divisor: float
 ) -> ParameterReport:
     has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
     return ParameterReport(
@@ -322,6 +291,4 @@ def _entry(
         subnormals=summary.subnormals,
         # Divided by a scale below 1 it may be beyond float64.
         largest=min(summary.largest / divisor, sys.float_info.max) if has_finite else None,
-        kind=kind,
-        key=key,
     )

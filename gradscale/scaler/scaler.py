@@ -24,7 +24,7 @@ from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate,
 from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler import checkpoint, stepper
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.diagnosis import Diagnosis
+from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.live_state import ArrayState, checked_scale, numbers_of
@@ -620,8 +620,7 @@ class GradScaler:
         CollectiveTimeoutError, BackendError
             With ``gather``: when some rank does not come, or could not look at its gradients.
         """
-        arguments = (optimizer, self._iteration, names, loss)
-        return self._diagnosis.diagnose(*arguments, gather=gather, params=params, state=state)
+        return self._diagnosis.diagnose(optimizer, self._iteration, Asked(names, loss, params, state), gather=gather)
 
     # Settings.
 

@@ -65,6 +65,26 @@ def test_torchs_replacement_gathers_where_one_rank_holds_what_cannot_be_unscaled
     agree(ThreadWorld(2), scenarios.unusual_on, [(rank, kind) for rank in range(2)])
 
 
+def test_a_report_of_many_broken_arrays_is_bounded_and_names_a_few_ranks() -> None:
+    def look(collectives: ThreadCollectives) -> Any:
+        scaler = gradscale.ShardedGradScaler(group=collectives)
+        scaler.scale(np.float32(1.0))
+        values = [np.full(k % 7 + 1, np.nan, np.float32) for k in range(450)]
+        optimizer = scenarios.SGD([np.ones(1, np.float32)])
+        return scaler.diagnose(optimizer, params=values[:400], state=values[400:], gather=True)
+
+    reports = run_ranks(10, look)
+    assert all(report == reports[0] for report in reports)
+    report = reports[0]
+    listed = 4096 // 10
+    assert (len(report.broken), report.omitted_broken) == (10 * listed, 10 * (450 - listed))
+    # Of each rank all weights are listed, and of the state the worst.
+    assert [entry.kind for entry in report.broken] == ["weight"] * 4000 + ["state"] * (10 * (listed - 400))
+    assert {entry.nan for entry in report.broken[4000:]} == {7, 6}
+    assert "on rank 0, 1, 2, 3, 4, 5, 6, 7 and others, " in report.explanation
+    assert f"... and {4500 - 20} more" in str(report).splitlines()
+
+
 @pytest.mark.parametrize("bad_rank", range(4))
 def test_groups_of_a_grid_are_gathered_in_turn(bad_rank: int) -> None:
     groups = grid_of_threads()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from axes import require
 from tiers import later
-from worlds import GlooWorld, agree
+from worlds import GlooWorld, agree, each
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
@@ -41,6 +41,26 @@ def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(
     scenarios: Any, parallel: str, is_given: bool
 ) -> None:
     agree(GlooWorld(4), scenarios.each_rank_of_a_mesh, [(parallel, is_given)])
+
+
+@pytest.mark.parametrize(("method", "options"), [("FSDP2", {}), ("FSDP1", {}), ("FSDP1", {"original": False})])
+def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(
+    scenarios: Any, method: str, options: dict[str, bool]
+) -> None:
+    ((_, results),) = each(GlooWorld(2), scenarios.broken_shards, [(scenarios.Setup(method, **options),)])
+    assert results[0] == results[1]
+    (whole,), *broken, (mended,) = results[0]
+    assert [(one["cause"], one["broken"]) for one in (whole, mended)] == [("none", [])] * 2
+    for number, (asked, *overflows) in enumerate(broken):
+        bad_rank, is_state = divmod(number, 2)
+        assert [one["broken"] is None for one in overflows] == [True, True, False]
+        for report in (asked, overflows[2]):
+            assert report["cause"] == ("optimizer state" if is_state else "weights")
+            found = [(one["key"], one["rank"], one["nan"]) for one in report["broken"]]
+            assert found == [("exp_avg_sq" if is_state else "", [bad_rank], 1)]
+            name = report["broken"][0]["name"]
+            assert name in (entry["name"] for entry in report["entries"])
+            assert f"on rank {bad_rank}, " in report["explanation"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "overlapping", "no loss"])

@@ -132,6 +132,48 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
     return told
 
 
+def broken_shards(group: Any, setup: Setup) -> list[list[dict[str, Any]]]:
+    """Break a weight, and then a moment, on each rank in turn, and overflow three times on rank 0; what all are told.
+
+    Before it and after it the model is whole, which is told first and last.
+    """
+    model = distribute(setup)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=LEARNING_RATE)
+    scaler = make_scaler(setup, "gradscale", init_scale=SCALE, diagnose="on_overflow")
+
+    def iterate(overflows: bool) -> Any:
+        optimizer.zero_grad()
+        scaler.scale(backward_loss(model, group.rank())).backward()
+        if overflows and group.rank() == 0:
+            inject_infinity(list(model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.last_step(optimizer).overflow
+
+    def asked() -> dict[str, Any]:
+        return scaler.diagnose(optimizer, gather=True, state=True).to_dict()
+
+    iterate(False)
+    told = [[asked()]]
+    for bad_rank in range(group.size()):
+        for place in ("weight", "state"):
+            # Of the optimizer, whose parameters FSDP1 may have put in the place of the model's.
+            (parameter, *_) = optimizer.param_groups[0]["params"]
+            held = parameter.detach() if place == "weight" else optimizer.state[parameter]["exp_avg_sq"]
+            local = held.to_local() if isinstance(held, DTensor) else held
+            assert local.numel() > 0
+            before = local.clone()
+            if group.rank() == bad_rank:
+                local.view(-1)[0] = math.nan
+            report = asked()
+            # A weight that is not finite makes all gradients so.
+            overflows = [iterate(True).to_dict() for _ in range(3)]
+            local.copy_(before)
+            told.append([report, *overflows])
+            iterate(False)
+    return [*told, [asked()]]
+
+
 def look(names: Sequence[str], parameters: Sequence[Tensor], scale: float) -> dict[str, Any]:
     """Return what a diagnosis is to say of this rank's gradients: shape, infinities and largest finite magnitude."""
     found: dict[str, Any] = dict.fromkeys(names)
