@@ -129,6 +129,7 @@ class GradScaler(TorchGradScaler):
         Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
     diagnose : {"on_overflow"}, optional
         Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
+        From the third in a row on the weights and the optimizer's state are searched, too.
     history_size : int, default 1024
         How many StepReports ``history`` keeps.
     skip : SkipSpikes, optional
@@ -406,6 +407,7 @@ class GradScaler(TorchGradScaler):
 
         As :meth:`gradscale.GradScaler.diagnose`: of sparse gradients the stored values, of a DTensor this rank's part,
         of a fused optimizer that has skipped its step the unscaled values of gradients that are still scaled.
+        ``state=True`` searches the parameters and ``optimizer.state``, on this rank's part likewise.
         """
         return self._scaler.diagnose(optimizer, names, loss=loss, gather=gather, params=params, state=state)
 

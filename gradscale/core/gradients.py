@@ -148,7 +148,7 @@ def name_gradients(located: Sequence[NamedGradient], names: object) -> list[Name
 def held_arrays(
     optimizer: Optimizer, located: Sequence[NamedGradient], names: Mapping[str, str], params: object, state: object
 ) -> list[HeldArray]:
-    """Return an optimizer's weights and the arrays of its state, but for integers and empty ones.
+    """Return an optimizer's weights and the arrays of its state, but for integers.
 
     ``located`` are its gradients, and ``names`` what the user calls those that are known by their paths. ``params`` and
     ``state`` are containers of arrays; None and True stand for what optimizers of torch's kind have.
@@ -173,7 +173,7 @@ def held_arrays(
 
 
 def _is_searched(x: Array) -> bool:
-    return is_array_api_obj(x) and 0 not in x.shape and kind_of(x) not in (Kind.INTEGRAL, Kind.UNKNOWN)
+    return is_array_api_obj(x) and kind_of(x) not in (Kind.INTEGRAL, Kind.UNKNOWN)
 
 
 def _in_state(state: object, parameters: Mapping[int, str]) -> Iterator[HeldArray]:

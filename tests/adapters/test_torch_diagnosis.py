@@ -261,6 +261,7 @@ def test_nested_states_and_those_of_other_libraries_are_searched() -> None:
     report = run.scaler.diagnose(run.optimizer, params={"weight": run.parameter}, state=run.optimizer.state)
     assert sorted(entry.place for entry in report.broken) == expected
     assert report.cause == "optimizer state"
+    assert run.scaler.diagnose(run.optimizer, params=iter([torch.empty(2, device="meta")])).broken == ()
 
 
 def test_the_third_overflow_in_a_row_finds_what_a_fused_optimizer_has_spoilt() -> None:

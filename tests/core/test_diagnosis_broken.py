@@ -18,6 +18,7 @@ from optimizers import Grouped, Tree, iterate, scaled
 
 from gradscale import GradScaler, InvalidTypeError, StaticScale
 from gradscale.core.backend import Backend
+from gradscale.reports.logs import row_of
 
 BROKEN = ("weights", "optimizer state")
 
@@ -86,7 +87,7 @@ def test_finite_arrays_integers_empty_ones_and_what_is_no_array_are_left_out(arr
     scaler = GradScaler(init_scale=8.0)
     big = [arrays.asarray([3.0e38, -1.0e-40, 0.0]), arrays.asarray(1.0e300, "float64"), arrays.asarray([])]
     big += [arrays.asarray([65504.0], half) for half in arrays.halves if half == "float16"]
-    others = [arrays.asarray([2**31 - 1], "int32"), None, 3, math.nan, "inf", object(), int, {"a": iter([math.inf])}]
+    others = [arrays.asarray([2**31 - 1], "int32"), None, 3, math.nan, "inf", object(), Slots, {"a": iter([math.inf])}]
     for params, state in (([*big, *others], False), (big, [*others, big]), ([], {}), (None, None), (big[0], ())):
         report = scaler.diagnose(Tree(scaled(arrays, scaler, 1.0)), params=params, state=state)
         assert report.cause == "none"
@@ -162,6 +163,13 @@ def test_an_optimizer_of_torchs_kind_is_searched_as_it_is(asked: str) -> None:
     assert look()[1][-2:] == [("all", "", "all"), ("object", "[0]", "object[0]")]
 
 
+def test_an_optimizer_without_weights_and_one_of_others_are_searched_for_what_they_have() -> None:
+    assert GradScaler().diagnose(Momentum(0), state=True).broken == ()
+    # Parameters that are no arrays.
+    report = GradScaler().diagnose(Grouped([np.ones(1, np.float32)]), state=[np.float32(math.nan)])
+    assert [entry.place for entry in report.broken or ()] == ["state[0]"]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -210,6 +218,8 @@ def test_the_third_overflow_in_a_row_is_searched_by_itself_and_a_clean_step_begi
     found = "scale", "scale", "optimizer state", "optimizer state", None, "scale", "scale", None, "scale", "scale"
     assert causes("oooocoocoo") == list(found)
     assert causes("o") == ["optimizer state"]
+    row = row_of(scaler.last_step(optimizer))
+    assert (row["parameter"], row["cause"]) == ("exp_avg of layer.1", "optimizer state")
     # Of a scaler that does not diagnose nothing is looked at.
     scaler = GradScaler()
     assert causes("ooo") == [None] * 3
