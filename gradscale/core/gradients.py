@@ -163,7 +163,7 @@ def held_arrays(
         )
         raise InvalidTypeError(msg)
     if params is None:
-        found = [HeldArray("weight", one.name, "", one.parameter) for one in located if id(one.parameter) in parameters]
+        found = [HeldArray("weight", one.name, "", one.parameter) for one in located]
     else:
         leaves = _leaves("params", tree.leaves_with_paths(params))
         found = [HeldArray("weight", names.get(path, path) or "params", "", leaf) for path, leaf in leaves]

@@ -87,7 +87,17 @@ def test_finite_arrays_integers_empty_ones_and_what_is_no_array_are_left_out(arr
     scaler = GradScaler(init_scale=8.0)
     big = [arrays.asarray([3.0e38, -1.0e-40, 0.0]), arrays.asarray(1.0e300, "float64"), arrays.asarray([])]
     big += [arrays.asarray([65504.0], half) for half in arrays.halves if half == "float16"]
-    others = [arrays.asarray([2**31 - 1], "int32"), None, 3, math.nan, "inf", object(), Slots, {"a": iter([math.inf])}]
+    others = [
+        arrays.asarray([2**31 - 1], "int32"),
+        None,
+        3,
+        math.nan,
+        "inf",
+        object(),
+        Slots,
+        np.array(["inf"]),
+        {"a": iter([math.inf])},
+    ]
     for params, state in (([*big, *others], False), (big, [*others, big]), ([], {}), (None, None), (big[0], ())):
         report = scaler.diagnose(Tree(scaled(arrays, scaler, 1.0)), params=params, state=state)
         assert report.cause == "none"

@@ -47,7 +47,7 @@ def test_the_report_has_the_scale_and_iteration_of_a_rank_that_has_called_scale(
     agree(ThreadWorld(3), scenarios.scaled_on, [(rank,) for rank in range(3)])
 
 
-@pytest.mark.parametrize("place", ["weight", "state"])
+@pytest.mark.parametrize("place", ["weight", "state", "both"])
 @pytest.mark.parametrize(
     "library", ["numpy", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
 )

@@ -55,18 +55,20 @@ def broken_on(group: Any, bad_rank: int, place: str, library: str) -> dict[str, 
     scaler.scale(loss(library))
     optimizer.grads = gradients(library)
     held = {"params": gradients(library), "state": {"momentum": [*gradients(library), None]}}
-    if bad_rank in (rank, -1):
-        listed: Any = held["params"] if place == "weight" else held["state"]["momentum"]  # type: ignore[call-overload]
-        listed[1] = listed[1] * math.inf
+    places = {"weight": held["params"], "state": held["state"]["momentum"]}  # type: ignore[call-overload]
+    # A weight is named before a state, whatever ranks hold that.
+    for bad in [name for name in places if place in (name, "both")]:
+        if bad_rank in (rank, -1) or (place == "both" and bad == "state"):
+            places[bad][1] = places[bad][1] * math.inf
     # One rank asks for nothing, and hears of it all the same.
     asked = held if rank == bad_rank or bad_rank < 0 or rank == 0 else {}
     report = scaler.diagnose(optimizer, gather=True, **asked)
     ranks = [bad_rank] if bad_rank >= 0 else list(range(rank_and_size(group)[1]))
-    name, key = ("[1]", "") if place == "weight" else ("state", "['momentum'][1]")
-    assert report.cause == ("weights" if place == "weight" else "optimizer state")
-    assert [(one.name, one.key, one.rank, one.kind) for one in report.broken] == [
-        (name, key, (one,), place) for one in ranks
-    ]
+    name, key, kind = ("state", "['momentum'][1]", "state") if place == "state" else ("[1]", "", "weight")
+    assert report.cause == ("weights" if kind == "weight" else "optimizer state")
+    found = [(one.name, one.key, one.rank) for one in report.broken if one.kind == kind]
+    assert found == [(name, key, (one,)) for one in ranks]
+    assert (len(found) < len(report.broken)) == (place == "both")
     assert f"on rank {', '.join(map(str, ranks))}, {name}{key} the most" in report.explanation
     return report.to_dict()
 
