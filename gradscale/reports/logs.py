@@ -25,7 +25,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one, or the
         worst array of the weights and the state, and ``cause`` that of an OverflowReport: None without one. ``reason`` is
     the gravest of the skipped steps, None without any. A StepReport has no rank and no ``new_scale``.
-        """
+    """
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
