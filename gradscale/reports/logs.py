@@ -23,8 +23,8 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     """Return a report as a line of a log, of plain values.
 
     ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one, or the
-        worst array of the weights and the state, and ``cause`` that of an OverflowReport: None without one. ``reason`` is
-    the gravest of the skipped steps, None without any. A StepReport has no rank and no ``new_scale``.
+    worst array of the weights and the state, and ``cause`` that of an OverflowReport: None without one. ``reason``
+    is the gravest of the skipped steps, None without any. A StepReport has no rank and no ``new_scale``.
     """
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]

@@ -479,7 +479,9 @@ class GradScaler:
             return wanted
         if ended.lowered is None and all(verdict.is_held for verdict in verdicts) and len(verdicts) == len(pending):
             return before
-        known = pending[-1].numbers if pending and ended.lowered is None else None
+        # What a closure has lowered, and the update has not taken over, is not the state before it.
+        is_plain = ended.lowered is None and not any(step.retries for step in ended.steps)
+        known = pending[-1].numbers if pending and is_plain else None
         rule = None if known is None or len(verdicts) < len(pending) else plain_rule(live.policy)
         if known is None or rule is None:
             return live.scale()

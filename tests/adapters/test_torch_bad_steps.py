@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from axes_torch import GradScaler, torch
-from host_cuda import installed
+from host_cuda import installed, on_host
 from small_torch import Small
-from test_torch_devices import Run, capturable, captured, groups_in_use
 
 import gradscale
 
@@ -31,7 +31,31 @@ def cuda() -> Iterator[Any]:
         yield cuda
 
 
+class Group:
+    """A group of one rank whose collectives stay on the device."""
+
+    rank, size = 0, 1
+
+    def start_max(self, x: Any) -> Callable[[], Any]:
+        return lambda: x.clone()
+
+
+def made(name: str, *devices: str, groups: int = 0, **settings: Any) -> Small:
+    """Return a run on devices, over groups that have compared their versions, for which the host waits."""
+    over = [Group() for _ in range(groups)] or None
+    if over:
+        Small(GradScaler("cpu", group=over)).iterate(1.0)
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, group=over, **settings)
+    options = {"capturable": True} if "Adam" in name else {}
+    return Small(scaler, name, devices=devices, home=devices[0], **options)
+
+
+def held(run: Small) -> list[Any]:
+    return [on_host(parameter).tolist() for parameter in run.parameters]
+
+
 def clipped(run: Small, gradient: float) -> None:
+    """Make an iteration with clipping, whose norm is twice the gradient for two parameters of two elements."""
     run.give(gradient)
     run.scaler.unscale_(run.optimizer, max_norm=100.0)
     run.step()
@@ -40,15 +64,18 @@ def clipped(run: Small, gradient: float) -> None:
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize(("name", "waits"), [("AdamW-fused", 0), ("SGD", 1)])
 def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda: Any, name: str, waits: int, groups: int) -> None:
-    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, skip=RULE, group=groups_in_use(groups))
-    run = Run(scaler, name, "cuda:0", "cuda:1")
+    run = made(name, "cuda:0", "cuda:1", groups=groups, skip=dataclasses.replace(RULE, of="loss"))
     scales, stepped = [], []
     for gradient in GRADIENTS:
-        before = [parameter.clone() for parameter in run.parameters]
-        clipped(run, gradient)
+        before = held(run)
+        run.give(gradient)
+        # With the loss of ones before it, the mean is the gradient.
+        loss = 1.0 if gradient == math.inf else 2.0 * gradient - 1.0
+        run.scaler.scale(torch.ones((), device="cuda:0"), loss=torch.full((), loss, device="cuda:1"))
+        run.step()
         assert len(cuda.waits) == waits
         scales.append(run.scaler.get_scale())
-        stepped.append(not any(map(torch.equal, before, run.parameters)))
+        stepped.append(held(run) != before)
         cuda.waits.clear()
     assert [report.reason for report in run.scaler.history] == REASONS
     assert scales == SCALES
@@ -57,33 +84,38 @@ def test_a_spike_is_skipped_on_a_device_without_a_host_read(cuda: Any, name: str
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
 def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str) -> None:
-    run = Run(GradScaler("cuda", init_scale=4.0, growth_interval=1), name, "cuda")
+    run = made(name, "cuda")
     run.iterate(1.0)
-    before = run.held, run.state
+    before = held(run), run.state
     for after_unscale in (False, True):
         run.give(1.0)
         if after_unscale:
             run.scaler.unscale_(run.optimizer)
         run.scaler.refuse(run.optimizer)
         run.step()
-        assert (run.held, run.state, run.report.reason) == (*before, "refused")
+        assert (held(run), run.state, run.report.reason) == (*before, "refused")
 
 
 def test_a_loss_is_judged_where_it_is() -> None:
-    run = Run(GradScaler("cuda", skip=gradscale.SkipSpikes(window=4, min_values=2, of="loss")), "SGD", "cuda:0")
+    run = made("SGD", "cuda:0", skip=gradscale.SkipSpikes(window=4, min_values=2, of="loss"))
     for loss, reason in ((1.0, "stepped"), (1.0, "stepped"), (2.0, "spike")):
-        run.give(1.0)
-        run.scaler.scale(torch.tensor(loss, device="cuda:1"), loss=torch.tensor(loss, device="cuda:1"))
+        run.parameter.grad = torch.ones(2, device="cuda:0")
+        run.scaler.scale(torch.tensor(9.0, device="cuda:1"), loss=torch.tensor(loss, device="cuda:1"))
         run.scaler.scale(torch.tensor(2 * loss - 1.0), loss=loss)
         run.step()
         assert run.report.reason == reason
 
 
 def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
-    run = capturable(init_scale=4.0, growth_interval=1, skip=RULE)
+    run = made("AdamW-fused", "cuda", skip=RULE)
     for gradient in (1.0, 1.0):
         clipped(run, gradient)
-    graph, source = captured(cuda, run, max_norm=100.0)
+    source = torch.ones(2, device="cuda")
+    run.scaler.scale(source)
+    with cuda.capture() as graph:
+        run.parameter.grad.copy_(source * run.scaler._scale)
+        run.scaler.unscale_(run.optimizer, max_norm=100.0)
+        run.step()
     seen = []
     for value in GRADIENTS[2:]:
         source.fill_(value)
@@ -92,7 +124,7 @@ def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
     assert seen == list(zip(REASONS[2:], SCALES[2:], strict=True))
     # The values of the two steps before, and of the replays that were made.
     window = run.scaler.state_dict()["spikes"][0]["norm"]
-    assert window == {"values": [pytest.approx(5.0**0.5)] * 4, "skipped": 0}
+    assert window == {"values": [pytest.approx(2.0**0.5)] * 4, "skipped": 0}
     # Replays go on with what was loaded.
     run.scaler.load_state_dict(run.scaler.state_dict() | {"spikes": []})
     source.fill_(5.0)
@@ -101,7 +133,7 @@ def test_a_captured_graph_judges_and_learns_in_each_replay(cuda: Any) -> None:
 
 
 def test_pickles_and_torchs_own_scaler_take_the_state() -> None:
-    run = Run(GradScaler("cpu", skip=RULE), "SGD", "cpu")
+    run = Small(GradScaler("cpu", skip=RULE))
     for gradient in (1.0, 2.0, 1.0):
         clipped(run, gradient)
     saved = run.scaler.state_dict()

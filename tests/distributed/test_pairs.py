@@ -22,6 +22,7 @@ TRUE = {"A": 1.0, "B": 2.0, "C": 4.0}
 
 pytestmark = pytest.mark.tier("ranks")
 
+RULE = gradscale.SkipSpikes(window=2, of="loss", above=10.0)
 Call = tuple[str, *tuple[Any, ...]]
 Program = tuple[Call, ...]
 
@@ -47,15 +48,17 @@ PROGRAMS: dict[str, Program] = {
     "a diagnosis": (*ITERATION, ("diagnose", "A", True), *ITERATION),
     "accumulated": (("scale",), ("scale",), (STEP, "A"), ("update",), ("scale",), ("unscale", "A"), ("update",)),
     "clipped": (("scale",), ("clip", "A", 1.0), (STEP, "A"), ("unscale", "B"), ("update",), *ITERATION),
+    "refused": (("refuse", "A"), *ITERATION, ("scale",), ("refuse", "B"), ("unscale", "B"), *ITERATION[1:]),
+    "spikes": (*ITERATION, ("spike",), *ITERATION[1:], *ITERATION),
 }
 CALLS: Program = (
     *((call, optimizer) for call in ("unscale", STEP) for optimizer in TRUE),
-    *((call, optimizer) for call in ("overflow", "name", "without_gradients") for optimizer in "AB"),
+    *((call, optimizer) for call in ("overflow", "name", "without_gradients", "refuse") for optimizer in "AB"),
     *((call, "A") for call in ("step_alone", "last_step", "step_schedule")),
     *(("diagnose", *arguments) for arguments in (("A", False), ("A", True), ("B", True))),
     *(("update", *arguments) for arguments in ((), (4.0,), (65536.0,))),
     *(("set_growth_interval", 2), ("set_growth_interval", 5), ("set_growth_factor", 4.0)),
-    *((call,) for call in ("scale", "get_scale", "save", "load", "copy", "pickle", "join", "construct")),
+    *((call,) for call in ("scale", "spike", "get_scale", "save", "load", "copy", "pickle", "join", "construct")),
     *(("clip", optimizer, norm) for optimizer, norm in (("A", 1.0), ("A", 2.0), ("B", 1.0))),
 )
 
@@ -104,11 +107,11 @@ class Rank:
             torch = require("torch")
             import gradscale_torch
 
-            self._make = lambda: gradscale_torch.ShardedGradScaler("cpu", group=group, growth_interval=2)
+            self._make = lambda: gradscale_torch.ShardedGradScaler("cpu", group=group, growth_interval=2, skip=RULE)
             self._array = lambda value, size: torch.full((size,), value) if size else torch.tensor(value)
             self.optimizers = optimizers_of_torch()
         else:
-            self._make = lambda: gradscale.ShardedGradScaler(group=group, growth_interval=2)
+            self._make = lambda: gradscale.ShardedGradScaler(group=group, growth_interval=2, skip=RULE)
             self._array = lambda value, size: np.full(size, value, np.float32) if size else np.float32(value)
             self.optimizers = {"A": Optimizer(), "B": Optimizer(), "C": Other()}
         self.scaler: Any = self._make()
@@ -124,6 +127,9 @@ class Rank:
         for name, optimizer in self.optimizers.items():
             value = math.inf if optimizer is overflow else TRUE[name] * factor
             self._put(optimizer, [self._array(value, 3)])
+
+    def spike(self) -> None:
+        self.scaler.scale(self._array(1.0, 0), loss=100.0)
 
     def _put(self, optimizer: Any, gradients: list[Any]) -> None:
         if self.is_torch:
