@@ -121,7 +121,7 @@ class SkipSpikes:
         ``value`` is 0-d, of any real floating dtype. If all arrays have one more axis in front, several are judged.
         """
         values, xp = state.values, array_namespace(state.values)
-        x, count = (xp.expand_dims(each, axis=-1) for each in (xp.astype(value, xp.float32), state.count))
+        x, count = xp.astype(value, xp.float32)[..., None], state.count[..., None]
         if self.above is not None:
             return _without_last_axis(xp, xp.logical_not(x <= self.above))
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
@@ -149,8 +149,8 @@ class SkipSpikes:
         the values as they are: give it for a step that was skipped for another reason.
         """
         values, xp = state.values, array_namespace(state.values)
-        fields = xp.astype(value, xp.float32), state.count, state.skipped, skipped
-        x, count, in_a_row, skipped = (xp.expand_dims(each, axis=-1) for each in fields)
+        x, count, in_a_row = xp.astype(value, xp.float32)[..., None], state.count[..., None], state.skipped[..., None]
+        skipped = skipped[..., None]
         is_value, was_made = xp.isfinite(x), xp.logical_not(skipped)
         enters = is_value
         if not self.learns_from_skipped:

@@ -749,15 +749,15 @@ class GradScaler:
             )
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts))
-        position = iteration.number, iteration.scaled
+        position = iteration.number, iteration.scaled, iteration.losses.as_numbers()
         return self.__dict__ | {"_parts": parts, "_iteration": position, "_diagnosis": None, "_busy": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        number, scaled = kept["_iteration"]
+        number, scaled, losses = kept["_iteration"]
         self._assemble(kept["_parts"], kept["_enabled"])
         self._iteration = Iteration(number, self._parts)
-        self._iteration.scaled = scaled
+        self._iteration.scaled, self._iteration.losses = scaled, losses
 
     # The parts put together.
 

@@ -40,10 +40,14 @@ class Losses(NamedTuple):
     is_judged: bool = False
     """Whether an optimizer was judged by them, so that the next loss is another one's."""
 
+    def as_numbers(self) -> Losses:
+        """Return them without an array: a host read of one."""
+        return self._replace(total=float(self.total))
+
     def plus(self, loss: Array | float) -> Losses:
-        """Return them with one more."""
+        """Return them with one more; a number if the CPU computes with its library's arrays anyway."""
         if is_array_api_obj(loss):
-            loss = _beside(loss, loss)
+            loss = float(loss) if registry.backend_for(loss).computes_on_host else _beside(loss, loss)
         if self.number == 0 or self.is_judged:
             return Losses(loss, 1)
         total = _beside(self.total, loss) if is_array_api_obj(loss) else self.total
@@ -105,12 +109,13 @@ class Spikes:
             self._numbers.put(optimizer, number)
         state = self._windows[number]
         xp = array_namespace(state.values)
-        unknown = xp.full_like(state.values[0, 0], xp.nan)
-        values = [unknown if found[name] is None else _beside(found[name], unknown) for name in self.rule.of]
-        if losses.number > 1 and "loss" in self.rule.of:
-            position = self.rule.of.index("loss")
-            values[position] = values[position] / losses.number
-        judged = xp.stack(values)
+        if losses.number > 1:
+            found["loss"] = losses.total / losses.number
+        values = [math.nan if found[name] is None else found[name] for name in self.rule.of]
+        if registry.backend_for(state.values).computes_on_host:
+            judged = xp.asarray([float(value) for value in values], dtype=xp.float32)
+        else:
+            judged = xp.stack([_beside(value, state.values[0, 0]) for value in values])
         are_spikes = self.rule.judge(state, judged)
         first, *others = (are_spikes[index] for index, name in enumerate(self.rule.of) if found[name] is not None)
         return as_0d_array(xp, xp.logical_or(first, *others) if others else first), Judged(number, judged)

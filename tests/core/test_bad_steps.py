@@ -224,6 +224,18 @@ def test_a_resumed_run_decides_bit_for_bit_alike(road: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))], ids=["copy", "pickle"]
+)
+def test_a_copy_made_after_scale_judges_the_loss(copied: Any) -> None:
+    scaler, optimizer = trained(policy=ONE)
+    scaler.scale(np.float32(9.0))
+    other = copied(scaler)
+    optimizer.grads = [np.ones(3, np.float32)]
+    other.step(optimizer)
+    assert other.last_step(optimizer).reason == "spike"
+
+
+@pytest.mark.parametrize(
     ("spikes", "message"),
     [
         pytest.param({"loss": 1}, "spikes must be a list", id="mapping"),

@@ -41,7 +41,7 @@ def test_one_bad_value_skips_the_step_and_backs_off(arrays: Library, bad: float,
     scaler.update()
     assert optimizer.steps == 0
     assert scaler.get_scale() == 32768.0
-    assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0, 1)
+    assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0, 1, by=0)
 
 
 def test_unscale_shows_the_true_gradients_before_the_step(arrays: Library) -> None:

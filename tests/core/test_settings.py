@@ -144,7 +144,7 @@ def test_an_overflow_at_the_minimum_raises_and_the_scaler_can_be_used_on(arrays:
         iterate(arrays, scaler, optimizer, [math.nan])
     assert isinstance(caught.value, FloatingPointError)
     # The iteration has ended, its report is there, and a checkpoint can be made.
-    assert scaler.last_step(optimizer) == StepReport(True, 1.0, 1, "overflow", 2, 0, 1)
+    assert scaler.last_step(optimizer) == StepReport(True, 1.0, 1, "overflow", 2, 0, 1, by=0)
     assert scaler.state_dict()["iteration"] == 3
     assert scaler.get_scale() == 1.0
     assert not iterate(arrays, scaler, optimizer, [1.0]).skipped

@@ -208,7 +208,9 @@ def outcomes(programs: tuple[Program, Program], library: str) -> list[Outcome]:
             ended[group.rank] = Outcome(error, None, {})
             raise
         seen = {name: optimizer.seen for name, optimizer in rank.optimizers.items()}
-        ended[group.rank] = Outcome(None, rank.scaler.state_dict(), seen)
+        # Each rank's window holds its own losses.
+        state = {name: value for name, value in rank.scaler.state_dict().items() if name != "spikes"}
+        ended[group.rank] = Outcome(None, state, seen)
 
     with contextlib.suppress(Exception):
         run_ranks(2, work)

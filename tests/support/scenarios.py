@@ -157,7 +157,7 @@ def closure_overflow(group: Any, bad_rank: int) -> Any:
     assert (returned, optimizer.grads[0].tolist(), optimizer.steps) == (1.0, [1.0] * 3, 1)
     scaler.update()
     assert evaluations == [65536.0, 32768.0, 16384.0]
-    assert tuple(scaler.last_step(optimizer)) == (False, 16384.0, 0, "stepped", 1, 2, 0, None)
+    assert tuple(scaler.last_step(optimizer)) == (False, 16384.0, 0, "stepped", 1, 2, 0, None, None)
     assert scaler.get_scale() == 16384.0
 
 
