@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation, vector
+from gradscale.core.arithmetic import as_0d_array
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.vector import Purpose
+from gradscale.core.vector import Purpose, Reason
 from gradscale.errors import (
     BackendError,
     InvalidTypeError,
@@ -67,7 +69,13 @@ class GroupAgreement:
         self._agreement.join(self._groups)
         self._calls = 0
 
-    def __call__(self, nonfinite: Array, state: ScaleState) -> Array:
+    @overload
+    def __call__(self, nonfinite: Array, state: ScaleState, spike: None = None) -> Array: ...
+
+    @overload
+    def __call__(self, nonfinite: Array, state: ScaleState, spike: Array) -> tuple[Array, Array]: ...
+
+    def __call__(self, nonfinite: Array, state: ScaleState, spike: Array | None = None) -> Array | tuple[Array, Array]:
         """Return the largest count of any rank; one collective for each group and one host read.
 
         Parameters
@@ -76,18 +84,26 @@ class GroupAgreement:
             0-d int32: this rank's count, as ``unscale`` returns it. Outside of compiled functions.
         state : ScaleState
             The state that this rank unscaled with; unchanged.
+        spike : array, optional
+            0-d bool: whether this rank sees a spike, as ``gradscale.SkipSpikes().judge`` returns it. Give it on every
+            rank or on none.
 
         Returns
         -------
-        array
+        nonfinite : array
             0-d int32 of the same library and device; 0 where every rank is clean.
+        spike : array
+            If it was given: 0-d bool, whether any rank sees a spike and none an overflow. Skip the step, leave the
+            state as it is, and give it to ``learn`` as ``skipped=``.
 
         Raises
         ------
         InvalidTypeError
-            For a count that is no 0-d int32 array, or in a function that jax compiles.
+            For a count that is no 0-d int32 array, a spike that is no 0-d bool array, or in a function that jax
+            compiles.
         ScaleDesyncError
-            On every rank, when the ranks come with different states, policies or numbers of calls.
+            On every rank, when the ranks come with different states, policies or numbers of calls, or some with a
+            spike and some without.
         ScaleUnderflowError
             On every rank, when the policy says that an overflow at its minimum must be raised.
         CollectiveTimeoutError
@@ -100,17 +116,20 @@ class GroupAgreement:
         if failure is not None:
             msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {failure}"
             raise BackendError(msg) from failure
-        is_array = is_array_api_obj(nonfinite)
-        if not is_array or nonfinite.shape != () or nonfinite.dtype != array_namespace(nonfinite).int32:
-            msg = f"nonfinite must be a 0-d int32 array, such as unscale returns, got {nonfinite!r}"
-            raise InvalidTypeError(msg)
+        _require_0d("nonfinite", nonfinite, "int32", "unscale")
+        if spike is not None:
+            _require_0d("spike", spike, "bool", "SkipSpikes.judge")
         backend = registry.backend_for(state.scale)
         backend.refuse_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
         scaler = agreement.number_over(self._groups[0])
         position = vector.position(self._calls, purpose=Purpose.GROUP_AGREEMENT, scaler=scaler)
-        about = (agreement.identify(self._policy), *position)
-        sent = vector.pack(backend, self._policy, state, nonfinite, about)
+        # Ranks of which some skip spikes would train on apart.
+        about = (agreement.identify(self._policy) ^ (spike is not None), *position)
+        code: Array | int = 0
+        if spike is not None:
+            code = as_0d_array(xp, xp.astype(spike, xp.int32) * vector.reason_code(Reason.SPIKE, agreement.rank()))
+        sent = vector.pack(backend, self._policy, state, nonfinite, about, code=code)
         with agreement.failing():
             ballot = Ballot(agreement, self._groups, sent, self._calls)
             verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
@@ -123,4 +142,14 @@ class GroupAgreement:
             )
             raise ScaleUnderflowError(msg)
         # Not by index, for which NumPy gives a scalar.
-        return xp.reshape(ballot.agreed()[:1], ())
+        agreed = xp.reshape(ballot.agreed()[:1], ())
+        if spike is None:
+            return agreed
+        return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=xp.bool)
+
+
+def _require_0d(name: str, x: object, dtype: str, source: str) -> None:
+    array: Array | None = x if is_array_api_obj(x) else None
+    if array is None or array.shape != () or array.dtype != getattr(array_namespace(array), dtype):
+        msg = f"{name} must be a 0-d {dtype} array, such as {source} returns, got {x!r}"
+        raise InvalidTypeError(msg)

@@ -57,7 +57,7 @@ ROWS: list[tuple[str, Any, Cases, str, str]] = [
     *((f"callbacks-{over}", scenarios.callbacks_on, turns(over), "numpy", "") for over in ("one", "list", "grid")),
     *(
         (f"pure-differing-{what}", scenarios.differing, turns(what), "numpy", "")
-        for what in ("scale", "policy", "call")
+        for what in ("scale", "policy", "call", "spike")
     ),
     ("pure-underflow", scenarios.exhaustion, turns(), "numpy", ""),
     ("conform-numpy", scenarios.collectives_conform, lambda _: [("numpy", 200)], "numpy", ""),
@@ -71,6 +71,7 @@ for name in ("strict", "torch", "jax"):
         ROWS.append((f"conform-{name}", scenarios.collectives_conform, lambda _, name=name: [(name, 10)], name, ""))
 for name in ("numpy", "strict", "torch", "jax"):
     tier = "ranks" if name in MARKS else ""
+    ROWS.append((f"pure-{name}-spike", scenarios.spiking_loop, turns(name), name, tier))
     ROWS += [(f"pure-{name}-{value}", scenarios.pure_loop, turns(value, name), name, tier) for value in BAD]
 
 
@@ -100,6 +101,14 @@ def test_a_rank_that_never_has_an_array_needs_no_backend(processes: ProcessWorld
 def test_replicated_ranks_that_decide_alone_tell_once(fused: bool) -> None:
     require("torch")
     each(GlooWorld(2), scenarios.callbacks_without_a_group, [(fused,)])
+
+
+@pytest.mark.parametrize("spike", [True, np.zeros(1, bool), np.zeros((), np.int32), 0], ids=repr)
+def test_a_spike_that_is_no_flag_is_refused(spike: Any) -> None:
+    policy = gradscale.DynamicScale()
+    agree = GroupAgreement(scenarios.Alone(), policy)
+    with pytest.raises(gradscale.InvalidTypeError, match="spike must be a 0-d bool array"):
+        agree(np.zeros((), np.int32), policy.init(like=np.zeros((), np.float32)), spike)
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64", "int16", "float32", "bool"])

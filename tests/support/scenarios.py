@@ -335,8 +335,33 @@ def pure_loop(group: Any, bad_rank: int, value: float, library: str) -> Any:
     return states
 
 
+def spiking_loop(group: Any, bad_rank: int, library: str) -> Any:
+    """Train eight steps; one rank sees spikes at the fifth and the sixth, in which the next rank overflows."""
+    rank, size = rank_and_size(group)
+    policy, rule = gradscale.DynamicScale(), gradscale.SkipSpikes(window=4)
+    agree = agreement(group, policy)
+    state, window = policy.init(loss(library)), rule.init(loss(library))
+    told, scales = [], []
+    for step in range(8):
+        value = loss(library) * (100.0 if rank == bad_rank and step in (4, 5) else 1.0 + step % 2)
+        overflows = rank == (bad_rank + 1) % size and step == 5
+        _, nonfinite = gradscale.unscale(gradients(library, math.nan if overflows else 1.0), state)
+        own = rule.judge(window, value)
+        agreed, spike = agree(nonfinite, state, own)
+        assert (type(spike), spike.shape, spike.dtype) == (type(own), (), own.dtype)
+        told.append((int(agreed), bool(spike)))
+        state = gradscale.select(spike, state, policy.update(state, nonfinite=agreed))
+        window = rule.learn(window, gradscale.select(agreed == 0, value, value * math.nan), skipped=spike)
+        scales.append(float(state.scale))
+    # A spike leaves the scale and its trackers as they are.
+    assert told == [(0, False)] * 4 + [(0, True), (3, False)] + [(0, False)] * 2
+    assert scales == [2.0**16] * 5 + [2.0**15] * 3
+    assert (int(state.growth_tracker), int(window.count)) == (2, 4)
+    return told
+
+
 def differing(group: Any, drifting_rank: int, what: str) -> None:
-    """Let one rank hold another scale, have another policy, or leave out a call; then agree twice."""
+    """Let one rank hold another scale, have another policy, leave out a call or judge no spikes; then agree twice."""
     rank, size = rank_and_size(group)
     drifts = rank == drifting_rank
     agree = agreement(group, gradscale.DynamicScale(growth_interval=7 if what == "policy" and drifts else 5))
@@ -345,9 +370,11 @@ def differing(group: Any, drifting_rank: int, what: str) -> None:
     if what == "call" and drifts:
         # As if this rank had made one call more before.
         agree._calls += 1
-    said = {"scale": "scale from 2.0 to 4.0", "policy": "policy (here", "call": "iteration from 0 to 1"}[what]
-    raised(gradscale.ScaleDesyncError, lambda: agree(nonfinite, state), said, f"rank {rank} of {size}")
-    raised(gradscale.BackendError, lambda: agree(nonfinite, state), "construct a new GroupAgreement")
+    spike = np.zeros((), bool) if what == "spike" and not drifts else None
+    # Those who judge no spikes would train on alone.
+    said = {"scale": "scale from 2.0 to 4.0", "call": "iteration from 0 to 1"}.get(what, "policy (here")
+    raised(gradscale.ScaleDesyncError, lambda: agree(nonfinite, state, spike), said, f"rank {rank} of {size}")
+    raised(gradscale.BackendError, lambda: agree(nonfinite, state, spike), "construct a new GroupAgreement")
 
 
 def exhaustion(group: Any, bad_rank: int) -> None:
