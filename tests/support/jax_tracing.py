@@ -51,3 +51,5 @@ def trace_pure_functions(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(gradscale, name, traced(getattr(gradscale, name)))
     for name in ("update", "backoff", "at_min_scale"):
         patch.setattr(gradscale.DynamicScale, name, traced(getattr(gradscale.DynamicScale, name)))
+    for name in ("judge", "learn"):
+        patch.setattr(gradscale.SkipSpikes, name, traced(getattr(gradscale.SkipSpikes, name)))

@@ -1,0 +1,160 @@
+"""SkipSpikes beside the rules of OLMo-core and MaxText in random runs of 10,000 steps, and where these are at fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import opened
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from gradscale import SkipSpikes
+
+STEPS = 10_000
+SEEDS = (1, 2, 3)
+
+Bools = NDArray[np.bool_]
+Original = Callable[[NDArray[np.float32]], tuple[Bools, Bools]]
+"""Of the values of a run: which steps an original skips, and which of these decisions are its faults."""
+
+
+def trace(seed: int) -> NDArray[np.float32]:
+    """Return a loss that jumps to other levels, with spikes, zeros, equal values and a few NaN and inf."""
+    rng = np.random.default_rng(seed)
+    level = np.repeat(np.exp(rng.normal(scale=2.0, size=STEPS // 500)), 500)
+    values = level * np.exp(rng.normal(scale=0.05, size=STEPS))
+    values *= np.where(rng.random(STEPS) < 0.01, rng.choice([0.0, 0.6, 0.8, 1.2, 1.5, 10.0, 1e6], STEPS), 1.0)
+    for start in rng.integers(0, STEPS - 300, 6):
+        values[start : start + 300] = rng.choice([0.0, 0.1, values[start]])
+        values[start + 250] *= 1.5
+    # On both sides of the first value that is judged, of windows of 128 and of 20.
+    values[[9, 63] if seed % 2 else [8, 62]] *= (1e2, 1e5)
+    values[rng.integers(0, STEPS, 12)] = rng.choice([math.nan, math.inf], 12)
+    return values.astype(np.float32)
+
+
+def windows(values: NDArray[np.float32], size: int) -> NDArray[np.float64]:
+    """Return the values before each one, as many as there are; NaN in the places of others."""
+    padded = np.concatenate([np.full(size, np.nan), values[:-1].astype(np.float64)])
+    return sliding_window_view(padded, size)
+
+
+def statistics(values: NDArray[np.float32], size: int) -> tuple[Any, Any, Any]:
+    """Return how many values there are before each one, their means and their unbiased deviations."""
+    counts = np.minimum(np.arange(len(values)), size)
+    before = windows(values, size)
+    means, deviations = np.full((2, len(values)), np.nan)
+    for count in range(2, size + 1):
+        rows = counts == count
+        means[rows] = before[rows, size - count :].mean(axis=1)
+        deviations[rows] = before[rows, size - count :].std(axis=1, ddof=1)
+    return counts, means, deviations
+
+
+def olmo_core(values: NDArray[np.float32]) -> tuple[Bools, Bools]:
+    """Skip unless the z-score beside the last 128 values is at most 6, from the 64th value on."""
+    with np.errstate(all="ignore"):
+        counts, means, deviations = statistics(values, 128)
+        scores = np.abs(values - means) / deviations
+    is_active = counts + 1 >= max(128 // 6, 64)
+    return is_active & ~(scores <= 6), is_active & (~np.isfinite(means) | (deviations == 0) & (values == means))
+
+
+def maxtext(values: NDArray[np.float32], size: int = 128, deviations: float = 6.0) -> tuple[Bools, Bools]:
+    """Skip unless a value lies at most so many deviations above the mean, from half a window on."""
+    with np.errstate(all="ignore"):
+        counts, means, found = statistics(values, size)
+        taken = values - means <= deviations * found
+    is_active = counts + 1 >= max(2, size // 2)
+    return is_active & ~taken, is_active & ~np.isfinite(means)
+
+
+def ours_in_jax(rule: Any, values: NDArray[np.float32]) -> Bools:
+    """Return which steps a rule skips for a loss or a norm, the two columns, compiled as one loop."""
+    import jax
+
+    def step(states: Any, row: Any) -> Any:
+        spike = rule.judge(states, row).any()
+        return rule.learn(states, row, skipped=jax.numpy.broadcast_to(spike, row.shape)), spike
+
+    first = jax.tree.map(lambda leaf: jax.numpy.stack([leaf] * 2), rule.init(jax.numpy.zeros(())))
+    return np.asarray(jax.lax.scan(step, first, jax.numpy.asarray(values))[1])
+
+
+def ours_in(library: str, rule: Any, values: NDArray[np.float32]) -> Bools:
+    """Return which steps a rule skips for a loss or a norm, the two columns, step by step."""
+    with opened(library) as arrays:
+        states, found = [rule.init(arrays.asarray(0.0))] * 2, np.zeros(len(values), bool)
+        flags = {flag: arrays.asarray(flag, "bool") for flag in (False, True)}
+        for step, row in enumerate(values.tolist()):
+            given = [arrays.asarray(value) for value in row]
+            found[step] = any(arrays.item(rule.judge(*pair)) for pair in zip(states, given, strict=True))
+            states = [
+                rule.learn(state, value, skipped=flags[bool(found[step])])
+                for state, value in zip(states, given, strict=True)
+            ]
+        return found
+
+
+WAYS = [
+    pytest.param("jax", id="jax", marks=pytest.mark.jax),
+    pytest.param("numpy", id="numpy", marks=[pytest.mark.numpy, pytest.mark.tier("ranks")]),
+    pytest.param("torch", id="torch", marks=[pytest.mark.torch, pytest.mark.tier("all")]),
+]
+ORIGINALS: dict[str, tuple[SkipSpikes, Original]] = {
+    "OLMo-core": (SkipSpikes.olmo_core(), olmo_core),
+    "MaxText": (SkipSpikes.maxtext(), maxtext),
+    "MaxText, 20 values": (SkipSpikes.maxtext(window=20, deviations=2.5), lambda values: maxtext(values, 20, 2.5)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_preset_decides_as_its_original_but_for_the_originals_faults(name: str, seed: int, way: str) -> None:
+    rule, original = ORIGINALS[name]
+    values = np.stack([trace(seed), trace(seed + 100)], axis=1)
+    theirs, faults = (np.any(found, axis=0) for found in zip(*map(original, values.T), strict=True))
+    found = ours_in_jax(rule, values) if way == "jax" else ours_in(way, rule, values)
+    np.testing.assert_array_equal(found[~faults], theirs[~faults])
+    assert faults.mean() < 0.5
+    assert theirs[~faults].sum() > 50
+    # In a fault they skip, and hardly ever do we.
+    assert theirs[faults].all()
+    assert found[faults].mean() < 0.1
+
+
+def decisions(original: Original, rule: Any, values: list[float]) -> tuple[list[bool], list[bool]]:
+    """Return whether an original and its preset skip the last values, after 128 that vary or not."""
+    given = np.float32(values)
+    theirs, ours = original(given)[0], ours_in("numpy", rule, np.stack([given, given], axis=1))
+    assert not theirs[:128].any()
+    assert not ours[:128].any()
+    return theirs[128:].tolist(), ours[128:].tolist()
+
+
+@pytest.mark.numpy
+def test_olmo_core_skips_a_value_that_equals_all_before_it_and_the_preset_does_not() -> None:
+    rule, original = ORIGINALS["OLMo-core"]
+    # Not the 64th value, at which it would begin.
+    varied = [1.0 + step % 2 for step in range(128)]
+    theirs, ours = decisions(original, rule, varied + [0.1] * 131)
+    assert (theirs[-4:], ours[-4:]) == ([False, True, True, True], [False] * 4)
+    # MaxText takes it: it asks what lies above so many deviations of 0.
+    rule, original = ORIGINALS["MaxText"]
+    assert [found[-3:] for found in decisions(original, rule, varied + [0.1] * 131)] == [[False] * 3] * 2
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["OLMo-core", "MaxText"])
+def test_originals_skip_128_steps_more_after_a_nan_and_presets_none(name: str, bad: float) -> None:
+    rule, original = ORIGINALS[name]
+    calm = [1.0 + step % 2 for step in range(128)]
+    theirs, ours = decisions(original, rule, [*calm, bad, *calm, *calm])
+    assert theirs == [True] * 129 + [False] * 127 + [False]
+    assert ours == [True] + [False] * 256
