@@ -17,7 +17,17 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import FLAGS, LENGTH, Purpose, describe_differences, identify, pack, position
+from gradscale.core.vector import (
+    FLAGS,
+    LENGTH,
+    Purpose,
+    Reason,
+    describe_differences,
+    identify,
+    pack,
+    position,
+    reason_code,
+)
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale_jax import trees
 
@@ -99,6 +109,8 @@ class Verdict(NamedTuple):
         0-d bool: the step overflowed, and the policy says that this must be raised (``at_min="raise"``).
     highest, lowest : array
         1-d int32: the fingerprints of state and policy over the ranks; equal unless ``desynced``.
+    spike : array
+        0-d bool: a rank has seen a spike, and no rank an overflow. No rank may step, and the scale stays as it is.
 
     Examples
     --------
@@ -116,16 +128,25 @@ class Verdict(NamedTuple):
     at_min_scale: jax.Array
     highest: jax.Array
     lowest: jax.Array
+    spike: jax.Array
 
     @property
     def finite(self) -> jax.Array:
-        """0-d bool: whether to take the step; for ``gradscale_jax.select``, ``jnp.where`` or ``lax.cond``."""
+        """0-d bool: the gradients of all ranks are finite, and the ranks hold one state."""
         return jnp.logical_and(self.nonfinite == 0, jnp.logical_not(self.desynced))
+
+    @property
+    def taken(self) -> jax.Array:
+        """0-d bool: whether to take the step; for ``gradscale_jax.select``, ``jnp.where`` or ``lax.cond``.
+
+        It is ``finite`` unless spikes are skipped, too.
+        """
+        return jnp.logical_and(self.finite, jnp.logical_not(self.spike))
 
     def __bool__(self) -> NoReturn:
         msg = (
-            "a verdict is no Python bool: inside jit use gradscale_jax.select(verdict.finite, new, old), "
-            "outside bool(verdict.finite)"
+            "a verdict is no Python bool: inside jit use gradscale_jax.select(verdict.taken, new, old), "
+            "outside bool(verdict.taken)"
         )
         raise InvalidTypeError(msg)
 
@@ -153,7 +174,8 @@ class Verdict(NamedTuple):
         if np.any(found.desynced):
             # Of a scan, of vmap or of pmap there are several.
             count = found.lowest.shape[-1]
-            lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in found[:2:-1])
+            both = (found.lowest, found.highest)
+            lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in both)
             differing = describe_differences(
                 lowest.min(axis=0).tolist(), highest.max(axis=0).tolist(), None, policy, {}
             )
@@ -171,7 +193,12 @@ class Verdict(NamedTuple):
 
 
 def agree(
-    nonfinite: jax.Array, state: ScaleState, policy: Policy, axis_name: Hashable | Sequence[Hashable] | None = None
+    nonfinite: jax.Array,
+    state: ScaleState,
+    policy: Policy,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    *,
+    spike: jax.Array | None = None,
 ) -> Verdict:
     """Return one verdict for all ranks of named axes, and whether they hold one state; traceable, no host read.
 
@@ -186,6 +213,9 @@ def agree(
     axis_name : str or tuple of str, optional
         Axes to agree over, in one ``pmax`` of 26 int32; CallOrderError if one is not bound. Default: none, the verdict
         of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
+    spike : array, optional
+        0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns. If
+        ``verdict.spike``, take no step and leave ``state`` as it is.
 
     Examples
     --------
@@ -200,10 +230,19 @@ def agree(
     validation.policy(policy)
     state = trees.as_state(state)
     about = position(0, purpose=Purpose.COMPILED)
-    vector = pack(registry.backend_for(state.scale), policy, state, nonfinite, (identify(policy), *about))
-    if axis_name is not None:
-        vector = AxisCollectives(axis_name).start_max(vector)()
+    group = None if axis_name is None else AxisCollectives(axis_name)
+    code: jax.Array | int = 0
+    if spike is not None:
+        of_rank = reason_code(Reason.SPIKE, 0) - jnp.asarray(0 if group is None else group.rank, jnp.int32)
+        code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
+    vector = pack(registry.backend_for(state.scale), policy, state, nonfinite, (identify(policy), *about), code=code)
+    if group is not None:
+        vector = group.start_max(vector)()
     highest, lowest = vector[FLAGS : FLAGS + _FIELDS], -vector[FLAGS + _FIELDS :]
     found = vector[0]
     at_min_scale = jnp.logical_and(vector[1] != 0, found != 0)
-    return Verdict(found, jnp.any(highest != lowest), at_min_scale, highest[:_KEPT], lowest[:_KEPT])
+    desynced = jnp.any(highest != lowest)
+    is_spike = jnp.zeros_like(desynced)
+    if spike is not None:
+        is_spike = jnp.logical_and(vector[3] != 0, jnp.logical_not(jnp.logical_or(found != 0, desynced)))
+    return Verdict(found, desynced, at_min_scale, highest[:_KEPT], lowest[:_KEPT], is_spike)

@@ -1,4 +1,4 @@
-"""scaled: an optax transformation that unscales, agrees, and leaves its inner one alone on steps that overflow."""
+"""scaled: an optax transformation that unscales, agrees, and leaves its inner one alone on steps that are skipped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from gradscale import ScaleState
+from gradscale import ScaleState, SkipSpikes
 from gradscale.core import validation
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale_jax import trees
+from gradscale.policies.spikes import SpikeState
+from gradscale.scaler.scaler import watching
+from gradscale_jax import spikes, trees
 from gradscale_jax.collectives import Verdict, agree
 
 __all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]
@@ -38,6 +40,8 @@ class ScaledOptimizerState(NamedTuple):
         Of the last step; before the first one a clean verdict. :func:`verdict_of` finds it.
     skipped : array
         0-d int32: steps skipped so far; stays at the largest int32.
+    windows : SpikeState, optional
+        What ``skip`` compares the next values with, a row for each of ``skip.of``; None if spikes are not skipped.
 
     Examples
     --------
@@ -52,6 +56,7 @@ class ScaledOptimizerState(NamedTuple):
     inner_state: Any
     verdict: Verdict
     skipped: jax.Array
+    windows: SpikeState | None = None
 
 
 def scaled(
@@ -60,8 +65,9 @@ def scaled(
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
     dtype: DTypeLike | None = None,
+    skip: SkipSpikes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make an optax transformation take gradients of a scaled loss, and skip the steps that overflow.
+    """Make an optax transformation take gradients of a scaled loss, and skip steps that overflow, or spike.
 
     Parameters
     ----------
@@ -76,24 +82,30 @@ def scaled(
     dtype : dtype, optional
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters, such
         as float32 for float16 parameters. Default: that of each gradient.
+    skip : SkipSpikes, optional
+        Skip spikes, too, of the global norm of the unscaled gradients and of the loss that ``update`` is given as
+        ``value=``; the scale stays as it is. Each rank of ``axis_name`` judges its own values, and all skip together;
+        for windows that are equal on all ranks give the mean of the loss, and hold whole gradients. Default: none.
 
     Returns
     -------
     optax.GradientTransformationExtraArgs
         Its state is a :class:`ScaledOptimizerState`. Its ``update`` takes gradients of
         ``gradscale_jax.scale(loss, scale_state(opt_state))`` and returns updates for ``optax.apply_updates``. If the
-        verdict is not finite these are zeros (negative ones, so that not even the sign of a parameter's zero changes),
-        and ``tx`` is as if it had not been called. Extra arguments reach ``tx`` as they are: give it the loss
+        step is skipped these are zeros (negative ones, so that not even the sign of a parameter's zero changes), and
+        ``tx`` is as if it had not been called. Extra arguments reach ``tx`` as they are: give it the loss
         (``value=``) and the gradients (``grad=``) that are not scaled. Nothing is modified; no host read.
 
     Raises
     ------
     InvalidTypeError
-        When ``tx`` is no transformation, or ``policy`` no policy; from ``update``: for a state of another
-        transformation, for leaves that are no arrays, or when the dtypes of the state of ``tx`` change in a step.
+        When ``tx`` is no transformation, ``policy`` no policy, or ``skip`` no SkipSpikes; from ``update``: for a state
+        of another transformation, for leaves that are no arrays, for a loss that is no number, or when the dtypes of
+        the state of ``tx`` change in a step.
     InvalidValueError
-        From ``init``: for a ``dtype`` that is not real floating; when it stands inside ``optax.masked`` or
-        ``optax.partition``, which would let other gradients pass as they are, still scaled; or inside another one.
+        From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: for a ``dtype`` that is
+        not real floating; when it stands inside ``optax.masked`` or ``optax.partition``, which would let other
+        gradients pass as they are, still scaled; or inside another one.
     CallOrderError
         From ``update``: when ``axis_name`` is not bound.
 
@@ -117,6 +129,7 @@ def scaled(
     """
     inner = _require_transformation(tx)
     validation.policy(policy)
+    watching(skip)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
         _refuse_masked(params)
@@ -128,8 +141,10 @@ def scaled(
             raise InvalidValueError(msg)
         zero = jnp.zeros_like(scale_state.growth_tracker)
         # Compiled, since its results then are on no chosen device unless the state is.
-        verdict = jax.jit(lambda state: agree(zero, state, policy))(scale_state)
-        return ScaledOptimizerState(scale_state, inner_state, verdict, zero)
+        verdict, windows = jax.jit(lambda state: (agree(zero, state, policy), spikes.first_windows(skip, state.scale)))(
+            scale_state
+        )
+        return ScaledOptimizerState(scale_state, inner_state, verdict, zero, windows)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
@@ -141,18 +156,21 @@ def scaled(
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
         grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
-        verdict = agree(nonfinite, state.scale_state, policy, axis_name)
+        judged = spikes.judge(skip, state.windows, extra_args.get("value"), grads)
+        verdict = agree(nonfinite, state.scale_state, policy, axis_name, spike=judged.is_spike)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
-        skip = jnp.logical_and(jnp.logical_not(verdict.finite), state.skipped < LARGEST_INT32)
-        return trees.select(
-            verdict.finite, inner_updates, jax.tree.map(_negative_zeros, inner_updates)
-        ), ScaledOptimizerState(
-            trees.select(verdict.desynced, state.scale_state, updated),
-            trees.select(verdict.finite, inner_state, state.inner_state),
+        taken, held = verdict.finite, verdict.desynced
+        if skip is not None:
+            taken, held = verdict.taken, jnp.logical_or(held, verdict.spike)
+        is_counted = jnp.logical_and(jnp.logical_not(taken), state.skipped < LARGEST_INT32)
+        return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
+            trees.select(held, state.scale_state, updated),
+            trees.select(taken, inner_state, state.inner_state),
             verdict,
-            state.skipped + skip.astype(jnp.int32),
+            state.skipped + is_counted.astype(jnp.int32),
+            spikes.learn(skip, state.windows, judged, verdict),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

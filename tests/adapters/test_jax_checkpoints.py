@@ -13,20 +13,26 @@ from axes import require
 from axes_jax import gradscale_jax, jax, jnp
 from optax_runs import assert_same_bits, first_params, gradients, optax, scaled_step
 
-from gradscale import DynamicScale
+from gradscale import DynamicScale, SkipSpikes
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 # Every tracker counts.
-TX = gradscale_jax.scaled(optax.adam(0.1), DynamicScale(init_scale=1024.0, growth_interval=7, tolerance=0.9))
-STEP = jax.jit(scaled_step(TX))
+POLICY = DynamicScale(init_scale=1024.0, growth_interval=7, tolerance=0.9)
+# With a window for spikes, and without.
+RULES = {"overflows": None, "spikes": SkipSpikes(window=3, deviations=1e3)}
+STEPS: dict[str, Any] = {
+    name: (tx, jax.jit(scaled_step(tx)))
+    for name, skip in RULES.items()
+    for tx in [gradscale_jax.scaled(optax.adam(0.1), POLICY, skip=skip)]
+}
 
 
-def trained(steps: range, params: Any, state: Any) -> tuple[Any, Any]:
+def trained(steps: range, params: Any, state: Any, rule: str) -> tuple[Any, Any]:
     """Return parameters and state after some steps, of which 1 and 6 overflow; after five no tracker is zero."""
     for index in steps:
         grads = jax.tree.map(lambda leaf, index=index: leaf[index], gradients(8, frozenset({1, 6})))
-        params, _, state = STEP(params, state, grads)
+        params, _, state = STEPS[rule][1](params, state, grads)
     return params, state
 
 
@@ -57,15 +63,20 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
-def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, way: Callable[..., Any]) -> None:
-    fresh = first_params(), TX.init(first_params())
-    params, state = trained(range(5), *fresh)
+def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(
+    tmp_path: Path, way: Callable[..., Any], rule: str
+) -> None:
+    fresh = first_params(), STEPS[rule][0].init(first_params())
+    params, state = trained(range(5), *fresh, rule)
+    assert (state.windows is None) if rule == "overflows" else state.windows.count.tolist() == [0, 3]
     assert [int(tracker) for tracker in state.scale_state[1:]] == [3, 1, 5]
     assert int(state.skipped) == 1
     restored = way(state, fresh[1], tmp_path)
     assert type(restored) is type(state)
     assert type(restored.scale_state) is type(state.scale_state)
     assert_same_bits(restored, state)
-    assert_same_bits(trained(range(5, 7), params, restored), trained(range(5, 7), params, state))
+    resumed, straight = (trained(range(5, 7), params, each, rule) for each in (restored, state))
+    assert_same_bits(resumed, straight)

@@ -273,7 +273,7 @@ def test_a_verdict_is_no_python_bool_and_cannot_be_checked_while_it_is_traced() 
         return w if run(state, w).verdict else -w
 
     for function in (branch, jax.jit(branch)):
-        with pytest.raises(InvalidTypeError, match=r"inside jit use gradscale_jax\.select\(verdict\.finite, new, old"):
+        with pytest.raises(InvalidTypeError, match=r"inside jit use gradscale_jax\.select\(verdict\.taken, new, old"):
             function(w)
     with pytest.raises(CallOrderError, match="outside of jit"):
         jax.jit(lambda w: run(state, w).verdict.check(POLICY))(w)

@@ -48,8 +48,8 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
     program.write_text(code + LEARNT.get(name, ""))
     command = [sys.executable, str(program)]
     environment = mpi_environment()
-    if name in ("torch", "torch-first", "jax"):
-        require(name.partition("-")[0])
+    if name in ("torch", "torch-first", "jax", "jax-spikes"):
+        require("optax" if name == "jax-spikes" else name.partition("-")[0])
     if name == "cupy":
         # Not on a GPU, but with the stand-in of the adapter's tests.
         require_program("c++")
