@@ -154,4 +154,9 @@ def test_only_the_pure_backend_and_host_side_checks_convert_to_python_numbers() 
 
 
 # Conversions of values that are on the host already: settings, and what the adapter's read gave.
-HOST_VALUES = {"scaler.py": {"float", "int"}, "live_state.py": {"int"}, "vector.py": {"bool", "float"}}
+HOST_VALUES = {
+    "scaler.py": {"float", "int"},
+    "live_state.py": {"int"},
+    "vector.py": {"bool", "float"},
+    "spikes.py": {"float"},
+}
