@@ -35,7 +35,8 @@ class Judged(NamedTuple):
 class Losses(NamedTuple):
     """The losses of an iteration, up to the optimizer that is judged by them."""
 
-    total: Array | float = 0.0
+    total: Any = 0.0
+    """A number, or an array of a device."""
     number: int = 0
     is_judged: bool = False
     """Whether an optimizer was judged by them, so that the next loss is another one's."""
@@ -44,7 +45,7 @@ class Losses(NamedTuple):
         """Return them without an array: a host read of one."""
         return self._replace(total=float(self.total))
 
-    def plus(self, loss: Array | float) -> Losses:
+    def plus(self, loss: Any) -> Losses:
         """Return them with one more; a number if the CPU computes with its library's arrays anyway."""
         if is_array_api_obj(loss):
             loss = float(loss) if registry.backend_for(loss).computes_on_host else _beside(loss, loss)
@@ -99,7 +100,7 @@ class Spikes:
 
         ``like`` returns an array beside which a first window is made. No host read.
         """
-        found = {"loss": losses.total if losses.number else None, "norm": norm}
+        found: dict[str, Any] = {"loss": losses.total if losses.number else None, "norm": norm}
         if all(found[name] is None for name in self.rule.of):
             return None
         number = self._numbers.by_id(id(optimizer))

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import require
-from jax_devices import COUNT, require_jax, require_mesh
-from optax_runs import HOWS, assert_close, assert_same_bits, drive, first_params, gradients, plain_step
+from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh
+from optax_runs import HOWS, assert_close, assert_same_bits, drive, first_params, gradients, optax, plain_step
 from tiers import later
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, SkipSpikes, StaticScale
@@ -24,17 +23,8 @@ POLICY = DynamicScale(init_scale=4.0, growth_interval=5)
 SCALES = [4.0] * 4 + [8.0] * 2 + [4.0] * 6
 
 
-@pytest.fixture(autouse=True)
-def _libraries() -> None:
-    require_jax()
-    require("optax")
-
-
 def run_of(how: str) -> tuple[Any, Any, Any]:
     """Return a run with an overflow and three spikes, the gradients of its steps, and its losses."""
-    jax, optax = require_jax(), require("optax")
-    import gradscale_jax
-
     tx = gradscale_jax.scaled(optax.sgd(0.1, momentum=0.9), POLICY, skip=RULE)
 
     def step(params: Any, state: Any, given: Any) -> Any:
@@ -73,10 +63,10 @@ def test_spikes_leave_the_scale_and_the_trajectory_of_the_other_steps(how: str) 
     assert math.copysign(1.0, run.updates["bias"][OF_LOSS, 0]) == -1.0
 
     # The inner transformation by itself, on the steps that were taken.
-    tx = require("optax").sgd(0.1, momentum=0.9)
+    tx = optax.sgd(0.1, momentum=0.9)
     params = first_params()
     alone = drive(plain_step(tx), params, tx.init(params), {name: grad[taken] for name, grad in grads.items()}, "eager")
-    left = require_jax().tree.map(lambda leaf: leaf[taken], (run.params, run.states.inner_state))
+    left = jax.tree.map(lambda leaf: leaf[taken], (run.params, run.states.inner_state))
     (assert_same_bits if how == "eager" else assert_close)(left, (alone.params, alone.states))
 
     norms = [math.sqrt(sum(np.sum(np.float64(grad[step]) ** 2) for grad in grads.values())) for step in range(STEPS)]
@@ -89,18 +79,16 @@ def test_spikes_leave_the_scale_and_the_trajectory_of_the_other_steps(how: str) 
     assert run.states.windows.skipped[:, 0].tolist() == [0] * 7 + [1, 2, 0, 1, 0]
 
 
-def test_ranks_with_losses_of_their_own_skip_together_by_one_message(
-    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any
-) -> None:
+def test_ranks_with_losses_of_their_own_skip_together_by_one_message() -> None:
     tx = gradscale_jax.scaled(optax.sgd(1.0), POLICY, axis_name="data", skip=SkipSpikes(window=4))
-    spread = jax.sharding.PartitionSpec("data")
+    spread = P("data")
 
     def step(state: Any, losses: Any, grads: Any) -> Any:
         state = jax.tree.map(lambda row: row[0], state)
         updates, state = tx.update(grads[0], state, value=losses[0])
         return jax.tree.map(lambda leaf: leaf[None], (updates, state))
 
-    mapped = jax.jit(jax.shard_map(step, mesh=require_mesh("data"), in_specs=spread, out_specs=spread))
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=spread, out_specs=spread))
     first = jax.tree.map(lambda leaf: jnp.stack([leaf] * COUNT), tx.init(jnp.zeros(2)))
     grads = np.ones((COUNT, 2), np.float32)
     compiled = mapped.lower(first, np.ones(COUNT, np.float32), grads).compile().as_text()
@@ -125,11 +113,9 @@ def test_ranks_with_losses_of_their_own_skip_together_by_one_message(
             assert_same_bits(new.windows.values, state.windows.values)
 
 
-def test_a_mean_loss_and_summed_gradients_keep_windows_that_are_whole_on_each_rank(
-    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any
-) -> None:
+def test_a_mean_loss_and_summed_gradients_keep_windows_that_are_whole_on_each_rank() -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.1), StaticScale(1.0), axis_name="data", skip=SkipSpikes(window=4))
-    whole, spread = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    whole, spread = P(), P("data")
 
     def step(params: Any, state: Any, inputs: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -139,7 +125,7 @@ def test_a_mean_loss_and_summed_gradients_keep_windows_that_are_whole_on_each_ra
         updates, state = tx.update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state
 
-    mapped = jax.jit(jax.shard_map(step, mesh=require_mesh("data"), in_specs=(whole, whole, spread), out_specs=whole))
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=(whole, whole, spread), out_specs=whole))
     params = jnp.zeros(())
     state = tx.init(params)
     inputs = np.linspace(0.5, 1.5, 2 * COUNT, dtype=np.float32)
@@ -154,9 +140,7 @@ def test_a_mean_loss_and_summed_gradients_keep_windows_that_are_whole_on_each_ra
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_the_norm_is_that_of_the_unscaled_gradients_in_float32(
-    jax: Any, jnp: Any, optax: Any, gradscale_jax: Any, dtype: str
-) -> None:
+def test_the_norm_is_that_of_the_unscaled_gradients_in_float32(dtype: str) -> None:
     # Their squares overflow float16. The gradient of an integer has no norm.
     grads = {"weight": jnp.asarray([300.0, -400.0], dtype) * (1j if dtype == "complex64" else 1), "ids": None}
     grads["ids"] = np.zeros(2, jax.dtypes.float0)
@@ -171,7 +155,7 @@ def test_the_norm_is_that_of_the_unscaled_gradients_in_float32(
 @pytest.mark.parametrize(
     "value", [7.5, np.float32(7.5), np.asarray([7.5], np.float16), "bfloat16"], ids=["float", "NumPy", "(1,)", "half"]
 )
-def test_a_loss_of_any_form_is_judged(jnp: Any, optax: Any, gradscale_jax: Any, value: Any) -> None:
+def test_a_loss_of_any_form_is_judged(value: Any) -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.1), POLICY, skip=SkipSpikes(above=7.0, of="loss"))
     value = jnp.asarray(7.5, value) if isinstance(value, str) else value
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=value)
@@ -180,7 +164,7 @@ def test_a_loss_of_any_form_is_judged(jnp: Any, optax: Any, gradscale_jax: Any, 
     assert bool(gradscale_jax.verdict_of(state).taken)
 
 
-def test_without_a_loss_the_norm_alone_is_judged(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
+def test_without_a_loss_the_norm_alone_is_judged() -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.1), StaticScale(1.0), skip=SkipSpikes(window=2))
     state = tx.init(jnp.ones(1))
     told = []
@@ -191,7 +175,7 @@ def test_without_a_loss_the_norm_alone_is_judged(jnp: Any, optax: Any, gradscale
     assert state.windows.count.tolist() == [0, 2]
 
 
-def test_what_cannot_be_judged_is_refused(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
+def test_what_cannot_be_judged_is_refused() -> None:
     def transformation(skip: Any) -> Any:
         return gradscale_jax.scaled(optax.sgd(0.1), POLICY, skip=skip)
 
@@ -210,7 +194,7 @@ def test_what_cannot_be_judged_is_refused(jnp: Any, optax: Any, gradscale_jax: A
             transformation(used).update(grads, transformation(made).init(grads), value=1.0)
 
 
-def test_losses_are_not_looked_at_unless_spikes_are_skipped(jnp: Any, optax: Any, gradscale_jax: Any) -> None:
+def test_losses_are_not_looked_at_unless_spikes_are_skipped() -> None:
     tx = gradscale_jax.scaled(optax.sgd(0.1), POLICY)
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value="no loss")
     assert state.windows is None
