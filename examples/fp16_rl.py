@@ -78,7 +78,7 @@ def train(run: Run, weights: dict[str, Tensor], options: argparse.Namespace, tex
         scaler.update()
         optimizer.zero_grad()
         values = {"reward": rewards.mean().item(), "mismatch": mismatch}
-        run.record(step, zeros, scaler.last_step(optimizer), scaler.get_scale(), **values)
+        run.record(step, scaler.last_step(optimizer), scaler.get_scale(), zeros, **values)
     run.history = scaler.history
     has_held = schedule.last_epoch == options.steps - sum(report.skipped for report in run.history)
     run.is_verified = run.agrees(digest(actor, optimizer, scaler, schedule=schedule.last_epoch)) and has_held

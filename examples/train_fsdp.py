@@ -31,7 +31,7 @@ with program_needs("examples/train_fsdp.py", "torch,examples", "matplotlib"):
     from torch.nn.parallel import DistributedDataParallel
 
     from gradscale_torch import GradScaler, ShardedGradScaler
-    from shared.text import VALIDATION_BATCHES, Block, Transformer, draw_windows, load_text
+    from shared.text import Block, Transformer, draw_windows, load_text, validation_loss
     from shared.text_runs import parse_options, report_runs
     from shared.torch_ranks import Ranks
     from shared.torch_runs import Run, count_zeros, digest, held_gradients
@@ -81,11 +81,10 @@ def train(run: Run, options: argparse.Namespace, text: tuple[Tensor, Tensor, str
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        run.record(step, zeros, scaler.last_step(optimizer), scaler.get_scale(), loss=loss.item())
+        run.record(step, scaler.last_step(optimizer), scaler.get_scale(), zeros, loss=loss.item())
     run.history = scaler.history
-    with torch.no_grad(), autocast:
-        loss = sum(model(draw_windows(validation, batches, ranks)).item() for _ in range(VALIDATION_BATCHES))
-    run.values["validation loss"] = [sum(ranks.all_gather_objects(loss)) / (ranks.size * VALIDATION_BATCHES)]
+    with autocast:
+        run.values["validation loss"] = [validation_loss(model, validation, batches, ranks)]
     run.is_verified = run.agrees(digest(model, optimizer, scaler))
 
 

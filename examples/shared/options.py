@@ -14,9 +14,15 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_options(
-    parser: argparse.ArgumentParser, *, steps: int, output: str, example: str, where: str = "rank", flag: str = "--plot"
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int,
+    output: str,
+    example: str = "",
+    where: str = "rank",
+    flag: str = "--plot",
 ) -> None:
-    """Add --steps, --seed, --inject and the file of the plot, which is ``options.output`` under any flag."""
+    """Add --steps, --seed, --inject if it has an example, and the plot's file: ``options.output`` under any flag."""
 
     def injection(text: str) -> tuple[int, int]:
         try:
@@ -28,14 +34,15 @@ def add_options(
 
     parser.add_argument("--steps", type=int, default=steps, help="training steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
-    parser.add_argument(
-        "--inject",
-        type=injection,
-        action="append",
-        default=[],
-        metavar=f"STEP:{where.upper()}",
-        help=f"make a gradient of one {where} inf at one step, where gradscale is used; may be repeated",
-    )
+    if example:
+        parser.add_argument(
+            "--inject",
+            type=injection,
+            action="append",
+            default=[],
+            metavar=f"STEP:{where.upper()}",
+            help=f"make a gradient of one {where} inf at one step, where gradscale is used; may be repeated",
+        )
     parser.add_argument(
         flag, type=Path, default=output, metavar="FILE", dest="output", help="plot to write (default: %(default)s)"
     )

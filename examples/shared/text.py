@@ -32,6 +32,13 @@ def draw_windows(text: Tensor, batches: torch.Generator, ranks: Ranks, count: in
     return text[mine[:, None] + torch.arange(CONTEXT + 1)].to(ranks.device)
 
 
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: Tensor, batches: torch.Generator, ranks: Ranks) -> float:
+    """Return the mean loss of all ranks on text that the model has not learnt."""
+    loss = sum(model(draw_windows(text, batches, ranks)).item() for _ in range(VALIDATION_BATCHES))
+    return sum(ranks.all_gather_objects(loss)) / (ranks.size * VALIDATION_BATCHES)
+
+
 class Block(nn.Module):
     """Causal self-attention, then a perceptron, each on the normalised input and added to it."""
 

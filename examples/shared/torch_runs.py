@@ -50,9 +50,12 @@ class Run:
                 progress.update()
         self.seconds = time.perf_counter() - begin
 
-    def record(self, step: int, zeros: tuple[int, int], report: StepReport, new_scale: float, **values: float) -> None:
+    def record(
+        self, step: int, report: StepReport, new_scale: float, zeros: tuple[int, int] = (0, 1), **values: float
+    ) -> None:
         """Record what all ranks have found in a step, values as their means, and say if it was skipped."""
-        outcomes = self.ranks.all_gather_objects((values, zeros, report.local_nonfinite > 0, report.skipped))
+        saw_it = report.local_nonfinite > 0 or report.by == self.ranks.rank
+        outcomes = self.ranks.all_gather_objects((values, zeros, saw_it, report.skipped))
         found, counts, saw, skipped = zip(*outcomes, strict=True)
         for name in values:
             self.values[name].append(sum(each[name] for each in found) / self.ranks.size)
@@ -62,7 +65,8 @@ class Run:
             source = named(rank for at, rank in self.injections if at == step)
             injected = f" injected on {source}," if source else ""
             seen = f"seen by {named(those(saw))}; {named(those(skipped))} skipped"
-            say(f"step {step}: overflow{injected} {seen}; {change(report.scale, new_scale)}")
+            became = f"; {change(report.scale, new_scale)}" if report.scale != new_scale else ""
+            say(f"step {step}: {report.reason}{injected} {seen}{became}")
 
     def agrees(self, digest: str) -> bool:
         """Return whether all ranks have the same, and skipped the same steps: all those with an injected overflow."""
@@ -97,11 +101,13 @@ def digest(
 ) -> str:
     """Return a hash of the weights, gathered from all shards, of the scaler's state and of the optimizer's steps.
 
-    The latter because a rank that skipped alone would gather the same weights as the others.
+    The latter because a rank that skipped alone would gather the same weights as the others. The losses that spikes are
+    compared with are of each rank.
     """
     values = b"".join(weight.cpu().numpy().tobytes() for _, weight in sorted(full_weights(model).items()))
     steps = sorted({float(state["step"]) for state in optimizer.state.values()})
-    return hashlib.sha256(values + json.dumps([scaler.state_dict(), steps, more], sort_keys=True).encode()).hexdigest()
+    state = {name: value for name, value in scaler.state_dict().items() if name != "spikes"}
+    return hashlib.sha256(values + json.dumps([state, steps, more], sort_keys=True).encode()).hexdigest()
 
 
 def smooth(values: Sequence[float]) -> list[float]:
