@@ -47,6 +47,7 @@ def torch_command(size: int, *arguments: str) -> list[str]:
 DIGITS = Program("train_digits.py", "numpy examples", None, mpi_command)
 FSDP = Program("train_fsdp.py", "torch examples", pytest.mark.torch, torch_command)
 RL = Program("fp16_rl.py", "torch examples", pytest.mark.torch, torch_command)
+SPIKES = Program("spikes.py", "torch examples", pytest.mark.torch, torch_command)
 JAX = Program("train_jax.py", "jax examples", pytest.mark.jax)
 LIGHTNING = Program("lightning_plugin.py", "torch lightning examples", pytest.mark.torch)
 RECIPES = [
@@ -152,6 +153,13 @@ def rounds_finer_in_fp16(text: list[str], rows: Table) -> None:
     assert 4 < rows["bf16"]["mismatch"] / rows["fp16, gradscale"]["mismatch"] < 16
 
 
+def leaves_no_trace(_: list[str], rows: Table) -> None:
+    """Assert that a bad batch spoils the run in which its step is made, and not the one that skips it."""
+    _, bad, _, skipped = (row["beside the first"] for row in rows.values())
+    assert bad > 5
+    assert abs(skipped) < 1
+
+
 def digits(size: int, rank: int, tier: str | None = None) -> Any:
     where, ranks = everybody(size)
     # 65536 doubles after 25 clean steps, and the overflow halves it.
@@ -185,6 +193,18 @@ def rl(size: int, rank: int) -> Any:
     return case(RL, size, f"rank-{rank}", f"--steps 3 --text-steps 10 --inject 2:{rank}", shown)
 
 
+def spikes(size: int) -> Any:
+    where, ranks = everybody(size)
+    bad = f"rank {size - 1}"
+    # From the 65th step on losses are judged.
+    skip = f"step 70: spike injected on {bad}, seen by {bad}; {ranks} skipped"
+    names = ("no bad batch", "bad batches", "bad batches, clipped to 1")
+    counts = {**dict.fromkeys(names, (80, 0)), "bad batches, SkipSpikes": (79, 1)}
+    last = f"verified: weights and scaler state are bit-identical on {where}, which skipped as one"
+    shown = Shown([skip], counts, last, "spikes.png", leaves_no_trace, (1080, 600))
+    return case(SPIKES, size, "bad-batch", "--steps 80 --every 70", shown)
+
+
 # The one device owns the shards of all four; 65536 doubles after 15 clean steps, and each overflow halves it.
 ON_DEVICES = [
     f"step {16 + device}: overflow injected on device {device}, seen by device {device * is_owner}; "
@@ -200,6 +220,7 @@ RUNS = [
     *(fsdp(method, 2, rank) for method, rank in (("FSDP2", 0), ("FSDP2", 1), ("FSDP1", 1), ("DDP", 1))),
     fsdp("FSDP2", 1, 0),
     *(rl(size, size - 1) for size in (1, 2)),
+    *(spikes(size) for size in (1, 2)),
     case(
         JAX,
         1,
@@ -224,7 +245,7 @@ RUNS = [
 def check_run(completed: subprocess.CompletedProcess[str], folder: Path, shown: Shown) -> list[str]:
     """Assert what a run shows; return its lines."""
     text = printed(completed)
-    assert [line for line in text if "overflow" in line] == shown.skips
+    assert [line for line in text if line.startswith("step ")] == shown.skips
     assert text[-1] == shown.last
     rows = table(text)
     assert {name: (row["steps taken"], row["skipped"]) for name, row in rows.items()} == shown.counts
@@ -239,7 +260,7 @@ def test_all_skip_where_one_overflows(
     tmp_path: Path, program: Program, size: int, arguments: str, shown: Shown
 ) -> None:
     text = check_run(launch(program, tmp_path, size, arguments), tmp_path, shown)
-    if size == 1 and program in (FSDP, RL):
+    if size == 1 and program in (FSDP, RL, SPIKES):
         assert "for more: torchrun --nproc-per-node 2 " in text[0]
 
 
@@ -336,11 +357,14 @@ MOVED = [before("    run.is_verified = ", "next(model.parameters()).data.add_(ra
 STEPPED = [before("    run.is_verified = ", "next(iter(optimizer.state.values()))['step'].add_(ranks.rank)")]
 LOST = [before("    saved = stopped.precision_plugin", FORGETTING)]
 ON_JAX, ON_RL = "--steps 3 --inject 2:1", "--steps 3 --text-steps 10 --inject 2:1"
+WITHOUT_GROUP = "ShardedGradScaler(ranks.device.type, "
+SPIKED_ALONE = "weights, skips or scaler state differ on 2 ranks"
 SPOILED = [
     case(DIGITS, 3, "state", "--steps 5", COUNTED, STATES),
     case(FSDP, 2, "weights", "--ddp --steps 1", MOVED, STATES),
     case(FSDP, 2, "steps", "--steps 1", STEPPED, STATES),
     case(RL, 2, "skips", ON_RL, [("view(-1)[0] = math.inf", "view(-1)[0] = 0.0")], SKIPS),
+    case(SPIKES, 2, "alone", "--steps 80 --every 70", [(WITHOUT_GROUP, f"{WITHOUT_GROUP}group=[], ")], SPIKED_ALONE),
     case(JAX, 1, "state", ON_JAX, [UNCHECKED, COUNTED_ON_ONE], "devices of fp16 gradscale, 4 devices"),
     case(JAX, 1, "skips", ON_JAX, UNSEEN_BY_ONE, "skipped steps on 1 device and on 4"),
     case(LIGHTNING, 1, "state", "--epochs 2 --inject 3", LOST, "the resumed run has come to another state"),
@@ -395,7 +419,7 @@ def test_bad_options_are_refused_once(
 
 
 @pytest.mark.parametrize(
-    ("program", "size"), [case(program, 1, "help") for program in (DIGITS, FSDP, RL, JAX, LIGHTNING, *RECIPES)]
+    ("program", "size"), [case(program, 1, "help") for program in (DIGITS, FSDP, RL, SPIKES, JAX, LIGHTNING, *RECIPES)]
 )
 def test_help_shows_how_to_run_it(tmp_path: Path, program: Program, size: int) -> None:
     text = printed(launch(program, tmp_path, size, "--help"))

@@ -1,0 +1,34 @@
+"""The recipes that skip spikes in bfloat16, on the pages of torch: each block runs with FSDP2 on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+from axes import require
+from batches import Batch
+
+pytestmark = [pytest.mark.torch, pytest.mark.tier("all")]
+
+BATCHES, SPIKE = 72, 70
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("name", ["fsdp2_spikes", "torchtitan_spikes"])
+def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad_rank: int) -> None:
+    if name == "torchtitan_spikes":
+        require("torchtitan")
+    case = (name, (SPIKE,), bad_rank)
+    answers = Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case)
+    assert answers[0] == answers[1]
+    answer = answers[0]
+    assert answer["skipped"] == [(SPIKE, "spike")]
+    assert answer["steps"] == {BATCHES - 1.0}
+    assert answer["scale"] == 1.0
+    if name == "torchtitan_spikes":
+        # The warm-up's next step is the 72nd of a hundred.
+        assert answer["rates"] == pytest.approx([0.01 * 72 / 100])
+
+
+def test_a_run_without_spikes_makes_every_step() -> None:
+    case = ("fsdp2_spikes", (), 0)
+    for answer in Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case):
+        assert (answer["skipped"], answer["steps"]) == ([], {float(BATCHES)})
