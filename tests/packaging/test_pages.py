@@ -72,7 +72,7 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
 
 
 def test_the_commands_are_those_that_are_known() -> None:
-    assert set(COMMANDS) == {"digits", "tests", "fsdp", "rl", "lightning", "jax"}
+    assert set(COMMANDS) == {"digits", "tests", "fsdp", "spikes", "rl", "lightning", "jax"}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
