@@ -35,8 +35,9 @@ def draw_windows(text: Tensor, batches: torch.Generator, ranks: Ranks, count: in
 @torch.no_grad()
 def validation_loss(model: nn.Module, text: Tensor, batches: torch.Generator, ranks: Ranks) -> float:
     """Return the mean loss of all ranks on text that the model has not learnt."""
-    loss = sum(model(draw_windows(text, batches, ranks)).item() for _ in range(VALIDATION_BATCHES))
-    return sum(ranks.all_gather_objects(loss)) / (ranks.size * VALIDATION_BATCHES)
+    loss: float = sum(model(draw_windows(text, batches, ranks)).item() for _ in range(VALIDATION_BATCHES))
+    total: float = sum(ranks.all_gather_objects(loss))
+    return total / (ranks.size * VALIDATION_BATCHES)
 
 
 class Block(nn.Module):

@@ -12,10 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-__all__ = ["BATCHES", "run_case"]
+__all__ = ["Spiking", "made_loader", "made_model", "run_case"]
 
 BATCHES = 72  # more than half a window
 PAGE = TORCH_PAGE.parent / "README.md"
+
+
+def made_loader() -> list[Tensor]:
+    """Return the batches, of 8 examples each."""
+    return list(torch.randn((BATCHES, 8, FEATURES), generator=torch.Generator().manual_seed(1)))
 
 
 class Spiking(Losses):
@@ -31,7 +36,7 @@ def run_case(group: Any, name: str, spikes: tuple[int, ...], bad_rank: int) -> d
     model = made_model()
     given: dict[str, Any] = {
         "model": model,
-        "loader": list(torch.randn((BATCHES, 8, FEATURES), generator=torch.Generator().manual_seed(1))),
+        "loader": made_loader(),
         "loss_of": Spiking(spikes if dist.get_rank(group) == bad_rank else ()),
     }
     if name == "torchtitan_spikes":
