@@ -128,21 +128,6 @@ def test_gradients_of_the_host_wait_for_a_scale_behind_a_stalled_stream(
     assert seen[0] == seen[1]
 
 
-def test_a_late_verdict_is_waited_for_on_its_own_device() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"gpu: torch finds {torch.cuda.device_count()} CUDA device, and 2 are needed")
-    # The current device is the other one.
-    run = run_on("cuda:1", GradScaler("cuda:1", init_scale=8.0))
-    run.iterate(1.0)
-    torch.cuda.synchronize("cuda:1")
-    for gradient in (math.inf, 1.0, math.nan):
-        stall("cuda:1")
-        # The update looks for verdicts that have arrived.
-        run.iterate(gradient)
-    told = [(report.skipped, report.scale) for report in run.scaler.history]
-    assert told == [(False, 8.0), (True, 8.0), (False, 4.0), (True, 4.0)]
-
-
 @pytest.mark.parametrize("bad", [0, 1])
 def test_gradients_of_the_host_and_of_the_device_make_one_verdict(bad: int) -> None:
     run = Small(GradScaler("cuda"), devices=["cuda", "cpu"], home="cuda")

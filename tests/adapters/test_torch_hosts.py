@@ -108,29 +108,6 @@ def test_a_checkpoint_of_accelerate_serves_either_scaler(
     assert begin + train(load, steps=range(5, hosts.STEPS)) == train(hosts.torchs)
 
 
-def test_each_of_two_optimizers_in_accelerate_is_an_iteration_of_its_own(accelerator: Any) -> None:
-    def run(make: Make) -> list[Row]:
-        scaler, models, rows = make(), (network(0), network(1)), []
-        host = accelerator(scaler)
-        optimizers = [host.prepare(made("SGD", model)) for model in models]
-        for skipped, batch in zip(hosts.SKIPS, batches(), strict=True):
-            for model in models:
-                host.backward(loss_of(model, batch))
-            if skipped:
-                hosts.overflow(models[1])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            rows.append(row(scaler, *models, skipped=[optimizer.step_was_skipped for optimizer in optimizers]))
-        return rows
-
-    with pytest.warns(UserWarning, match="step each optimizer before update"):
-        rows = hosts.same_as_torchs(run)
-    assert column(rows, "skipped") == [[False, skipped] for skipped in hosts.SKIPS]
-    # Two updates in each step: it grows every one and a half steps.
-    assert column(rows, "scale")[:3] == [1024.0, 2048.0, 1024.0]
-
-
 @pytest.mark.parametrize("make", [hosts.torchs, hosts.ours])
 def test_a_loaded_scaler_is_made_ready_for_the_step_before_the_first_loss(accelerator: Any, make: Make) -> None:
     # accelerate loads a sharded optimizer's state by a step of it with gradients of zero, and has the scaler's tensors

@@ -61,19 +61,6 @@ def test_float16_gradients_are_refused_as_by_torch_and_taken_by_choice(explicit:
         call(run.optimizer)
 
 
-@pytest.mark.parametrize("value", [65504.0, 6e-8, -0.0, math.inf, math.nan])
-@pytest.mark.parametrize("scale", [65536.0, 1000.0])
-def test_float16_gradients_are_unscaled_as_by_torchs_kernel(value: float, scale: float) -> None:
-    run = Small(GradScaler("cpu", scale, allow_fp16_grads=True), dtypes=["float16"], size=3)
-    expected, found = torch.tensor([1.0, value, 300.0], dtype=torch.float16), torch.zeros(())
-    run.put(expected.clone())
-    inverse = torch.tensor(scale).double().reciprocal().float()
-    torch._amp_foreach_non_finite_check_and_unscale_([expected], found, inverse)
-    run.step()
-    assert_same(run.parameter.grad, expected)
-    assert run.report.skipped is bool(found.item())
-
-
 def test_integer_gradients_are_refused_before_anything_is_unscaled() -> None:
     _, run = pair()
     run.put(8.0)
@@ -304,21 +291,6 @@ def test_gradients_that_overlap_themselves_are_refused(name: str) -> None:
     with pytest.raises(GradscaleError):
         run.scaler.step(run.optimizer)
     assert run.parameter.eq(0).all()
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_later_gradients_that_overlap_themselves_are_errors_or_divided_as_at_torchs(name: str) -> None:
-    def trained(make: Any) -> Any:
-        run = run_with(make, torch.zeros(3, 2))
-        run.step()
-        run.put(OVERLAPPING[name]())
-        try:
-            run.step()
-        except RuntimeError:
-            return "an error", run.held
-        return run.held
-
-    assert trained(GradScaler) == trained(TorchScaler)
 
 
 def test_after_gradients_that_were_unscaled_in_part_no_step_is_made() -> None:

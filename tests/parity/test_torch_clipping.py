@@ -241,14 +241,6 @@ def test_duplicates_have_no_norm_and_are_refused_before_anything_is_touched() ->
     assert run.parameter.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0], rel=TOLERANCE)
 
 
-def test_a_fused_optimizer_takes_the_clipped_gradients_as_they_are() -> None:
-    runs = [model(GradScaler("cpu"), ["float32"], optimizer="AdamW" + variant, lr=0.5) for variant in ("", "-fused")]
-    norms = [clip(run, 1.0) for run in runs]
-    for run in runs:
-        finish(run)
-    assert_near(*zip(runs, norms, strict=True))
-
-
 def test_clipping_serves_one_call_only() -> None:
     scaler = GradScaler("cpu", init_scale=4.0)
     first, second = (Small(scaler, size=1) for _ in range(2))

@@ -155,19 +155,6 @@ def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any
 # Functions and numbers.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_unscale_grads_is_torchs_function(pair: tuple[Any, Any], dtype: str) -> None:
-    def script(make: Any) -> Any:
-        run = Small(make("cpu"), dtypes=[dtype])
-        run.put(float("inf"))
-        # The fourth argument has a default in ShardedGradScaler alone.
-        more = (True,) if make.__name__ == "GradScaler" else ()
-        found = run.scaler._unscale_grads_(run.optimizer, torch.ones(()), torch.zeros(()), *more)
-        return [flag.item() for flag in found.values()], run.parameter.grad.tolist()
-
-    assert same(pair, script) == ([1.0], [float("inf")] * 2)
-
-
 def test_torchs_functions_are_found_when_its_names_are_replaced(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,13 +219,6 @@ def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple
         return run.held
 
     same(pair, script)
-
-
-def test_repr_shows_the_scale(pair: tuple[Any, Any]) -> None:
-    run = Small(pair[0]("cpu"))
-    assert "), scale=65536.0, " in repr(run.scaler)
-    run.iterate(float("inf"))
-    assert "), scale=32768.0, " in repr(run.scaler)
 
 
 # What looks like a group.
