@@ -64,17 +64,6 @@ def test_thousands_of_arrays_are_one_launch_for_each_pair_of_dtypes() -> None:
     assert (found, others) == ([("float32_float32", 3000, 3000), ("float16_float32", 50, 50)], [])
 
 
-def test_arrays_of_one_form_are_told_from_each_other_by_their_addresses() -> None:
-    turned = Layout(4096, (3, 4), (1, 3))
-    sources = [dense(5, 1 << 13), turned, dense(5, 1 << 14), dense(0), turned._replace(address=1 << 15)]
-    targets = [one._replace(address=one.address + (1 << 20)) for one in sources]
-    (one,), others = plan(sources, targets)
-    kept = [index for index in range(5) if index != 3]
-    assert one.table["source"].tolist() == [sources[index].address for index in kept]
-    assert one.table["target"].tolist() == [targets[index].address for index in kept]
-    assert (one.table["size"].tolist(), others) == ([5, 12, 5, 12], [])
-
-
 def test_a_long_array_is_cut_into_chunks_and_an_empty_one_has_no_row() -> None:
     sizes = [CHUNK, CHUNK + 1, 0, 1, 5 * CHUNK]
     launches, _ = plan(*[[dense(size) for size in sizes]] * 2)
@@ -195,15 +184,3 @@ def test_broadcast_arrays_are_judged_without_a_look_at_their_elements() -> None:
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
-
-
-def test_two_of_thousands_that_share_memory_are_found_in_any_order() -> None:
-    layouts = [dense(100, (1 << 20) + 400 * k) for k in range(3000)]
-    order = np.random.default_rng(0).permutation(3000)
-    require_disjoint([layouts[k] for k in order], [layouts[k] for k in order])
-    # A long one reaches over many.
-    for wrong in (dense(2, layouts[1700].address + 396), dense(1000, layouts[0].address - 4), dense(1, 1 << 20)):
-        given = [*(layouts[k] for k in order), wrong]
-        for read in (given, [one._replace(address=one.address + (1 << 40)) for one in given]):
-            with pytest.raises(InvalidValueError, match=r"gradients \d+ and 3000, .* share memory"):
-                require_disjoint(read, given)
