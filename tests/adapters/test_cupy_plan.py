@@ -160,10 +160,12 @@ def test_memory_that_would_be_divided_twice_is_refused_and_no_other(given: list[
             None,
             "gradients 0 and 2, or what they are written to",
         ),
+        # The second lies in a gap of the first.
+        ([Layout(4096, (3,), (3,)), dense(1, 4100), dense(1, 4120)], None, "gradients 0 and 2"),
         ([dense(2), Layout(9000, (3, 3), (1, 1))], None, "gradient 1, shape .* overlaps itself"),
         ([dense(4)], [dense(4, 4100)], "gradient 0 and the array that it is written to share memory"),
     ],
-    ids=["two", "one", "its target"],
+    ids=["two", "over another", "one", "its target"],
 )
 def test_what_shares_memory_is_named(sources: list[Layout], targets: list[Layout] | None, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
