@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from axes import require
 from axes_jax import gradscale_jax, jax, jnp
@@ -36,12 +35,6 @@ def trained(steps: range, params: Any, state: Any, rule: str) -> tuple[Any, Any]
     return params, state
 
 
-def through_npz(state: Any, fresh: Any, folder: Path) -> Any:
-    np.savez(folder / "state.npz", *map(np.asarray, jax.tree.leaves(state)))
-    with np.load(folder / "state.npz") as loaded:
-        return jax.tree.unflatten(jax.tree.structure(fresh), list(map(jnp.asarray, loaded.values())))
-
-
 def through_flax_bytes(state: Any, fresh: Any, folder: Path) -> Any:  # noqa: ARG001
     serialization = require("flax").serialization
     return jax.tree.map(jnp.asarray, serialization.from_bytes(fresh, serialization.to_bytes(state)))
@@ -57,7 +50,6 @@ def through_orbax(state: Any, fresh: Any, folder: Path) -> Any:
 WAYS: dict[str, Callable[..., Any]] = {
     "device_get": lambda state, *_: jax.device_put(jax.device_get(state)),
     "pickle": lambda state, *_: pickle.loads(pickle.dumps(state)),
-    "npz": through_npz,
     "flax-bytes": through_flax_bytes,
     "orbax": through_orbax,
 }

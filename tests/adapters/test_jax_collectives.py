@@ -132,27 +132,6 @@ def test_an_overflow_on_each_rank_in_turn_is_agreed(names: Any, shape: Any, axis
         assert new.scale.tolist() == [2.0**15] * COUNT
 
 
-def test_one_axis_of_a_mesh_agrees_by_itself() -> None:
-    """The test above can tell: over one axis of two, only the bad rank's column skips."""
-
-    def step(state: ScaleState, grads: Any) -> Any:
-        return gradscale_jax.agree(gradscale_jax.unscale(grads, state)[1], state, POLICY, "data").nonfinite
-
-    grads = np.ones((COUNT, 1), dtype=np.float32)
-    grads[3] = np.nan
-    found = on_devices(step, states(POLICY), grads, names=("data", "model"), shape=(2, 2))
-    assert found.tolist() == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap], ids=["vmap", "pmap"])
-def test_ranks_of_vmap_and_pmap_agree_too(mapped: Any) -> None:
-    run = gradscale_jax.value_and_grad(lambda w, x: (w * x).sum(), POLICY, axis_name="ranks")
-    inputs = jnp.ones((COUNT, 1)).at[1].set(math.nan)
-    scaled = mapped(run, in_axes=(None, None, 0), axis_name="ranks")(POLICY.init(jnp.zeros(())), jnp.ones(1), inputs)
-    assert np.asarray(scaled.verdict.nonfinite).tolist() == [1] * COUNT
-    assert np.asarray(scaled.state.scale).tolist() == [2.0**15] * COUNT
-
-
 @pytest.mark.parametrize("field", ScaleState._fields)
 def test_a_rank_that_has_drifted_is_found_on_every_rank(field: str) -> None:
     policy = DynamicScale(init_scale=4.0, growth_interval=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,12 @@ from gradscale import (
 pytestmark = pytest.mark.jax
 
 POLICY = DynamicScale()
-# Each field away from its default, with trackers that move.
+# Trackers that move; each rule in a compiled function is in test_traces.
 POLICIES = [
     pytest.param(POLICY, id="default"),
     pytest.param(DynamicScale(init_scale=2.0**10, growth_factor=4.0, backoff_factor=0.25, growth_interval=2), id="all"),
-    pytest.param(DynamicScale(growth_interval=3, growth_after="interval_plus_one"), id="plus-one"),
-    pytest.param(DynamicScale(growth_interval=3, growth_after="first_interval_plus_one"), id="first-plus-one"),
     pytest.param(DynamicScale(hysteresis=3, growth_interval=2, hysteresis_refill=("growth",)), id="hysteresis"),
     pytest.param(DynamicScale(tolerance=0.4, growth_interval=4), id="tolerance"),
-    pytest.param(DynamicScale(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1), id="bounds"),
-    pytest.param(DynamicScale(init_scale=8.0, min_scale=4.0, at_min="hold"), id="hold"),
     pytest.param(DynamicScale(init_scale=8.0, min_scale=4.0, at_min="raise"), id="raise"),
     pytest.param(StaticScale(128.0), id="static"),
 ]
@@ -125,17 +120,6 @@ def test_the_scale_fits_into_the_dtype_of_the_loss(dtype: str, scale: float, aft
         assert (scaled.value.dtype, float(scaled.value)) == (dtype, 0.0625)
         assert scaled.grads["w"].tolist() == [0.25]
         assert float(state.scale) == after * (1 if dtype == "float16" else 2.0**growth)
-
-
-def test_float16_gradients_that_would_vanish_do_not() -> None:
-    def loss(w: Any) -> Any:
-        return (w.astype(jnp.float32) * 1e-9).sum()
-
-    w = jnp.ones(2, dtype=jnp.float16)
-    assert jax.grad(loss)(w).tolist() == [0.0, 0.0]
-    scaled = gradscale_jax.value_and_grad(loss, POLICY, dtype=jnp.float32)(first(), w)
-    assert scaled.grads.dtype == jnp.float32
-    np.testing.assert_allclose(scaled.grads, 1e-9, rtol=1e-3)
 
 
 @pytest.mark.tier("ranks")
@@ -347,14 +331,6 @@ def test_trees_from_a_checkpoint_are_taken() -> None:
     chosen = gradscale_jax.select(jnp.asarray(False), {"a": jnp.ones(1)}, {"a": np.zeros(1, np.float32)})
     assert isinstance(chosen["a"], jax.Array)
     assert chosen["a"].tolist() == [0.0]
-
-
-def test_what_a_step_returns_is_a_pytree_and_can_be_pickled() -> None:
-    scaled = gradscale_jax.value_and_grad(lambda w: w.sum(), POLICY)(first(), jnp.ones(2))
-    assert type(jax.tree.map(lambda x: x, scaled)) is gradscale_jax.Scaled
-    again = pickle.loads(pickle.dumps(scaled))
-    assert [x.tolist() for x in jax.tree.leaves(again)] == [x.tolist() for x in jax.tree.leaves(scaled)]
-    assert isinstance(again.state, ScaleState)
 
 
 @pytest.mark.tier("ranks")

@@ -52,12 +52,6 @@ def test_all_devices_skip_whichever_holds_the_overflow(bad: int | None) -> None:
         assert_same_bits(leaf, np.stack([leaf[0]] * COUNT))
 
 
-def test_without_the_axis_the_devices_come_apart() -> None:
-    _, _, after = on_each_device(None, 2)
-    np.testing.assert_array_equal(after.inner_state[1].count, [1, 1, 0, 1])
-    np.testing.assert_array_equal(after.scale_state.scale, [1024.0, 1024.0, 512.0, 1024.0])
-
-
 @pytest.mark.parametrize("drifted", range(COUNT))
 def test_a_device_that_has_drifted_stops_all_and_the_host_learns_of_it(drifted: int) -> None:
     weights, before, after = on_each_device("data", None, drifted)
