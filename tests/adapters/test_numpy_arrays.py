@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from axes import require
-from exactness import strided, unaligned
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
@@ -72,19 +71,6 @@ def test_otherwise_new_plain_arrays_come_back(backend: NumpyBackend, dtype: np.d
     same(grads[0], [8.0, -16.0], dtype)
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128", "clongdouble"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
-def test_complex_gradients_keep_their_dtype_whatever_is_wanted(
-    backend: NumpyBackend, dtype: str, in_place: bool
-) -> None:
-    grads = [np.array([8 + 16j], dtype), np.array(complex(1, np.inf), dtype), np.array(complex(np.nan, 0), dtype)]
-    wanted: dict[str, Any] = {"out": grads} if in_place else {"dtype": np.float32}
-    got, count = backend.unscale(grads, state_of(), **wanted)
-    assert got[0].dtype == np.dtype(dtype)
-    assert got[0].tolist() == [1 + 2j]
-    assert int(count) == 2
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_arrays_to_write_to_may_be_of_another_dtype_and_layout(backend: NumpyBackend, dtype: np.dtype[Any]) -> None:
     grads = [np.array([8.0, -16.0], dtype), np.array([[24.0], [8.0]], dtype), np.array(32.0, dtype)]
@@ -112,39 +98,6 @@ def test_an_array_to_write_to_is_refused_like_a_gradient(backend: NumpyBackend) 
 
 
 # Layouts and kinds of arrays.
-
-
-def _interleaved(x: Array) -> Array:
-    """Return a copy whose axes interleave in memory without meeting: strides of 2 and 3 items for 2 rows."""
-    buffer = np.zeros(16, x.dtype)
-    view = as_strided(buffer, x.shape, (3 * x.itemsize, 2 * x.itemsize))
-    view[...] = x
-    return view
-
-
-LAYOUTS: dict[str, Callable[[Array], Array]] = {
-    "strided": strided,
-    "interleaved": _interleaved,
-    "unaligned": unaligned,
-    "an axis of length 1 without stride": lambda x: as_strided(x.copy(), (1, *x.shape), (0, *x.strides)),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64", ">f4", ">f2"])
-def test_any_layout_is_overwritten_where_it_is(backend: NumpyBackend, dtype: str, layout: str) -> None:
-    shape = (2, 3) if layout == "interleaved" else (5, 4)
-    grad = LAYOUTS[layout]((8.0 * np.arange(np.prod(shape)).reshape(shape)).astype(dtype))
-    expected = np.array(grad, copy=True) / 8
-    new, count = backend.unscale([grad], state_of())
-    assert int(count) == 0
-    np.testing.assert_array_equal(new[0], expected)
-    assert new[0].dtype == np.dtype(dtype)
-    got, count = overwrite(backend, [grad])
-    assert got[0] is grad
-    np.testing.assert_array_equal(grad, expected)
-    grad[-1, -1] = np.nan
-    assert int(overwrite(backend, [grad])[1]) == 1
 
 
 def test_what_lies_between_the_elements_of_a_view_is_left_alone(backend: NumpyBackend) -> None:

@@ -1,15 +1,13 @@
-"""Hold both NumPy kernels to a slow oracle, to torch and to each other, bit for bit."""
+"""Hold both NumPy kernels to a slow oracle and to each other, bit for bit."""
 
 from __future__ import annotations
 
 import importlib
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from axes import require
@@ -50,12 +48,6 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
     if request.param == "fast":
         require("fast")
     return importlib.import_module(f"gradscale_numpy.{request.param}")
-
-
-@pytest.fixture
-def torch() -> ModuleType:
-    """Return torch."""
-    return require("torch")
 
 
 @pytest.fixture
@@ -103,18 +95,6 @@ def test_oracle(
         if source_type == out_type:
             in_place = layout(values.copy())
             check(module, in_place, in_place, inverse)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1, 1), (2, 3, 4, 5)], ids=str)
-@pytest.mark.parametrize(("source_type", "out_type"), PAIRS, ids=PAIR_IDS)
-def test_shapes(
-    module: ModuleType, source_type: np.dtype[Any], out_type: np.dtype[Any], shape: tuple[int, ...]
-) -> None:
-    """Empty arrays, single numbers and many axes give the oracle's bits, alone and together."""
-    source = np.full(shape, 0.75, source_type)
-    check(module, source, np.empty(shape, out_type), 1 / 3)
-    sources = [source, np.ones((3, 2), source_type), np.full(2, np.nan, source_type)]
-    check_all(module, sources, [np.empty(each.shape, out_type) for each in sources], 1 / 3)
 
 
 @pytest.mark.tier("ranks")
@@ -177,25 +157,6 @@ def test_every_half(module: ModuleType, dtype: np.dtype[Any], other: np.dtype[An
         assert_same(np.concatenate(outs), expected)
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)])
-def test_every_float8(module: ModuleType, dtype: np.dtype[Any]) -> None:
-    """All 256 bit patterns give the oracle's answer."""
-    patterns = np.tile(np.arange(256, dtype=np.uint8).view(dtype), 8)
-    for inverse in INVERSES:
-        for source in (patterns, patterns[isfinite(patterns)]):
-            check(module, source, np.empty(source.shape, dtype), inverse)
-            check(module, source, np.empty(source.shape, SINGLE), inverse)
-
-
-@pytest.mark.parametrize(("dtype", "value"), [(SINGLE, 1e30), (SINGLE, -3e38), (DOUBLE, 1e200)], ids=str)
-def test_square_overflows(module: ModuleType, dtype: np.dtype[Any], value: float) -> None:
-    """Finite values count as finite even when a sum of their squares is not."""
-    array = np.full(2**18 + 2**13 + 1, value, dtype)
-    assert module.unscale_all([array], [array], np.float32(1.0)) == 0
-    array[-1] = np.nan
-    assert module.unscale_all([array], [array], np.float32(1.0)) == 1
-
-
 @pytest.mark.filterwarnings("error")
 def test_no_warning(module: ModuleType) -> None:
     """Overflow, underflow and NaNs are silent, and the caller's error state is left as it was."""
@@ -210,16 +171,12 @@ def test_no_warning(module: ModuleType) -> None:
         assert np.geterr() == state
 
 
-def test_read_only_source(module: ModuleType, tmp_path: Path) -> None:
-    """A source may be read-only, and either array may be mapped from a file."""
+def test_read_only_source(module: ModuleType) -> None:
+    """A source may be read-only."""
     for dtype in (HALF, BFLOAT, SINGLE):
         values = random_array(dtype, (3000,), seed=3)
         values.flags.writeable = False
         check(module, values, np.empty(values.shape, dtype), 1 / 3)
-        mapped = np.memmap(tmp_path / dtype.name, dtype, "w+", shape=values.shape)
-        mapped[...] = values
-        check(module, mapped, np.empty(values.shape, SINGLE), 1 / 3)
-        check(module, mapped, mapped, 1 / 3)
 
 
 def test_lengths_differ(module: ModuleType) -> None:
