@@ -147,14 +147,3 @@ def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
     assert Backend().read(arithmetic.fingerprint(new)) == expected
     chosen = gradscale.select(nonfinite == array(0, np.int32), unscaled, grads)
     np.testing.assert_array_equal(chosen[0].unwrap_numpy(), np.array([8.0, 2.0], np.float32), strict=True)
-
-
-@pytest.mark.parametrize("value", [1.0, math.inf], ids=["clean", "overflow"])
-def test_ndonnx_takes_a_step_of_the_scaler(ndonnx: Any, value: float) -> None:
-    scaler = GradScaler(init_scale=8.0)
-    optimizer = Tree([ndonnx.asarray(np.array([value], np.float32))])
-    scaler.scale(ndonnx.asarray(np.float32(1.0)))
-    scaler.step(optimizer)
-    scaler.update()
-    assert optimizer.steps == (value == 1.0)
-    assert scaler.get_scale() == (8.0 if value == 1.0 else 4.0)

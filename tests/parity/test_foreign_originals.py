@@ -1,6 +1,6 @@
 """Runs that another system began and gradscale goes on with: the scale after every step is what it would have been.
 
-torch, jmp, flax and Keras themselves, cut at random points of random runs; Megatron, DeepSpeed, apex, NeMo and fairseq
+jmp, flax and Keras themselves, cut at random points of random runs; Megatron, DeepSpeed, apex, NeMo and fairseq
 by their documented rules, which are first held against the recorded traces.
 """
 
@@ -30,27 +30,6 @@ TRACES = json.loads(Path(__file__).with_name("policy_traces.json").read_text(enc
 SEQUENCES: dict[str, str] = TRACES["sequences"]
 
 # The originals that can be installed: each runs some steps and returns the scales, and says what is to be loaded.
-
-
-class Torch:
-    """torch.amp.GradScaler on the CPU."""
-
-    def __init__(self, scale: float, interval: int) -> None:
-        self.torch = require("torch")
-        self.parameter = self.torch.nn.Parameter(self.torch.ones(()))
-        self.optimizer = self.torch.optim.SGD([self.parameter], 0.0)
-        self.scaler = self.torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
-        self.scaler.scale(self.torch.ones(()))
-
-    def step(self, overflows: bool) -> float:
-        self.parameter.grad = self.torch.full((), float("inf") if overflows else 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        scale: float = self.scaler.get_scale()
-        return scale
-
-    def saved(self, _: str) -> Any:
-        return self.scaler.state_dict()
 
 
 class Jmp:
@@ -137,7 +116,6 @@ FACTORS = {"growth_factor", "backoff_factor", "growth_interval", "min_scale"}
 late = pytest.mark.tier("ranks")
 # What is saved on which road, and what of it one has to say.
 ORIGINALS = [
-    pytest.param(Torch, "", set(), marks=pytest.mark.torch, id="torch"),
     pytest.param(Jmp, "", set(), marks=pytest.mark.jax, id="jmp"),
     pytest.param(Flax, "fields", set(), marks=pytest.mark.jax, id="flax-fields"),
     *[
