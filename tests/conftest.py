@@ -1,4 +1,4 @@
-"""The axis ``arrays`` of every test, the tiers, and what a run under mpiexec needs."""
+"""The axis ``arrays`` of every test, the tiers, and what libraries read once when they are imported."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import gc
 import importlib.metadata
 import os
 import signal
-import sys
 import tempfile
-import time
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from axes import VARIABLE, required
@@ -44,9 +41,7 @@ if "GRADSCALE_TEST_KERNELS" not in os.environ:
 
 _DISTRIBUTIONS = ("gradscale", "array-api-compat", "array-api-strict", "numpy", "ml_dtypes", "numba", "torch", "jax")
 _DISTRIBUTIONS += ("optax", "flax", "dask", "mpi4py", "hypothesis")
-_FORWARDING = 1.0  # seconds
 _LARGEST_WORKERS = 4
-_LAUNCHED_BY_MPI = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 
 
 @pytest.fixture(params=ROWS)
@@ -109,7 +104,7 @@ def pytest_xdist_auto_num_workers() -> int:
     """Return over how many processes ``-n auto`` spreads the tests: those that run ranks keep all cores busy."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if _is_rank() else min(cores, _LARGEST_WORKERS)
+    return min(cores, _LARGEST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -145,18 +140,6 @@ def _is_left_out(row: str | None, item: pytest.Item) -> bool:
     )
 
 
-def _is_rank() -> bool:
-    """Tell whether a launcher of MPI has started this process."""
-    return any(name in os.environ for name in _LAUNCHED_BY_MPI)
-
-
-def _world() -> Any:
-    """Return MPI.COMM_WORLD if this process is one of several that use it, else None."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    is_used = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    return mpi.COMM_WORLD if is_used and mpi.COMM_WORLD.size > 1 else None
-
-
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Print what the tests run with."""
     return [
@@ -171,21 +154,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(exitstatus: int) -> Generator[None, None, None]:
-    """Abort the other ranks under mpiexec when tests of this one have failed, since they may wait for it for ever.
-
-    Run with ``-x``, so that the failure that the others wait on is the last. The summary has been printed by then.
-    """
-    yield
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return
-    world = _world()
-    if world is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # The launcher forwards what was printed through a pipe, and drops what it has not read by then.
-        time.sleep(_FORWARDING)
-        world.Abort(1)

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import time
-from pathlib import Path
-
 import axes
 import numpy as np
 import pytest
 from libraries import Library
-from worlds import mpi_command, mpi_environment
-
-TESTS = Path(__file__).parents[1]
-
-DEADLOCK = """
-from mpi4py import MPI
-
-
-def test_rank_0_fails_while_the_other_waits():
-    assert MPI.COMM_WORLD.rank, "rank 0 fails on purpose"
-    MPI.COMM_WORLD.Barrier()
-"""
 
 
 @pytest.mark.parametrize(
@@ -68,24 +51,3 @@ def test_a_required_library_that_is_missing_fails_instead_of_skipping(monkeypatc
             axes.required()
     finally:
         axes._missing.cache_clear()
-
-
-@pytest.mark.mpi
-def test_a_failing_rank_ends_the_others_and_prints_its_failure(tmp_path: Path) -> None:
-    axes.require("mpi")
-    tmp_path.joinpath("test_deadlock.py").write_text(DEADLOCK)
-    tmp_path.joinpath("pytest.ini").write_text("[pytest]\ntimeout = 60\n")
-    options = ["-c", str(tmp_path / "pytest.ini"), "-p", "conftest", "-p", "no:cacheprovider", "-x", str(tmp_path)]
-    search = os.pathsep.join([str(TESTS), str(TESTS / "support")])
-    begin = time.monotonic()
-    completed = subprocess.run(
-        [*mpi_command(2), "-m", "pytest", *options],
-        env=mpi_environment() | {"PYTHONPATH": search, axes.VARIABLE: ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert completed.returncode != 0
-    assert "rank 0 fails on purpose" in completed.stdout
-    assert time.monotonic() - begin < 50.0
