@@ -1,9 +1,17 @@
-"""The house's rules, read from the source: who imports whom, in which order, and where arrays become numbers."""
+"""The house's rules, read from the source.
+
+Who imports whom, and in which order; where arrays become numbers; and the rule of parts: no class takes code from a
+class of ours, and private names stay at home.
+"""
 
 import ast
+import functools
+import graphlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 import gradscale
 
@@ -14,10 +22,45 @@ ROOMS = [{name} for name in ("errors", "extras", "groups", "core", "policies", "
 ROOMS += [{"interop", "testing"}, {"cli"}]
 # What makes the package of the rooms.
 ROOFS = {"gradscale", "gradscale.__main__"}
+# What a room or a file may import besides, inside of its functions: tests of the public API see what is loaded at once.
+OUTSIDE = {
+    "cli": {"typer", "rich", "numpy", "mpi4py", "torch", "jax", "cupy", "gradscale_numpy", "gradscale_cupy"},
+    "plot": {"matplotlib"},
+}
+# Files that read for libraries without an adapter, and that convert what users pass on the host.
+CONVERTING = {"backend", "validation", "conformance"}
+# Conversions of values that are on the host already: settings, and what the adapter's read gave.
+HOST_VALUES = {"scaler": {"float", "int"}, "live_state": {"int"}, "vector": {"bool", "float"}, "spikes": {"float"}}
+
+# Who may take code from which class of ours; any adapter's backend, and any policy with factors.
+HEIRS = {("ShardedGradScaler", "GradScaler")}
+OF_MANY = {"Backend", "BoundedScale"}
+# What brings no code: interfaces, and declarations of what a dictionary or a tuple holds.
+WITHOUT_CODE = {"Protocol", "TypedDict"}
+
+# Of the standard library, which gives its public names an underscore here and there.
+PYTHONS = {"_replace", "_make", "_fields", "_asdict", "_exit", "_getframe"}
+# Torch has no public names for these; adapters for it use them, and nobody else.
+TORCHS = {
+    *("_C", "_FrameAction", "_FrameExecStrategy", "_dynamo", "_torchdynamo_disable", "_set_grad_enabled", "_values"),
+    *("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_debug_has_internal_overlap"),
+    *("_foreach_add_", "_foreach_mul_", "_foreach_norm", "_get_default_store", "_world"),
+}
+
+Modules = dict[str, ast.Module]
 
 
-def sources(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
+@functools.cache
+def house() -> Modules:
+    """Return the modules of gradscale and of its adapters, parsed, by their dotted names."""
+    # Adapters are beside the core in site-packages, or in a folder of a clone.
+    folders = [CORE, *CORE.parent.glob("gradscale_*"), *(CORE.parent / "backends").glob("gradscale_*")]
+    found = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            name = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
 
 
 def targets(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -30,20 +73,7 @@ def targets(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield node.module or "", tuple(alias.name for alias in node.names)
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def house() -> dict[str, ast.Module]:
-    """Return the modules of gradscale, parsed, by their dotted names."""
-    found = {}
-    for path in sources(CORE):
-        parts = path.relative_to(CORE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = parsed(path)
-    return found
-
-
-def edges(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+def edges(modules: Modules) -> dict[str, set[str]]:
     """Return which modules of these each of them imports, anywhere and for whatever; itself not."""
     found: dict[str, set[str]] = {}
     for importer, tree in modules.items():
@@ -53,17 +83,21 @@ def edges(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
     return found
 
 
+def room(module: str) -> str:
+    """Return the room that a module of gradscale is in."""
+    return f"{module}.".split(".")[1]
+
+
 def level(module: str) -> int:
     """Return the line of ROOMS that a module stands in."""
-    room = module.split(".")[1]
-    (found,) = (index for index, rooms in enumerate(ROOMS) if room in rooms)
+    (found,) = (index for index, rooms in enumerate(ROOMS) if room(module) in rooms)
     return found
 
 
-def upward(modules: dict[str, ast.Module]) -> list[str]:
+def upward(modules: Modules) -> list[str]:
     """Return the imports that run against the order of the rooms, or across a line of it."""
     wrong = []
-    for importer, imports in edges(modules).items():
+    for importer, imports in edges(rooms(modules)).items():
         for one in imports if importer != "gradscale.__main__" else ():
             if importer == "gradscale":
                 is_wrong = one.startswith("gradscale.cli")
@@ -71,92 +105,153 @@ def upward(modules: dict[str, ast.Module]) -> list[str]:
                 # The command line uses the library as its users do.
                 is_wrong = not importer.startswith("gradscale.cli")
             else:
-                is_beside = level(one) == level(importer) and one.split(".")[1] != importer.split(".")[1]
+                is_beside = level(one) == level(importer) and room(one) != room(importer)
                 is_wrong = is_beside or level(one) > level(importer)
             wrong += [f"{importer} -> {one}"] if is_wrong else []
     return sorted(wrong)
 
 
-def modules_of(**texts: str) -> dict[str, ast.Module]:
-    """Return modules named with underscores for dots, as ``house`` does."""
-    return {name.replace("__", "."): ast.parse(text) for name, text in texts.items()}
+def rooms(modules: Modules) -> Modules:
+    """Return those modules that are gradscale's own."""
+    return {name: tree for name, tree in modules.items() if name.partition(".")[0] == "gradscale"}
 
 
-def test_no_room_imports_one_above_it() -> None:
-    assert upward(house()) == []
+def circle(modules: Modules) -> list[str]:
+    """Return the modules of one circle of imports. The public face is not a part of any."""
+    graph = {one: imports - ROOFS for one, imports in edges(rooms(modules)).items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return sorted({str(one) for one in error.args[1]})
+    return []
 
 
-def test_the_check_of_the_order_sees_an_import_that_runs_up_or_across() -> None:
-    found = modules_of(
-        gradscale="from gradscale import core\nfrom gradscale.cli import app",
-        gradscale__errors="def f():\n    from gradscale.core import tree",
-        gradscale__core="",
-        gradscale__core__tree="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import gradscale.scaler.scaler",
-        gradscale__scaler__scaler="from gradscale.core import tree\nfrom gradscale.core.tree import flatten",
-        gradscale__testing__ranks="from gradscale.interop.foreign import load_foreign_state\nimport gradscale",
-        gradscale__interop__foreign="from gradscale.scaler import scaler",
-        gradscale__cli__app="import gradscale\nfrom gradscale import core",
-    )
-    assert upward(found) == [
-        "gradscale -> gradscale.cli.app",
-        "gradscale.core.tree -> gradscale.scaler.scaler",
-        "gradscale.errors -> gradscale.core.tree",
-        "gradscale.testing.ranks -> gradscale",
-        "gradscale.testing.ranks -> gradscale.interop.foreign",
-    ]
+def outside(modules: Modules) -> list[str]:
+    """Return imports of gradscale beside Python's and array_api_compat, and an adapter's of another or the commands."""
+    found = []
+    for name, tree in modules.items():
+        package = name.partition(".")[0]
+        for target, _ in targets(tree):
+            top = target.partition(".")[0]
+            if package == "gradscale":
+                own = {*sys.stdlib_module_names, "array_api_compat", "gradscale"}
+                is_wrong = top not in own | OUTSIDE.get("cli" if room(name) == "cli" else name.split(".")[-1], set())
+            else:
+                is_wrong = target.startswith(("gradscale_", "gradscale.cli")) and top != package
+            found += [f"{name} -> {target}"] if is_wrong else []
+    return found
 
 
-def adapters() -> list[Path]:
-    # Beside the core in site-packages, or in a folder of a clone.
-    folders = [CORE.parent, CORE.parent / "backends"]
-    return sorted(path for folder in folders for path in folder.glob("gradscale_*") if (path / "__init__.py").exists())
-
-
-# What a room or a file may import besides, inside of its functions: tests of the public API see what is loaded at once.
-ALLOWED = {
-    "cli": {"typer", "rich", "numpy", "mpi4py", "torch", "jax", "cupy", "gradscale_numpy", "gradscale_cupy"},
-    "plot.py": {"matplotlib"},
-}
-
-
-def test_gradscale_imports_the_standard_library_and_array_api_compat_alone() -> None:
-    core = {*sys.stdlib_module_names, "array_api_compat", "gradscale"}
-    for path in sources(CORE):
-        found = {name.partition(".")[0] for name, _ in targets(parsed(path))}
-        assert found <= core | ALLOWED.get("cli" if path.parent.name == "cli" else path.name, set()), path
-
-
-def test_adapters_import_neither_each_other_nor_the_command_line() -> None:
-    assert adapters(), "no adapter found beside the core"
-    for folder in adapters():
-        for path in sources(folder):
-            others = {name for name, _ in targets(parsed(path)) if name.startswith(("gradscale_", "gradscale.cli"))}
-            assert {name.partition(".")[0] for name in others} <= {folder.name}, path
-
-
-def test_the_reading_of_imports_sees_one_inside_a_function() -> None:
-    tree = ast.parse("def f():\n    import numpy.linalg\n    from torch.cuda import amp\n")
-    assert list(targets(tree)) == [("numpy.linalg", ()), ("torch.cuda", ("amp",))]
-
-
-def test_only_the_pure_backend_and_host_side_checks_convert_to_python_numbers() -> None:
-    # backend.py reads for libraries without an adapter, and validation.py converts what users pass on the host.
-    allowed = {"backend.py", "validation.py", "conformance.py"}
-    paths = [path for path in sources(CORE) if path.parent.name != "cli"]
-    assert {path.name for path in paths} >= allowed
-    for path in paths:
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Attribute) and path.name != "backend.py":
-                assert node.attr not in {"item", "tolist"}, f"{path}:{node.lineno}"
+def conversions(modules: Modules) -> list[str]:
+    """Return where a file of the core that is not there for it makes Python's numbers of arrays."""
+    found = []
+    for name, tree in rooms(modules).items():
+        file = name.split(".")[-1]
+        for node in ast.walk(tree) if room(name) != "cli" else ():
+            if isinstance(node, ast.Attribute) and node.attr in {"item", "tolist"} and file != "backend":
+                found.append(f"{name}:{node.lineno}")
             called = node.func if isinstance(node, ast.Call) else None
-            if path.name not in allowed and isinstance(called, ast.Name) and called.id in {"int", "float", "bool"}:
-                assert called.id in HOST_VALUES.get(path.name, set()), f"{path}:{node.lineno}"
+            if isinstance(called, ast.Name) and called.id in {"int", "float", "bool"} - HOST_VALUES.get(file, set()):
+                found += [f"{name}:{node.lineno}"] if file not in CONVERTING else []
+    return found
 
 
-# Conversions of values that are on the host already: settings, and what the adapter's read gave.
-HOST_VALUES = {
-    "scaler.py": {"float", "int"},
-    "live_state.py": {"int"},
-    "vector.py": {"bool", "float"},
-    "spikes.py": {"float"},
-}
+def last(node: ast.expr) -> str:
+    """Return the last name of an expression such as ``a.b`` or ``b[c]``."""
+    return ast.unparse(node).partition("[")[0].rpartition(".")[2]
+
+
+def heirs(modules: Modules) -> list[str]:
+    """Return the classes that take code from a class of ours, beside those that may."""
+    classes = [node for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    ours = {node.name for node in classes}
+    # An interface that extends another one, too.
+    without_code = set(WITHOUT_CODE)
+    for _ in classes:
+        without_code |= {node.name for node in classes if {last(base) for base in node.bases} & without_code}
+    found = []
+    for node in classes:
+        for base in node.bases:
+            name = last(base)
+            is_ours = name in ours and not ast.unparse(base).startswith("torch.")
+            may = (node.name, name) in HEIRS or name in OF_MANY or name.endswith("Error") or name in without_code
+            found += [f"{node.name}({name})"] if is_ours and not may else []
+    return found
+
+
+def promises(modules: Modules) -> list[str]:
+    """Return where a file declares for type checkers what another class will bring."""
+    guards = [(name, node) for name, tree in modules.items() for node in ast.walk(tree) if isinstance(node, ast.If)]
+    guards = [(name, node) for name, node in guards if ast.unparse(node.test).endswith("TYPE_CHECKING")]
+    brought = (ast.FunctionDef, ast.ClassDef)
+    return [f"{name}:{node.lineno}" for name, node in guards if any(isinstance(one, brought) for one in node.body)]
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Return the names that a file defines: functions, classes, variables, attributes, arguments and slots."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # A slot, or a name that is set as text.
+            found.add(node.value)
+    return found
+
+
+def foreign(modules: Modules) -> list[str]:
+    """Return the private names that a file uses and does not define, but for Python's and torch's own."""
+    found = []
+    for module, tree in modules.items():
+        allowed = defined_in(tree) | PYTHONS | (TORCHS if module.startswith("gradscale_torch") else set())
+        for node in ast.walk(tree):
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("torch"):
+                names = [alias.name for alias in node.names]
+            private = [name for name in names if name.startswith("_") and not name.endswith("__")]
+            found += [f"{module}: {name}" for name in private if name not in allowed]
+    return found
+
+
+Check = Callable[[Modules], list[str]]
+
+
+@pytest.mark.parametrize("check", [upward, circle, outside, conversions, heirs, promises, foreign])
+def test_the_source_has_none(check: Check) -> None:
+    modules = house()
+    assert {"gradscale.scaler.scaler", "gradscale_numpy.arrays"} < set(modules)
+    assert check(modules) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "files", "expected"),
+    [
+        (upward, {"gradscale.errors": "import gradscale.core.a"}, ["gradscale.errors -> gradscale.core.a"]),
+        (upward, {"gradscale": "from gradscale.cli import app"}, ["gradscale -> gradscale.cli.app"]),
+        (upward, {"gradscale.testing": "import gradscale"}, ["gradscale.testing -> gradscale"]),
+        (upward, {"gradscale.testing": "import gradscale.interop"}, ["gradscale.testing -> gradscale.interop"]),
+        (circle, {"gradscale.core.a": "import gradscale.core.b"}, ["gradscale.core.a", "gradscale.core.b"]),
+        (outside, {"gradscale.core.a": "from torch.cuda import amp"}, ["gradscale.core.a -> torch.cuda"]),
+        (outside, {"gradscale_jax": "import gradscale_numpy"}, ["gradscale_jax -> gradscale_numpy"]),
+        (conversions, {"gradscale.core.a": "x.item()"}, ["gradscale.core.a:1"]),
+        (conversions, {"gradscale.core.a": "int(x)"}, ["gradscale.core.a:1"]),
+        (heirs, {"x": "class A: pass\nclass B(m.A[int]): pass"}, ["B(A)"]),
+        (promises, {"x": "if TYPE_CHECKING:\n    def f(): ..."}, ["x:1"]),
+        (foreign, {"x": "from a import _hidden\nfrom torch.a import _b"}, ["x: _hidden"]),
+        (foreign, {"x": "x._foreach_norm"}, ["x: _foreach_norm"]),
+    ],
+)
+def test_the_checks_see_what_they_are_for(check: Check, files: dict[str, str], expected: list[str]) -> None:
+    others = {
+        "gradscale.core.b": "def f():\n    from gradscale.core.a import x",
+        **dict.fromkeys(
+            ("gradscale", "gradscale.cli.app", "gradscale.core.a", "gradscale.interop", "gradscale_numpy"), ""
+        ),
+    }
+    assert check({name: ast.parse(text) for name, text in (others | files).items()}) == expected
