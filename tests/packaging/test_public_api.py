@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from commands import python
 
 import gradscale
 
+ROOT = Path(__file__).parents[2]
 NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"}
 FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes"}
 FRAMEWORKS |= {"matplotlib", "rich", "typer"}
@@ -48,9 +50,11 @@ def loaded_after(*statements: str) -> set[str]:
     [
         (["import gradscale", "gradscale.GradScaler()", "gradscale.registry.names()"], set()),
         (["import gradscale, numpy"], {"numpy"}),
+        # The page of help.
+        (["from gradscale.cli.app import run", "try: run(['--help'])", "except SystemExit: pass"], {"typer", "rich"}),
         (["import gradscale, numpy", "gradscale.GradScaler().scale(numpy.float32(1.0))"], {"numpy", "gradscale_numpy"}),
     ],
-    ids=["scaler", "numpy", "scale"],
+    ids=["scaler", "numpy", "help", "scale"],
 )
 def test_nothing_is_loaded_but_what_comes_along(statements: list[str], expected: set[str]) -> None:
     assert loaded_after(*statements) & FRAMEWORKS == expected
@@ -108,8 +112,14 @@ def test_errors_derive_from_the_root_and_from_a_built_in() -> None:
         assert name in (gradscale.errors.__doc__ or "")
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_whatever_names_the_version_names_this_one() -> None:
     assert importlib.metadata.version("gradscale") == gradscale.__version__
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.search(
+        r"^## (\S+) \((unreleased|\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert newest is not None
+    assert [*cited, newest[1]] == [gradscale.__version__] * 2
 
 
 def test_entry_points_and_extras_are_installed() -> None:
