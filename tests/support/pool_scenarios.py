@@ -18,7 +18,13 @@ def behave(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
     if how == "well":
         comm.Barrier()
     elif comm.rank == where:
-        {"raises": _raise, "hangs": _hang, "is killed": _kill, "fails at its end": _fail_at_the_end}[how]()
+        if how == "hangs":
+            time.sleep(3600.0)
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "fails at its end":
+            atexit.register(os._exit, 3)
+        assert how != "raises", "this rank fails on purpose"
     return os.getpid(), comm.Get_name()
 
 
@@ -26,20 +32,3 @@ def behave(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
 def behave_alone(comm: Any, how: str = "well", where: int = 0) -> tuple[int, str]:
     """Do the same in processes that serve nothing else."""
     return behave(comm, how, where)
-
-
-def _raise() -> None:
-    msg = "this rank fails on purpose"
-    raise KeyError(msg)
-
-
-def _hang() -> None:
-    time.sleep(3600.0)
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fail_at_the_end() -> None:
-    atexit.register(os._exit, 3)
