@@ -397,7 +397,7 @@ class Trainer:
 
     def __init__(self, group: Any, library: str, count: int = 2, **settings: Any) -> None:
         settings = {"timeout": TIMEOUT} | settings
-        self.library = library
+        self.group, self.library = group, library
         self._counted: list[Any] = []
         self.scaler: Any
         if library == "numpy":
