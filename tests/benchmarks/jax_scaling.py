@@ -1,4 +1,4 @@
-"""Scaling under jax.jit against flax's and jmp's own code: unscale, the verdict, a train step.
+"""Scaling under jax.jit against flax's and jmp's own code: unscale, and the verdict.
 
 XLA has its own threads, the same ones for every call here. Where a call returns new arrays, the time that the system
 takes to hand out their pages is most of it, and is everyone's: the rows against a bare multiplication show how much.
@@ -137,106 +137,8 @@ def verdict(quick: bool) -> list[Row]:
     return [Row(case.format(peer), times["ours"], times[peer], "s", 0.4) for peer in ("flax", "jmp")]
 
 
-def _transformer(width: int, layers: int) -> tuple[Callable[[Any, Any], Any], Any]:
-    """Return the float32 loss of a transformer that predicts the next token in float16, and its float32 parameters."""
-    import flax.linen as nn
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    base: Any = nn.Module
-    half: Any = {"dtype": jnp.float16}
-
-    class Transformer(base):  # type: ignore[misc]
-        @nn.compact
-        def __call__(self, tokens: Any) -> Any:
-            embedding = nn.Embed(256, width, **half)
-            x = embedding(tokens)
-            for _ in range(layers):
-                attention = nn.MultiHeadDotProductAttention(4, **half)
-                x = x + attention(nn.RMSNorm(**half)(x), mask=nn.make_causal_mask(tokens))
-                x = x + nn.Dense(width, **half)(nn.gelu(nn.Dense(4 * width, **half)(nn.RMSNorm(**half)(x))))
-            return embedding.attend(nn.RMSNorm(**half)(x)).astype(jnp.float32)
-
-    model = Transformer()
-
-    def loss(parameters: Any, tokens: Any) -> Any:
-        predicted = model.apply(parameters, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(predicted, tokens[:, 1:]).mean()
-
-    return loss, model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
-
-
-def _updated(parameters: Any, momentum: Any, gradients: Any) -> tuple[Any, Any]:
-    """Return parameters and momentum after a step of gradient descent."""
-    import jax
-
-    momentum = jax.tree.map(lambda held, gradient: 0.9 * held + gradient, momentum, gradients)
-    return jax.tree.map(lambda each, held: each - 1e-3 * held, parameters, momentum), momentum
-
-
-def _train_steps(loss: Callable[[Any, Any], Any]) -> dict[str, tuple[Any, Any]]:
-    """Return compiled steps ``(held, tokens) -> (held, loss)``, and states that each holds at first; it is donated."""
-    import jax
-    import jax.numpy as jnp
-    from flax.training.dynamic_scale import DynamicScale
-
-    import gradscale_jax
-
-    # No growth while it is measured, and no overflow.
-    policy = gradscale.DynamicScale(init_scale=1024.0, growth_interval=1 << 30)
-
-    def ours(held: Any, tokens: Any) -> tuple[Any, Any]:
-        state, *old = held
-        scaled = gradscale_jax.value_and_grad(loss, policy)(state, old[0], tokens)
-        new = _updated(old[0], old[1], scaled.grads)
-        return (scaled.state, *gradscale_jax.select(scaled.verdict.finite, new, tuple(old))), scaled.value
-
-    def flax(held: Any, tokens: Any) -> tuple[Any, Any]:
-        state, *old = held
-        state, finite, value, gradients = state.value_and_grad(loss)(old[0], tokens)
-        new = _updated(old[0], old[1], gradients)
-        # As its examples do.
-        return (state, *jax.tree.map(partial(jnp.where, finite), new, tuple(old))), value
-
-    def unscaled(held: Any, tokens: Any) -> tuple[Any, Any]:
-        value, gradients = jax.value_and_grad(loss)(held[0], tokens)
-        return _updated(held[0], held[1], gradients), value
-
-    clean_steps: Any = jnp.zeros((), jnp.int32)
-    theirs = DynamicScale(growth_interval=1 << 30, fin_steps=clean_steps, scale=jnp.float32(1024.0))
-    first = {"ours": (ours, (policy.init(jnp.zeros(())),)), "flax": (flax, (theirs,)), "no scaling": (unscaled, ())}
-    return {name: (jax.jit(step, donate_argnums=0), states) for name, (step, states) in first.items()}
-
-
-def train_step(quick: bool) -> list[Row]:
-    """Take whole steps of a small transformer: ours, flax's, and without scaling."""
-    import jax
-    import jax.numpy as jnp
-
-    loss, parameters = _transformer(*((64, 2) if quick else (256, 4)))
-    tokens = jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
-
-    def call(step: Any, states: Any) -> Call:
-        box = [(*states, jax.tree.map(jnp.copy, parameters), jax.tree.map(jnp.zeros_like, parameters))]
-
-        def run() -> None:
-            box[:] = [jax.block_until_ready(step(box.pop(), tokens))[0]]
-
-        return Call(run)
-
-    times = interleaved({name: call(*step) for name, step in _train_steps(loss).items()}, 31 if quick else 151)
-    count = sum(each.size for each in jax.tree.leaves(parameters))
-    case = f"jax train step, transformer of {count / 1e6:.1f} M, float16 / {{}}"
-    return [
-        Row(case.format("flax's DynamicScale"), times["ours"], times["flax"], "s", 1.0),
-        Row(case.format("no scaling"), times["ours"], times["no scaling"], "s", None),
-    ]
-
-
 CASES = {
     "jax unscaling": unscaling,
     "jax verdict": verdict,
-    "jax train step": train_step,
 }
 """By name, what measures some rows of the table; called with whether to be quick."""

@@ -143,51 +143,6 @@ def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, flo
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def cuda(quick: bool) -> list[Row]:
-    """Time 1,000 tensors of 4 GiB in all on a CUDA device, against torch's kernel and the measured copy bandwidth."""
-    import torch
-
-    if not torch.cuda.is_available():
-        msg = "torch finds no CUDA device"
-        raise ModuleNotFoundError(msg, name="cuda")
-    import gradscale_torch
-
-    count, size = 1000, (1 << 16) if quick else (1 << 20)
-    parameters = [torch.nn.Parameter(torch.zeros(size, device="cuda")) for _ in range(count)]
-    for parameter in parameters:
-        parameter.grad = torch.ones(size, device="cuda")
-    optimizer = torch.optim.SGD(parameters)
-    scaler = gradscale_torch.GradScaler("cuda", init_scale=1.0, growth_interval=1 << 30)
-    scaler.scale(torch.ones((), device="cuda"))
-    gradients: list[Any] = [parameter.grad for parameter in parameters]
-    found, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    source = torch.ones(count * size, device="cuda")
-    target = torch.empty_like(source)
-
-    def timed(run: Any) -> float:
-        make: Any = torch.cuda.Event
-        begin, end = (make(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    runs = {
-        "ours": lambda: scaler.unscale_(optimizer),
-        "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse),
-        "copy": lambda: target.copy_(source),
-    }
-    calls = {name: Call(run, scaler.update if name == "ours" else None) for name, run in runs.items()}
-    medians = interleaved(calls, 11 if quick else 51, timed)
-    case = f"torch CUDA unscale_, {count} float32 gradients of {_readable(size)} / {{}}"
-    # Both read and write each byte once; at least 85 % of the bandwidth is at most 1 / 0.85 of the time.
-    return [
-        Row(case.format("torch's kernel"), medians["ours"], medians["torch"], "s", 1.0),
-        Row(case.format("a copy"), medians["ours"], medians["copy"], "s", 1 / 0.85),
-    ]
-
-
 def _readable(size: int) -> str:
     return f"{size >> 20} Mi elements" if size >= 1 << 20 else f"{size} elements"
 
@@ -196,6 +151,5 @@ CASES = {
     "torch-unscale": unscaling,
     "torch-clip": clipping,
     "torch-sharded": sharded,
-    "torch-cuda": cuda,
 }
 """By name, what measures some rows of the table; called with whether to be quick."""
