@@ -58,13 +58,6 @@ def test_what_is_broken_on_each_rank_in_turn_is_named_on_every_rank(
     agree(world, scenarios.broken_on, [(rank, place, library) for rank in (*range(world.size), -1)])
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("kind", ["no tensor", "overlapping"])
-def test_torchs_replacement_gathers_where_one_rank_holds_what_cannot_be_unscaled(kind: str) -> None:
-    require("torch")
-    agree(ThreadWorld(2), scenarios.unusual_on, [(rank, kind) for rank in range(2)])
-
-
 def test_a_report_of_many_broken_arrays_is_bounded_and_names_a_few_ranks() -> None:
     def look(collectives: ThreadCollectives) -> Any:
         scaler = gradscale.ShardedGradScaler(group=collectives)

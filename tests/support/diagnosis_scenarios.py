@@ -150,25 +150,3 @@ def scaled_on(group: Any, scaling_rank: int) -> Any:
     reports.append(scaler.diagnose(optimizer, gather=True))
     assert [(one.scale, one.iteration) for one in reports] == [(65536.0, 1), (32768.0, 2), (32768.0, 2)]
     return [one.to_dict() for one in reports]
-
-
-def unusual_on(group: Any, bad_rank: int, kind: str) -> None:
-    """Gather with torch's replacement where one rank has a parameter that is no tensor, or an expanded gradient."""
-    import torch
-
-    import gradscale_torch
-
-    rank, _ = rank_and_size(group)
-    scaler = gradscale_torch.GradScaler("cpu", group=group, init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([4.0]).expand(2) if rank == bad_rank else torch.full((2,), 4.0)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    if kind == "overlapping":
-        report = scaler.diagnose(optimizer, gather=True)
-        assert [one.largest for one in report.entries] == [1.0, 1.0]
-        return
-    if rank == bad_rank:
-        optimizer.param_groups[0]["params"].append("text")
-    kinds = (gradscale.InvalidTypeError, "") if rank == bad_rank else (gradscale.BackendError, f"on rank {bad_rank}")
-    raised(kinds[0], lambda: scaler.diagnose(optimizer, gather=True), kinds[1])
