@@ -49,10 +49,6 @@ ROWS: list[tuple[str, Any, Cases, str, str]] = [
     ("empty-everywhere", scenarios.empty_everywhere, lambda _: [()], "numpy", ""),
     ("closure", scenarios.closure_overflow, turns(), "numpy", ""),
     ("underflow", scenarios.underflow, turns(), "numpy", ""),
-    *(
-        (f"drift-{what}", scenarios.drift, turns(what), "numpy", "quick")
-        for what in ("scale", "tracker", "policy", "call")
-    ),
     *((f"norm-{value}", scenarios.clip_parts, turns(value), "numpy", "") for value in (math.inf, math.nan)),
     *((f"callbacks-{over}", scenarios.callbacks_on, turns(over), "numpy", "") for over in ("one", "list", "grid")),
     *(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import importlib
 from typing import Any
 
 import pytest
 from axes import require
 from tiers import later
-from worlds import GlooWorld, MPIWorld, agree
+from worlds import GlooWorld, agree
 
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
@@ -18,20 +17,15 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 TURNS: list[tuple[Any, ...]] = [
     *(("as_torchs", explicit) for explicit in (False, True)),
     *(("fused_on_one", name) for name in FUSED),
-    *(("drift", what) for what in ("scale", "tracker", "policy")),
-    ("missing_call",),
     *(("without_gradients", is_fused) for is_fused in (False, True)),
     *(("never_scaled", is_fused) for is_fused in (False, True)),
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
-    ("closure",),
 ]
 ONCE: list[tuple[Any, ...]] = [
     *(("fused_on_all", name) for name in FUSED),
-    ("grow",),
     *(("two_meshes", is_given, bad_rank) for is_given, bad_rank in ((False, None), (True, None), (True, 0), (True, 1))),
     ("clip_dtensors_and_plain_tensors",),
 ]
-Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 @pytest.fixture(autouse=True)
@@ -60,49 +54,6 @@ def test_each_rank_in_turn(gloo: GlooWorld, scenarios: Any, name: str, others: l
 @pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, *arguments in ONCE], ids=str)
 def test_all_ranks(gloo: GlooWorld, scenarios: Any, name: str, arguments: list[Any]) -> None:
     agree(gloo, getattr(scenarios, name), [tuple(arguments)])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("name", "is_fused"), [("SGD", False), ("AdamW", True)])
-def test_the_sharded_scaler_of_torch_tensors_agrees_over_mpi(
-    mpi: MPIWorld, scenarios: Any, name: str, is_fused: bool
-) -> None:
-    agree(mpi, scenarios.over_mpi, [(rank, name, is_fused) for rank in range(mpi.size)])
-
-
-def test_a_list_of_groups_is_agreed_over_in_turn(scenarios: Any) -> None:
-    agree(GlooWorld(4), scenarios.dimensions, [(bad_rank,) for bad_rank in range(4)])
-
-
-def described(torch: Any, outputs: Any) -> Any:
-    """Return nested containers of tensors as types, dtypes and values."""
-    if isinstance(outputs, torch.Tensor):
-        return str(outputs.dtype), outputs.tolist()
-    return type(outputs).__name__, [described(torch, output) for output in outputs]
-
-
-def test_nested_containers_are_scaled_as_torch_scales_them(torch: Any, scenarios: Any) -> None:
-    outputs = (
-        torch.tensor(1.5),
-        [torch.tensor([1.0, 2.0]), (torch.tensor([3.0], dtype=torch.float64), [torch.tensor(4.0)])],
-        [torch.tensor(5.0, dtype=torch.float16), torch.tensor([6.0], dtype=torch.bfloat16)],
-    )
-    theirs, scaler = (scenarios.make_scaler(library, init_scale=2.0) for library in ("torch", "gradscale"))
-    assert scaler._scale is None
-    ours = described(torch, scaler.scale(outputs))
-    assert ours == described(torch, theirs.scale(outputs))
-    assert ours[1][0] == ("torch.float32", 3.0)
-    # The state is made on the device of the first output.
-    assert (scaler._scale.device.type, scaler._scale.dtype) == ("cpu", torch.float32)
-
-
-def test_a_named_tuple_and_a_dict_are_scaled_though_torch_fails_on_them(torch: Any, scenarios: Any) -> None:
-    outputs = Pair(torch.tensor(1.0), {"loss": torch.tensor(2.0)})
-    with pytest.raises(TypeError, match="second"):
-        scenarios.make_scaler("torch", init_scale=2.0).scale(outputs)
-    scaled = scenarios.make_scaler("gradscale", init_scale=2.0).scale(outputs)
-    assert type(scaled) is Pair
-    assert (scaled.first.item(), scaled.second["loss"].item()) == (2.0, 4.0)
 
 
 # FSDP, and meshes.

@@ -47,7 +47,7 @@ def both(said: Callable[..., str], odd: Any, others: Any) -> tuple[str, str]:
 def refuse(trainer: Trainer) -> None:
     """Give the first optimizer a gradient that is none."""
     optimizer = trainer.optimizers[0]
-    if trainer.library == "torch":
+    if trainer.library != "numpy":
         (parameter,) = optimizer.param_groups[0]["params"]
         parameter.grad = parameter.detach().new_ones(1).expand(3)
     else:
@@ -85,14 +85,42 @@ def clipped(odd: tuple[Any, str] | None, others: tuple[Any, str], refuses: bool 
 
 def agreed(trainer: Trainer, is_odd: bool) -> None:
     """Agree without a scaler on the odd rank."""
+    agree = agreeing(trainer.group, trainer.library.split()[0])
     if is_odd:
-        agreeing(trainer.group, trainer.library)()
+        agree()
 
 
 def diagnosed(trainer: Trainer, is_odd: bool) -> None:
     """Diagnose on the odd rank."""
     if is_odd:
         trainer.scaler.diagnose(trainer.optimizers[0], gather=True)
+
+
+def loaded(**values: Any) -> Callable[..., None]:
+    """Return what resumes from another checkpoint on the odd rank."""
+
+    def load(trainer: Trainer, is_odd: bool) -> None:
+        trainer.scaler.step(trainer.optimizers[0])
+        trainer.scaler.update()
+        saved = trainer.scaler.state_dict()
+        trainer.scaler.load_state_dict(saved | (values if is_odd else {}))
+
+    return load
+
+
+def reset(trainer: Trainer, is_odd: bool) -> None:
+    """Have another growth interval on the odd rank."""
+    if is_odd:
+        trainer.scaler.set_growth_interval(7)
+
+
+def left_open(trainer: Trainer, is_odd: bool) -> None:
+    """Leave an update out on the odd rank, which steps its next optimizer."""
+    trainer.scaler.step(trainer.optimizers[0])
+    if not is_odd:
+        trainer.scaler.update()
+    trainer.refill()
+    trainer.scaler.step(trainer.optimizers[1])
 
 
 REORDERED = ORDER.format(1), ORDER.format(0)
@@ -111,6 +139,16 @@ DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, str]]
     ),
     "agreement without a scaler": (agreed, both(calls, "agreement", "step")),
     "step refused": (step_refused, REFUSED),
+    "another scale": (
+        loaded(scale=32768.0),
+        ("scale from 32768.0 to 65536.0 (here 32768.0)", "scale from 32768.0 to 65536.0 (here 65536.0)"),
+    ),
+    "another tracker": (
+        loaded(_growth_tracker=5),
+        ("growth_tracker from 2 to 5 (here 5)", "growth_tracker from 2 to 5 (here 2)"),
+    ),
+    "another policy": (reset, ("growth_interval=7", "growth_interval=2000")),
+    "update left out": (left_open, ("iteration from 2 to 3",) * 2),
     # Of gradscale's own scaler alone: torch's replacement finds the group of a norm in the parameters.
     "norm of rank": (clipped((2.0, "rank"), (1.0, "rank")), both(norms, 2.0, 1.0)),
     "norm of group": (clipped((2.0, "group"), (1.0, "group")), both(norms, 2.0, 1.0)),

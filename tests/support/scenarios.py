@@ -173,41 +173,6 @@ def underflow(group: Any, bad_rank: int) -> Any:
     return str(error), scaler.state_dict()
 
 
-def drift(group: Any, drifting_rank: int, what: str) -> None:
-    """Let one rank resume from another checkpoint, or be set up differently; then step."""
-    rank, size = rank_and_size(group)
-    drifts = rank == drifting_rank
-    policy: Any = gradscale.DynamicScale(growth_interval=7 if what == "policy" and drifts else 5)
-    if what == "call":
-        policy = gradscale.StaticScale(65536.0)
-    _, scaler, optimizer = begun(group, policy=policy)
-    saved = scaler.state_dict()
-    if drifts:
-        saved |= {"scale": {"scale": 32768.0}, "tracker": {"_growth_tracker": 3}}.get(what, {})
-    scaler.load_state_dict(saved)
-
-    def train() -> None:
-        if what == "call":
-            # The drifting rank steps an optimizer that the others do not have.
-            scaler.scale(np.float32(1.0))
-            scaler.step(SGD(gradients("numpy")))
-            if not drifts:
-                scaler.update()
-        scaler.scale(np.float32(1.0))
-        optimizer.grads = gradients("numpy")
-        scaler.step(optimizer)
-
-    said = {
-        "scale": ("scale from 32768.0 to 65536.0", f"here {32768.0 if drifts else 65536.0}"),
-        "tracker": ("growth_tracker from 0 to 3", f"here {3 if drifts else 0}"),
-        "policy": ("policy (here DynamicScale(", f"growth_interval={7 if drifts else 5}"),
-        "call": ("iteration from 1 to 2",),
-    }
-    error = raised(gradscale.ScaleDesyncError, train, *said[what], f"rank {rank} of {size}")
-    assert isinstance(error, RuntimeError)
-    assert optimizer.steps == 0
-
-
 def collectives_conform(group: Any, library: str, repetitions: int) -> None:
     """Run the conformance suite on the group."""
     check_collectives(registry.collectives_for(group, 20.0), gradients(library)[0], repetitions=repetitions)

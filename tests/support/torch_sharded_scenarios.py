@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fsdp_scenarios import TIMEOUT, Collectives, started
 from scenarios import raised, rank_and_size
 from torch import Tensor
@@ -23,7 +22,6 @@ import gradscale_torch
 
 # Steps of 1 in the direction of the gradient are easy to read off.
 LEARNING_RATE = 1.0
-ONES = [1.0] * 3
 
 
 def make_scaler(library: str, **settings: Any) -> Any:
@@ -76,12 +74,9 @@ def train(group: Any, library: str, bad: Sequence[int], value: float = math.inf,
         The optimizer; whether its kernel unscales and skips; whether ``unscale_`` is called.
     empty, silent
         A rank that has no gradients in the second iteration, and one that never calls ``scale``.
-    over
-        The group that the scaler is given.
     """
     rank, _ = rank_and_size(group)
-    given = {"group": settings["over"]} if "over" in settings else {}
-    scaler = make_scaler(library, init_scale=4.0, growth_interval=2, **given)
+    scaler = make_scaler(library, init_scale=4.0, growth_interval=2)
     parameters = parameters_with(4.0, 4.0)
     name = settings.get("optimizer", "SGD")
     kind = Speaking if name == "SGD" else getattr(torch.optim, name)
@@ -102,20 +97,14 @@ def train(group: Any, library: str, bad: Sequence[int], value: float = math.inf,
         gradient = parameters[0].grad
         if iteration == 1 and rank in bad and gradient is not None:
             gradient[1] = value
-        returned: Any = None
-        error = ""
         with Collectives() as collectives:
-            try:
-                if settings.get("explicit"):
-                    scaler.unscale_(optimizer)
-                returned = scaler.step(optimizer)
-            except RuntimeError as caught:
-                error = str(caught)
+            if settings.get("explicit"):
+                scaler.unscale_(optimizer)
+            returned = scaler.step(optimizer)
         scaler.update()
         records.append(
             {
                 "returned": returned,
-                "error": error,
                 "told": told[-1:],
                 "scale": scaler.get_scale(),
                 "tracker": scaler._get_growth_tracker(),
@@ -130,11 +119,6 @@ def skipped_once(records: list[dict[str, Any]]) -> bool:
     """Tell whether the second of three steps was skipped, and no other, with the scale halved then."""
     first, second, third = (record["weights"] for record in records)
     return first == second != third and [record["scale"] for record in records] == [4.0, 2.0, 2.0]
-
-
-def sent(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return what was sent after the first iteration, which compares the ranks' versions, too."""
-    return [record["sent"] for record in records[1:]]
 
 
 # As torch's.
@@ -152,13 +136,6 @@ def as_torchs(group: Any, bad_rank: int, explicit: bool) -> Any:
     assert ours == theirs
 
 
-def over_mpi(group: Any, bad_rank: int, name: str, is_fused: bool) -> Any:
-    """Agree over MPI on torch's tensors."""
-    records = train(group, "gradscale", [bad_rank], math.nan, optimizer=name, fused=is_fused, over=group)
-    assert skipped_once(records)
-    return [(record["scale"], record["weights"]) for record in records]
-
-
 # Beyond torch's.
 
 
@@ -172,112 +149,18 @@ def fused_on_one(group: Any, bad_rank: int, name: str) -> None:
 
 
 def fused_on_all(group: Any, name: str) -> None:
-    """Overflow on all ranks with a fused optimizer after ``unscale_``: torch's steps, and ours skips."""
-    bad, settings = range(group.size()), {"optimizer": name, "fused": True, "explicit": True}
-    theirs, ours = (train(group, library, bad, **settings) for library in ("torch", "gradscale"))
-    # Torch's verdict is a sum over the ranks, and kernels compare it with 1.
-    assert theirs[1]["told"] == [[float(group.size())]]
-    assert not all(map(math.isfinite, theirs[1]["weights"][0]))
-    assert theirs[1]["weights"][1] != theirs[0]["weights"][1]
-    assert name == "SGD" or "broadcast shape" in theirs[1]["error"]
+    """Overflow on all ranks with a fused optimizer after ``unscale_``: torch's verdict is a sum, and ours is 1."""
+    ours = train(group, "gradscale", range(group.size()), optimizer=name, fused=True, explicit=True)
     assert skipped_once(ours)
-    assert [record["error"] for record in ours] == [""] * 3
-
-
-def grow(group: Any) -> None:
-    """Grow from the largest power of two: torch's scale becomes infinite."""
-    del group
-    for library, expected in (("torch", math.inf), ("gradscale", 2.0**127)):
-        scaler = make_scaler(library, init_scale=2.0**127, growth_interval=1)
-        for _ in range(3):
-            scaler.scale(loss())
-            scaler.step(make_optimizer("SGD", parameters_with(0.0)))
-            scaler.update()
-            assert scaler.get_scale() == expected
-
-
-DRIFTS = {
-    "scale": "scale from 4.0 to 8.0 (here {})",
-    "tracker": "growth_tracker from 0 to 2 (here {})",
-    "policy": "policy (here DynamicScale(init_scale=4.0, growth_factor=2.0, backoff_factor=0.5, growth_interval={}",
-}
-OWN = {"scale": (4.0, 8.0), "tracker": (0, 2), "policy": (3, 5)}
-
-
-def drift(group: Any, drifting_rank: int, what: str) -> None:
-    """Let one rank resume from another checkpoint or have other factors: torch goes on, and we raise on all."""
-    rank, size = rank_and_size(group)
-    drifts = rank == drifting_rank
-    for library in ("torch", "gradscale"):
-        scaler = make_scaler(library, init_scale=4.0, growth_interval=5 if what == "policy" and drifts else 3)
-        saved = scaler.state_dict()
-        if drifts:
-            saved |= {"scale": {"scale": 8.0}, "tracker": {"_growth_tracker": 2}}.get(what, {})
-        scaler.load_state_dict(saved)
-        (parameter,) = parameters_with(0.0)
-        optimizer = make_optimizer("SGD", [parameter], fused=drifting_rank > 0)
-
-        def loop(scaler: Any = scaler, parameter: Any = parameter, optimizer: Any = optimizer) -> None:
-            for _ in range(4):
-                scaler.scale(loss())
-                parameter.grad = torch.full((3,), scaler.get_scale())
-                scaler.step(optimizer)
-                scaler.update()
-
-        if library == "torch":
-            loop()
-        else:
-            said = DRIFTS[what].format(OWN[what][drifts]), f"rank {rank} of {size} in iteration 1"
-            raised(gradscale.ScaleDesyncError, loop, *said)
-        assert optimizer.real_steps == (4 if library == "torch" else 0)
-
-
-def missing_call(group: Any, drifting_rank: int) -> None:
-    """Step optimizers A and B; one rank leaves A out at first, and the others leave B out at the end.
-
-    Each rank makes three agreements, so that they meet. A overflows at first on the ranks that step it: torch skips
-    the drifting rank's B, which was fine.
-    """
-    rank, size = rank_and_size(group)
-    drifts = rank == drifting_rank
-    for library in ("torch", "gradscale"):
-        scaler = make_scaler(library, init_scale=4.0)
-        first, second = parameters_with(4.0 if drifts else math.inf, 4.0)
-        optimizers = {"A": make_optimizer("SGD", [first]), "B": make_optimizer("SGD", [second])}
-
-        def loop(scaler: Any = scaler, first: Any = first, optimizers: Any = optimizers) -> None:
-            for names in ("B", "AB") if drifts else ("AB", "A"):
-                scaler.scale(loss())
-                for name in names:
-                    scaler.step(optimizers[name])
-                scaler.update()
-                first.grad = torch.full((3,), scaler.get_scale())
-
-        if library == "torch":
-            loop()
-            assert (second.tolist() == [0.5] * 3) == drifts
-        else:
-            said = "call of the iteration from 0 to 1", "iteration from 1 to 2", f"rank {rank} of {size}"
-            raised(gradscale.ScaleDesyncError, loop, *said)
-            assert [one.real_steps for one in optimizers.values()] == [0, 0]
-            assert second.tolist() == ONES
+    assert [record["told"] for record in ours] == [[0.0], [1.0], [0.0]]
 
 
 def without_gradients(group: Any, empty_rank: int, is_fused: bool) -> None:
-    """Have no gradients on one rank while another one overflows: with fused optimizers torch's ranks diverge."""
+    """Have no gradients on one rank while another one overflows."""
     bad_rank = (empty_rank - 1) % group.size()
-    theirs, ours = (
-        train(group, library, [bad_rank], empty=empty_rank, fused=is_fused) for library in ("torch", "gradscale")
-    )
+    ours = train(group, "gradscale", [bad_rank], empty=empty_rank, fused=is_fused)
     assert skipped_once(ours)
-    assert sent(ours) == [(1, 1)] * 2
-    if is_fused:
-        # Torch sends nothing, and only the rank that has overflowed backs off.
-        assert (theirs[1]["scale"] == 2.0) == (group.rank() == bad_rank)
-        assert sent(theirs) == [(0, 0)] * 2
-    else:
-        assert skipped_once(theirs)
-        assert sent(theirs) == [(1, 1)] * 2
+    assert [record["sent"] for record in ours[1:]] == [(1, 1)] * 2
 
 
 def never_scaled(group: Any, silent: int, is_fused: bool) -> None:
@@ -285,42 +168,11 @@ def never_scaled(group: Any, silent: int, is_fused: bool) -> None:
     assert skipped_once(train(group, "gradscale", [(silent + 1) % group.size()], silent=silent, fused=is_fused))
 
 
-def closure(group: Any, bad_rank: int) -> Any:
-    """Minimise with LBFGS, overflowing on one rank in the first two evaluations; every rank tries again."""
-    scaler = make_scaler("gradscale", init_scale=4.0)
-    (parameter,) = parameters_with(0.0)
-    optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=2)
-    scaled: list[float] = []
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        value = parameter.square().sum()
-        scaled_value = scaler.scale(value)
-        scaled_value.backward()
-        scaled.append(scaled_value.item())
-        if group.rank() == bad_rank and len(scaled) <= 2:
-            assert parameter.grad is not None
-            parameter.grad[0] = math.inf
-        return value
-
-    scaler.step(optimizer, evaluate)
-    scaler.update()
-    report = scaler.last_step(optimizer)
-    # Squares of three ones, at ever lower scales until no rank overflows.
-    assert scaled[:3] == [12.0, 6.0, 3.0]
-    assert len(scaled) == 4
-    assert (scaler.get_scale(), report.skipped, report.scale, report.retries) == (1.0, False, 1.0, 2)
-    assert all(0.0 < weight < 1.0 for weight in parameter.tolist())
-    return parameter.tolist(), scaled
-
-
 # DTensors, and the plain scaler.
 
 
-def plain_scaler(library: str, **settings: Any) -> Any:
+def plain_scaler(**settings: Any) -> Any:
     """Return a plain scaler for the CPU."""
-    if library == "torch":
-        return torch.amp.GradScaler("cpu", init_scale=4.0, **settings)
     return gradscale_torch.GradScaler("cpu", init_scale=4.0, timeout=TIMEOUT, **settings)
 
 
@@ -343,29 +195,21 @@ def local(tensor: Any) -> list[float]:
 
 
 def no_gradient_of_a_mesh(group: Any, empty_rank: int, max_norm: float | None) -> None:
-    """Have no gradient on one rank, with DTensors and the plain scaler: torch's fails there, and leaves the others."""
+    """Have no gradient on one rank, with DTensors and the plain scaler, where torch's fails and leaves the others."""
     rank, size = rank_and_size(group)
-    mesh = init_device_mesh("cpu", (size,))
-    expected = math.sqrt(2 * (size - 1))
-    for library in ("torch", "gradscale"):
-        scaler = plain_scaler(library)
-        parameter = sharded(mesh, None if rank == empty_rank else 4.0)
-        optimizer = make_optimizer("SGD", [parameter])
-        scaler.scale(loss())
-        if library == "torch" and rank == empty_rank:
-            raised(AssertionError, lambda: scaler.step(optimizer), "No inf checks were recorded for this optimizer.")  # noqa: B023
-            # Join the others' reduction, which would else never end.
-            dist.all_reduce(torch.zeros(()), group=mesh.get_group())
-            continue
-        step = 1.0
-        if library == "gradscale" and max_norm is not None:
-            norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
-            assert math.isclose(norm, expected, rel_tol=1e-5)
-            step = max_norm / expected
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.real_steps == 1
-        assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
+    expected, step = math.sqrt(2 * (size - 1)), 1.0
+    scaler = plain_scaler()
+    parameter = sharded(init_device_mesh("cpu", (size,)), None if rank == empty_rank else 4.0)
+    optimizer = make_optimizer("SGD", [parameter])
+    scaler.scale(loss())
+    if max_norm is not None:
+        norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
+        assert math.isclose(norm, expected, rel_tol=1e-5)
+        step = max_norm / expected
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.real_steps == 1
+    assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
 
 
 def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
@@ -373,7 +217,7 @@ def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
     is_bad = group.rank() == bad_rank
     meshes = [init_device_mesh("cpu", shape) for shape in ((group.size(),), (group.size(), 1))]
     parameters = [sharded(mesh, math.inf if is_bad else 4.0) for mesh in meshes]
-    scaler = plain_scaler("gradscale", **{"group": group} if is_given else {})
+    scaler = plain_scaler(**{"group": group} if is_given else {})
     optimizer = make_optimizer("SGD", parameters)
     scaler.scale(loss())
     if not is_given:
@@ -390,18 +234,10 @@ def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
 
 def clip_dtensors_and_plain_tensors(group: Any) -> None:
     """Clip while unscaling what has no norm that is defined: DTensors beside plain tensors."""
-    scaler = plain_scaler("gradscale")
+    scaler = plain_scaler()
     (plain,) = parameters_with(4.0)
     optimizer = make_optimizer("SGD", [sharded(init_device_mesh("cpu", (group.size(),)), 4.0), plain], foreach=False)
     scaler.scale(loss())
     raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5))
     assert plain.grad is not None
     assert plain.grad.tolist() == [4.0] * 3
-
-
-def dimensions(group: Any, bad_rank: int) -> None:
-    """Agree over a list of groups, the dimensions of a mesh of 2 x 2 ranks, in turn."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    records = train(group, "gradscale", [bad_rank], over=[mesh.get_group("data"), mesh.get_group("tensor")])
-    assert skipped_once(records)
-    assert [count for count, _ in sent(records)] == [2, 2]
