@@ -88,32 +88,8 @@ def master_gradients(quick: bool) -> list[Row]:
     ]
 
 
-def small_arrays(quick: bool) -> list[Row]:
-    """Unscale 300 tiny arrays in place, against torch's scaler on the same shapes."""
-    import torch
-
-    torch.set_num_threads(1)
-    rng = np.random.default_rng(0)
-    gradients = [rng.standard_normal(10, np.float32) for _ in range(300)]
-    parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.from_numpy(gradient.copy())
-    optimizer = torch.optim.SGD(parameters)
-    peer = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1 << 30)
-    peer.scale(torch.ones(()))
-
-    backends = _backends()
-    calls = {name: _unscale_in_place(gradients, backend) for name, backend in backends.items()}
-    calls["peer"] = Call(lambda: peer.unscale_(optimizer), peer.update)
-    times = interleaved(calls, 201 if quick else 1001)
-    targets = {"without numba": 1.0, "with numba": 0.6}
-    case = "GradScaler.unscale_, 300 float32 arrays of 10 elements, {} / torch's"
-    return [Row(case.format(name), times[name], times["peer"], "s", targets[name]) for name in backends]
-
-
 CASES = {
     "large": large_array,
     "masters": master_gradients,
-    "small": small_arrays,
 }
 """By name, what measures some rows of the table; called with whether to be quick."""

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import Trainer, grid_of_threads, raised
-from tiers import later
-from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree
+from worlds import ProcessWorld, ThreadWorld, agree
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -82,10 +81,3 @@ def test_a_list_of_groups_in_another_order_on_one_rank_is_named_on_every_rank(
         scenarios.grid_in_another_order(of_rank, is_odd, odd_rank is not None, "numpy", {"policy": policy})
 
     run_ranks(4, train)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.tier("ranks")), *later("all", 3)])
-def test_a_norm_over_a_mesh_on_one_rank_is_named_on_every_rank(size: int) -> None:
-    require("torch")
-    agree(GlooWorld(size), scenarios.torch_norm_on_one_rank, [(odd_rank,) for odd_rank in range(size)])

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from group_scenarios import fresh
-from scenarios import TIMEOUT, Trainer, agreement, gradients, loss, raised, rank_and_size
+from scenarios import Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
 
@@ -268,27 +268,3 @@ def grid_in_another_order(groups: list[Any], is_odd: bool, is_told: bool, librar
         raised(gradscale.ScaleDesyncError, lambda: trainer.iterate((0,)), "position of the group in the list")
     else:
         trainer.iterate((0,))
-
-
-def torch_norm_on_one_rank(group: Any, odd_rank: int) -> None:
-    """Clip DTensors over their mesh on the odd rank, where the others unscale."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    import gradscale_torch
-
-    rank, size = rank_and_size(group)
-    mesh = init_device_mesh("cpu", (size,))
-    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(2 * size), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.ones(2 * size), mesh, [Shard(0)])
-    scaler = gradscale_torch.GradScaler("cpu", timeout=TIMEOUT)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler.scale(torch.ones(()))
-
-    def step() -> None:
-        scaler.unscale_(optimizer, **({"max_norm": 1.0} if rank == odd_rank else {}))
-        scaler.step(optimizer)
-
-    said = both(calls, "norm", "step")[rank != odd_rank]
-    raised(gradscale.ScaleDesyncError, step, said, f"rank {rank} of {size}")
