@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import signal
@@ -134,22 +133,6 @@ def test_groups_of_torch_that_end_or_do_not_come(gloo: GlooWorld, scenario: Any,
 
 
 @torch_only
-def test_without_a_world_everything_says_what_to_do_first() -> None:
-    torch = require("torch")
-    import gradscale
-    from gradscale_torch.collectives import TorchCollectives
-
-    collectives = TorchCollectives(None, 5.0)
-    for call in (lambda: collectives.start_max(torch.zeros(1, dtype=torch.int32)), collectives.example):
-        with pytest.raises(gradscale.CallOrderError, match=r"init_process_group\(\) before the first step.*torchrun"):
-            call()
-    with pytest.raises(gradscale.InvalidValueError, match="NON_GROUP_MEMBER"):
-        TorchCollectives(torch.distributed.GroupMember.NON_GROUP_MEMBER, 5.0)
-    with pytest.raises(gradscale.InvalidTypeError, match="got 'world' of type str"):
-        TorchCollectives("world", 5.0)  # type: ignore[arg-type]
-
-
-@torch_only
 @pytest.mark.tier("quick")
 def test_torch_is_given_the_timeout_as_it_is_and_one_that_its_clock_holds_for_ever() -> None:
     require("torch")
@@ -166,28 +149,6 @@ def test_a_rank_of_a_mesh_that_constructs_too_late_is_a_timeout_after_which_all_
     for late_rank in (0, 1):
         (folder := tmp_path / str(late_rank)).mkdir()
         agree(GlooWorld(3), scenarios.late_member_of_a_mesh, [(late_rank, str(folder))])
-
-
-@torch_only
-def test_the_ranks_of_a_mesh_meet_again_in_the_next_world() -> None:
-    torch = require("torch")
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    from gradscale import CollectiveTimeoutError, ShardedGradScaler
-
-    dist, store = torch.distributed, torch.distributed.HashStore()
-    for others in (3, 0):
-        dist.init_process_group("fake", store=store, rank=0, world_size=8)
-        try:
-            mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1], [2, 3]])
-            # What the others do.
-            dist.distributed_c10d._get_default_store().add("gradscale/0,1,2,3", others)
-            if others:
-                ShardedGradScaler(group=mesh, timeout=0.2)
-                continue
-            with pytest.raises(CollectiveTimeoutError, match=r"construction of a ShardedGradScaler"):
-                ShardedGradScaler(group=mesh, timeout=0.2)
-        finally:
-            dist.destroy_process_group()
 
 
 @torch_only
@@ -234,7 +195,7 @@ def test_a_tensor_travels_on_its_own_device_or_on_one_that_the_group_carries(
 # Whole programs.
 
 PROGRAM = """
-import math, os, signal, sys, time
+import os, signal, sys, time
 import numpy as np
 import gradscale
 from scenarios import SGD, gradients
@@ -245,77 +206,39 @@ if kind == "mpi":
     group = MPI.COMM_WORLD
     rank, barrier = group.rank, group.Barrier
 else:
-    import torch, torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    torch.set_num_threads(1)
-    size = 3 if how == "constructs alone" else 2
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group, barrier = dist.group.WORLD, dist.barrier
-if how == "constructs alone":
-    group = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "b"))
-construct = lambda: gradscale.ShardedGradScaler(group=group, timeout=timeout)
-optimizer = SGD(gradients("numpy"))
-if how != "constructs alone":
-    scaler = construct()
-    scaler.scale(np.float32(1.0))
-if how == "leaves one under way":
-    # The first message waits for every rank.
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.scale(np.float32(1.0))
+scaler = gradscale.ShardedGradScaler(group=group, timeout=timeout)
+scaler.scale(np.float32(1.0))
 barrier()
 if rank:
-    if how == "is killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     if how == "ends":
         os._exit(0)
-    if how == "raises":
-        raise ValueError("rank 1 fails")
     time.sleep(60)
 print("waiting", flush=True)
-if how == "constructs alone":
-    scaler = construct()
-elif how == "leaves one under way":
-    scaler.unscale_(optimizer)
-    raise ValueError("rank 0 fails")
-scaler.step(optimizer)
+scaler.step(SGD(gradients("numpy")))
 """
-WAITED = "CollectiveTimeoutError: rank 0 of 2 waited 1 s for "
 FAILED = "BackendError: torch.distributed failed on rank 0 of 2 while the ranks agreed on a step"
-STEP, CONSTRUCTION = "the agreement on a step", "the construction of a ShardedGradScaler"
-# Over what, what the other rank does, the timeout, whether Ctrl-C ends it, what is said, and from which tier on.
-PROGRAMS: list[tuple[str, str, float, bool, str, str]] = [
-    ("mpi", "raises", 1000.0, False, "ValueError: rank 1 fails", "ranks"),
-    ("mpi", "is killed", 1000.0, False, "", "ranks"),
-    ("mpi", "hangs", 1.0, False, f"{WAITED}{STEP} in iteration 1", "ranks"),
-    ("mpi", "hangs", 1000.0, True, "", "ranks"),
-    ("gloo", "is killed", 1000.0, False, FAILED, "ranks"),
-    ("gloo", "ends", 1000.0, False, FAILED, "all"),
-    ("gloo", "is killed", math.inf, False, FAILED, "all"),
-    ("gloo", "ends", math.inf, False, FAILED, "all"),
-    ("gloo", "hangs", 1.0, False, WAITED + STEP, "ranks"),
-    ("gloo", "constructs alone", 1.0, False, WAITED + CONSTRUCTION, "ranks"),
-    ("gloo", "hangs", 1000.0, True, "KeyboardInterrupt", "ranks"),
-    ("gloo", "hangs", math.inf, True, "KeyboardInterrupt", "all"),
-    ("gloo", "constructs alone", 1000.0, True, "KeyboardInterrupt", "all"),
-    ("gloo", "constructs alone", math.inf, True, "KeyboardInterrupt", "all"),
-    ("gloo", "leaves one under way", 1000.0, False, "ValueError: rank 0 fails", "all"),
+# Over what, what the other rank does, the timeout, what is said after Ctrl-C or without it, and from which tier on.
+PROGRAMS: list[tuple[str, str, float, str, str]] = [
+    ("mpi", "hangs", 1000.0, "", "ranks"),
+    ("gloo", "hangs", 1000.0, "KeyboardInterrupt", "ranks"),
+    ("gloo", "hangs", math.inf, "KeyboardInterrupt", "all"),
+    ("gloo", "ends", 1000.0, FAILED, "ranks"),
+    ("gloo", "ends", math.inf, FAILED, "all"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "timeout", "interrupt", "said"),
+    ("kind", "how", "timeout", "said"),
     [
-        pytest.param(
-            *row,
-            id=f"{row[0]}-{row[1]}-{row[2]:g}{'-ctrl-c' * row[3]}",
-            marks=[pytest.mark.tier(tier), mpi_only if row[0] == "mpi" else torch_only],
-        )
+        pytest.param(*row, marks=[pytest.mark.tier(tier), mpi_only if row[0] == "mpi" else torch_only])
         for *row, tier in PROGRAMS
     ],
 )
-def test_a_program_that_goes_wrong_ends_with_what_went_wrong(
-    tmp_path: Path, kind: str, how: str, timeout: float, interrupt: bool, said: str
+def test_a_program_that_is_interrupted_or_left_alone_ends_with_what_went_wrong(
+    tmp_path: Path, kind: str, how: str, timeout: float, said: str
 ) -> None:
     require("torch" if kind == "gloo" else kind)
     program = tmp_path / "program.py"
@@ -323,7 +246,7 @@ def test_a_program_that_goes_wrong_ends_with_what_went_wrong(
     arguments = [str(program), kind, how, str(timeout), str(tmp_path)]
     commands = [mpi_command(2, "-m", "mpi4py", *arguments, "0")]
     if kind == "gloo":
-        commands = [[sys.executable, *arguments, str(rank)] for rank in range(3 if how == "constructs alone" else 2)]
+        commands = [[sys.executable, *arguments, str(rank)] for rank in range(2)]
     environment = mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
@@ -332,19 +255,15 @@ def test_a_program_that_goes_wrong_ends_with_what_went_wrong(
     ]
     first = started[0]
     try:
-        if kind == "gloo" or interrupt:
-            assert first.stdout is not None
-            assert first.stdout.readline().strip() == "waiting"
-        begin = time.monotonic()
-        if interrupt:
+        assert first.stdout is not None
+        assert first.stdout.readline().strip() == "waiting"
+        if how == "hangs":
             time.sleep(0.5)
             first.send_signal(signal.SIGINT)
-        _, errors = first.communicate(timeout=90)
-        seconds = time.monotonic() - begin
+        _, errors = first.communicate(timeout=50)
     finally:
         for process in started:
             process.kill()
             process.communicate()
     assert first.returncode != 0
     assert said in errors
-    assert (0.9 if timeout == 1.0 else 0.0) < seconds < 60

@@ -250,17 +250,12 @@ def mesh_overflow(group: Any, bad_rank: int, parallel: str, is_reversed: bool) -
         assert all(bool(gradient.isfinite().all()) for gradient in initial) == (rank != bad_rank)
         weights = as_bytes(parameters)
         scaler.unscale_(optimizer)
-        state = scaler._per_optimizer_states[id(optimizer)]
-        found = {str(device): flag.item() for device, flag in state["found_inf_per_device"].items()}
         # Each gradient is the initial one times exactly 1/8.
         assert all(torch.equal(g, i * 0.125) for g, i in zip(local_gradients(parameters), initial, strict=True))
-        assert state["stage"].name == "UNSCALED"
         scaler.step(optimizer)
-        assert scaler._per_optimizer_states[id(optimizer)]["stage"].name == "STEPPED"
         scaler.update()
         skips = library == "gradscale" or apart or (parallel != "hybrid" and not is_reversed)
         assert (as_bytes(parameters) == weights, scaler.get_scale()) == ((True, 4.0) if skips else (False, 8.0))
-        assert found == {"cpu": float(skips)}
 
 
 def clip(group: Any, parallel: str, max_norm: float) -> Any:

@@ -295,7 +295,8 @@ def worlds_end(group: Any, folder: str) -> None:
         raised(gradscale.InvalidValueError, lambda: torch_collectives(mesh), "group must")
 
     said = "torch.distributed is not initialised", "init_process_group()", "torchrun"
-    raised(gradscale.CallOrderError, lambda: default.start_max(vector(rank)), *said)
+    for call in (lambda: default.start_max(vector(rank)), default.example):
+        raised(gradscale.CallOrderError, call, *said)
     old_ones_are_refused()
     dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
     assert default.start_max(vector(rank))().tolist() == [size - 1]

@@ -125,13 +125,6 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
         skipped = list(range(1, size + 1))
         assert [one.iteration for one in every] == skipped
         assert [one.iteration for one in first] == skipped * (rank == 0)
-    if setup.method == "FSDP2" or setup.original:
-        # The parts of all ranks are the whole model.
-        sizes: dict[str, int] = {}
-        for entry in gathered[0].entries:
-            name = entry.name.replace("_fsdp_wrapped_module.", "")
-            sizes[name] = sizes.get(name, 0) + entry.size
-        assert sizes == {"0.weight": 48, "0.bias": 8, "2.0.weight": 64, "2.0.bias": 8, "3.weight": 32, "3.bias": 4}
     return told
 
 
