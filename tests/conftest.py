@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import signal
 import tempfile
@@ -39,8 +38,6 @@ if "GRADSCALE_TEST_KERNELS" not in os.environ:
     _kernels = tempfile.TemporaryDirectory(prefix="gradscale-kernels-")
     os.environ["GRADSCALE_TEST_KERNELS"] = _kernels.name
 
-_DISTRIBUTIONS = ("gradscale", "array-api-compat", "array-api-strict", "numpy", "ml_dtypes", "numba", "torch", "jax")
-_DISTRIBUTIONS += ("optax", "flax", "dask", "mpi4py", "hypothesis")
 _LARGEST_WORKERS = 4
 
 
@@ -144,13 +141,5 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Print what the tests run with."""
     return [
         f"tier: {config.getoption('--tier')}, of {', '.join(TIERS)}",
-        "libraries: " + ", ".join(f"{name} {_version(name)}" for name in _DISTRIBUTIONS),
         f"{VARIABLE}: {', '.join(sorted(required())) or 'nothing'}",
     ]
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"

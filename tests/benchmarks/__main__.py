@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 _MODULES = (
     *("unscaling", "iterations", "agreement", "torch_scalers", "jax_scaling"),
-    *("cupy_unscaling", "reports", "diagnosis"),
+    *("cupy_unscaling", "diagnosis"),
 )
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 # CuPy has one for each version of CUDA.

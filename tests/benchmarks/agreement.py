@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gradscale
-from benchmarks.measure import Idle, Row
+from benchmarks.measure import Call, Idle, Row, interleaved
 
 __all__ = ["CASES", "rows"]
 
@@ -94,15 +93,15 @@ def measure(rounds: int) -> dict[str, float]:
         "alone and Allreduce": iteration(gradscale.GradScaler(**settings), allreduce),
         "group": iteration(gradscale.ShardedGradScaler(group=comm, **settings), nothing),
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            comm.Barrier()
-            begin = time.perf_counter()
-            for _ in range(_CALLS):
-                call()
-            times[name].append((time.perf_counter() - begin) / _CALLS)
-    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+    def timed(run: Callable[[], object]) -> float:
+        comm.Barrier()
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            run()
+        return (time.perf_counter() - begin) / _CALLS
+
+    return interleaved({name: Call(call) for name, call in calls.items()}, rounds, timed)
 
 
 def main() -> None:

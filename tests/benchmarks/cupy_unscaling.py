@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import gradscale
-from benchmarks.measure import Call, NotOnThisMachineError, Row, by_the_clock, interleaved
+from benchmarks.measure import Call, Idle, NotOnThisMachineError, Row, by_the_clock, interleaved
 from gradscale.errors import BackendNotAvailableError
 
 __all__ = ["CASES"]
@@ -213,9 +213,7 @@ def host_waits(quick: bool) -> list[Row]:
     sizes = _QUICK if quick else _FULL
     halves = (cupy.ones(7, dtype="float16") for _ in range(7))
     grads = [*_filled(cupy, *sizes.small), *halves]
-    optimizer = SimpleNamespace(
-        param_groups=[{"params": [SimpleNamespace(grad=grad) for grad in grads]}], step=lambda: None
-    )
+    optimizer = Idle([SimpleNamespace(grad=grad) for grad in grads])
     scaler = gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30, backend=CupyBackend())
     loss = cupy.ones((), dtype="float32")
 

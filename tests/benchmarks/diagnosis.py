@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import gradscale
-from benchmarks.measure import Call, Row, interleaved
+from benchmarks.measure import Call, Idle, Row, interleaved
 
 __all__ = ["CASES"]
 
@@ -24,8 +24,7 @@ _COUNT, _SIZE = 30, 1 << 20
 
 def _diagnosis(gradients: Sequence[Any], like: Any) -> Call:
     """Return a call of GradScaler.diagnose on a plain optimizer."""
-    parameters = [SimpleNamespace(grad=gradient) for gradient in gradients]
-    optimizer = SimpleNamespace(param_groups=[{"params": parameters}], step=lambda: None)
+    optimizer = Idle([SimpleNamespace(grad=gradient) for gradient in gradients])
     scaler = gradscale.GradScaler()
     scaler.scale(like)
     return Call(lambda: scaler.diagnose(optimizer))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import tempfile
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.measure import Call, Row, interleaved
+from benchmarks.measure import Call, Row, by_the_clock, interleaved
 
 __all__ = ["CASES"]
 
@@ -129,18 +128,20 @@ def _time_rank(folder: str, rounds: int, ranks: int, rank: int) -> dict[str, flo
     }
     loss = torch.ones(())
     optimizers = [_optimizer(torch, [_SMALL]) for _ in range(2)]
-    times: dict[str, list[float]] = {name: [] for name in scalers}
-    for _ in range(rounds):
-        for name, scaler in scalers.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            scaler.scale(loss)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            times[name].append(time.perf_counter() - begin)
+
+    def iterate(scaler: Any) -> None:
+        scaler.scale(loss)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    def timed(run: Callable[[], object]) -> float:
+        dist.barrier()
+        return by_the_clock(run)
+
+    times = interleaved({name: Call(partial(iterate, scaler)) for name, scaler in scalers.items()}, rounds, timed)
     dist.destroy_process_group()
-    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    return times
 
 
 def _readable(size: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import gradscale
-from benchmarks.measure import Call, Row, interleaved
+from benchmarks.measure import Call, Idle, Row, interleaved
 from gradscale_numpy import NumpyBackend
 
 __all__ = ["CASES"]
@@ -33,10 +33,7 @@ def _backends() -> dict[str, NumpyBackend]:
 
 def _unscale_in_place(gradients: Sequence[Array], backend: NumpyBackend) -> Call:
     """Return a call of GradScaler.unscale_ on a plain optimizer, and the end of that iteration."""
-    optimizer = SimpleNamespace(
-        param_groups=[{"params": [SimpleNamespace(grad=gradient) for gradient in gradients]}],
-        step=lambda: None,
-    )
+    optimizer = Idle([SimpleNamespace(grad=gradient) for gradient in gradients])
     scaler = gradscale.GradScaler(init_scale=1.0, growth_interval=1 << 30, backend=backend)
     scaler.scale(np.ones((), np.float32))
     return Call(lambda: scaler.unscale_(optimizer), scaler.update)

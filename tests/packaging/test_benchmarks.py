@@ -23,9 +23,9 @@ def bench(*arguments: str, path: str = ON_PATH) -> subprocess.CompletedProcess[s
 
 def test_a_case_is_measured_on_one_thread_printed_and_written(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
-    completed = bench("--quick", "--only", "reports", "--json", str(file))
+    completed = bench("--quick", "--only", "masters", "--json", str(file))
     assert completed.returncode == 0, completed.stderr
-    (row,) = json.loads(file.read_text())["rows"]
+    row, *_ = json.loads(file.read_text())["rows"]
     assert row["case"] in completed.stdout
     assert row["ratio"] == row["ours"] / row["other"] > 0
     assert json.loads(file.read_text())["threads"] == "1"

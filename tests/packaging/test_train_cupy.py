@@ -36,7 +36,6 @@ host_kernels.library = lambda: library
 kept = host_nccl.installed(**{machine})
 kept.__enter__()
 """
-NO_CUPY = "import sys\nsys.modules['cupy'] = None\n"
 
 # Runs the example named in the arguments, and writes what came of its runs, with all digits, in place of the plot.
 RECORDED = """
@@ -68,13 +67,11 @@ def libraries(request: pytest.FixtureRequest) -> None:
         require("mpi")
 
 
-def launch(
-    folder: Path, size: int, *arguments: object, has_cupy: bool = True, **machine: int
-) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, size: int, *arguments: object, **machine: int) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments on ``size`` ranks, on one without mpiexec, of a machine such as ``devices=1``."""
     site = folder.with_name(f"{folder.name}-site")
     site.mkdir(exist_ok=True)
-    stand_in = STAND_IN.format(library=host_kernels.library()._name, machine=machine) if has_cupy else NO_CUPY
+    stand_in = STAND_IN.format(library=host_kernels.library()._name, machine=machine)
     (site / "sitecustomize.py").write_text(stand_in)
     path = {"PYTHONPATH": os.pathsep.join(map(str, (site, SUPPORT, EXAMPLES)))}
     words = list(map(str, arguments))
@@ -129,12 +126,10 @@ def test_shards_of_unequal_lengths_go_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "machine", "message"),
     [
-        pytest.param(2, {"has_cupy": False}, r"examples/train_cupy\.py needs cupy, got: .*", marks=pytest.mark.mpi),
-        (1, {"devices": 0}, r"\S+: there is no CUDA driver here: install NVIDIA's driver, .*"),
         (1, {"has_nccl": False}, r"CuPy .* finds no NCCL library, .*: python -m pip install nvidia-nccl-cu13"),
         pytest.param(2, {"devices": 1}, r"NCCL needs a GPU for each rank, got 2 .* share 1: .*", marks=pytest.mark.mpi),
     ],
-    ids=["no-cupy", "no-device", "no-nccl", "too-few-gpus"],
+    ids=["no-nccl", "too-few-gpus"],
 )
 def test_what_is_missing_is_said_once_and_plainly(tmp_path: Path, size: int, machine: Any, message: str) -> None:
     completed = launch(tmp_path, size, PROGRAM, "--steps", 3, "--group", "nccl", **machine)
