@@ -49,7 +49,7 @@ def test_ranks_serve_one_scenario_after_the_other_but_for_those_that_are_alone()
     ("how", "limit", "said"),
     [
         ("raises", 60.0, ""),
-        ("hangs", 1.5, r"ranks \[1\] gave no answer within 1.5 s.*in _hang"),
+        ("hangs", 1.5, r"ranks \[1\] gave no answer within 1.5 s.*in behave"),
         ("is killed", 60.0, r"ranks \[.*1.*\] gave no answer: one has ended"),
     ],
 )
