@@ -132,8 +132,7 @@ class SkipSpikes:
         # that are not filled yet, which hold the first value. Divided by the greatest, they have squares that fit.
         first = values[..., :1]
         apart = values - first
-        unit = xp.max(xp.abs(apart), axis=-1, keepdims=True)
-        unit = unit + xp.astype(unit == 0, xp.float32)
+        unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + validation.SMALLEST_NORMAL
         apart = apart / unit
         number = xp.astype(count, xp.float32) + xp.astype(count < 2, xp.float32) * 2
         total = xp.sum(apart, axis=-1, keepdims=True)
@@ -157,16 +156,16 @@ class SkipSpikes:
         x, count, in_a_row = xp.astype(value, xp.float32)[..., None], state.count[..., None], state.skipped[..., None]
         skipped = skipped[..., None]
         is_value, was_made = xp.isfinite(x), xp.logical_not(skipped)
+        is_patient = in_a_row < self.patience
         enters = is_value
         if not self.learns_from_skipped:
-            enters = xp.logical_and(is_value, xp.logical_or(was_made, in_a_row >= self.patience))
-        entered = xp.concat([values[..., 1:], x], axis=-1)
-        new = xp.where(xp.logical_and(enters, count == 0), x, xp.where(enters, entered, values))
+            enters = xp.logical_and(is_value, xp.logical_or(was_made, xp.logical_not(is_patient)))
+        entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
+        new = xp.where(enters, entered, values)
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
-        # Up to the patience, beyond which nobody asks.
-        longer = in_a_row + xp.astype(in_a_row < self.patience, xp.int32)
-        kept = in_a_row * xp.astype(xp.logical_and(was_made, xp.logical_not(is_value)), xp.int32)
-        run = kept + longer * xp.astype(skipped, xp.int32)
+        # Counted up to the patience, beyond which nobody asks.
+        longer = in_a_row + xp.astype(is_patient, xp.int32)
+        run = xp.where(skipped, longer, in_a_row * xp.astype(xp.logical_not(is_value), xp.int32))
         return SpikeState(new, _without_last_axis(xp, count + more), _without_last_axis(xp, run))
 
 

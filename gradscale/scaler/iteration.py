@@ -335,11 +335,13 @@ class Iteration:
         if found is None:
             return 0
         is_spike, turn.judged = found
+        if is_spike is False:
+            return 0
         code = vector.reason_code(Reason.SPIKE, self.agreement.rank())
+        if is_spike is True:
+            return code
         xp = array_namespace(is_spike)
         flag: Array = xp.astype(is_spike, xp.int32)
-        if isinstance(state.scale, float):
-            return code * live.backend_for(flag).read(xp.reshape(flag, (1,)))[0]
         return flag * xp.full_like(flag, code)
 
     def _tell_of_refusal(self, optimizer: Optimizer) -> None:

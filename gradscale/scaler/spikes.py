@@ -57,7 +57,15 @@ class Losses(NamedTuple):
 
 def is_loss(x: Any) -> bool:
     """Tell whether an output is a loss: a real floating array of one element."""
-    return is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE) and math.prod(x.shape) == 1
+    known = type(x), getattr(x, "dtype", None)
+    is_real = _real.get(known)
+    if is_real is None:
+        is_real = _real[known] = is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE)
+    return is_real and math.prod(x.shape) == 1
+
+
+# Whether arrays of a type and dtype are real floating ones.
+_real: dict[tuple[type, Any], bool] = {}
 
 
 def checked_loss(loss: object) -> Array | float:
@@ -95,10 +103,11 @@ class Spikes:
 
     def judge(
         self, optimizer: Optimizer, losses: Losses, norm: Array | None, like: Callable[[], Array]
-    ) -> tuple[Array, Judged] | None:
-        """Return whether this rank sees a spike, 0-d bool, and what is to be learned; None if it has no value.
+    ) -> tuple[Array | bool, Judged] | None:
+        """Return whether this rank sees a spike, and what is to be learned; None if it has no value.
 
-        ``like`` returns an array beside which a first window is made. No host read.
+        A bool if the CPU computes with the arrays anyway, else 0-d without a host read. ``like`` returns an array
+        beside which a first window is made.
         """
         found: dict[str, Any] = {"loss": losses.total if losses.number else None, "norm": norm}
         if all(found[name] is None for name in self.rule.of):
@@ -115,8 +124,10 @@ class Spikes:
         values = [math.nan if found[name] is None else found[name] for name in self.rule.of]
         if registry.backend_for(state.values).computes_on_host:
             judged = xp.asarray([float(value) for value in values], dtype=xp.float32)
-        else:
-            judged = xp.stack([_beside(value, state.values[0, 0]) for value in values])
+            are_spikes = self.rule.judge(state, judged)
+            known = (bool(are_spikes[index]) for index, name in enumerate(self.rule.of) if found[name] is not None)
+            return any(known), Judged(number, judged)
+        judged = xp.stack([_beside(value, state.values[0, 0]) for value in values])
         are_spikes = self.rule.judge(state, judged)
         first, *others = (are_spikes[index] for index, name in enumerate(self.rule.of) if found[name] is not None)
         return as_0d_array(xp, xp.logical_or(first, *others) if others else first), Judged(number, judged)

@@ -30,7 +30,12 @@ OUTSIDE = {
 # Files that read for libraries without an adapter, and that convert what users pass on the host.
 CONVERTING = {"backend", "validation", "conformance"}
 # Conversions of values that are on the host already: settings, and what the adapter's read gave.
-HOST_VALUES = {"scaler": {"float", "int"}, "live_state": {"int"}, "vector": {"bool", "float"}, "spikes": {"float"}}
+HOST_VALUES = {
+    "scaler": {"float", "int"},
+    "live_state": {"int"},
+    "vector": {"bool", "float"},
+    "spikes": {"bool", "float"},
+}
 
 # Who may take code from which class of ours; any adapter's backend, and any policy with factors.
 HEIRS = {("ShardedGradScaler", "GradScaler")}
