@@ -189,13 +189,13 @@ class TensorVerdict:
         live = iteration.live
         self.groups, self.version, self.is_scaled = groups, live.version, found.is_scaled
         self.state = state
-        self._found, self._live = found, live
+        self._found, self._live, self._rank = found, live, iteration.agreement.rank
         if not isinstance(code, int) and not would_wait(found.home):
             code = int(code.item())
         # Why this rank skips the step, other than for an overflow.
         self._code = code
         if found.count:
-            code = vector.reason_code(vector.Reason.OVERFLOW, iteration.agreement.rank())
+            code = vector.reason_code(vector.Reason.OVERFLOW, self._rank())
         if groups:
             agreement = iteration.agreement
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
@@ -294,6 +294,8 @@ class TensorVerdict:
             nonfinite, scale, *rest = values
             code = self._code if isinstance(self._code, int) else int(rest.pop(0))
             count = int(nonfinite) if self._found.count is None else self._found.count
+            if count:
+                code = vector.reason_code(vector.Reason.OVERFLOW, self._rank())
             found = Verdict(count, count, any(rest), scale, self._found.has_gradients, code)
         else:
             whole = list(map(int, values))

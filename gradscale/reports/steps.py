@@ -34,7 +34,7 @@ class StepReport(NamedTuple):
     overflow : OverflowReport or None
         Which parameters overflowed on which rank, for a skipped step of a scaler with ``diagnose="on_overflow"``.
     by : int or None
-        The lowest rank with this reason, for a skipped step; None for an overflow that was only counted on a device.
+        The lowest rank with this reason, for a skipped step; None for an overflow that ranks have counted on devices.
 
     Examples
     --------

@@ -64,7 +64,7 @@ class PendingVerdict:
         if self._is_plain and not groups:
             self.known = Verdict(count, count, at_min_scale, state.scale, found.has_gradients, cast(int, code))
             return
-        self._live, self._state = live, state
+        self._live, self._state, self._rank = live, state, agreement.rank
         about = (0,) * vector.ABOUT
         if groups:
             about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
@@ -97,7 +97,10 @@ class PendingVerdict:
                     xp = array_namespace(ballot.agreed())
                     self._count = xp.asarray(agreed, dtype=xp.int32)[0]
                     live.settle(self._state, agreed[vector.FLAGS : vector.FLAGS + 4])
-            self.known = ballot.verdict(agreed, sent, live.policy)
+            found = ballot.verdict(agreed, sent, live.policy)
+            if found.nonfinite and not self.groups:
+                found = found._replace(code=vector.reason_code(Reason.OVERFLOW, self._rank()))
+            self.known = found
         return self.known
 
     def count(self) -> Array | int | None:

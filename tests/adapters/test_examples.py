@@ -191,7 +191,7 @@ def spikes(size: int) -> Any:
     names = ("no bad batch", "bad batches", "bad batches, clipped to 1")
     counts = {**dict.fromkeys(names, (80, 0)), "bad batches, SkipSpikes": (79, 1)}
     last = f"verified: weights and scaler state are bit-identical on {where}, which skipped as one"
-    shown = Shown([skip], counts, last, "spikes.png", leaves_no_trace, (1080, 600))
+    shown = Shown([skip], counts, last, "spikes.png", leaves_no_trace)
     return case(SPIKES, size, "bad-batch", "--steps 80 --every 70", shown)
 
 

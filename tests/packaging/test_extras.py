@@ -62,6 +62,7 @@ PROGRAMS = [
     ("train_cupy.py", "numpy matplotlib cupy", "cupy,examples"),
     ("train_fsdp.py", "torch matplotlib", "torch,examples"),
     ("fp16_rl.py", "torch matplotlib", "torch,examples"),
+    ("spikes.py", "torch matplotlib", "torch,examples"),
     ("train_jax.py", "jax sklearn matplotlib", "jax,examples"),
     ("lightning_plugin.py", "torch sklearn", "lightning,examples"),
     ("flax_linen.py", "jax", "flax,examples"),

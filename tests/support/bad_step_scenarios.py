@@ -46,9 +46,9 @@ class Trained:
 
     def weights(self) -> float:
         """Return what each step moves."""
-        return float(
-            self.optimizer.param_groups[0]["params"][0][0] if self.library == "torch" else self.optimizer.steps
-        )
+        if self.library == "torch":
+            return float(self.optimizer.param_groups[0]["params"][0].detach()[0])
+        return float(self.optimizer.steps)
 
     def iterate(self, loss: float | None, *, refuses: bool = False, value: float = 1.0, explicit: bool = False) -> Any:
         """Make one iteration, and return the report and whether the weights moved; None for a rank without a loss."""
