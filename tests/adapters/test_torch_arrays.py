@@ -13,6 +13,7 @@ from small_torch import Small
 
 import gradscale
 from gradscale import DynamicScale
+from gradscale.core.arithmetic import unscale_arrays
 from gradscale.core.summaries import Summary
 from gradscale.testing import check_backend
 from gradscale_torch.unscaler import values_of
@@ -89,6 +90,18 @@ def in_place(grads: list[Any], scale: float = 8.0) -> int:
     got, nonfinite = gradscale.registry.backend_for(state.scale).unscale(grads, state, out=grads)
     assert all(new is old for new, old in zip(got, grads, strict=True))
     return int(nonfinite)
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float64"])
+@pytest.mark.parametrize("given", REALS)
+def test_masters_get_what_the_pure_core_computes(given: str, wanted: str) -> None:
+    grads = [torch.tensor([1.0, -3.5, 1e-7, 6e4], dtype=getattr(torch, given))]
+    masters = [torch.zeros(4, dtype=getattr(torch, wanted))]
+    (expected,), count = unscale_arrays(grads, state_of(3.0), out=masters)
+    got, nonfinite = gradscale.unscale(grads, state_of(3.0), out=masters)
+    assert got[0] is masters[0]
+    assert torch.equal(masters[0], expected)
+    assert int(nonfinite) == int(count)
 
 
 def test_a_tensor_that_overlaps_itself_is_refused_by_name() -> None:
