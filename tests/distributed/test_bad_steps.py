@@ -7,7 +7,7 @@ from typing import Any
 import bad_step_scenarios as scenarios
 import pytest
 from axes import require
-from worlds import ProcessWorld, ThreadWorld, agree, each
+from worlds import GlooWorld, MPIWorld, ProcessWorld, ThreadWorld, agree, each
 
 LIBRARIES = ["numpy", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.tier("ranks")])]
 
@@ -49,7 +49,13 @@ def test_threads_decide_as_the_pure_rule_does() -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_three_processes_decide_as_the_pure_rule_does(processes: ProcessWorld, library: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(MPIWorld, marks=pytest.mark.mpi), pytest.param(GlooWorld, marks=pytest.mark.torch)],
+    ids=["mpi", "gloo"],
+)
+def test_three_processes_decide_as_the_pure_rule_does(kind: type[ProcessWorld], library: str) -> None:
+    require("mpi" if kind is MPIWorld else "torch")
     require(library)
-    ((_, found),) = each(type(processes)(3), scenarios.decisions, [(library, 10_000)])
+    ((_, found),) = each(kind(3), scenarios.decisions, [(library, 10_000)])
     assert found == [scenarios.expected(3, 10_000)] * 3

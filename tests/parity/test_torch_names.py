@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,18 @@ def test_what_is_written_to_the_state_of_an_optimizer_is_its_verdict(pair: tuple
             run.scaler._per_optimizer_states[id(run.optimizer)] = state
             run.step()
             assert (run.held, run.scaler.get_scale()) == ([[moved] * 2], scale)
+
+
+def test_a_verdict_that_is_cleared_in_place_lets_the_step_be_made(pair: tuple[Any, Any]) -> None:
+    for make in pair:
+        run = Small(make("cpu"))
+        run.put(math.inf)
+        run.scaler.unscale_(run.optimizer)
+        for flag in run.scaler._found_inf_per_device(run.optimizer).values():
+            flag.zero_()
+        run.parameter.grad.fill_(1.0)
+        run.step()
+        assert (run.held, run.state) == ([[-1.0] * 2], (65536.0, 1))
 
 
 def test_a_write_that_would_be_lost_is_an_error(pair: tuple[Any, Any]) -> None:
