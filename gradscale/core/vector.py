@@ -110,7 +110,7 @@ class Reason(enum.IntEnum):
 
 
 def reason_code(reason: Reason, rank: int) -> int:
-    """Return what says why a rank skips a step; the MAX is the gravest reason, and the lowest rank that has it."""
+    """Return a reason and a rank as one number: the MAX over ranks has the gravest reason, and its lowest rank."""
     return reason << _RANK_BITS | _LAST_RANK - min(rank, _LAST_RANK)
 
 
@@ -120,7 +120,7 @@ def reason_number(code: Array | int) -> Array | int:
 
 
 def reason_and_rank(code: int) -> tuple[Reason, int]:
-    """Return what a :func:`reason_code` says."""
+    """Return the reason and the rank of a :func:`reason_code`."""
     return Reason(code >> _RANK_BITS), _LAST_RANK - (code & _LAST_RANK)
 
 

@@ -95,7 +95,7 @@ def checked_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Ar
 
 
 def watching(skip: object, replace: Callable[[SpikeState, SpikeState], SpikeState] | None = None) -> Spikes | None:
-    """Return what judges by a rule; None without one."""
+    """Return the windows of a rule; None without a rule."""
     if skip is None:
         return None
     if not isinstance(skip, SkipSpikes):
@@ -479,7 +479,7 @@ class GradScaler:
             return wanted
         if ended.lowered is None and all(verdict.is_held for verdict in verdicts) and len(verdicts) == len(pending):
             return before
-        # What a closure has lowered, and the update has not taken over, is not the state before it.
+        # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
         is_plain = ended.lowered is None and not any(step.retries for step in ended.steps)
         known = pending[-1].numbers if pending and is_plain else None
         rule = None if known is None or len(verdicts) < len(pending) else plain_rule(live.policy)
