@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from axes_torch import GradScaler, torch
 from host_cuda import installed, on_host
-from small_torch import Small
+from small_torch import Small, groups_in_use
 
 import gradscale
 
@@ -31,21 +31,9 @@ def cuda() -> Iterator[Any]:
         yield cuda
 
 
-class Group:
-    """A group of one rank whose collectives stay on the device."""
-
-    rank, size = 0, 1
-
-    def start_max(self, x: Any) -> Callable[[], Any]:
-        return lambda: x.clone()
-
-
 def made(name: str, *devices: str, groups: int = 0, **settings: Any) -> Small:
     """Return a run on devices, over groups that have compared their versions, for which the host waits."""
-    over = [Group() for _ in range(groups)] or None
-    if over:
-        Small(GradScaler("cpu", group=over)).iterate(1.0)
-    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, group=over, **settings)
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1, group=groups_in_use(groups), **settings)
     options = {"capturable": True} if "Adam" in name else {}
     return Small(scaler, name, devices=devices, home=devices[0], **options)
 

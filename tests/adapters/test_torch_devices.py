@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from axes_torch import GradScaler, torch
 from host_cuda import installed, on_host
-from small_torch import Small
+from small_torch import Group, Small, groups_in_use
 from tiers import later
 
 import gradscale
@@ -34,15 +34,6 @@ def cuda() -> Iterator[Any]:
     """Return the stand-in for two CUDA devices."""
     with installed() as cuda:
         yield cuda
-
-
-class Group:
-    """A group of one rank whose collectives stay on the device; its stream orders them."""
-
-    rank, size = 0, 1
-
-    def start_max(self, x: Any) -> Callable[[], Any]:
-        return lambda: x.clone()
 
 
 class ProcessGroup:
@@ -96,14 +87,6 @@ class Run(Small):
         """Make an iteration with each of the gradients."""
         for gradient in gradients:
             self.iterate(gradient)
-
-
-def groups_in_use(count: int, kind: Callable[[], Any] = Group) -> list[Any] | None:
-    """Return groups over which there was a message before, or None for none: the first one makes the host wait."""
-    made = [kind() for _ in range(count)]
-    if made:
-        Run(GradScaler("cpu", group=made), "SGD", "cpu").iterate(1.0)
-    return made or None
 
 
 # Values that come to the host.
