@@ -55,5 +55,9 @@ class IdentityMap(Generic[_Value]):
         entry = self._entries.get(identity)
         return None if entry is None else entry[1]
 
+    def values(self) -> list[_Value]:
+        """Return the values of all objects that are alive."""
+        return [value for _, value in self._entries.values()]
+
     def __len__(self) -> int:
         return len(self._entries)

@@ -8,9 +8,14 @@ from typing import Literal, NamedTuple, TypeAlias
 from array_api_compat import array_namespace
 
 from gradscale.core import registry, validation
-from gradscale.core.protocols import Array, Namespace
+from gradscale.core.protocols import Array
 
-__all__ = ["Quantity", "SkipSpikes", "SpikeState"]
+__all__ = ["STANDARD_FUNCTIONS", "Quantity", "SkipSpikes", "SpikeState"]
+
+STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
+"""What SkipSpikes needs of a library besides what the core needs."""
+
+_TINY = validation.SMALLEST_NORMAL
 
 Quantity: TypeAlias = Literal["loss", "norm"]
 
@@ -127,47 +132,45 @@ class SkipSpikes:
         values, xp = state.values, array_namespace(state.values)
         x, count = xp.astype(value, xp.float32)[..., None], state.count[..., None]
         if self.above is not None:
-            return _without_last_axis(xp, xp.logical_not(x <= self.above))
+            return xp.logical_not(x <= self.above)[..., 0]
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
         # that are not filled yet, which hold the first value. Divided by the greatest, they have squares that fit.
         first = values[..., :1]
         apart = values - first
-        unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + validation.SMALLEST_NORMAL
+        unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + _TINY
         apart = apart / unit
-        number = xp.astype(count, xp.float32) + xp.astype(count < 2, xp.float32) * 2
+        number = xp.astype(count, xp.float32)
         total = xp.sum(apart, axis=-1, keepdims=True)
-        mean = total / number
-        # Rounding may leave it below 0.
-        variance = xp.abs(xp.sum(apart * apart, axis=-1, keepdims=True) - total * mean) / (number - 1)
+        # Adding _TINY changes no number but 0. Rounding may leave the sum below 0.
+        mean = total / (number + _TINY)
+        squares = xp.abs(xp.sum(apart * apart, axis=-1, keepdims=True) - total * mean)
         # Not divided, since a value may be farther away than float32 has units.
         far = x - first - mean * unit
         if self.sides == "both":
             far = xp.abs(far)
-        is_spike = xp.logical_not(far <= xp.sqrt(variance) * unit * self.deviations)
-        return _without_last_axis(xp, xp.logical_and(count >= self.min_values, is_spike))
+        bound = xp.sqrt(squares / (number - 1.0 + _TINY)) * unit * self.deviations
+        return xp.logical_and(count >= self.min_values, xp.logical_not(far <= bound))[..., 0]
 
-    def learn(self, state: SpikeState, value: Array, *, skipped: Array) -> SpikeState:
+    def learn(self, state: SpikeState, value: Array, *, skipped: Array | bool) -> SpikeState:
         """Return the state after a step that was skipped for a spike or made (``skipped``: 0-d bool). No host read.
 
         Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
-        the values as they are: give it for a step that was skipped for another reason.
+        the values as they are: give it for a step that was skipped for another reason. A Python bool spares work.
         """
         values, xp = state.values, array_namespace(state.values)
         x, count, in_a_row = xp.astype(value, xp.float32)[..., None], state.count[..., None], state.skipped[..., None]
-        skipped = skipped[..., None]
-        is_value, was_made = xp.isfinite(x), xp.logical_not(skipped)
-        is_patient = in_a_row < self.patience
-        enters = is_value
-        if not self.learns_from_skipped:
-            enters = xp.logical_and(is_value, xp.logical_or(was_made, xp.logical_not(is_patient)))
+        is_value = xp.isfinite(x)
+        no_run = in_a_row * xp.astype(xp.logical_not(is_value), xp.int32)
+        if skipped is False:
+            enters, run = is_value, no_run
+        else:
+            is_patient = in_a_row < self.patience
+            # Counted up to the patience, beyond which nobody asks.
+            run = in_a_row + xp.astype(is_patient, xp.int32)
+            enters = is_value if self.learns_from_skipped else xp.logical_and(is_value, xp.logical_not(is_patient))
+            if skipped is not True:
+                enters = xp.where(skipped[..., None], enters, is_value)
+                run = xp.where(skipped[..., None], run, no_run)
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
-        new = xp.where(enters, entered, values)
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
-        # Counted up to the patience, beyond which nobody asks.
-        longer = in_a_row + xp.astype(is_patient, xp.int32)
-        run = xp.where(skipped, longer, in_a_row * xp.astype(xp.logical_not(is_value), xp.int32))
-        return SpikeState(new, _without_last_axis(xp, count + more), _without_last_axis(xp, run))
-
-
-def _without_last_axis(xp: Namespace, x: Array) -> Array:
-    return xp.reshape(x, x.shape[:-1])
+        return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], run[..., 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -114,34 +115,38 @@ class Spikes:
             return None
         number = self._numbers.by_id(id(optimizer))
         if number is None:
-            number = len(self._windows)
-            self._windows.append(self._restored(number, like()))
+            # An optimizer that is made anew in each iteration takes the window of the one before.
+            taken = self._numbers.values()
+            number = next(index for index in range(len(taken) + 1) if index not in taken)
+            if number == len(self._windows):
+                self._windows.append(self._restored(number, like()))
             self._numbers.put(optimizer, number)
         state = self._windows[number]
         xp = array_namespace(state.values)
         if losses.number > 1:
             found["loss"] = losses.total / losses.number
         values = [math.nan if found[name] is None else found[name] for name in self.rule.of]
-        if registry.backend_for(state.values).computes_on_host:
+        on_host = registry.backend_for(state.values).computes_on_host
+        if on_host:
             judged = xp.asarray([float(value) for value in values], dtype=xp.float32)
-            are_spikes = self.rule.judge(state, judged)
-            known = (bool(are_spikes[index]) for index, name in enumerate(self.rule.of) if found[name] is not None)
-            return any(known), Judged(number, judged)
-        judged = xp.stack([_beside(value, state.values[0, 0]) for value in values])
+        else:
+            judged = xp.stack([_beside(value, state.values[0, 0]) for value in values])
         are_spikes = self.rule.judge(state, judged)
-        first, *others = (are_spikes[index] for index, name in enumerate(self.rule.of) if found[name] is not None)
-        return as_0d_array(xp, xp.logical_or(first, *others) if others else first), Judged(number, judged)
+        known = [are_spikes[index] for index, name in enumerate(self.rule.of) if found[name] is not None]
+        if on_host:
+            return any(map(bool, known)), Judged(number, judged)
+        return as_0d_array(xp, functools.reduce(xp.logical_or, known)), Judged(number, judged)
 
     def learn(self, judged: Judged, reason: Reason | Array) -> None:
         """Learn the values of a step that ended for an agreed reason: a Reason, or its number as a 0-d int32."""
-        old = self._windows[judged.number]
-        xp = array_namespace(old.values)
-        values: Array = judged.values
+        old, values = self._windows[judged.number], judged.values
+        skipped: Array | bool
         if isinstance(reason, Reason):
             if reason > Reason.SPIKE:
                 return
-            skipped = xp.full_like(old.skipped, reason is Reason.SPIKE, dtype=xp.bool)
+            skipped = reason is Reason.SPIKE
         else:
+            xp = array_namespace(values)
             values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
             skipped = reason == Reason.SPIKE
         self._windows[judged.number] = self._replace(old, self.rule.learn(old, values, skipped=skipped))

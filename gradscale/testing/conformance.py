@@ -15,6 +15,7 @@ from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError
+from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 
 __all__ = ["check_backend", "check_collectives", "check_library"]
@@ -329,7 +330,7 @@ def check_library(like: Array) -> None:
         raise InvalidTypeError(msg)
     xp = array_namespace(like)
     _require(xp, like)
-    for check in (_check_bits, _check_policy, _check_selection, _check_clipping, _check_counts):
+    for check in (_check_bits, _check_policy, _check_selection, _check_clipping, _check_counts, _check_spikes):
         try:
             check(xp, device_of(like))
         except (AssertionError, GradscaleError):
@@ -343,9 +344,10 @@ def check_library(like: Array) -> None:
 def _require(xp: ModuleType, like: Array) -> None:
     """Raise for the names that are missing."""
     missing = arithmetic.lacks(like)
-    others = {*clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS} - set(missing.get("functions", ()))
+    others = {*clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS, *spikes.STANDARD_FUNCTIONS}
+    others -= set(missing.get("functions", ()))
     if absent := sorted(name for name in others if not hasattr(xp, name)):
-        missing["functions for clipping and diagnoses"] = absent
+        missing["functions for clipping, diagnoses and spikes"] = absent
     if missing:
         lacking = "; ".join(f"{kind} {', '.join(names)} missing" for kind, names in missing.items())
         msg = (
@@ -424,6 +426,17 @@ def _check_counts(xp: ModuleType, device: object) -> None:
     x = xp.asarray([1.0, math.nan, math.inf, 0.0, -3.0], dtype=xp.float32, device=device)
     found, _ = _CORE.read_summaries([x])
     _expect("the summary of 5 values", found, [summaries.Summary(5, 1, 1, 1, 0, 3.0)])
+
+
+def _check_spikes(xp: ModuleType, device: object) -> None:
+    rule = spikes.SkipSpikes(window=4)
+    state = rule.init(xp.zeros((), dtype=xp.float32, device=device))
+    for value, expected in ((2.0, 0), (2.5, 0), (1.5, 0), (9.0, 1), (2.0, 0), (math.nan, 1)):
+        x = xp.asarray(value, dtype=xp.float32, device=device)
+        is_spike = rule.judge(state, x)
+        _expect_count(xp, f"whether {value} is a spike", xp.astype(is_spike, xp.int32), expected)
+        state = rule.learn(state, x, skipped=is_spike)
+    _expect_values(xp, "the window of spikes", state.values, [2.0, 2.5, 1.5, 2.0])
 
 
 def check_collectives(collectives: Collectives, like: Array, *, repetitions: int = 100) -> None:

@@ -175,6 +175,13 @@ def test_each_optimizer_has_a_window_of_its_own() -> None:
     assert [window["loss"]["values"][-1] for window in scaler.state_dict()["spikes"]] == [1.0, 100.0]
 
 
+def test_an_optimizer_made_anew_in_each_iteration_takes_the_window_of_the_one_before() -> None:
+    scaler = gradscale.GradScaler(skip=RULE)
+    reasons = [iterate(scaler, Optimizer(), loss).reason for loss in (1.0, 1.0, 1.0, 1.0, 9.0)]
+    assert reasons == ["stepped"] * 4 + ["spike"]
+    assert len(scaler.state_dict()["spikes"]) == 1
+
+
 def test_a_closure_is_judged_by_its_first_evaluation() -> None:
     scaler, optimizer = trained(policy=ONE)
     losses = iter([1.0, 50.0, 50.0, 9.0, 1.0, 1.0])

@@ -12,9 +12,11 @@ from libraries import Library
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
 from gradscale.core import arithmetic, clipping, summaries
+from gradscale.policies import spikes
 from gradscale.testing import check_library
 
-FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS})
+BESIDE = (clipping, summaries, spikes)
+FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *(name for part in BESIDE for name in part.STANDARD_FUNCTIONS)})
 # Of those that compare every Python object has one, and to_device is asked for where there are several devices.
 COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__ge__"}
 MEMBERS = sorted(set(arithmetic.STANDARD_MEMBERS) - COMPARISONS - {"to_device"})

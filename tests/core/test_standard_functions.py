@@ -14,6 +14,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, presets
 from gradscale.core import arithmetic, clipping, summaries
+from gradscale.policies import spikes
 from gradscale.testing import run_ranks
 
 # What the core may use of an array: every operator and attribute of the standard's array object.
@@ -162,6 +163,16 @@ def clip(library: Library, scaler: GradScaler) -> None:
         assert optimizer.steps == 1
 
 
+def skip(library: Library, scaler: GradScaler) -> None:
+    """Skip a spike of the loss, after losses that are learned."""
+    for loss, steps in ((2.0, 1), (2.0, 1), (9.0, 0)):
+        optimizer = Tree([library.asarray([1.0])])
+        scaler.scale(library.asarray(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.steps == steps
+
+
 LISTED = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
 
 
@@ -179,8 +190,12 @@ def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("use", "listed", "options"),
-    [(diagnose, summaries.STANDARD_FUNCTIONS, {"diagnose": "on_overflow"}), (clip, clipping.STANDARD_FUNCTIONS, {})],
-    ids=["diagnosis", "clipping"],
+    [
+        (diagnose, summaries.STANDARD_FUNCTIONS, {"diagnose": "on_overflow"}),
+        (clip, clipping.STANDARD_FUNCTIONS, {}),
+        (skip, spikes.STANDARD_FUNCTIONS, {"skip": spikes.SkipSpikes(window=2)}),
+    ],
+    ids=["diagnosis", "clipping", "spikes"],
 )
 def test_what_not_all_use_asks_for_the_listed_functions_beside_and_no_others(
     strict: Library, recorded: Recorded, use: Any, listed: Any, options: Any
