@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
 from shared.program import program_needs
 
@@ -120,9 +119,7 @@ def main(ranks: Ranks) -> int:
         Run("fp16, no scaling", "FSDP2", torch.float16, is_scaled=False),
         Run("fp16, gradscale", "FSDP2", torch.float16, is_scaled=True),
     ]
-    if ranks.rank == 0:
-        hint = "; for more: torchrun --nproc-per-node 2 " + sys.argv[0] if ranks.size == 1 else ""
-        print(f"{ranks}, {dist.get_backend()} on {ranks.device.type}{hint}", flush=True)
+    ranks.announce()
     weights = learn_text(text, options.text_steps, options.seed, ranks)
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     differences = {name: compare(dtype, weights, options.seed, text, ranks) for name, dtype in dtypes.items()}

@@ -15,7 +15,6 @@ Needs, from a clone of gradscale: python -m pip install '.[torch,examples]'.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from shared.program import program_needs
 
@@ -80,9 +79,7 @@ def main(ranks: Ranks) -> int:
         Run("bad batches, clipped to 1", "clip", torch.bfloat16, is_scaled=False),
         Run("bad batches, SkipSpikes", "skip", torch.bfloat16, is_scaled=True),
     ]
-    if ranks.rank == 0:
-        hint = "; for more: torchrun --nproc-per-node 2 " + sys.argv[0] if ranks.size == 1 else ""
-        print(f"{ranks}, {dist.get_backend()} on {ranks.device.type}{hint}", flush=True)
+    ranks.announce()
     for run in runs:
         train(run, options, text, ranks)
     is_verified = all(run.is_verified for run in runs)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import warnings
 from typing import Any
 
@@ -115,9 +114,7 @@ def main(ranks: Ranks) -> int:
         Run(f"fp16 {method}, no scaling", method, torch.float16, is_scaled=False),
         Run(f"fp16 {method}, gradscale", method, torch.float16, is_scaled=True),
     ]
-    if ranks.rank == 0:
-        hint = "; for more: torchrun --nproc-per-node 2 " + sys.argv[0] if ranks.size == 1 else ""
-        print(f"{ranks}, {dist.get_backend()} on {ranks.device.type}{hint}", flush=True)
+    ranks.announce()
     for run in runs:
         train(run, options, text, ranks)
     is_verified = all(run.is_verified for run in runs)

@@ -36,6 +36,12 @@ class Ranks:
             settings |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(**settings)
 
+    def announce(self) -> None:
+        """Print how many ranks there are, and how to have more."""
+        if self.rank == 0:
+            hint = "; for more: torchrun --nproc-per-node 2 " + sys.argv[0] if self.size == 1 else ""
+            print(f"{self}, {dist.get_backend()} on {self.device.type}{hint}", flush=True)
+
     def all_gather_objects(self, something: Any) -> list[Any]:
         """Return what every rank has passed, in the order of the ranks."""
         gathered: list[Any] = [None] * self.size
