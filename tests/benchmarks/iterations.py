@@ -1,7 +1,8 @@
-"""Whole iterations (scale, step, update) of many small gradients, of each library, against torch's scaler."""
+"""Whole iterations (scale, step, update) of many small gradients: against torch's scaler, and what skip= adds."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -82,5 +83,37 @@ def iterations(quick: bool) -> list[Row]:
     return rows
 
 
-CASES = {"iterations": iterations}
+def _judged(size: int, *, skips: bool, clips: bool) -> Callable[[], None]:
+    """Return iterations of 300 gradients, each with a loss of its own."""
+    optimizer = Idle([SimpleNamespace(grad=np.ones(size, np.float32)) for _ in range(_TOGETHER)])
+    skip = gradscale.SkipSpikes() if skips else None
+    scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=False), skip=skip)
+    losses = itertools.cycle([np.asarray(x, np.float32) for x in np.random.default_rng(0).normal(2.0, 0.1, 1_000)])
+
+    def run() -> None:
+        scaler.scale(next(losses))
+        if clips:
+            scaler.unscale_(optimizer, max_norm=1e9)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return run
+
+
+def spikes(quick: bool) -> list[Row]:
+    """Time what judging losses and norms adds to an iteration with NumPy, when the windows are full."""
+    rows = []
+    for size in (_SIZE, 1_000):
+        for clips, judged in ((False, "losses"), (True, "losses and norms")):
+            runs = {name: _judged(size, skips=name == "skip", clips=clips) for name in ("skip", "peer")}
+            for run in runs.values():
+                for _ in range(150):
+                    run()
+            medians = interleaved({name: Call(run) for name, run in runs.items()}, 100 if quick else 1_000)
+            case = f"iteration of 300 gradients of {size} elements, skip= with {judged} / without skip="
+            rows.append(Row(case, medians["skip"], medians["peer"], "s", 1.25))
+    return rows
+
+
+CASES = {"iterations": iterations, "spikes": spikes}
 """By name, what measures some rows of the table; called with whether to be quick."""
