@@ -444,7 +444,8 @@ class GradScaler:
             if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
                 underflow = ScaleUnderflowError(
                     f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not "
-                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights; lower the learning "
+                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
+                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
                     f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
                     f"{shown(live.policy)}"
                 )

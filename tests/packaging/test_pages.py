@@ -48,8 +48,9 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
     program.write_text(code + LEARNT.get(name, ""))
     command = [sys.executable, str(program)]
     environment = mpi_environment()
-    if name in ("torch", "torch-first", "jax", "jax-spikes"):
-        require("optax" if name == "jax-spikes" else name.partition("-")[0])
+    for library in ("torch", "jax", "optax"):
+        if f"import {library}" in code or f"from gradscale_{library}" in code:
+            require(library)
     if name == "cupy":
         # Not on a GPU, but with the stand-in of the adapter's tests.
         require_program("c++")
