@@ -47,14 +47,18 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the mean of some numbers, and their range if they differ."""
+    mean, low, high = (format(value, form) for value in (sum(values) / len(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
     """Print what came of the runs: a name and numbers in each row."""
-    first = max(len(row[0]) for row in rows)
-    print(f"\n{'':{first}}  {'  '.join(titles)}")
-    for name, *cells in rows:
-        print(
-            f"{name:{first}}  {'  '.join(f'{cell:>{len(title)}}' for title, cell in zip(titles, cells, strict=True))}"
-        )
+    first, *widths = (max(map(len, column)) for column in zip(("", *titles), *rows, strict=True))
+    print()
+    for name, *cells in (("", *titles), *rows):
+        print(f"{name:{first}}  {'  '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths, strict=True))}")
     print(f"({note})\n")
 
 

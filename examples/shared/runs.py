@@ -17,7 +17,7 @@ from gradscale import GradScaler, StepReport
 from shared.digits import LAYER_SIZES, Array, forward, load_images
 from shared.options import add_options, check_injections, check_options, said_once
 from shared.ranks import Ranks
-from shared.report import change, named, print_table, progress_bar, say, those, write_plot
+from shared.report import change, named, print_table, progress_bar, say, spread, those, write_plot
 
 BATCH_SIZE = 512
 LEARNING_RATE = 0.01
@@ -25,6 +25,12 @@ LEARNING_RATE = 0.01
 GROWTH_INTERVAL = 25
 STEPS_BETWEEN_TESTS = 10
 TITLES = ("test accuracy", "training loss", "steps taken", "skipped", "zero gradients", "seconds")
+FORMATS = (".1%", ".5f", ".0f", ".0f", ".1%", ".1f")
+KINDS = (
+    ("fp32", np.float32, False),
+    ("fp16, no scaling", np.float16, False),
+    ("fp16 with gradscale", np.float16, True),
+)
 
 
 class ShardedAdam:
@@ -106,18 +112,21 @@ class Run:
         """The steps that were left out."""
         return [report.iteration for report in self.history if report.skipped]
 
-    def row(self) -> tuple[str, ...]:
-        """Return a row of the table."""
-        taken, skipped = self.count - len(self.skipped), len(self.skipped)
-        results = f"{self.accuracies[-1][1]:.1%}", f"{self.loss:.5f}", f"{taken}", f"{skipped}"
-        return (self.name, *results, f"{self.zeros:.1%}", f"{self.seconds:.1f}")
+    def results(self) -> tuple[float, ...]:
+        """Return the numbers of the table."""
+        skipped = len(self.skipped)
+        return self.accuracies[-1][1], self.loss, self.count - skipped, skipped, self.zeros, self.seconds
 
 
 def parse_options(parser: argparse.ArgumentParser, output: str, ranks: Ranks) -> argparse.Namespace:
     """Return the command line's options: the parser's own, and those that every such program has."""
     add_options(parser, steps=600, output=output, example="120:2", flag="--output")
+    text = "seeds, from --seed on; the table has the mean and the range, the plot the first (default: %(default)s)"
+    parser.add_argument("--seeds", type=int, default=1, help=text)
     with said_once(ranks.rank):
         options = parser.parse_args()
+        if options.seeds < 1:
+            parser.error(f"--seeds must be at least 1, got {options.seeds}")
         check_options(parser, options, "--output")
         check_injections(parser, options, ranks.size)
     return options
@@ -131,16 +140,25 @@ def write_picture(runs: Sequence[Run], options: argparse.Namespace, ranks: Ranks
 
 
 def compare(train: Callable[..., None], options: argparse.Namespace, ranks: Ranks, note: str) -> int:
-    """Make the three runs, report and verify."""
-    images, labels, *test = ranks.broadcast(load_images(options.seed) if ranks.rank == 0 else None)
-    data = images, np.eye(LAYER_SIZES[-1], dtype=np.float32)[labels], *test
-    runs = [Run("fp32", np.float32), Run("fp16, no scaling", np.float16), Run("fp16 with gradscale", np.float16, True)]
-    for run in runs:
-        train(run, options, data, ranks)
+    """Make the three runs with each seed, report and verify."""
+    runs = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        options.seed = seed
+        if ranks.rank == 0 and options.seeds > 1:
+            say(f"seed {seed}:")
+        images, labels, *test = ranks.broadcast(load_images(options.seed) if ranks.rank == 0 else None)
+        data = images, np.eye(LAYER_SIZES[-1], dtype=np.float32)[labels], *test
+        runs += [Run(name, dtype, is_scaled) for name, dtype, is_scaled in KINDS]
+        for run in runs[-len(KINDS) :]:
+            train(run, options, data, ranks)
     is_verified = all(run.is_verified for run in runs)
     if ranks.rank == 0:
-        print_table(TITLES, [run.row() for run in runs], note)
-        write_picture(runs, options, ranks)
+        rows = []
+        for kind, (name, _, _) in enumerate(KINDS):
+            columns = zip(*(run.results() for run in runs[kind :: len(KINDS)]), strict=True)
+            rows.append((name, *(spread(*column) for column in zip(columns, FORMATS, strict=True))))
+        print_table(TITLES, rows, note)
+        write_picture(runs[: len(KINDS)], options, ranks)
         print(f"wrote {options.output}")
         verdict = "verified: weights and scaler state are bit-identical"
         print(verdict if is_verified else "FAILED: weights or scaler state differ", f"on {ranks}")

@@ -336,6 +336,19 @@ def test_a_run_that_goes_wrong_is_not_verified(
     assert "verified" not in completed.stdout
 
 
+def test_several_seeds_make_one_table_of_means_and_ranges(tmp_path: Path) -> None:
+    alone = [printed(launch(DIGITS, tmp_path, 1, f"--steps 3 --seed {seed}")) for seed in (1, 2)]
+    text = printed(launch(DIGITS, tmp_path, 1, "--steps 3 --seed 1 --seeds 2"))
+    assert [line for line in text if line.startswith("seed")] == ["seed 1:", "seed 2:"]
+    name = "fp16, no scaling"
+    losses = sorted(float(line.split()[4]) for lines in alone for line in lines if line.startswith(name))
+    (row,) = (line for line in text if line.startswith(name))
+    mean, low, high = map(float, re.findall(r"(\d\.\d{5}) \((\d\.\d{5}) to (\d\.\d{5})\)", row)[0])
+    assert [low, high] == losses
+    assert low <= mean <= high
+    assert mean == pytest.approx(sum(losses) / 2, abs=1e-5)
+
+
 NO_FOLDER = "there is no folder missing"
 REFUSED = [
     case(program, size, arguments.replace("/", "."), arguments, message)
@@ -343,6 +356,7 @@ REFUSED = [
         (DIGITS, 2, "--inject=5:2", "a step from 1 to 600 and a rank from 0 to 1, got 5:2"),
         (DIGITS, 1, "--inject 5", "must be STEP:RANK, such as 120:2, got '5'"),
         (DIGITS, 1, "--steps 0", "--steps must be at least 1 and --seed at least 0, got 0 and 0"),
+        (DIGITS, 1, "--seeds 0", "--seeds must be at least 1, got 0"),
         (DIGITS, 2, "--output missing/plot.png", NO_FOLDER),
         (FSDP, 2, "--inject=5:2", "a step from 1 to 200 and a rank from 0 to 1, got 5:2"),
         (FSDP, 1, "--fsdp1 --ddp", "argument --ddp: not allowed with argument --fsdp1"),
