@@ -28,7 +28,7 @@ from gradscale.reports.overflow import OverflowReport
 from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports
 from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.iteration import Parts
+from gradscale.scaler.iteration import Parts, Stage
 from gradscale.scaler.parts import Pending
 from gradscale.scaler.scaler import (
     DEFAULT_TIMEOUT,
@@ -584,6 +584,9 @@ class GradScaler(TorchGradScaler):
         iteration.unscale(turn, optimizer, Request(judges_only=True, takes_fp16=True))
         # It counts in place of one that the optimizer was stepped by, as in torch.
         turn.stage, turn.verdict = stage, None
+        if stage is Stage.UNSCALED:
+            # A fused optimizer must not divide them again.
+            cast(TensorVerdict, turn.pending).is_scaled = False
         return found_by_device(iteration, turn)
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge)

@@ -604,7 +604,8 @@ class GradScaler:
             ``state``, the parameters in ``param_groups`` that are arrays.
         state : bool, or arrays in nested containers, default False
             The optimizer's state to be searched like that, such as its momentum; integers are left out. True takes
-            ``optimizer.state``, a mapping as torch's optimizers have.
+            ``optimizer.state``, a mapping as torch's optimizers have. Of an optimizer within another one pass the inner
+            one's, such as ``optimizer.optim.state`` of torch's ``ZeroRedundancyOptimizer``.
 
         Returns
         -------

@@ -13,7 +13,7 @@ JAX_PAGE = _BACKENDS / "gradscale_jax" / "README.md"
 
 
 def blocks_on(page: Path) -> dict[str, str]:
-    """Return a page's blocks of Python by their names; one that is no recipe is under an empty name."""
-    found = re.findall(r"(?:<!-- recipe: (\w+) -->\n)?```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    """Return a page's recipes by their names."""
+    found = re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert len({name for name, _ in found}) == len(found)
     return dict(found)

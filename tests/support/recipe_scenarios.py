@@ -23,7 +23,7 @@ PARTS = 4  # of a pipeline, two on each of two ranks
 
 
 def blocks() -> dict[str, str]:
-    """Return the page's blocks of Python by their names; those without one are under an empty name."""
+    """Return the page's blocks of Python by their names."""
     return blocks_on(TORCH_PAGE)
 
 
