@@ -61,10 +61,12 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
 
     The products must be judged again if the reciprocal may be above 1, so that they may overflow.
     """
-    for (device, _), tensors in groups.items():
+    for (device, dtype), tensors in groups.items():
         _apply(device, tensors, flags, moved(factor, device))
-    if judge_again:
-        judge(groups, flags)
+        if judge_again:
+            # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
+            is_read = device.type != "cpu" and dtype.itemsize > 1
+            _apply(device, _largest(tensors) if is_read else tensors, flags, torch.ones_like(flags[device]))
 
 
 def judge(groups: Groups, flags: Flags) -> None:
@@ -76,10 +78,15 @@ def judge(groups: Groups, flags: Flags) -> None:
 def judge_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
     """Set the flags of devices with a finite tensor that overflows when it is divided by the scale."""
     for (device, dtype), tensors in groups.items():
-        filled = [tensor for tensor in tensors if tensor.numel() > 0]
-        if filled:
-            wide = torch.stack(torch._foreach_norm(filled, math.inf)).to(torch.promote_types(dtype, torch.float32))
+        for largest in _largest(tensors):
+            wide = largest.to(torch.promote_types(dtype, torch.float32))
             _apply(device, [(wide / moved(scale, device)).to(dtype)], flags, torch.ones_like(flags[device]))
+
+
+def _largest(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude in each tensor, NaN if one is, as one 1-d tensor; none if all tensors are empty."""
+    filled = [tensor for tensor in tensors if tensor.numel() > 0]
+    return [torch.stack(torch._foreach_norm(filled, math.inf))] if filled else []
 
 
 def _apply(device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:

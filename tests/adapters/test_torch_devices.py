@@ -514,6 +514,53 @@ def test_gradients_are_read_twice_only_where_steps_since_a_verdict_may_have_lowe
     assert len(calls) == passes
 
 
+def unscaled_by_functions(_: Any, run: Run) -> Any:
+    grads, state = [parameter.grad for parameter in run.parameters], run.scaler._scale
+    return gradscale.unscale(grads, gradscale.StaticScale(0.25).init(state), out=grads)[1]
+
+
+def unscaled_by_a_scaler(_: Any, run: Run) -> Any:
+    run.scaler.unscale_(run.optimizer)
+    return run.scaler._found_inf_per_device(run.optimizer)[torch.device("cuda:0")]
+
+
+def unscaled_in_a_graph(cuda: Any, run: Run) -> Any:
+    with cuda.capture() as graph:
+        found = unscaled_by_a_scaler(cuda, run)
+    graph.replay()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("unscaled", [unscaled_by_functions, unscaled_by_a_scaler, unscaled_in_a_graph])
+def test_gradients_whose_quotients_have_to_be_judged_are_written_once(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, unscaled: Callable[[Any, Run], Any], dtype: str
+) -> None:
+    kernel, written = torch._amp_foreach_non_finite_check_and_unscale_, []
+
+    def noted(tensors: Sequence[Any], *others: Any) -> None:
+        written.extend(on_host(tensor).untyped_storage().data_ptr() for tensor in tensors)
+        kernel(tensors, *others)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", noted)
+    largest = torch.finfo(getattr(torch, dtype)).max
+    for spoilt, is_bad in (("none", False), ("first", True), ("last", True)):
+        # Of a policy that the host does not know.
+        scaler = GradScaler("cuda", policy=FallsFast(0.25), allow_fp16_grads=True)
+        run = Run(scaler, "SGD", "cuda", "cuda", "cuda", dtypes=[dtype])
+        run.parameters.append(torch.nn.Parameter(torch.zeros(0, dtype=getattr(torch, dtype), device="cuda")))
+        run.optimizer.add_param_group({"params": run.parameters[3:]})
+        run.put(1.0)
+        # Finite, until they are divided by the scale.
+        if is_bad:
+            on_host(run.parameters[0 if spoilt == "first" else 2].grad)[3] = largest
+        places = [on_host(parameter.grad).untyped_storage().data_ptr() for parameter in run.parameters[:3]]
+        written.clear()
+        assert unscaled(cuda, run).item() == is_bad
+        assert [written.count(place) for place in places] == [1] * 3
+        assert on_host(run.parameters[1].grad).tolist() == [4.0] * 5
+
+
 def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,19 @@ def test_the_adapter_conforms_on_the_device(dtype: str) -> None:
     check_backend(gradscale.registry.backend_for(like), like, dtypes=[getattr(torch, dtype)])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_quotient_that_overflows_is_found_wherever_it_is(dtype: str) -> None:
+    kind, size = getattr(torch, dtype), (1 << 20) + 3
+    state = gradscale.StaticScale(0.25).init(torch.zeros((), device="cuda"))
+    for place in (None, 0, 1 << 16, size - 1):
+        grads = [torch.ones(count, dtype=kind, device="cuda") for count in (5, 0, size)]
+        if place is not None:
+            grads[2][place] = torch.finfo(kind).max
+        _, nonfinite = gradscale.unscale(grads, state, out=grads)
+        assert nonfinite.item() == (place is not None)
+        assert int((grads[2] == 4.0).sum()) == size - nonfinite.item()
+
+
 @pytest.mark.parametrize("variant", ["", "-fused"], ids=["foreach", "fused"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_a_run_is_torchs_bit_for_bit(name: str, variant: str) -> None:
