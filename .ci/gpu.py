@@ -1,65 +1,96 @@
-"""Runs what needs a GPU, part by part; the log goes to gpu-report.txt, what came of each part to gpu-report.json.
+"""Runs what needs a GPU, in parts, those that do not measure side by side; one page says what came of each.
 
-.ci/run gpu calls it. Both files grow with each part, one that fails does not keep the next from being run, and the exit
-status is 1 if any has failed, or none could be run.
+.ci/run gpu calls it. The page is gpu-report.txt, gpu-report.json its results for programs, and the folder gpu-report
+what each part printed; all are written as the parts go on. If this program is ended, or its caller, its parts and all
+that they have started end with it, and the page says how far they came. The exit status is 1 if a part has failed or
+was ended, or none could be run on a GPU.
 
 GRADSCALE_GPU_PYTHON  an interpreter whose libraries are used as they are, such as python3: nothing is installed or
                       fetched, and parts that need more are left out. Packages in folders or wheels that PYTHONPATH
                       names count as there. Without it, a virtual environment is made for what the driver can run.
+GRADSCALE_GPU_WHEELS  a folder of wheels that this interpreter has besides, with their programs, such as mpich's
 GRADSCALE_GPU_PARTS   which parts, by words in their names, such as "tests-cupy benchmarks"; default: all
+GRADSCALE_GPU_JOBS    how many parts that do not measure may run at once; default: one for every 4 cores
 GRADSCALE_GPU_LIMIT   seconds that a part may take (default 1800)
-GRADSCALE_GPU_REPORT  the folder of the two files (default: the root of the clone)
+GRADSCALE_GPU_TOTAL   seconds that all may take together (default: as long as they take)
+GRADSCALE_GPU_REPORT  the folder for all of these (default: the root of the clone)
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(os.environ.get("GRADSCALE_GPU_REPORT", ROOT)).resolve()
+LOGS = FOLDER / "gpu-report"
 LIMIT = float(os.environ.get("GRADSCALE_GPU_LIMIT", "1800"))
+TOTAL = float(os.environ.get("GRADSCALE_GPU_TOTAL", "inf"))
+JOBS = int(os.environ.get("GRADSCALE_GPU_JOBS", max(1, (os.cpu_count() or 1) // 4)))
 # What fails where a library is not there, or sees no GPU.
 DEVICES = {
     "cupy": "import cupy; assert cupy.cuda.runtime.getDeviceCount(), 'it sees no GPU'",
     "torch": "import torch; assert torch.cuda.is_available(), 'it sees no GPU'",
     "jax": "import jax; assert jax.default_backend() == 'gpu', 'it sees no GPU'",
 }
-TESTS = "import numpy, array_api_compat, pytest, hypothesis, ml_dtypes; "
-PLOTS = "import numpy, array_api_compat, matplotlib, tqdm; "
+TESTS = "import numpy, array_api_compat, pytest, hypothesis, ml_dtypes"
+PLOTS = "import numpy, array_api_compat, matplotlib, tqdm"
+# Lines of a part's log that belong on the page.
+TELLING = re.compile(r"(FAILED|ERROR|SKIPPED) |E   |=+ .*(passed|failed|error|no tests ran).* =+$|(not run|failed): ")
+MOST_LINES = 25
 
 
-def parts(python: str) -> dict[str, tuple[list[str], str]]:
-    """Return the command of each part, and a program that fails where it cannot be run."""
+class Part(NamedTuple):
+    """A command, programs that fail where it cannot be run, and whether it wants the machine for itself."""
+
+    command: list[str]
+    needs: list[str]
+    measures: bool = False
+
+
+def parts(python: str) -> dict[str, Part]:
+    """Return the parts by name."""
     marked = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    pytest = [python, "-m", "pytest", "-p", "no:xdist", "--tier", "all", *marked, "-m"]
-    found = {"doctor": ([python, "-m", "gradscale", "doctor", *DEVICES], "import numpy, array_api_compat, typer, rich")}
-    found |= {f"tests-{name}": ([*pytest, f"gpu and {name}"], TESTS + code) for name, code in DEVICES.items()}
-    found["benchmarks-cupy"] = ([python, "-m", "benchmarks", "--only", "cupy-"], DEVICES["cupy"])
+    pytest = [python, "-m", "pytest", "-v", "-rfEs", "-p", "no:xdist", "--tier", "all", *marked, "-m"]
+    found = {f"tests-{name}": Part([*pytest, f"gpu and {name}"], [TESTS, code]) for name, code in DEVICES.items()}
+    doctor = [python, "-m", "gradscale", "doctor", "--timeout", "300", *DEVICES]
+    found["doctor"] = Part(doctor, ["import numpy, array_api_compat, typer, rich"])
 
-    def example(name: str, library: str, needs: str, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+    def example(name: str, library: str, needs: list[str], *arguments: str, launcher: tuple[str, ...] = ()) -> None:
         command = [*launcher, python, str(ROOT / "examples" / f"train_{library}.py"), *arguments]
-        found[f"example-{name}"] = command, needs
+        found[f"example-{name}"] = Part(command, [PLOTS, *needs])
 
-    cupy, jax = (f"{PLOTS}import sklearn, threadpoolctl; {DEVICES[name]}" for name in ("cupy", "jax"))
+    cupy, jax = (["import sklearn, threadpoolctl", DEVICES[name]] for name in ("cupy", "jax"))
     example("cupy", "cupy", cupy, "--inject", "60:0")
     example("cupy-nccl", "cupy", cupy, "--group", "nccl", "--inject", "60:0")
     mpiexec = Path(python).with_name("mpiexec")
     launcher = (str(mpiexec) if mpiexec.exists() else "mpiexec", "-n", "2")
-    needs = f"{cupy}; import mpi4py.MPI, shutil; assert shutil.which({launcher[0]!r}), 'there is no mpiexec'"
-    example("cupy-mpi", "cupy", needs, "--group", "mpi", "--inject", "60:1", launcher=launcher)
+    mpi = f"import mpi4py.MPI, shutil; assert shutil.which({launcher[0]!r}), 'there is no mpiexec'"
+    example("cupy-mpi", "cupy", [*cupy, mpi], "--group", "mpi", "--inject", "60:1", launcher=launcher)
     for name, method in {"fsdp2": [], "fsdp1": ["--fsdp1"], "ddp": ["--ddp"]}.items():
-        example(name, "fsdp", PLOTS + DEVICES["torch"], *method, "--inject", "30:0")
+        example(name, "fsdp", [DEVICES["torch"]], *method, "--inject", "30:0")
     example("jax", "jax", jax, "--devices", "1", "--inject", "120:0")
+    for case in ("copy", "torch", "plan", "waits"):
+        # One by one, so that what ends one leaves the others' numbers.
+        name = f"benchmarks-cupy-{case}"
+        command = [python, "-m", "benchmarks", "--only", f"cupy-{case}", "--json", str(LOGS / f"{name}.json")]
+        found[name] = Part(command, [DEVICES["cupy"]], measures=True)
     return found
 
 
@@ -85,71 +116,221 @@ def registered(folder: Path) -> None:
     (made / "entry_points.txt").write_text("".join(["[gradscale.backends]\n", *lines]))
 
 
-def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run a command, show and log what it prints, and return how it failed; nothing where it did not."""
-    print(f"\n=== {' '.join(command)}", flush=True)
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **options)
-    with subprocess.Popen(["tee", "-a", FOLDER / "gpu-report.txt"], stdin=process.stdout):
-        try:
-            status = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            return f"it took longer than {LIMIT:g} s (GRADSCALE_GPU_LIMIT) and was ended"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
-    return f"exit status {status}" if status else ""
+def unpacked(wheels: Path, folder: Path) -> dict[str, list[Path]]:
+    """Unpack wheels, and return by variable the folders in which their packages, programs and libraries are found."""
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    data = list(folder.glob("*.data/data"))
+    for program in folder.glob("*.data/data/bin/*"):
+        program.chmod(0o755)
+    return {"PYTHONPATH": [folder], "PATH": [x / "bin" for x in data], "LD_LIBRARY_PATH": [x / "lib" for x in data]}
+
+
+def facts() -> Iterator[str]:
+    """Yield what is run, and on what."""
+    commit = "unknown commit"
+    if (ROOT / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            head = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
+            commit = f"commit {head}" + (", changed" if _said("git", "-C", str(ROOT), "status", "--porcelain") else "")
+    yield f"{commit}, {os.cpu_count()} cores"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        yield _said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Run:
+    """The parts under way and those that are over; threads share it, each with a part of its own."""
+
+    def __init__(self, python: str, environment: dict[str, str], *, is_own: bool) -> None:
+        self.python, self.environment, self.is_own = python, environment, is_own
+        self.begin = time.monotonic()
+        self.results: list[dict[str, object]] = []
+        self.ended_by = ""
+        self._head = "\n".join(facts())
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    def do(self, name: str, part: Part, folder: Path) -> None:
+        """Run a part, if it can be, and note what came of it."""
+        begin = time.monotonic()
+        missing = next(filter(None, map(self._fails, part.needs)), "")
+        if missing and not self.ended_by:
+            # What was installed has to be there; of another Python's libraries what is missing is left out.
+            self.note(name, "left out" if self.is_own else "failed", missing, begin)
+            return
+        library = name.removeprefix("tests-")
+        required = {"GRADSCALE_TEST_REQUIRE": f"gpu,numpy,{library}"} if library in DEVICES else {}
+        where = folder if name.startswith("example") else ROOT
+        _say(f"=== {name}: {' '.join(part.command)}")
+        failure = self._run(part.command, LOGS / f"{name}.txt", cwd=where, env=self.environment | required)
+        self.note(name, "failed" if failure else "passed", failure, begin)
+
+    @functools.cache  # noqa: B019
+    def _fails(self, program: str) -> str:
+        """Return why a program of Python fails; nothing where it does not."""
+        with tempfile.NamedTemporaryFile() as log:
+            failure = self._run([self.python, "-c", program], Path(log.name), env=self.environment)
+            return failure and [failure, *Path(log.name).read_text(errors="replace").splitlines()][-1]
+
+    def _run(self, command: list[str], log: Path, **options: Any) -> str:
+        """Run a command, log what it prints, and return how it failed; nothing where it did not."""
+        with log.open("wb") as printed:
+            with self._lock:
+                if self.ended_by:
+                    return f"{self.ended_by}, before it was begun"
+                options |= {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": subprocess.STDOUT}
+                process = subprocess.Popen(command, start_new_session=True, **options)
+                self._processes.add(process)
+            try:
+                status = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                return f"it took longer than {LIMIT:g} s (GRADSCALE_GPU_LIMIT) and was ended"
+            finally:
+                with self._lock:
+                    self._processes.remove(process)
+                _kill(process)  # also what it has left behind
+        if self.ended_by and status:
+            return f"{self.ended_by}, and it was ended"
+        return f"exit status {status}" if status else ""
+
+    def end(self) -> None:
+        """End all that is under way, once ``ended_by`` lets nothing begin."""
+        with self._lock:
+            for process in self._processes:
+                _kill(process)
+
+    def note(self, name: str, result: str, reason: str, begin: float) -> None:
+        """Write down what came of a part, show what it printed, and bring the page up to date."""
+        seconds = round(time.monotonic() - begin)
+        log = LOGS / f"{name}.txt"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        with self._lock:
+            self.results.append({"name": name, "result": result, "reason": reason, "seconds": seconds})
+            for suffix, content in (("json", json.dumps(self.results, indent=2) + "\n"), ("txt", self.page())):
+                # Whole at every moment, in which this program may be killed.
+                (LOGS / "next").write_text(content)
+                (LOGS / "next").replace(FOLDER / f"gpu-report.{suffix}")
+            _say(f"{text}=== {_line(self.results[-1])}")
+
+    def page(self) -> str:
+        """Return what came of all parts, and what they say of it."""
+        told = [f"\n{each['name']}\n{told}" for each in self.results if (told := _told(str(each["name"])))]
+        seconds = round(time.monotonic() - self.begin)
+        return "\n".join([self._head, f"{seconds} s in all", "", *map(_line, self.results), *told]) + "\n"
+
+
+def _say(text: str) -> None:
+    # Whoever read it may be gone.
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _line(result: dict[str, object]) -> str:
+    return f"{result['result']:8} {result['name']} ({result['seconds']} s) {result['reason']}".rstrip()
+
+
+def _told(name: str) -> str:
+    """Return what a part's log says, in few lines: numbers, what failed, what was left out, how far it came."""
+    numbers, log = LOGS / f"{name}.json", LOGS / f"{name}.txt"
+    if numbers.exists():
+        return "\n".join(map(_row, json.loads(numbers.read_text())["rows"]))
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = text.splitlines()
+    if name == "doctor":
+        return "\n".join(lines)
+    told = [line[:230] for line in lines if TELLING.match(line)]
+    if name.startswith("tests-") and not any(line.startswith("=") for line in told[-1:]):
+        # It was ended before its last line.
+        results = re.findall(r" (PASSED|FAILED|ERROR)\b", text)
+        counts = [f"{results.count(word)} {word.lower()}" for word in ("PASSED", "FAILED", "ERROR")]
+        told += [", ".join(counts) + ", then", *lines[-1:]]
+    return "\n".join(told[-MOST_LINES:] or [line for line in lines if line.strip()][-1:])
+
+
+def _row(row: dict[str, object]) -> str:
+    """Return a row of the benchmarks, with bandwidth for a comparison with a copy."""
+    ratio, target = float(str(row["ratio"])), row["target"]
+    share = f", {1 / ratio:.0%} of a copy's bandwidth" if "/ a copy" in str(row["case"]) else ""
+    judged = "" if target is None else f", target {target:.2f}: {'met' if row['met'] else 'MISSED'}"
+    return f"{row['case']}: {ratio:.3f}{share}{judged}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a part and all that it has started."""
+    for pid in [*_children(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Yield the processes that one has started, and those that these have."""
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                yield from _children(child)
+                yield child
+
+
+def watch(run: Run, work: dict[str, Part], folder: Path, jobs: int) -> None:
+    """Do parts, so many at once, while the time lasts and nobody ends this program or the one that called it."""
+    caller = os.getppid()
+    with ThreadPoolExecutor(jobs) as pool:
+        under_way = [pool.submit(run.do, name, part, folder) for name, part in work.items()]
+        while not all(future.done() for future in under_way):
+            time.sleep(0.1)
+            if time.monotonic() - run.begin > TOTAL:
+                run.ended_by = run.ended_by or f"all took longer than {TOTAL:g} s (GRADSCALE_GPU_TOTAL)"
+            elif os.getppid() != caller:
+                run.ended_by = run.ended_by or "the program that called this one has ended"
+            if run.ended_by:
+                run.end()
+    for future in under_way:
+        future.result()
 
 
 def main() -> int:
     """Run the parts and return the exit status."""
-    results: list[dict[str, object]] = []
-
-    def note(name: str, result: str, reason: str, begin: float) -> None:
-        results.append({"name": name, "result": result, "reason": reason, "seconds": round(time.monotonic() - begin)})
-        line = f"{result:8} {name} ({results[-1]['seconds']} s) {reason}".rstrip()
-        with (FOLDER / "gpu-report.txt").open("a") as report:
-            print(line, file=report)
-        (FOLDER / "gpu-report.json").write_text(json.dumps(results, indent=2) + "\n")
-        print(f"=== {line}", flush=True)
-
-    (FOLDER / "gpu-report.txt").unlink(missing_ok=True)
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
     python, wanted = os.environ.get("GRADSCALE_GPU_PYTHON"), os.environ.get("GRADSCALE_GPU_PARTS", "").split()
     # JAX takes most of a device's memory beforehand unless it is told not to, and others need it as well.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        is_own = python is not None
-        if python is None:
+        folder, is_own = Path(made), python is not None
+        run = Run(python or str(folder / "made" / "bin" / "python"), environment, is_own=is_own)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(
+                number, lambda got, _: setattr(run, "ended_by", f"this program got {signal.Signals(got).name}")
+            )
+        paths: dict[str, list[Path]] = {"PYTHONPATH": []}
+        if is_own:
+            registered(folder)
+            if wheels := os.environ.get("GRADSCALE_GPU_WHEELS"):
+                paths = unpacked(Path(wheels), folder / "wheels")
+        else:
             said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True).stdout
             subprocess.run([os.environ.get("PYTHON", sys.executable), "-m", "venv", folder / "made"], check=True)
-            python, begin = str(folder / "made" / "bin" / "python"), time.monotonic()
-            extras = f"{ROOT}[mpich,cli,examples,optax,test]"
-            failure = run([python, "-m", "pip", "install", "-e", extras, *requirements(said)], folder, environment)
-            note("install", "failed" if failure else "passed", failure, begin)
-            if failure:
-                return 1
-        else:
-            registered(folder)
-        paths = [ROOT, ROOT / "backends", ROOT / "tests", folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-        for name, (command, needs) in parts(python).items():
-            if wanted and not any(word in name for word in wanted):
-                continue
-            begin = time.monotonic()
-            probe = subprocess.run([python, "-c", needs], env=environment, capture_output=True, text=True, check=False)
-            if probe.returncode:
-                # What was installed has to be there; of another Python's libraries what is missing is left out.
-                said = probe.stderr.splitlines() or [f"exit status {probe.returncode}"]
-                note(name, "left out" if is_own else "failed", said[-1], begin)
-                continue
-            library = name.removeprefix("tests-")
-            required = {"GRADSCALE_TEST_REQUIRE": f"gpu,numpy,{library}"} if library in DEVICES else {}
-            failure = run(command, folder if name.startswith("example") else ROOT, environment | required)
-            note(name, "failed" if failure else "passed", failure, begin)
-    print("\n" + "\n".join(f"{each['result']:8} {each['name']} {each['reason']}" for each in results))
-    passed = {each["name"] for each in results if each["result"] == "passed"} - {"install", "doctor"}
-    return 0 if passed and not any(each["result"] == "failed" for each in results) else 1
+            install = [run.python, "-m", "pip", "install", "-e", f"{ROOT}[mpich,cli,examples,optax,test]"]
+            watch(run, {"install": Part([*install, *requirements(said)], [])}, folder, 1)
+        paths["PYTHONPATH"] = [ROOT, ROOT / "backends", ROOT / "tests", folder, *paths["PYTHONPATH"]]
+        for variable, first in paths.items():
+            environment[variable] = os.pathsep.join(map(str, [*first, *filter(None, [os.environ.get(variable)])]))
+        if not any(each["result"] == "failed" for each in run.results):
+            chosen = parts(run.python)
+            if wanted:
+                chosen = {name: part for name, part in chosen.items() if any(word in name for word in wanted)}
+            for measures, jobs in ((False, JOBS), (True, 1)):
+                watch(run, {name: x for name, x in chosen.items() if x.measures == measures}, folder, jobs)
+    _say("\n" + run.page())
+    passed = {each["name"] for each in run.results if each["result"] == "passed"} - {"install", "doctor"}
+    return 0 if passed and not any(each["result"] == "failed" for each in run.results) else 1
 
 
 if __name__ == "__main__":
