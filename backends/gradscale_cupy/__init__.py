@@ -1,6 +1,9 @@
-"""gradscale's adapter for CuPy: arrays (:mod:`gradscale_cupy.arrays`) and NCCL communicators."""
+"""gradscale's adapter for CuPy: arrays, and NCCL communicators."""
 
 from gradscale.extras import needs
 
 with needs("gradscale_cupy", "cupy"):
-    import cupy  # noqa: F401
+    from gradscale_cupy.arrays import CupyBackend, backend
+    from gradscale_cupy.nccl import NCCLCollectives
+
+__all__ = ["CupyBackend", "NCCLCollectives", "backend"]

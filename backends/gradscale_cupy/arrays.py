@@ -14,23 +14,20 @@ from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_
 from gradscale.core.protocols import Array
 from gradscale.core.summaries import layout_of
 from gradscale_cupy import launch
-from gradscale_cupy.availability import explained, is_over, refuse_capture
+from gradscale_cupy.availability import explained, refuse_capture
+from gradscale_cupy.events import forget_all_over, is_over, keep_until
 
 __all__ = ["CupyBackend", "HostCopy", "backend"]
 
 # ``device`` would make an object for each of thousands.
 _device_id = operator.attrgetter("data.device_id")
 
-# Copies under way, also those that nobody asks for: their memory must not be handed out again before. Threads share it,
-# and each change of it is one step.
-_under_way: dict[HostCopy, None] = {}
-
 
 class HostCopy:
     """A 1-d int32 array on its way to pinned memory of the host, copied by the current stream of its device."""
 
     def __init__(self, x: Array) -> None:
-        with x.device:
+        with explained("the verdict was sent to the host"), x.device:
             refuse_capture("a copy to the host")
             stream = cupy.cuda.get_current_stream()
             self._sent = cupy.ascontiguousarray(x)
@@ -39,11 +36,9 @@ class HostCopy:
             self._sent.data.copy_to_host_async(self._received.ctypes.data, self._sent.nbytes, stream)
             self._copied = cupy.cuda.Event(disable_timing=True)
             self._copied.record(stream)
-        for copy in list(_under_way):
-            if is_over(copy._copied):
-                # Another thread may have been first.
-                _under_way.pop(copy, None)
-        _under_way[self] = None
+            forget_all_over()
+        # Nobody may ask for it.
+        keep_until(self._copied, (self._sent, self._received))
 
     def is_done(self) -> bool:
         """Tell whether the host has it; no wait."""
@@ -78,7 +73,8 @@ class CupyBackend(Backend):
 
     def move(self, x: Array, like: Array, /) -> Array:
         """Return a 0-d array on the device of ``like``; the streams wait for each other, and not the host."""
-        return _moved(x, like.device)
+        with explained("a number was copied to another device"):
+            return _moved(x, like.device)
 
     def refuse_tracing(self, what: str, /) -> None:
         """Raise CallOrderError while the current stream is capturing a CUDA graph."""

@@ -14,12 +14,11 @@ from cupy.cuda import runtime
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
 __all__ = [
-    *("explained", "is_over", "nccl_module", "nccl_package", "refuse_capture", "require_device", "require_nccl"),
+    *("explained", "nccl_module", "nccl_package", "refuse_capture", "require_device", "require_nccl"),
     "version_text",
 ]
 
 # Of CUDA's runtime; if the driver has the same condition, it has the same number.
-_NOT_READY = 600
 _NO_DEVICE = 100
 _OLD_DRIVER = (35, 36, 222)  # for the runtime; for a call; for a compiled kernel
 _INSTALL_DRIVER = "install NVIDIA's driver, or start the container with --gpus all"
@@ -122,14 +121,3 @@ def refuse_capture(what: str) -> None:
             f"capture gradscale.unscale(grads, state, out=grads) and policy.update, and step outside of the graph"
         )
         raise CallOrderError(msg)
-
-
-def is_over(event: cupy.cuda.Event) -> bool:
-    """Tell whether a device has come to an event; no wait. CUDARuntimeError if the device has failed.
-
-    ``Event.done`` takes a failure for not being ready.
-    """
-    status = runtime.eventQuery(event.ptr)
-    if status not in (0, _NOT_READY):
-        raise runtime.CUDARuntimeError(status)
-    return bool(status == 0)

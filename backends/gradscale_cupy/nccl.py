@@ -15,7 +15,8 @@ from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.groups import GroupWait
-from gradscale_cupy.availability import is_over, nccl_module, refuse_capture, require_nccl
+from gradscale_cupy.availability import explained, nccl_module, refuse_capture, require_nccl
+from gradscale_cupy.events import forget, is_over, keep_until
 
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "backend"]
 
@@ -111,30 +112,32 @@ class NCCLCollectives:
                 f"{x.device.id}: pass arrays of one device and a communicator that was made on it"
             )
             raise InvalidValueError(msg)
-        with cupy.cuda.Device(self.device):
+        with explained("an agreement over NCCL was begun"), cupy.cuda.Device(self.device):
             refuse_capture("an agreement over NCCL")
             values = x if is_ours else cupy.asarray(registry.backend_for(x).read(x), dtype=cupy.int32)
             send = cupy.ascontiguousarray(values)
             result = cupy.empty_like(send)
             event = cupy.cuda.Event(disable_timing=True)
             self._start(send, result, cupy.cuda.get_current_stream(), event)
+        # Its memory may be that of another library, which hands it on as soon as nobody holds it.
+        keep_until(event, send)
 
-        # It holds the array that NCCL reads until the device is done with it.
         @functools.cache
-        def finish(_held: Array = send) -> Array:
+        def finish() -> Array:
             self.require_usable()
             self._group.run(lambda: self._poll(lambda: is_over(event)))
+            forget(event)
             if is_ours:
                 return result
             where = registry.backend_for(x).placement(x)
-            with cupy.cuda.Device(self.device):
+            with explained("an agreement over NCCL was read"), cupy.cuda.Device(self.device):
                 return xp.asarray(cupy.asnumpy(result).tolist(), dtype=x.dtype, device=where)
 
         return finish
 
     def example(self) -> Array:
         """Return a 0-d float32 array on the communicator's device: a rank that never has one takes part with CuPy's."""
-        with cupy.cuda.Device(self.device):
+        with explained("an array was made on the communicator's device"), cupy.cuda.Device(self.device):
             return cupy.zeros((), dtype=cupy.float32)
 
     def _start(self, send: Array, result: Array, stream: cupy.cuda.Stream, event: cupy.cuda.Event) -> None:

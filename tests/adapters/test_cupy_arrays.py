@@ -225,15 +225,18 @@ def test_errors_of_cuda_say_what_was_done_and_what_is_missing(
         raise CUDADriverError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
     x = cupy_backend.start_read(cupy.ones(1, dtype=np.int32))
-    launch, read = (cupy.RawKernel, "__call__"), "the verdict was read"
+    launch, read, wait = (cupy.RawKernel, "__call__"), "the verdict was read", (cupy.cuda.Stream, "wait_event")
     for doing, failing, call in (
         ("gradients were unscaled", launch, lambda: cupy_backend.unscale(grads, state, out=grads)),
         ("gradients were clipped", launch, lambda: cupy_backend.multiply_in_place(grads, state.scale)),
         (read, (cupy.cuda.Event, "synchronize"), x),
         (read, (cupy.ndarray, "get"), lambda: cupy_backend.read(grads[0])),
+        # One copy is under way, whose event is asked for.
+        ("the verdict was sent to the host", (cupy.cuda.Event, "broken"), lambda: cupy_backend.start_read(grads[0])),
+        ("a number was copied to another device", wait, lambda: cupy_backend.move(state.scale, array_on(cupy, 1, 0.0))),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(*failing, fail)
+            patch.setattr(*failing, 700 if failing[1] == "broken" else fail)
             with pytest.raises(BackendError, match=f"CUDA failed while {doing}: cudaErrorIllegalAddress"):
                 call()
     monkeypatch.setattr(cupy, "zeros", find_none, raising=False)
@@ -292,6 +295,13 @@ def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any, monkeypatch
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(run, range(4)))
     sys.setswitchinterval(interval)
+
+
+def test_the_package_names_what_it_brings(cupy: Any) -> None:  # noqa: ARG001
+    import gradscale_cupy
+
+    assert set(gradscale_cupy.__all__) == {"CupyBackend", "NCCLCollectives", "backend"}
+    assert isinstance(gradscale_cupy.backend, gradscale_cupy.CupyBackend)
 
 
 def test_the_adapter_can_be_copied_and_pickled(cupy: Any, cupy_backend: Any) -> None:

@@ -6,10 +6,12 @@ Nothing here runs on a device.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ import pytest
 from host_nccl import NcclCommunicator, NcclError, World
 from optimizers import Tree
 
+import gradscale
 from gradscale import BackendError, BackendNotAvailableError, CallOrderError, CollectiveTimeoutError, ShardedGradScaler
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -230,6 +233,39 @@ def test_a_stream_of_each_thread_is_used_in_this_one(cupy: Any, adapter: Any, mo
     collectives, comm = alone(adapter, World(1))
     collectives.start_max(vector(cupy, [1]))
     assert comm.issued_by == [threading.current_thread().name]
+
+
+def test_what_nccl_reads_is_kept_until_it_is_done_though_nobody_asks_for_the_result(cupy: Any, adapter: Any) -> None:
+    collectives, comm = alone(adapter, World(2))
+    # Such as torch's, which hands memory on as soon as nobody holds it.
+    memory = np.array([3, -4], dtype=np.int32)
+    held = weakref.ref(memory)
+    collectives.start_max(host_cupy.Ndarray(memory, cupy.cuda.Device()))
+    del memory
+    gc.collect()
+    assert held() is not None
+    # Which ends what is under way.
+    comm.abort()
+    gradscale.registry.get("cupy").start_read(vector(cupy, [1]))()
+    gc.collect()
+    assert held() is None
+
+
+def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
+    cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **_options: Any) -> Any:
+        raise cupy.cuda.runtime.CUDARuntimeError(700)
+
+    collectives, _ = alone(adapter, World(1), PATIENCE)
+    pending = collectives.start_max(np.ones(1, dtype=np.int32))
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy, "asnumpy", fail)
+        with pytest.raises(BackendError, match="while an agreement over NCCL was read: cudaErrorIllegalAddress"):
+            pending()
+    monkeypatch.setattr(cupy, "empty_like", fail, raising=False)
+    with pytest.raises(BackendError, match="while an agreement over NCCL was begun: cudaErrorIllegalAddress"):
+        collectives.start_max(vector(cupy, [1]))
 
 
 def test_a_step_over_two_groups_waits_for_each_once(cupy: Any, adapter: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,18 +108,28 @@ def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy: Any, comm: A
     assert cupy.asnumpy(result).tolist() == [4, -3]
 
 
-def test_another_stream_has_the_result(cupy: Any, comm: Any) -> None:
+@pytest.mark.parametrize("kind", ["streams", "threads"])
+def test_another_stream_has_the_result(cupy: Any, comm: Any, kind: str) -> None:
     from gradscale_cupy.nccl import NCCLCollectives
 
     collectives = NCCLCollectives(comm, 60.0)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    for milliseconds in (0, 200):
-        with streams[0]:
+    # The default stream of a thread has the same handle in each.
+    first, second = [cupy.cuda.Stream.ptds] * 2 if kind == "threads" else streams
+    pending: list[Any] = []
+
+    def begin(milliseconds: int) -> None:
+        with cupy.cuda.Device(0), first:
             x = cupy.asarray([3, -4], dtype=np.int32)
             stall(cupy, milliseconds)
-            pending = collectives.start_max(x)
-        with streams[1]:
-            assert cupy.asnumpy(pending() + 1).tolist() == [4, -3]
+            pending.append(collectives.start_max(x))
+
+    for milliseconds in (0, 200):
+        thread = threading.Thread(target=begin, args=(milliseconds,))
+        thread.start()
+        thread.join()
+        with second:
+            assert cupy.asnumpy(pending.pop()() + 1).tolist() == [4, -3]
 
 
 def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: Any) -> None:

@@ -356,6 +356,7 @@ class HostCupy(types.ModuleType):
         self.cuda.alloc_pinned_memory = _pinned
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
+        self.cuda.nccl = SimpleNamespace(available=False)
         self.cuda.runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
             driverGetVersion=lambda: 13020 if devices else 0,
