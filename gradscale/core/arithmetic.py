@@ -217,7 +217,10 @@ def inverse_factors(scale: Array) -> tuple[Array, Array]:
 
 
 def reciprocal(x: Array) -> Array:
-    """Return 1/x of a 0-d float32, computed in float64 if possible: some compilers divide float32 inexactly."""
+    """Return 1/x of a 0-d float32, computed in float64 if possible: some compilers divide float32 inexactly.
+
+    Without float64 the last bit is the compiler's own, such as XLA's on a GPU; for powers of two there is no rounding.
+    """
     xp = array_namespace(x)
     if not has_float64(xp, device(x)):
         return as_0d_array(xp, xp.full_like(x, 1.0) / x)

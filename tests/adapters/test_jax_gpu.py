@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,17 @@ def test_the_adapter_conforms_on_the_device(device: Any) -> None:
     like = jnp.zeros((), device=device)
     dtypes = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64]
     gradscale.testing.check_backend(registry.get("jax"), like, dtypes=[jnp.dtype(dtype) for dtype in dtypes])
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 0.3, 3.0, 65521.0, 65536.0, 2.0**127])
+def test_a_scale_is_divided_out_exactly_or_to_two_units_if_it_is_no_power_of_two(device: Any, scale: float) -> None:
+    host = np.linspace(1.0, 2.0, 1001, dtype=np.float32) * np.float32(2.0**10)
+    state = DynamicScale(init_scale=scale).init(jnp.zeros((), device=device))
+    (made,), _ = gradscale.unscale([jnp.asarray(host, device=device)], state)
+    expected = host * np.float32(1.0 / float(np.float32(scale)))
+    # Two units of the reciprocal may be four of a product, which is rounded once more.
+    units = 0 if math.log2(scale).is_integer() else 5
+    assert np.abs(np.asarray(made).view(np.int32) - expected.view(np.int32)).max() <= units
 
 
 def test_a_compiled_run_is_the_cpus_bit_for_bit_and_transfers_nothing(device: Any) -> None:
