@@ -90,7 +90,7 @@ def parts(python: str) -> dict[str, Part]:
         # One by one, so that what ends one leaves the others' numbers.
         name = f"benchmarks-cupy-{case}"
         command = [python, "-m", "benchmarks", "--only", f"cupy-{case}", "--json", str(LOGS / f"{name}.json")]
-        found[name] = Part(command, [DEVICES["cupy"]], measures=True)
+        found[name] = Part(command, [DEVICES[x] for x in ("cupy", case) if x in DEVICES], measures=True)
     return found
 
 
@@ -193,13 +193,17 @@ class Run:
             finally:
                 with self._lock:
                     self._processes.remove(process)
-                _kill(process)  # also what it has left behind
+                _kill(process)
         if self.ended_by and status:
             return f"{self.ended_by}, and it was ended"
         return f"exit status {status}" if status else ""
 
-    def end(self) -> None:
-        """End all that is under way, once ``ended_by`` lets nothing begin."""
+    def end(self, why: str) -> None:
+        """Let nothing begin any more; ``watch`` ends what is under way."""
+        self.ended_by = self.ended_by or why
+
+    def kill(self) -> None:
+        """End what is under way."""
         with self._lock:
             for process in self._processes:
                 _kill(process)
@@ -211,13 +215,19 @@ class Run:
         text = log.read_text(errors="replace") if log.exists() else ""
         with self._lock:
             self.results.append({"name": name, "result": result, "reason": reason, "seconds": seconds})
-            for suffix, content in (("json", json.dumps(self.results, indent=2) + "\n"), ("txt", self.page())):
-                # Whole at every moment, in which this program may be killed.
-                (LOGS / "next").write_text(content)
-                (LOGS / "next").replace(FOLDER / f"gpu-report.{suffix}")
+            self.write()
             _say(f"{text}=== {_line(self.results[-1])}")
 
-    def page(self) -> str:
+    def write(self) -> str:
+        """Write both reports as of now, and return the page."""
+        page = self._page()
+        for suffix, content in (("txt", page), ("json", json.dumps(self.results, indent=2) + "\n")):
+            # Whole at every moment, in which this program may be killed.
+            (LOGS / "next").write_text(content)
+            (LOGS / "next").replace(FOLDER / f"gpu-report.{suffix}")
+        return page
+
+    def _page(self) -> str:
         """Return what came of all parts, and what they say of it."""
         told = [f"\n{each['name']}\n{told}" for each in self.results if (told := _told(str(each["name"])))]
         seconds = round(time.monotonic() - self.begin)
@@ -238,7 +248,8 @@ def _told(name: str) -> str:
     """Return what a part's log says, in few lines: numbers, what failed, what was left out, how far it came."""
     numbers, log = LOGS / f"{name}.json", LOGS / f"{name}.txt"
     if numbers.exists():
-        return "\n".join(map(_row, json.loads(numbers.read_text())["rows"]))
+        found = json.loads(numbers.read_text())
+        return "\n".join([*map(_row, found["rows"]), *found["not_run"].values()])
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = text.splitlines()
     if name == "doctor":
@@ -261,8 +272,8 @@ def _row(row: dict[str, object]) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a part and all that it has started."""
-    for pid in [*_children(process.pid), process.pid]:
+    """End a part and all that it has started; once it has ended, what it has left behind in its session."""
+    for pid in [*_children(process.pid), process.pid] if process.returncode is None else []:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
@@ -286,11 +297,11 @@ def watch(run: Run, work: dict[str, Part], folder: Path, jobs: int) -> None:
         while not all(future.done() for future in under_way):
             time.sleep(0.1)
             if time.monotonic() - run.begin > TOTAL:
-                run.ended_by = run.ended_by or f"all took longer than {TOTAL:g} s (GRADSCALE_GPU_TOTAL)"
+                run.end(f"all took longer than {TOTAL:g} s (GRADSCALE_GPU_TOTAL)")
             elif os.getppid() != caller:
-                run.ended_by = run.ended_by or "the program that called this one has ended"
+                run.end("the program that called this one has ended")
             if run.ended_by:
-                run.end()
+                run.kill()
     for future in under_way:
         future.result()
 
@@ -306,9 +317,9 @@ def main() -> int:
         folder, is_own = Path(made), python is not None
         run = Run(python or str(folder / "made" / "bin" / "python"), environment, is_own=is_own)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(
-                number, lambda got, _: setattr(run, "ended_by", f"this program got {signal.Signals(got).name}")
-            )
+            # nohup ignores one.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda got, _: run.end(f"this program got {signal.Signals(got).name}"))
         paths: dict[str, list[Path]] = {"PYTHONPATH": []}
         if is_own:
             registered(folder)
@@ -328,7 +339,7 @@ def main() -> int:
                 chosen = {name: part for name, part in chosen.items() if any(word in name for word in wanted)}
             for measures, jobs in ((False, JOBS), (True, 1)):
                 watch(run, {name: x for name, x in chosen.items() if x.measures == measures}, folder, jobs)
-    _say("\n" + run.page())
+    _say("\n" + run.write())
     passed = {each["name"] for each in run.results if each["result"] == "passed"} - {"install", "doctor"}
     return 0 if passed and not any(each["result"] == "failed" for each in run.results) else 1
 
