@@ -26,6 +26,9 @@ _SCALES = (1.0, 65536.0, 2.0**-10, 3.0, 2.0**127, validation.SMALLEST_NORMAL)
 _SWEPT = (65536.0, 3.0)
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1031,))
 _BAD = (math.inf, -math.inf, math.nan)
+_SMALLEST = validation.SMALLEST_NORMAL
+# Of the smallest normal float32, for subnormals before and after a division.
+_PARTS = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
 _FACTORS = (1.0, 0.5, 0.3, 0.0)
 # For libraries: round_to_float32 is the oracle.
 _VALUES = (1.0, -2.5, 0.0, 3.0, 65504.0, 2.0**-100)
@@ -43,6 +46,8 @@ def _expect(what: str, got: object, expected: object) -> None:
 
 def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | None = None) -> None:
     """Check an array adapter against the pure core, bit for bit.
+
+    If the library takes subnormals for 0, as CuPy's kernels and XLA do, the adapter may keep them, exactly.
 
     Parameters
     ----------
@@ -97,6 +102,8 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
             for values in few if scale in _SWEPT else ():
                 for check in checks:
                     check(backend, state, values)
+            if dtype == xp.float32 and "unscale" in overridden:
+                _check_subnormals(backend, like, scale)
 
 
 def _check_reading(backend: Backend, xp: ModuleType, device: object) -> None:
@@ -137,6 +144,30 @@ def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:
         (got,), _ = backend.read_summaries([xp.asarray(special, dtype=dtype, device=device_of(values[0]))])
         if got != summaries.Summary(5, 0, 0, 2, 2, tiny):
             _fail(f"summarize of {special}, dtype {dtype}, must say 2 zeros, 2 subnormals, largest {tiny}, got {got}")
+
+
+def _check_subnormals(backend: Backend, like: Array, scale: float) -> None:
+    """Check ``unscale`` on float32 subnormals, given and made, against Python's numbers."""
+    xp, device = array_namespace(like), device_of(like)
+    values = [sign * validation.round_to_float32(_SMALLEST * part) for part in _PARTS for sign in (1.0, -1.0)]
+    given = xp.asarray(values, dtype=xp.float32, device=device)
+    (made,), _ = backend.unscale([given], DynamicScale(init_scale=scale).init(like))
+    bits = backend.bits(made)
+    if bits is None:
+        return
+    is_lost = _loses_subnormals(backend, xp, device)
+    inverse = validation.round_to_float32(1.0 / scale)
+    for value, got in zip(values, backend.read(bits), strict=True):
+        kept = validation.round_to_float32(value * inverse)
+        is_subnormal = min(abs(value), abs(kept)) < _SMALLEST
+        if got != validation.bits_of_float32(kept) and not (
+            is_lost and is_subnormal and got == validation.bits_of_float32(math.copysign(0.0, value))
+        ):
+            who = "the library takes subnormals for 0" if is_lost else "the library keeps subnormals"
+            _fail(
+                f"unscale of {value!r}, scale {scale}, must give {kept!r}{' or 0' * is_lost}, since {who}, got "
+                f"{validation.float32_from_bits(got)!r}"
+            )
 
 
 def _value_sets(xp: ModuleType, device: object, dtype: object, *, everywhere: bool = True) -> Iterator[list[Array]]:
@@ -278,7 +309,10 @@ def _expect_arrays(
 
 
 def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
-    """Tell whether arrays of one dtype hold the same values, with NaN equal to NaN and -0 apart from 0."""
+    """Tell whether arrays of one dtype hold the same values, with NaN equal to NaN and -0 apart from 0.
+
+    If the library takes subnormals for 0, the first ones may hold what is lost: ``_check_subnormals`` sees to them.
+    """
     if not ones or not others:
         return len(ones) == len(others)
     xp = array_namespace(ones[0])
@@ -288,8 +322,26 @@ def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> b
         same = xp.logical_or(xp.logical_not(xp.logical_or(xp.isfinite(a), xp.isfinite(b))), a == b)
     else:
         both_nan = xp.logical_and(xp.isnan(a), xp.isnan(b))
-        same = xp.logical_or(both_nan, xp.logical_and(a == b, xp.signbit(a) == xp.signbit(b)))
+        layout = summaries.layout_of(ones[0].dtype)
+        bits = [[backend.bits(x) for x in arrays] for arrays in (ones, others)]
+        if layout is None or any(x is None for arrays in bits for x in arrays):
+            equal = xp.logical_and(a == b, xp.signbit(a) == xp.signbit(b))
+        else:
+            # A library that takes subnormals for 0 compares them as such, too.
+            a, b = (xp.concat([xp.reshape(x, (-1,)) for x in arrays]) for arrays in bits)
+            equal = a == b
+            if _loses_subnormals(backend, xp, device_of(a)):
+                is_lost = xp.logical_and(b & layout.mask == 0, a & layout.mask < layout.smallest_normal)
+                equal = xp.logical_or(equal, xp.logical_and(is_lost, (a < 0) == (b < 0)))
+        same = xp.logical_or(both_nan, equal)
     return _host(backend, xp.astype(xp.all(same), xp.int32)) == 1
+
+
+def _loses_subnormals(backend: Backend, xp: ModuleType, device: object) -> bool:
+    """Tell whether the library takes subnormals for 0."""
+    smallest, half = (xp.full((1,), value, dtype=xp.float32, device=device) for value in (_SMALLEST, 0.5))
+    bits = backend.bits(smallest * half)
+    return bits is not None and backend.read(bits) == [0]
 
 
 def _flat(xp: ModuleType, x: Array) -> Array:

@@ -61,6 +61,20 @@ def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
+def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cupy: Any, cupy_backend: Any) -> None:
+    class Wrong(type(cupy_backend)):  # type: ignore[misc]
+        def unscale(self, grads: Any, state: Any, /, **options: Any) -> Any:
+            made, nonfinite = super().unscale(grads, state, **options)
+            for x in made:
+                bits = x.view(np.int32)
+                magnitude = bits & 0x7FFFFFFF
+                bits[...] = bits ^ ((magnitude > 0) & (magnitude < 1 << 23))
+            return made, nonfinite
+
+    with pytest.raises(AssertionError, match=r"must give .* or 0, since the library takes subnormals for 0, got"):
+        check_backend(Wrong(), cupy.zeros((), dtype=np.float32), dtypes=[np.float32])
+
+
 def test_the_norm_comes_from_the_launches_that_unscale_and_the_host_reads_once_in_the_step(cupy: Any) -> None:
     grads = [cupy.ones(k, dtype=np.float32) for k in (9, 0, 7)] + [cupy.ones((4, 4), dtype=np.float16)]
     optimizer, scaler = Tree(grads), ready(cupy)

@@ -185,6 +185,21 @@ def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said
         gradscale.testing.conformance._check_unscale(wrong, state, [np.array([-0.0], np.float32)], 65536.0)
 
 
+@pytest.mark.numpy
+def test_an_adapter_that_takes_subnormals_for_0_fails_where_the_library_keeps_them() -> None:
+    numpys: Any = type(gradscale.registry.get("numpy"))
+
+    class Flushing(numpys):  # type: ignore[misc]
+        def unscale(self, grads: Any, state: Any, /, **options: Any) -> Any:
+            made, count = super().unscale(grads, state, **options)
+            for x in made:
+                x[np.abs(x) < 2.0**-126] *= 0
+            return made, count
+
+    with pytest.raises(AssertionError, match=r"must give 8\.8.*e-39, since the library keeps subnormals, got 0\.0"):
+        check_backend(Flushing(), np.zeros(()), dtypes=[np.dtype(np.float32)])
+
+
 def test_an_object_that_is_no_backend_fails() -> None:
     with pytest.raises(gradscale.InvalidTypeError, match=r"derives from gradscale\.Backend"):
         check_backend(object(), np.zeros(()))  # type: ignore[arg-type]

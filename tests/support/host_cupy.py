@@ -167,7 +167,7 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._x.copy()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        return _call(getattr(ufunc, method), inputs, options)
+        return _call(_flushing(getattr(ufunc, method)), inputs, options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _READS:
@@ -177,7 +177,8 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         if isinstance(found, np.ndarray):
             return Ndarray(found, self.device)
         if callable(found):
-            return lambda *args, **options: _call(found, args, options, self.device)
+            cast = (lambda *args, **options: _flushed(found(*args, **options))) if name == "astype" else found
+            return lambda *args, **options: _call(cast, args, options, self.device)
         return found
 
     # Asked for most.
@@ -243,6 +244,24 @@ def _call(function: Callable[..., Any], args: Any, options: dict[str, Any], home
     if given is not None:
         return given[0] if isinstance(given, tuple) else given
     return _wrapped(made, first)
+
+
+def _flushed(x: Any) -> Any:
+    """Return values with 0 in the place of float32 subnormals, for which CuPy's own kernels take them (-ftz=true)."""
+    if getattr(x, "dtype", None) != np.float32:
+        return x
+    is_subnormal = (x != 0) & (np.abs(x) < np.finfo(np.float32).smallest_normal)
+    return np.where(is_subnormal, np.copysign(np.float32(0), x), x) if is_subnormal.any() else x
+
+
+def _flushing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of NumPy's that computes as CuPy's kernels do."""
+
+    def flushing(*args: Any, **options: Any) -> Any:
+        made = function(*map(_flushed, args), **options)
+        return made if "out" in options else _flushed(made)
+
+    return flushing
 
 
 class Stream:
@@ -373,7 +392,8 @@ class HostCupy(types.ModuleType):
         found = getattr(np, name)
         if not isinstance(found, type) and callable(found):
             # Asked for thousands of times, and found at once from now on.
-            vars(self)[name] = lambda *args, **options: _call(found, args, options)
+            function = _flushing(found) if isinstance(found, np.ufunc) else found
+            vars(self)[name] = lambda *args, **options: _call(function, args, options)
             return vars(self)[name]
         return found
 

@@ -19,10 +19,13 @@ _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\(\w
 def main(folder: Path, libraries: Path) -> int:
     """Compile what is in a folder, unless the library is there; return the exit status."""
     source = (folder / "kernel.cu").read_text(encoding="utf-8")
-    options = [
-        line for line in (folder / "options").read_text(encoding="utf-8").split("\n") if line[:2] in ("-D", "-I")
-    ]
-    key = "\n".join([source, *options, *((_HERE / name).read_text() for name in ("kernels.h", "../host_cuda.h"))])
+    given = (folder / "options").read_text(encoding="utf-8").split("\n")
+    options = [line for line in given if line[:2] in ("-D", "-I")]
+    # The kernels of unscale.cu say of each instruction that it keeps subnormals.
+    flushes = str("-ftz=true" in given and not any(line.startswith("-DGRADSCALE_") for line in options)).lower()
+    key = "\n".join(
+        [source, flushes, *options, *((_HERE / name).read_text() for name in ("kernels.h", "../host_cuda.h"))]
+    )
     made = libraries / f"{hashlib.sha256(key.encode()).hexdigest()}.so"
     if not made.exists():
         # Blocks run one after the other, and share what is as large as any asks for.
@@ -37,7 +40,8 @@ def main(folder: Path, libraries: Path) -> int:
         meets = str(any(word in source for word in ("__sync", "__shfl"))).lower()
         whole = folder / "kernel.cpp"
         whole.write_text(
-            source + "\n" + "\n".join(f"PREPARED_KERNEL({name}, {meets})" for name in names), encoding="utf-8"
+            source + "\n" + "\n".join(f"PREPARED_KERNEL({name}, {meets}, {flushes})" for name in names),
+            encoding="utf-8",
         )
         part = f"{made}.{os.getpid()}"
         command = ["c++", "-shared", *FLAGS, "-include", libraries / "kernels.h", *options, whole, "-o", part]

@@ -51,8 +51,23 @@ inline T atomicAdd(T* address, T value) {
     return before;
 }
 
+// As -ftz=true has it, and for doubles, too: subnormals are read and written as 0.
+inline host::Launch flushing(host::Launch launch) {
+#ifdef __SSE__
+    return [launch](unsigned int blocks, unsigned int threads) {
+        const unsigned int before = __builtin_ia32_stmxcsr();
+        __builtin_ia32_ldmxcsr(before | 0x8040);
+        const char* failure = launch(blocks, threads);
+        __builtin_ia32_ldmxcsr(before);
+        return failure;
+    };
+#endif
+    return launch;
+}
+
 // By which driver.cpp launches a kernel.
-#define PREPARED_KERNEL(kernel, meets)                                       \
-    extern "C" host::Launch* prepare_##kernel(void* const* arguments) {      \
-        return new host::Launch(host::prepared(kernel, arguments, meets));   \
+#define PREPARED_KERNEL(kernel, meets, flushes)                                    \
+    extern "C" host::Launch* prepare_##kernel(void* const* arguments) {            \
+        const host::Launch launch = host::prepared(kernel, arguments, meets);      \
+        return new host::Launch(flushes ? flushing(launch) : launch);              \
     }
