@@ -52,7 +52,9 @@ DEVICES = {
 TESTS = "import numpy, array_api_compat, pytest, hypothesis, ml_dtypes"
 PLOTS = "import numpy, array_api_compat, matplotlib, tqdm"
 # Lines of a part's log that belong on the page.
-TELLING = re.compile(r"(FAILED|ERROR|SKIPPED) |E   |=+ .*(passed|failed|error|no tests ran).* =+$|(not run|failed): ")
+TELLING = re.compile(
+    r"(FAILED|ERROR|SKIPPED) |E   |=+ .*(passed|failed|error|no tests ran).* =+$|[\w.]*(Error|Exception): "
+)
 MOST_LINES = 25
 
 
@@ -250,7 +252,9 @@ def _told(name: str) -> str:
     if numbers.exists():
         found = json.loads(numbers.read_text())
         return "\n".join([*map(_row, found["rows"]), *found["not_run"].values()])
-    text = log.read_text(errors="replace") if log.exists() else ""
+    if not log.exists():
+        return ""
+    text = log.read_text(errors="replace")
     lines = text.splitlines()
     if name == "doctor":
         return "\n".join(lines)

@@ -29,6 +29,7 @@ _BAD = (math.inf, -math.inf, math.nan)
 _SMALLEST = validation.SMALLEST_NORMAL
 # Of the smallest normal float32, for subnormals before and after a division.
 _PARTS = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
+_OF_FLOAT32 = (23, 7)  # bits of the fractions of float32, and of bfloat16, which is computed in it
 _FACTORS = (1.0, 0.5, 0.3, 0.0)
 # For libraries: round_to_float32 is the oracle.
 _VALUES = (1.0, -2.5, 0.0, 3.0, 65504.0, 2.0**-100)
@@ -319,21 +320,25 @@ def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> b
     a, b = (xp.concat([_flat(xp, x) for x in arrays]) for arrays in (ones, others))
     if _is_complex(a):
         # Libraries differ in the products of complex infinities, of which only that they are not finite is compared.
-        same = xp.logical_or(xp.logical_not(xp.logical_or(xp.isfinite(a), xp.isfinite(b))), a == b)
+        return _all(backend, xp.logical_or(xp.logical_not(xp.logical_or(xp.isfinite(a), xp.isfinite(b))), a == b))
+    both_nan = xp.logical_and(xp.isnan(a), xp.isnan(b))
+    layout = summaries.layout_of(ones[0].dtype)
+    bits = [[backend.bits(x) for x in arrays] if layout is not None else [None] for arrays in (ones, others)]
+    if layout is None or any(x is None for arrays in bits for x in arrays):
+        same = xp.logical_or(both_nan, xp.logical_and(a == b, xp.signbit(a) == xp.signbit(b)))
     else:
-        both_nan = xp.logical_and(xp.isnan(a), xp.isnan(b))
-        layout = summaries.layout_of(ones[0].dtype)
-        bits = [[backend.bits(x) for x in arrays] for arrays in (ones, others)]
-        if layout is None or any(x is None for arrays in bits for x in arrays):
-            equal = xp.logical_and(a == b, xp.signbit(a) == xp.signbit(b))
-        else:
-            # A library that takes subnormals for 0 compares them as such, too.
-            a, b = (xp.concat([xp.reshape(x, (-1,)) for x in arrays]) for arrays in bits)
-            equal = a == b
+        # A library that takes subnormals for 0 compares them as such, too.
+        a, b = (xp.concat([xp.reshape(x, (-1,)) for x in arrays]) for arrays in bits)
+        same = xp.logical_or(both_nan, a == b)
+        if layout.fraction_bits in _OF_FLOAT32 and not _all(backend, same):
+            is_lost = xp.logical_and(b & layout.mask == 0, a & layout.mask < layout.smallest_normal)
             if _loses_subnormals(backend, xp, device_of(a)):
-                is_lost = xp.logical_and(b & layout.mask == 0, a & layout.mask < layout.smallest_normal)
-                equal = xp.logical_or(equal, xp.logical_and(is_lost, (a < 0) == (b < 0)))
-        same = xp.logical_or(both_nan, equal)
+                same = xp.logical_or(same, xp.logical_and(is_lost, (a < 0) == (b < 0)))
+    return _all(backend, same)
+
+
+def _all(backend: Backend, same: Array) -> bool:
+    xp = array_namespace(same)
     return _host(backend, xp.astype(xp.all(same), xp.int32)) == 1
 
 

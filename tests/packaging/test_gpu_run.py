@@ -61,7 +61,9 @@ if scenario.get("slow", "nothing") in command:
 if scenario.get("meeting"):
     time.sleep(0.2)
 (here / str(os.getpid())).unlink()
-sys.exit(int(scenario.get("failing", "nothing") in command))
+if scenario.get("failing", "nothing") in command:
+    print("ValueError: of a part\\nand more", flush=True)
+    sys.exit(1)
 """
 PARTS = ["doctor", "tests-cupy", "tests-torch", "tests-jax", "example-cupy", "example-cupy-nccl", "example-cupy-mpi"]
 PARTS += ["example-fsdp2", "example-fsdp1", "example-ddp", "example-jax"]
@@ -105,6 +107,8 @@ def test_the_python_that_is_there_runs_all_that_its_libraries_allow_also_after_a
     page = (tmp_path / "gpu-report.txt").read_text()
     assert re.search(r"^failed   tests-torch \(\d+ s\) exit status 1$", page, re.MULTILINE)
     assert re.search(r"^left out tests-jax \(\d+ s\) No module named 'jax'$", page, re.MULTILINE)
+    assert "\n\ntests-torch\nValueError: of a part\n" in page
+    assert "\n\ntests-jax\n" not in page
     assert "\nunscale / a copy of as many bytes: 1.250, 80% of a copy's bandwidth, target 1.11: MISSED\n" in page
     # What was carried is found, behind the checkout, and JAX leaves memory to the others.
     for arguments, variables in calls:
