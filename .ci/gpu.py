@@ -102,8 +102,8 @@ def requirements(said: str) -> list[str]:
     if version is None or int(version[1]) < 12:
         sys.exit(f"the libraries need a driver of CUDA 12 or later: update NVIDIA's driver; nvidia-smi says\n{said}")
     cuda = min(int(version[1]), 13)
-    tested = re.findall(r"^torch==[^;\s]*", (ROOT / "tests" / "requirements.txt").read_text(), re.MULTILINE)
-    torch = "torch>=2.6,<2.11" if cuda == 12 else tested[0]  # from 2.11 on, pip finds one that is built for CUDA 13
+    (tested,) = re.findall(r'^ *"(torch==[^;]*);', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    torch = "torch>=2.6,<2.11" if cuda == 12 else tested  # from 2.11 on, pip finds one that is built for CUDA 13
     return [f"cupy-cuda{cuda}x[ctk]>=14", f"nvidia-nccl-cu{cuda}", torch, f"jax[cuda{cuda}]"]
 
 
@@ -331,8 +331,11 @@ def main() -> int:
                 paths = unpacked(Path(wheels), folder / "wheels")
         else:
             said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True).stdout
-            subprocess.run([os.environ.get("PYTHON", sys.executable), "-m", "venv", folder / "made"], check=True)
-            install = [run.python, "-m", "pip", "install", "-e", f"{ROOT}[mpich,cli,examples,optax,test]"]
+            # The pip that comes with Python 3.11 knows no dependency groups.
+            creator = [os.environ.get("PYTHON", sys.executable), "-m", "venv", "--upgrade-deps"]
+            subprocess.run([*creator, folder / "made"], check=True)
+            groups = [f"--group={ROOT / 'pyproject.toml'}:{name}" for name in ("test", "examples")]
+            install = [run.python, "-m", "pip", "install", "-e", f"{ROOT}[mpich,cli,optax]", *groups]
             watch(run, {"install": Part([*install, *requirements(said)], [])}, folder, 1)
         paths["PYTHONPATH"] = [ROOT, ROOT / "backends", ROOT / "tests", folder, *paths["PYTHONPATH"]]
         for variable, first in paths.items():

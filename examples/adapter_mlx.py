@@ -6,7 +6,7 @@ MLX follows the array API standard but for devices, of which its arrays and cons
 ``gradscale.testing.check_library(mx.zeros(1))`` says, and for ``sum(dtype=)``. This adds them; an adapter of a library
 that has all of the standard is ``MlxBackend`` alone. README_ADAPTER.md beside this file says what is needed.
 
-Needs, from a clone of gradscale: python -m pip install '.[mlx]'.
+Needs, from a clone of gradscale: python -m pip install '.[numpy]' --group mlx.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from shared.program import program_needs
 
-with program_needs("examples/adapter_mlx.py", "mlx"):
+with program_needs("examples/adapter_mlx.py", "numpy", groups="mlx"):
     import mlx.core as mx
 
 import gradscale

@@ -6,7 +6,7 @@ gradscale needs nothing of equinox: ``eqx.partition`` parts the arrays, which ar
 leaves. The micro-batches are inside the loss, in a ``lax.scan`` that JAX differentiates: there is one verdict for all
 of them, and their float16 gradients are added up in float32, the dtype of the parameters.
 
-Needs, from a clone of gradscale: python -m pip install '.[equinox,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[optax]' --group examples --group equinox.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from gradscale import DynamicScale
 from shared.program import program_needs
 
-with program_needs("examples/equinox_train.py", "equinox,examples"):
+with program_needs("examples/equinox_train.py", "optax", groups="examples equinox"):
     import equinox as eqx
     import jax
     import jax.numpy as jnp

@@ -6,7 +6,7 @@ gradscale needs nothing of flax: ``value_and_grad`` where ``jax.value_and_grad``
 skipped step must leave alone: parameters, optimizer state, and the running statistics of batch normalisation. The
 scaler's state is a field of the TrainState, and flax.serialization saves it with the rest.
 
-Needs, from a clone of gradscale: python -m pip install '.[flax,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[optax]' --group examples --group flax.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from gradscale import DynamicScale, ScaleState
 from shared.program import program_needs
 
-with program_needs("examples/flax_linen.py", "flax,examples"):
+with program_needs("examples/flax_linen.py", "optax", groups="examples flax"):
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -5,7 +5,7 @@
 gradscale needs nothing of flax: ``nnx.split`` gives the parameters as a pytree, and what changes beside them (here the
 running statistics of batch normalisation) as another. Both are selected on the verdict.
 
-Needs, from a clone of gradscale: python -m pip install '.[flax,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[optax]' --group examples --group flax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from gradscale import DynamicScale, ScaleState
 from shared.program import program_needs
 
-with program_needs("examples/flax_nnx.py", "flax,examples"):
+with program_needs("examples/flax_nnx.py", "optax", groups="examples flax"):
     import jax
     import jax.numpy as jnp
     import numpy as np

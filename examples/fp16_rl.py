@@ -9,7 +9,7 @@ of what was drawn: by how much, in either dtype, is the first thing that is prin
 small language model learns, by policy gradients, to write many vowels. The text comes with Python. Runs on CPUs through
 gloo, or, where each rank has a GPU, through NCCL.
 
-Needs, from a clone of gradscale: python -m pip install '.[torch,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[torch]' --group examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 
 from shared.program import program_needs
 
-with program_needs("examples/fp16_rl.py", "torch,examples", "matplotlib"):
+with program_needs("examples/fp16_rl.py", "torch", "matplotlib"):
     import torch
     import torch.distributed as dist
     from torch import Tensor

@@ -7,7 +7,7 @@ place of Lightning's. Lightning then scales, unscales, clips, skips, holds the l
 and saves the scaler's state in its checkpoints by itself. The example trains twice: once through, and once stopped
 halfway and resumed from the checkpoint, which must end in the very same bits.
 
-Needs, from a clone of gradscale: python -m pip install '.[lightning,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[lightning]' --group examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from gradscale import UpdateReport
 from shared.program import program_needs
 
-with program_needs("examples/lightning_plugin.py", "lightning,examples", "sklearn"):
+with program_needs("examples/lightning_plugin.py", "lightning", "sklearn"):
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.utilities.types import OptimizerLRScheduler

@@ -9,7 +9,7 @@ mean. Four runs from the same weights on the same batches: without the mistake; 
 to a norm of 1; and with it and gradscale.SkipSpikes. bfloat16 needs no scaling, so the scale is always 1. The text
 comes with Python. Runs on CPUs through gloo, or, where each rank has a GPU, through NCCL.
 
-Needs, from a clone of gradscale: python -m pip install '.[torch,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[torch]' --group examples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import argparse
 
 from shared.program import program_needs
 
-with program_needs("examples/spikes.py", "torch,examples", "matplotlib"):
+with program_needs("examples/spikes.py", "torch", "matplotlib"):
     import torch
     import torch.distributed as dist
     from torch import Tensor

@@ -12,8 +12,9 @@ With --group nccl the gradients, the weights and the ranks' agreement travel fro
 and tells them NCCL's id. With --group mpi all that travels is copied to the host first, so that any MPI will do, and
 ranks may share a GPU.
 
-Needs, from a clone of gradscale: python -m pip install '.[cupy,examples]'; for NCCL also nvidia-nccl-cu12, or for CUDA
-13 nvidia-nccl-cu13; for more than one rank '.[mpi]' where there is an MPI, else '.[mpich]'.
+Needs, from a clone of gradscale: python -m pip install '.[cupy]' cupy-cuda12x --group examples; for NCCL
+also nvidia-nccl-cu12 (for CUDA 13: cupy-cuda13x, nvidia-nccl-cu13); for more than one rank '.[mpi]' where there is an
+MPI, else '.[mpich]'.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from gradscale import GradScaler, ShardedGradScaler
 from shared.program import program_needs
 
-with program_needs("examples/train_cupy.py", "cupy,examples", "sklearn", "matplotlib"):
+with program_needs("examples/train_cupy.py", "cupy", "sklearn", "matplotlib"):
     import numpy as np
 
     from shared.digits import Array, backward, forward, initial_weights, mean_squared_error

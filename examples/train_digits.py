@@ -7,7 +7,7 @@ Three runs from the same weights on the same batches: float32; float16 without s
 rank takes its part of each batch, and owns one shard of the gradients, the float32 master weights and the optimizer
 state (as in ZeRO). Overflow in a shard is therefore seen by its owner alone, and all ranks must skip the step together.
 
-Needs, from a clone of gradscale: python -m pip install '.[examples]', and for more than one rank '.[mpich,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[mpich]' --group examples; without mpich, one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from gradscale import GradScaler, ShardedGradScaler
 from shared.program import program_needs
 
-with program_needs("examples/train_digits.py", "examples", "sklearn", "matplotlib"):
+with program_needs("examples/train_digits.py", "", "sklearn", "matplotlib"):
     import numpy as np
 
     from shared.digits import Array, backward, forward, initial_weights, mean_squared_error

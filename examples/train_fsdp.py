@@ -8,7 +8,7 @@ Three runs from the same weights on the same batches: float32 with DDP; float16 
 The text, 465 kB about the Python language, comes with Python. Runs on CPUs through gloo, or, where each rank has a
 GPU, through NCCL.
 
-Needs, from a clone of gradscale: python -m pip install '.[torch,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[torch]' --group examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from shared.program import program_needs
 
-with program_needs("examples/train_fsdp.py", "torch,examples", "matplotlib"):
+with program_needs("examples/train_fsdp.py", "torch", "matplotlib"):
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn

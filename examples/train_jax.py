@@ -11,7 +11,7 @@ and all must come to the same skipped steps, scales and scaler state, to the bit
 
 Runs on the host's processors as several devices, or, where JAX finds accelerators, on those.
 
-Needs, from a clone of gradscale: python -m pip install '.[jax,examples]'.
+Needs, from a clone of gradscale: python -m pip install '.[jax]' --group examples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradscale import DynamicScale, ScaleState, StaticScale
 from gradscale.core.protocols import Policy
 from shared.program import program_needs
 
-with program_needs("examples/train_jax.py", "jax,examples", "sklearn", "matplotlib"):
+with program_needs("examples/train_jax.py", "jax", "sklearn", "matplotlib"):
     import jax
     import jax.numpy as jnp
     import numpy as np

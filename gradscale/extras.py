@@ -5,24 +5,42 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
 
-__all__ = ["install_command", "needs", "remedy"]
+__all__ = ["install_command", "is_clone", "needs", "remedy", "with_place"]
 
 
-def install_command(extras: str) -> str:
-    """Return the command that installs gradscale with extras such as ``mpich,examples``, to be run in a clone."""
-    return f"python -m pip install '.[{extras}]'"
+# What an extra does not bring: CuPy is a distribution of another name for each CUDA.
+_BESIDES = {"cupy": " cupy-cuda12x"}
 
 
-def remedy(extras: str) -> str:
-    """Return the end of every message about a missing library: where to install from, and the command."""
-    return f"from a clone of gradscale: {install_command(extras)}"
+def is_clone() -> bool:
+    """Return whether this module lies in a clone, and not where pip has put it."""
+    return (Path(__file__).parents[1] / "pyproject.toml").exists()
+
+
+def install_command(extras: str, groups: str = "") -> str:
+    """Return the command for extras such as ``mpich,cli``, and for a clone's dependency groups such as ``examples``."""
+    source = "." if groups or is_clone() else "gradscale"
+    wanted = f"'{source}[{extras}]'" if extras else source
+    options = "".join(f" --group {group}" for group in groups.split())
+    return f"python -m pip install {wanted}{_BESIDES.get(extras, '')}{options}"
+
+
+def remedy(extras: str, groups: str = "") -> str:
+    """Return the end of every message about a missing library: the command, and where to run it."""
+    return with_place(install_command(extras, groups))
+
+
+def with_place(command: str) -> str:
+    """Return a command that :func:`install_command` has made after the place where it has to be run, if any."""
+    return command if "gradscale" in command else f"from a clone of gradscale: {command}"
 
 
 @contextlib.contextmanager
-def needs(user: str, extras: str, *modules: str) -> Iterator[None]:
+def needs(user: str, extras: str, *modules: str, groups: str = "") -> Iterator[None]:
     """Say what to install if an import inside this block fails.
 
     Parameters
@@ -30,9 +48,11 @@ def needs(user: str, extras: str, *modules: str) -> Iterator[None]:
     user : str
         The module, function or program that imports: the message begins with it.
     extras : str
-        Extras that bring all that it imports.
+        Extras that bring what it imports.
     *modules : str
         Top-level modules that are imported later. They are looked up, and not imported.
+    groups : str, default ""
+        Dependency groups of a clone that bring the rest of it.
 
     Raises
     ------
@@ -54,5 +74,5 @@ def needs(user: str, extras: str, *modules: str) -> Iterator[None]:
             # It says what to do already; or it is a fault of gradscale's own, which no extra mends.
             raise
         kind = MissingExtraError if isinstance(error, ModuleNotFoundError) else BackendNotAvailableError
-        msg = f"{user} needs {library or 'what cannot be imported'}, got: {cause}; {remedy(extras)}"
+        msg = f"{user} needs {library or 'what cannot be imported'}, got: {cause}; {remedy(extras, groups)}"
         raise kind(msg, name=error.name) from cause

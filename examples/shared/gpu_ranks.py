@@ -17,7 +17,7 @@ from shared.ranks import Ranks
 why_no_cupy = ""
 cupy: Any = None
 try:
-    with needs("examples/train_cupy.py", "cupy,examples"), warnings.catch_warnings():
+    with needs("examples/train_cupy.py", "cupy", groups="examples"), warnings.catch_warnings():
         # CuPy warns where it finds no NCCL, which matters to --group nccl alone.
         warnings.simplefilter("ignore")
         import cupy  # type: ignore[no-redef]

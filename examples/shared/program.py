@@ -12,10 +12,10 @@ __all__ = ["program_needs"]
 
 
 @contextlib.contextmanager
-def program_needs(program: str, extras: str, *modules: str) -> Iterator[None]:
+def program_needs(program: str, extras: str, *modules: str, groups: str = "examples") -> Iterator[None]:
     """End a program with one line if an import inside this block fails, and quietly if Ctrl-C interrupts it."""
     try:
-        with needs(program, extras, *modules):
+        with needs(program, extras, *modules, groups=groups):
             yield
     except BackendNotAvailableError as error:
         raise SystemExit(str(error)) from error

@@ -20,6 +20,7 @@ import gradscale
 from gradscale.cli.output import console, error_line, print_json, table
 from gradscale.cli.probe import Component, Details, components, find
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
+from gradscale.extras import with_place
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -46,7 +47,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """The reason, and the command if there is one."""
-        return f"{self.reason}; from a clone of gradscale: {self.command}" if self.command else self.reason
+        return f"{self.reason}; {with_place(self.command)}" if self.command else self.reason
 
 
 def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:

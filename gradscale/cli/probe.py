@@ -45,7 +45,7 @@ class Component:
 
     @property
     def command(self) -> str:
-        """The pip command, to be run in a clone, or an empty string."""
+        """The pip command, or an empty string."""
         return install_command(self.extra) if self.extra else ""
 
 

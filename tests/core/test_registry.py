@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
@@ -16,6 +17,7 @@ from libraries import Library
 import gradscale
 from gradscale import BackendError, BackendNotAvailableError, GradScaler, InvalidTypeError, registry
 from gradscale.core.backend import Backend
+from gradscale.extras import remedy
 from gradscale.testing import check_backend
 
 Install = Callable[..., None]
@@ -101,8 +103,8 @@ def test_nothing_is_imported_to_look_an_adapter_up(install: Install, monkeypatch
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("numpy", r"from a clone of gradscale: python -m pip install '\.\[numpy\]'"),
-        ("mpi4py", r"from a clone of gradscale: python -m pip install '\.\[mpi\]'"),
+        ("numpy", re.escape(remedy("numpy"))),
+        ("mpi4py", re.escape(remedy("mpi"))),
         ("mylib", "install the package that provides it"),
     ],
 )
@@ -130,7 +132,7 @@ def test_two_adapters_of_one_name_are_an_error_that_names_both_but_one_that_is_f
 
 def test_an_adapter_that_cannot_be_loaded_keeps_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(("numpy", "no_such_module_at_all:backend"), ("mine", "gradscale_mine:backend"))
-    said = r"no_such_module_at_all.*; from a clone of gradscale: python -m pip install '\.\[numpy\]'"
+    said = "no_such_module_at_all.*; " + re.escape(remedy("numpy"))
     with pytest.raises(BackendNotAvailableError, match=said) as caught:
         registry.get("numpy")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)

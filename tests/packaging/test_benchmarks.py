@@ -11,6 +11,8 @@ import pytest
 from axes import require
 from commands import python
 
+from gradscale.extras import remedy
+
 pytestmark = pytest.mark.tier("all")
 
 ON_PATH = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -41,7 +43,7 @@ def test_a_case_that_raises_is_a_failure_and_one_whose_library_is_missing_is_lis
         completed = bench(*arguments[0], path=arguments[1])
         assert completed.returncode == status, completed.stderr
         assert said in completed.stdout
-        assert status or "python -m pip install '.[torch]'" in completed.stdout
+        assert status or remedy("torch") in completed.stdout
         assert bench(*arguments[0], "--check", path=arguments[1]).returncode == 1
 
 

@@ -11,6 +11,8 @@ import pytest
 from axes import require
 from commands import python
 
+from gradscale.extras import remedy
+
 pytestmark = pytest.mark.tier("all")
 
 LIMIT = 120
@@ -148,7 +150,7 @@ def test_something_missing_is_listed_with_the_pip_command(tmp_path: Path) -> Non
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
     )
-    said = "torch not installed; from a clone of gradscale: python -m pip install '.[torch]'"
+    said = f"torch not installed; {remedy('torch')}"
     for required, status in ((), 0), (("--require", "torch"), 1):
         completed = doctor("torch", *required, PYTHONPATH=str(tmp_path))
         assert completed.returncode == status, completed.stderr

@@ -1,15 +1,17 @@
 """A library that is missing is the same kind of message everywhere: what is missing, and the line that installs it."""
 
-import importlib.metadata
+import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from axes import require
 from commands import python
 
+import gradscale
 from gradscale import BackendNotAvailableError, GradscaleError, MissingExtraError
-from gradscale.extras import needs
+from gradscale.extras import needs, remedy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,24 +60,29 @@ COMMANDS = [
     ("gradscale check --group torch", "torch", "check --group torch", "torch"),
 ]
 PROGRAMS = [
-    ("train_digits.py", "numpy tqdm sklearn matplotlib", "examples"),
-    ("train_cupy.py", "numpy matplotlib cupy", "cupy,examples"),
-    ("train_fsdp.py", "torch matplotlib", "torch,examples"),
-    ("fp16_rl.py", "torch matplotlib", "torch,examples"),
-    ("spikes.py", "torch matplotlib", "torch,examples"),
-    ("train_jax.py", "jax sklearn matplotlib", "jax,examples"),
-    ("lightning_plugin.py", "torch sklearn", "lightning,examples"),
-    ("flax_linen.py", "jax", "flax,examples"),
-    ("flax_nnx.py", "jax", "flax,examples"),
-    ("equinox_train.py", "equinox", "equinox,examples"),
-    ("adapter_mlx.py", "mlx", "mlx"),
+    ("train_digits.py", "numpy tqdm sklearn matplotlib", "", "examples"),
+    ("train_cupy.py", "numpy matplotlib cupy", "cupy", "examples"),
+    ("train_fsdp.py", "torch matplotlib", "torch", "examples"),
+    ("fp16_rl.py", "torch matplotlib", "torch", "examples"),
+    ("spikes.py", "torch matplotlib", "torch", "examples"),
+    ("train_jax.py", "jax sklearn matplotlib", "jax", "examples"),
+    ("lightning_plugin.py", "torch sklearn", "lightning", "examples"),
+    ("flax_linen.py", "jax", "optax", "examples flax"),
+    ("flax_nnx.py", "jax", "optax", "examples flax"),
+    ("equinox_train.py", "equinox", "optax", "examples equinox"),
+    ("adapter_mlx.py", "mlx", "numpy", "mlx"),
 ]
+METADATA = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())
 
 
-def message(user: str, library: str, extras: str) -> str:
+def message(user: str, library: str, extras: str, groups: str = "") -> str:
     got = f"No module named '{library}[.\\w]*'"
-    command = re.escape(f"python -m pip install '.[{extras}]'")
-    return f"{re.escape(user)} needs {library}, got: {got}; from a clone of gradscale: {command}"
+    is_clone = groups or "GRADSCALE_TEST_INSTALLED" not in os.environ
+    source = "." if is_clone else "gradscale"
+    command = "python -m pip install " + (f"'{source}[{extras}]'" if extras else source)
+    command += " cupy-cuda12x" * (extras == "cupy") + "".join(f" --group {group}" for group in groups.split())
+    place = "from a clone of gradscale: " if is_clone else ""
+    return f"{re.escape(user)} needs {library}, got: {got}; {place}{re.escape(command)}"
 
 
 def cases() -> list[object]:
@@ -83,54 +90,70 @@ def cases() -> list[object]:
     for number, (statement, library, user, extras) in enumerate(IMPORTS):
         tier = pytest.mark.tier("ranks" if number % 3 else "quick")
         needed = "torch" if user == "gradscale_torch.plugins" else "numpy"
-        case = ([statement], library, RAISED, user, extras, needed)
+        case = ([statement], library, RAISED, message(user, library, extras), needed)
         found.append(pytest.param(*case, id=f"{statement[:60]}-{library}", marks=tier))
     for command, libraries, user, extras in COMMANDS:
         for library in libraries.split():
-            found.append(
-                pytest.param(command.split(), library, "gradscale: ", user, extras, "cli", id=f"{user}-{library}")
-            )
-    for program, libraries, extras in PROGRAMS:
+            said = message(user, library, extras)
+            found.append(pytest.param(command.split(), library, "gradscale: ", said, "cli", id=f"{user}-{library}"))
+    for program, libraries, extras, groups in PROGRAMS:
         for library in libraries.split():
-            case = ([str(EXAMPLES / program)], library, "", f"examples/{program}", extras, "examples")
+            said = message(f"examples/{program}", library, extras, groups)
+            case = ([str(EXAMPLES / program)], library, "", said, "examples")
             found.append(pytest.param(*case, id=f"{program}-{library}", marks=pytest.mark.tier("ranks")))
     return found
 
 
-@pytest.mark.parametrize(("arguments", "library", "begin", "user", "extras", "needed"), cases())
+@pytest.mark.parametrize(("arguments", "library", "begin", "said", "needed"), cases())
 def test_what_is_missing_is_said_in_the_last_line(
-    arguments: list[str], library: str, begin: str, user: str, extras: str, needed: str
+    arguments: list[str], library: str, begin: str, said: str, needed: str
 ) -> None:
     require(needed)
     completed = python("-c", WITHOUT, library, *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
     assert completed.returncode in (1, 3)
     assert completed.stdout == ""
     *before, last = completed.stderr.splitlines()
-    assert re.fullmatch(re.escape(begin) + message(user, library, extras), last), completed.stderr
+    assert re.fullmatch(re.escape(begin) + said, last), completed.stderr
     # Programs print nothing else.
     assert begin == RAISED or not before
 
 
-def test_every_example_is_among_them_and_every_extra_that_is_named_is_one() -> None:
+def test_every_example_is_among_them_and_every_extra_and_group_that_is_named_is_one() -> None:
     assert {name for name, *_ in PROGRAMS} == {path.name for path in EXAMPLES.glob("*.py")}
-    named = {extra for *_, extras in (*IMPORTS, *COMMANDS, *PROGRAMS) for extra in extras.split(",")}
-    assert named <= set(importlib.metadata.metadata("gradscale").get_all("Provides-Extra") or [])
+    named = {extras for *_, extras in (*IMPORTS, *COMMANDS)} | {extras for *_, extras, _ in PROGRAMS if extras}
+    assert named <= {*METADATA["project"]["optional-dependencies"]}
+    assert {group for *_, groups in PROGRAMS for group in groups.split()} <= {*METADATA["dependency-groups"]}
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ("pyproject.toml", "from a clone of gradscale: python -m pip install '.[torch]'"),
+        ("another.py", "python -m pip install 'gradscale[torch]'"),
+    ],
+    ids=["clone", "installed"],
+)
+def test_a_command_is_that_of_a_clone_only_in_a_clone(tmp_path: Path, beside: str, said: str) -> None:
+    (tmp_path / "gradscale").symlink_to(Path(gradscale.__file__).parent)
+    (tmp_path / beside).touch()
+    completed = python(
+        "-P", "-c", "from gradscale.extras import remedy; print(remedy('torch'))", PYTHONPATH=str(tmp_path)
+    )
+    assert completed.stdout == f"{said}\n", completed.stderr
 
 
 def test_a_library_that_cannot_be_imported_is_not_called_missing() -> None:
     with pytest.raises(BackendNotAvailableError) as caught, needs("this", "torch"):
         raise ImportError("libfake.so.3: cannot open", name="torch._C")
     assert not isinstance(caught.value, ModuleNotFoundError)
-    assert str(caught.value) == (
-        "this needs torch, got: libfake.so.3: cannot open; from a clone of gradscale: python -m pip install '.[torch]'"
-    )
+    assert str(caught.value) == (f"this needs torch, got: libfake.so.3: cannot open; {remedy('torch')}")
     assert str(caught.value.__cause__) == "libfake.so.3: cannot open"
 
 
 def test_the_outermost_says_what_brings_all_that_it_needs() -> None:
-    with pytest.raises(MissingExtraError) as caught, needs("program.py", "torch,examples"), needs("inner", "torch"):
+    with pytest.raises(MissingExtraError) as caught, needs("program.py", "torch"), needs("inner", "torch"):
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    assert re.fullmatch(message("program.py", "torch", "torch,examples"), str(caught.value))
+    assert re.fullmatch(message("program.py", "torch", "torch"), str(caught.value))
     assert isinstance(caught.value, GradscaleError)
     assert isinstance(caught.value, ModuleNotFoundError)
 
@@ -161,5 +184,5 @@ def test_mpi4py_without_an_mpi_says_what_brings_one() -> None:
     completed = python("-c", "import gradscale_numpy.mpi", MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert completed.stderr.splitlines()[-1] == (
         "gradscale.errors.BackendNotAvailableError: gradscale_numpy.mpi needs an MPI library, got: cannot load MPI "
-        "library; load the cluster's, or from a clone of gradscale: python -m pip install '.[mpich]'"
+        f"library; load the cluster's, or {remedy('mpich')}"
     )

@@ -81,7 +81,7 @@ def test_a_command_is_one_line_that_says_how_long_it_takes_and_what_it_downloads
     page, block = COMMANDS[name]
     line, end = block.split("\n")
     assert end == ""
-    start = "python3 -m venv .venv && .venv/bin/python -m pip install "
+    start = "python3 -m venv --upgrade-deps .venv && .venv/bin/python -m pip install "
     assert re.fullmatch(re.escape(start) + r"[^&|;]+ && \.venv/bin/[^&|;]+", line), line
     before = PAGES[page].partition(f"<!-- command: {name} -->")[0].rstrip().rpartition("\n\n")[2]
     assert re.search(r"takes about \d+ minutes?\b", before), before
