@@ -16,6 +16,7 @@ step, or none does. ``unscale_`` is optional, for clipping. What there is beside
     what happened     scaler.last_step(optimizer), scaler.history: StepReport
                       UpdateReport, callbacks, plot
     which parameter   scaler.diagnose(optimizer): OverflowReport, ParameterReport
+    a bad batch       GradScaler(skip=SkipSpikes())
     other scalers     load_foreign_state: ForeignState
     what plugs in     Policy, Optimizer, Collectives; Backend, GroupBackend
                       registry, tree, testing
@@ -28,82 +29,51 @@ the command line there are ``gradscale doctor``, ``check`` and ``simulate``.
 import importlib
 import typing
 
-from gradscale import testing
-from gradscale.core import registry, tree
-from gradscale.core.backend import Backend
-from gradscale.core.ops import scale, select, unscale
-from gradscale.core.protocols import Collectives, GroupBackend, Optimizer, Policy, ScaleState
-from gradscale.errors import (
-    BackendError,
-    BackendNotAvailableError,
-    CallOrderError,
-    ClosureOverflowError,
-    CollectiveTimeoutError,
-    GradscaleError,
-    InvalidTypeError,
-    InvalidValueError,
-    LogWriteError,
-    MissingExtraError,
-    ScaleDesyncError,
-    ScaleUnderflowError,
-    SharedMemoryError,
-    StateDictError,
-)
-from gradscale.policies.dynamic import DynamicScale, StaticScale
-from gradscale.policies.spikes import SkipSpikes
-from gradscale.reports.overflow import OverflowReport, ParameterReport
-from gradscale.reports.steps import StepReport, UpdateReport
-from gradscale.scaler.group_agreement import GroupAgreement
-from gradscale.scaler.scaler import GradScaler, ShardedGradScaler
+# Each name is imported as itself, which makes it public, in place of a list in __all__: of the classes in such a list
+# help(gradscale) would print every method.
+from gradscale import testing as testing
+from gradscale.core import registry as registry
+from gradscale.core import tree as tree
+from gradscale.core.backend import Backend as Backend
+from gradscale.core.ops import scale as scale
+from gradscale.core.ops import select as select
+from gradscale.core.ops import unscale as unscale
+from gradscale.core.protocols import Collectives as Collectives
+from gradscale.core.protocols import GroupBackend as GroupBackend
+from gradscale.core.protocols import Optimizer as Optimizer
+from gradscale.core.protocols import Policy as Policy
+from gradscale.core.protocols import ScaleState as ScaleState
+from gradscale.errors import BackendError as BackendError
+from gradscale.errors import BackendNotAvailableError as BackendNotAvailableError
+from gradscale.errors import CallOrderError as CallOrderError
+from gradscale.errors import ClosureOverflowError as ClosureOverflowError
+from gradscale.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from gradscale.errors import GradscaleError as GradscaleError
+from gradscale.errors import InvalidTypeError as InvalidTypeError
+from gradscale.errors import InvalidValueError as InvalidValueError
+from gradscale.errors import LogWriteError as LogWriteError
+from gradscale.errors import MissingExtraError as MissingExtraError
+from gradscale.errors import ScaleDesyncError as ScaleDesyncError
+from gradscale.errors import ScaleUnderflowError as ScaleUnderflowError
+from gradscale.errors import SharedMemoryError as SharedMemoryError
+from gradscale.errors import StateDictError as StateDictError
+from gradscale.policies.dynamic import DynamicScale as DynamicScale
+from gradscale.policies.dynamic import StaticScale as StaticScale
+from gradscale.policies.spikes import SkipSpikes as SkipSpikes
+from gradscale.reports.overflow import OverflowReport as OverflowReport
+from gradscale.reports.overflow import ParameterReport as ParameterReport
+from gradscale.reports.steps import StepReport as StepReport
+from gradscale.reports.steps import UpdateReport as UpdateReport
+from gradscale.scaler.group_agreement import GroupAgreement as GroupAgreement
+from gradscale.scaler.scaler import GradScaler as GradScaler
+from gradscale.scaler.scaler import ShardedGradScaler as ShardedGradScaler
 
 if typing.TYPE_CHECKING:
-    from gradscale.interop.foreign import ForeignState, load_foreign_state
-    from gradscale.policies import presets
-    from gradscale.reports import callbacks, plot
-
-__all__ = [
-    "Backend",
-    "BackendError",
-    "BackendNotAvailableError",
-    "CallOrderError",
-    "ClosureOverflowError",
-    "CollectiveTimeoutError",
-    "Collectives",
-    "DynamicScale",
-    "ForeignState",
-    "GradScaler",
-    "GradscaleError",
-    "GroupAgreement",
-    "GroupBackend",
-    "InvalidTypeError",
-    "InvalidValueError",
-    "LogWriteError",
-    "MissingExtraError",
-    "Optimizer",
-    "OverflowReport",
-    "ParameterReport",
-    "Policy",
-    "ScaleDesyncError",
-    "ScaleState",
-    "ScaleUnderflowError",
-    "ShardedGradScaler",
-    "SharedMemoryError",
-    "SkipSpikes",
-    "StateDictError",
-    "StaticScale",
-    "StepReport",
-    "UpdateReport",
-    "callbacks",
-    "load_foreign_state",
-    "plot",
-    "presets",
-    "registry",
-    "scale",
-    "select",
-    "testing",
-    "tree",
-    "unscale",
-]
+    from gradscale.interop.foreign import ForeignState as ForeignState
+    from gradscale.interop.foreign import load_foreign_state as load_foreign_state
+    from gradscale.policies import presets as presets
+    from gradscale.reports import callbacks as callbacks
+    from gradscale.reports import plot as plot
 
 __version__ = "0.1.0"
 
@@ -128,4 +98,7 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    """Return the public names."""
+    modules = ("registry", "testing", "tree")
+    own = {name for name, found in globals().items() if name in modules or not isinstance(found, type(typing))}
+    return sorted({"__version__", *_LATER, *(name for name in own if not name.startswith("_"))})

@@ -34,7 +34,7 @@ def public(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, An
 WITHOUT = {vars(presets)[name] for name in presets.names()}
 PURE = {
     name: found
-    for name, found in (*public(gradscale, gradscale.__all__), *public(simulation, simulation.__all__))
+    for name, found in (*public(gradscale, dir(gradscale)), *public(simulation, simulation.__all__))
     if found not in WITHOUT and not (inspect.isclass(found) and issubclass(found, Exception))
 }
 
