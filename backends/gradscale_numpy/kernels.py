@@ -212,7 +212,7 @@ def bits(x: Array) -> Array | None:
 
 
 def summarize(array: Array) -> list[int]:
-    """Return the words of :func:`gradscale.core.summaries.summarize_arrays` for one array, counted block by block."""
+    """Return the words of ``gradscale.core.summaries.summarize_arrays`` for one array, counted block by block."""
     if array.dtype.type is np.longdouble:
         # Taking its largest magnitude apart takes longer than counting a block.
         found: list[int] = summarize_arrays([array]).tolist()

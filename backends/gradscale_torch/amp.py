@@ -105,7 +105,7 @@ def _setting(name: str, default: float = 1.0) -> property:
 
 
 class GradScaler(TorchGradScaler):
-    """A replacement of :class:`torch.amp.GradScaler`; over a mesh, too, if the parameters are DTensors (FSDP2).
+    """A replacement of ``torch.amp.GradScaler``; over a mesh, too, if the parameters are DTensors (FSDP2).
 
     Parameters
     ----------

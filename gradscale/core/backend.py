@@ -167,7 +167,7 @@ class Backend:
         return arithmetic.multiply_arrays(arrays, factor)
 
     def summarize(self, arrays: Sequence[Array], /) -> Array:
-        """Summarize at least one floating array, as :func:`gradscale.core.summaries.summarize_arrays` does."""
+        """Summarize at least one floating array, as ``gradscale.core.summaries.summarize_arrays`` does."""
         return summaries.summarize_arrays(arrays, self.bits)
 
     def read_summaries(

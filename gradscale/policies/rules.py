@@ -1,6 +1,6 @@
 """Rules of known systems that no setting of DynamicScale expresses; each is a policy, and says why it is one.
 
-Users make them by :mod:`gradscale.presets`. Like DynamicScale they are pure functions of a state, without a host read.
+Users make them by ``gradscale.presets``. Like DynamicScale they are pure functions of a state, without a host read.
 """
 
 from __future__ import annotations

@@ -1,0 +1,174 @@
+"""The site: the pages of the repository, from where they are, and the reference of every public name.
+
+``.ci/run docs`` builds it. A page is a Markdown file that ``contents.md`` names; one that it does not name is an error,
+and so is a link that leads nowhere, a name that is not there, and a public name that no page of ``api`` documents.
+"""
+
+import importlib
+import os
+import re
+import shutil
+import sys
+import tomllib
+import types
+import urllib.request
+from pathlib import Path
+
+from docutils import nodes
+from numpydoc.xref import DEFAULT_LINKS
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.ext.intersphinx import InventoryAdapter
+from sphinx.util import logging
+from sphinx.util.nodes import make_refnode
+
+import gradscale
+
+ROOT = Path(__file__).parents[2]
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = METADATA["urls"]["Source"]
+LOGGER = logging.getLogger(__name__)
+
+project = METADATA["name"]
+author = METADATA["authors"][0]["name"]
+copyright = author  # noqa: A001 (the name is Sphinx's)
+release = gradscale.__version__
+
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx"]
+extensions += ["sphinx.ext.viewcode", "sphinx_copybutton"]
+nitpicky = True
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the sections of parameters say them in words
+autosummary_generate = False
+add_module_names = False
+numpydoc_show_class_members = False
+numpydoc_xref_param_type = True
+# Types are words. Those that are names of gradscale become links, and any other stays a word.
+numpydoc_xref_ignore = "all"
+numpydoc_xref_aliases = {word: word for word in DEFAULT_LINKS}
+numpydoc_xref_aliases |= {name: f"gradscale.{name}" for name in dir(gradscale)}
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"gradscale {release}"
+html_static_path = [str(Path(__file__).parent / "site.css")]
+html_css_files = ["site.css"]
+html_theme_options = {"source_repository": REPOSITORY, "top_of_page_buttons": []}
+html_show_sourcelink = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+# What the packages' users know by these names. A host that cannot be reached takes its package's links with it, and
+# nothing else: references to that package are plain text then, those to gradscale are held to leading somewhere.
+INVENTORIES = {
+    "python": "https://docs.python.org/3/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "torch": "https://docs.pytorch.org/docs/stable/",
+    "jax": "https://docs.jax.dev/en/latest/",
+    "mpi4py": "https://mpi4py.readthedocs.io/en/stable/",
+    "optax": "https://optax.readthedocs.io/en/latest/",
+}
+
+
+def is_reachable(address: str) -> bool:
+    """Return whether an inventory can be had."""
+    try:
+        with urllib.request.urlopen(f"{address}objects.inv", timeout=10):
+            return True
+    except OSError:
+        return False
+
+
+intersphinx_mapping = {name: (address, None) for name, address in INVENTORIES.items() if is_reachable(address)}
+UNREACHED = INVENTORIES.keys() - intersphinx_mapping.keys()
+if UNREACHED:
+    LOGGER.info("not reached, so that nothing links there: %s", ", ".join(sorted(UNREACHED)))
+PACKAGES = (UNREACHED - {"python"}) | (sys.stdlib_module_names if "python" in UNREACHED else set())
+nitpick_ignore_regex = [(r"py:.*", rf"({'|'.join(sorted(PACKAGES))})(\..*)?")] if PACKAGES else []
+
+# The modules whose public names the reference has, all of them. gradscale_cupy cannot be imported without CuPy.
+DOCUMENTED = (
+    *("gradscale", "gradscale.errors", "gradscale.policies.rules", "gradscale.policies.simulation"),
+    *("gradscale_numpy", "gradscale_numpy.mpi", "gradscale_torch", "gradscale_torch.plugins", "gradscale_jax"),
+)
+
+PAGES = ("*.md", *(f"{folder}/*.md" for folder in (".github", "gradscale", "backends/*", "examples", "tests/**")))
+PAGES += (".ci/docs/api/*.rst",)
+LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+
+
+def place(path: Path) -> str:
+    """Return where the site has a page: where the repository has it, but for folders with a dot, and for READMEs."""
+    name = path.relative_to(ROOT).as_posix()
+    return re.sub(r"README\.md$", "index.md", re.sub(r"^\.(ci/docs|github)/", "", name))
+
+
+def gather(app: Sphinx, *_: object) -> None:
+    """Put the pages into the folder that is built, with links that lead from there."""
+    shutil.rmtree(app.srcdir)
+    pages = {path: place(path) for pattern in PAGES for path in ROOT.glob(pattern)}
+    for page, name in pages.items():
+
+        def moved(link: re.Match[str], page: Path = page, name: str = name) -> str:
+            target = Path(os.path.normpath(page.parent / link[1]))
+            if "://" in link[1] or not target.exists():
+                return link[1]
+            if target not in pages and target.suffix != ".svg":
+                return f"{REPOSITORY}/blob/main/{target.relative_to(ROOT).as_posix()}"
+            there = Path(app.srcdir, pages.get(target) or target.relative_to(ROOT))
+            if target not in pages:
+                there.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(target, there)
+            return os.path.relpath(there, Path(app.srcdir, name).parent)
+
+        text = page.read_text()
+        if page.suffix == ".md":
+            # The ways back are those of a reader who has no list of pages at the side.
+            text = re.sub(r"^\[Back to .*\n", "", LINK.sub(moved, text), flags=re.MULTILINE)
+        if name == "index.md":
+            text += "\n" + (Path(__file__).parent / "contents.md").read_text()
+        written = Path(app.srcdir, name)
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(text)
+
+
+def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Make links of the names that pages have in code, as they stand or as they are called: gradscale's and others'."""
+    names = app.env.domains["py"].objects
+    elsewhere = {
+        name: item.uri
+        for kind, items in InventoryAdapter(app.env).main_inventory.items()
+        if kind.startswith("py:")
+        for name, item in items.items()
+    }
+    for literal in list(doctree.findall(nodes.literal)):
+        if isinstance(literal.parent, nodes.reference) or "xref" in literal.get("classes", ()):
+            continue
+        name = re.sub(r"^scaler\.", "gradscale.GradScaler.", re.sub(r"\(.*\)$", "", literal.astext()))
+        if name in names and names[name].docname != docname:
+            found = names[name]
+            link = make_refnode(app.builder, docname, found.docname, found.node_id, literal.deepcopy(), name)
+            literal.replace_self(link)
+        elif "." in name and name in elsewhere:
+            literal.replace_self(nodes.reference("", "", literal.deepcopy(), internal=False, refuri=elsewhere[name]))
+
+
+def find_undocumented(_: Sphinx, env: BuildEnvironment) -> None:
+    """Hold the reference to having every public name; a module among them has its own names instead."""
+    modules = {name: importlib.import_module(name) for name in DOCUMENTED}
+    public = {name: dir(module) if module is gradscale else module.__all__ for name, module in modules.items()}
+    for name in public["gradscale"]:
+        if isinstance(getattr(gradscale, name), types.ModuleType):
+            public[f"gradscale.{name}"] = getattr(gradscale, name).__all__
+    documented = {*env.domains["py"].objects, *public, "gradscale.__version__"}
+    for missing in sorted({f"{module}.{name}" for module, names in public.items() for name in names} - documented):
+        LOGGER.warning("no page of the reference has %s", missing)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what Sphinx has no setting for."""
+    app.connect("config-inited", gather, priority=0)
+    app.connect("doctree-resolved", link_names)
+    app.connect("env-check-consistency", find_undocumented)
