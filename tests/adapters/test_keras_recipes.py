@@ -1,4 +1,4 @@
-"""The recipes for Keras on torch and on JAX: they skip, hold what must hold, and equal Keras's own to the bit."""
+"""Keras on torch and on JAX: its recipes skip, hold what must hold, and equal Keras's own scaler to the bit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from axes import require
+from commands import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 OVERFLOWS = [1, 3, 8]  # of 8 batches
@@ -19,15 +20,15 @@ OVERFLOWS = [1, 3, 8]  # of 8 batches
 pytestmark = pytest.mark.tier("all")
 
 
-def trained(backend: str, folder: Path) -> dict[str, Any]:
-    """Run the recipe for a backend in a process of its own, and return what it tells."""
+def told(backend: str, *arguments: str) -> dict[str, Any]:
+    """Run what there is for a backend in a process of its own, and return what it tells."""
     require(backend)
     # Not imported here, where it would settle on a backend.
     if importlib.util.find_spec("keras") is None:
         require("keras")
     inherited = os.environ.get("PYTHONPATH", "")
     ended = subprocess.run(
-        [sys.executable, str(SUPPORT / "keras_runner.py"), json.dumps(OVERFLOWS), str(folder)],
+        [sys.executable, str(SUPPORT / "keras_runner.py"), *arguments],
         env=os.environ
         | {
             "KERAS_BACKEND": backend,
@@ -44,18 +45,51 @@ def trained(backend: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
-)
+BACKENDS = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_keras_skips_as_by_its_own_optimizer(backend: str, tmp_path: Path) -> None:
-    answer = trained(backend, tmp_path)
+    answer = told(backend, "recipe", json.dumps(OVERFLOWS), str(tmp_path))
     assert answer["recipe"] == answer["own"]
     assert answer["recipe"]["iterations"] == 5
-    assert answer["scale"] == answer["own_scale"] == 2.0**13
-    assert answer["tracker"] == answer["own_tracker"] == 0
+    assert answer["scale"] == answer["own_scale"] == [2.0**13, 0]
     if backend == "torch":
         assert answer["skipped"] == [batch in OVERFLOWS for batch in range(1, 9)]
     # Saved, loaded and trained on.
     assert answer["loaded_on"] == answer["on"]
     assert answer["on"]["iterations"] == 12
-    assert answer["on"].get("scale", 2.0**12) == 2.0**12
+    assert answer["on"]["scale"] == [2.0**12, 6]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_it_cannot_use(backend: str) -> None:
+    answer = told(backend, "calls")
+    assert answer["example"]["failed"] == 0 < answer["example"]["attempted"]
+    # The first overflow is tolerated, and the second one is not.
+    assert answer["seen"] == [[8.0, -1.0], [8.0, -1.0], [8.0, -1.0], [4.0, -3.0]]
+    assert answer["saved"] == answer["kept"]
+    assert (
+        answer["no variables"] == "InvalidValueError: apply needs the variables, got none; call apply(grads, variables)"
+    )
+    assert answer["bad state"].startswith("StateDictError: ")
+    assert "'twice'" in answer["bad state"]
+    if backend == "jax":
+        assert answer["no scaler"].startswith("InvalidTypeError: policy must be an instance of a policy")
+        assert answer["no policy"].startswith("InvalidValueError: the saved optimizer has a policy of your own")
+    else:
+        assert answer["no scaler"].startswith("InvalidTypeError: scaler must be a GradScaler or ShardedGradScaler")
+        # It is the scaler's own then, as with torch's state dicts.
+        assert answer["no policy"] == "nothing"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keras_on_another_backend_is_an_error_that_says_how_to_choose_it(backend: str) -> None:
+    require(backend)
+    if importlib.util.find_spec("keras") is None:
+        require("keras")
+    ended = python("-c", f"import gradscale_{backend}.keras_optimizer", KERAS_BACKEND="numpy")
+    name = "JAX" if backend == "jax" else "torch"
+    said = f"gradscale_{backend}.keras_optimizer needs Keras on {name}, got Keras on numpy; "
+    assert ended.stderr.splitlines()[-1].partition("Error: ")[2].startswith(said)
+    assert ended.stderr.strip().endswith(f"and set KERAS_BACKEND={backend} before it is imported")

@@ -33,6 +33,8 @@ OPTIONAL = (
     ["gradscale_numpy", "fast"],
     ["gradscale_numpy", "mpi"],
     ["gradscale_torch", "plugins"],
+    ["gradscale_torch", "keras_optimizer"],
+    ["gradscale_jax", "keras_optimizer"],
 )
 
 

@@ -1,10 +1,15 @@
-"""Runs as a process of its own, since Keras takes its backend when it is imported: a recipe, and Keras's own scaler.
+"""Runs as a process of its own, since Keras takes its backend when it is imported: the class for it, and Keras's own.
 
-Prints a JSON object: what either has come to, and what the recipe goes on to with and without having been saved.
+``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having been saved; ``calls`` uses the
+class without ``fit``. Each prints a JSON object of what came of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import importlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -13,6 +18,9 @@ from typing import Any
 import keras
 import numpy as np
 from recipe_blocks import JAX_PAGE, TORCH_PAGE, blocks_on
+
+import gradscale
+from gradscale import presets
 
 BATCHES, FEATURES = 8, 6
 # As in the recipes, so that the same batches overflow.
@@ -41,41 +49,88 @@ def told(model: Any) -> dict[str, Any]:
     return {"weights": weights, "iterations": int(model.optimizer.iterations)}
 
 
-def main() -> None:
-    """Run the recipe of the backend that KERAS_BACKEND names."""
-    overflows, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+def scale_in(optimizer: Any) -> list[float]:
+    """Return the scale and the number of clean steps in a row."""
+    if IS_JAX:
+        return [float(optimizer.scale_state.scale), float(optimizer.scale_state.growth_tracker)]
+    return [optimizer.scaler.get_scale(), optimizer.scaler.state_dict()["_growth_tracker"]]
+
+
+def recipe(overflows: list[int], folder: Path) -> dict[str, Any]:
+    """Run the recipe of this backend."""
     keras.mixed_precision.set_dtype_policy("mixed_float16")
     inputs, targets = made_pairs(overflows)
     names = {"model": made_model(), "inputs": inputs, "targets": targets}
-    is_jax = keras.backend.backend() == "jax"
-    exec(compile(blocks_on(JAX_PAGE if is_jax else TORCH_PAGE)["keras"], "keras recipe", "exec"), names)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(blocks_on(JAX_PAGE if IS_JAX else TORCH_PAGE)["keras"], "keras recipe", "exec"), names)
     model = names["model"]
-    answer: dict[str, Any] = {"recipe": told(model)}
-    if is_jax:
-        state = names["optimizer"].state()
-        answer |= {"scale": float(state.scale), "tracker": int(state.growth_tracker)}
-    else:
-        scaler = names["scaler"]
-        answer |= {"scale": scaler.get_scale(), "tracker": scaler._get_growth_tracker()}
-        answer["skipped"] = [report.skipped for report in scaler.history]
+    answer: dict[str, Any] = {"recipe": told(model), "scale": scale_in(model.optimizer)}
+    if not IS_JAX:
+        answer["skipped"] = [report.skipped for report in names["scaler"].history]
 
     own = made_model()
     wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), **SETTINGS)
     own.compile(optimizer=wrapped, loss="mse")
     own.fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
-    answer |= {"own": told(own), "own_scale": float(wrapped.dynamic_scale), "own_tracker": int(wrapped.step_counter)}
+    answer |= {"own": told(own), "own_scale": [float(wrapped.dynamic_scale), int(wrapped.step_counter)]}
 
     model.save(folder / "model.keras")
-    loaded = keras.models.load_model(
-        folder / "model.keras", custom_objects={"ScaledOptimizer": names["ScaledOptimizer"]}
-    )
+    loaded = keras.models.load_model(folder / "model.keras")
     for name, one in (("on", model), ("loaded_on", loaded)):
         one.fit(*made_pairs([2]), batch_size=8, shuffle=False, verbose=0)
-        answer[name] = told(one)
-        if is_jax:
-            answer[name]["scale"] = float(one.optimizer.state().scale)
-    print(json.dumps(answer))
+        answer[name] = told(one) | {"scale": scale_in(one.optimizer)}
+    return answer
 
+
+def raised(call: Any) -> str:
+    """Return the error that a call raises, by its class and its message."""
+    try:
+        call()
+    except gradscale.GradscaleError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def calls() -> dict[str, Any]:
+    """Use the class without a model: its example, steps of a policy that tolerates overflows, and bad arguments."""
+    found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
+    made, sgd = found.ScaledOptimizer, keras.optimizers.SGD(1.0)
+    policy = presets.megatron(init_scale=8.0)
+    if IS_JAX:
+        optimizer = made(sgd, policy)
+    else:
+        from gradscale_torch import GradScaler
+
+        optimizer = made(sgd, GradScaler("cpu", policy=policy))
+    weight = keras.Variable(np.zeros(1, np.float32))
+    seen = []
+    for error in (1.0, np.inf, np.inf, 2.0):
+        scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(1.0))))
+        grads = keras.ops.convert_to_tensor(np.asarray([error * scaled], np.float32))
+        optimizer.apply_gradients([(grads, weight)])
+        seen.append([scaled, float(keras.ops.convert_to_numpy(weight.value)[0])])
+    config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
+    again = keras.saving.deserialize_keras_object(config)
+    bad = json.loads(json.dumps(config))
+    saved = bad["config"]["policy" if IS_JAX else "scaler"]
+    saved["growth_factor"] = saved["policy"]["growth_factor"] = "twice"
+    own = json.loads(json.dumps(config))
+    del own["config"]["policy" if IS_JAX else "scaler"]["policy"]
+    return {
+        "example": doctest.testmod(found)._asdict(),
+        "seen": seen,
+        "saved": repr(again.policy if IS_JAX else again.scaler.state_dict()["policy"]),
+        "kept": repr(policy if IS_JAX else optimizer.scaler.state_dict()["policy"]),
+        "built in another process": again.built,
+        "no scaler": raised(lambda: made(keras.optimizers.SGD(1.0), 1024.0)),
+        "no variables": raised(lambda: optimizer.apply([grads])),
+        "bad state": raised(lambda: keras.saving.deserialize_keras_object(bad)),
+        "no policy": raised(lambda: keras.saving.deserialize_keras_object(own)),
+    }
+
+
+IS_JAX = keras.config.backend() == "jax"
 
 if __name__ == "__main__":
-    main()
+    kind, *arguments = sys.argv[1:]
+    print(json.dumps(recipe(json.loads(arguments[0]), Path(arguments[1])) if kind == "recipe" else calls()))

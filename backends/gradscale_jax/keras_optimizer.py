@@ -1,0 +1,156 @@
+"""ScaledOptimizer: Keras's LossScaleOptimizer on JAX, with any policy of gradscale's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradscale import DynamicScale, ScaleState
+from gradscale.core import validation
+from gradscale.core.protocols import Policy
+from gradscale.errors import BackendNotAvailableError, InvalidValueError
+from gradscale.scaler import checkpoint
+from gradscale_jax import trees
+
+_REMEDY = "install Keras (python -m pip install keras), and set KERAS_BACKEND=jax before it is imported"
+
+try:
+    import keras  # type: ignore[import-not-found,import-untyped,unused-ignore]
+except ImportError as error:
+    # Without TensorFlow, Keras cannot be imported as it comes.
+    msg = f"gradscale_jax.keras_optimizer needs Keras on JAX, got: {error}; {_REMEDY}"
+    raise BackendNotAvailableError(msg) from error
+
+if keras.config.backend() != "jax":
+    msg = f"gradscale_jax.keras_optimizer needs Keras on JAX, got Keras on {keras.config.backend()}; {_REMEDY}"
+    raise BackendNotAvailableError(msg)
+
+__all__ = ["ScaledOptimizer"]
+
+
+@keras.saving.register_keras_serializable("gradscale_jax")
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+    """A Keras optimizer that scales the loss, skips steps, and adapts the scale by a policy of gradscale's.
+
+    Give it to ``model.compile``, which then puts no ``LossScaleOptimizer`` of Keras's own around it. The schedules and
+    ``iterations`` are the inner optimizer's, and hold on skipped steps. Keras's compiled step carries only variables:
+    so the scale's state is four of them, which ``model.save`` saves.
+
+    Parameters
+    ----------
+    inner_optimizer : keras.optimizers.Optimizer
+        Makes the steps, and sees unscaled gradients.
+    policy : Policy, optional
+        Such as ``gradscale.presets.keras()``, whose rule is Keras's. Default: ``gradscale.DynamicScale()``.
+    name : str, optional
+        As in Keras.
+
+    Attributes
+    ----------
+    policy : Policy
+        As given.
+    scale_state : ScaleState
+        The scale and its trackers, as arrays of JAX.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a policy that is none.
+    BackendNotAvailableError
+        When this module is imported without Keras, or with Keras on another backend than JAX.
+
+    Notes
+    -----
+    ``model.save`` saves gradscale's own policies; before ``load_model`` import this module. A policy of your own is not
+    saved, and ``load_model`` says so.
+
+    Gradients that Keras's float8 layers write into their scales are divided as all others: use float8 without this.
+
+    Examples
+    --------
+    >>> import jax, keras
+    >>> from gradscale_jax.keras_optimizer import ScaledOptimizer
+    >>> optimizer, weight = ScaledOptimizer(keras.optimizers.SGD(0.25)), keras.Variable([1.0, 2.0])
+    >>> grads = jax.grad(lambda value: optimizer.scale_loss((value**2).sum()))(weight.value)
+    >>> _ = optimizer.apply_gradients([(grads, weight)])
+    >>> print(weight.numpy(), optimizer.scale_state.growth_tracker)
+    [0.5 1. ] 1
+    """
+
+    def __init__(self, inner_optimizer: Any, policy: Policy | None = None, name: str | None = None) -> None:
+        super().__init__(inner_optimizer, name=name)
+        self.policy: Policy = DynamicScale() if policy is None else validation.policy(policy)
+        self.fields = [keras.Variable(field, trainable=False) for field in self.policy.init(jnp.zeros(()))]
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The scale and its trackers."""
+        return ScaleState(*[field.value for field in self.fields])
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the inner optimizer's variables; those of the scale are there."""
+        self.inner_optimizer.build(var_list)
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+    def scale_loss(self, loss: jax.Array) -> jax.Array:
+        """Multiply the loss by the scale."""
+        return trees.scale(loss, self.scale_state)
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the next values of the weights and of this optimizer's variables; Keras's compiled step calls it.
+
+        Parameters
+        ----------
+        optimizer_variables : sequence of array
+            The values of ``variables``.
+        grads : sequence of array or None
+            Of the scaled loss. If one holds an inf or NaN, all weights and the inner optimizer's variables stay.
+        trainable_variables : sequence of array
+            The values of the weights.
+        """
+        inner = self.inner_optimizer
+        with keras.StatelessScope(list(zip(self.variables, optimizer_variables, strict=True))) as scope:
+            unscaled, nonfinite = trees.unscale(list(grads), self.scale_state)
+            now = list(trainable_variables), [variable.value for variable in inner.variables]
+            stepped = inner.stateless_apply(now[1], unscaled, now[0])
+            weights, values = trees.select(nonfinite == 0, tuple(map(list, stepped)), now)
+            state = self.policy.update(self.scale_state, nonfinite=nonfinite)
+            for variable, value in zip([*self.fields, *inner.variables], [*state, *values], strict=True):
+                variable.assign(value)
+        return weights, [scope.get_current_value(variable) for variable in self.variables]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Step outside of a compiled step, as :meth:`stateless_apply` does; InvalidValueError without variables."""
+        if trainable_variables is None:
+            msg = "apply needs the variables, got none; call apply(grads, variables)"
+            raise InvalidValueError(msg)
+        if not self.built:
+            self.build(trainable_variables)
+        variables = [*trainable_variables, *self.variables]
+        values = [variable.value for variable in self.variables]
+        weights, values = self.stateless_apply(values, grads, [one.value for one in trainable_variables])
+        for variable, value in zip(variables, [*weights, *values], strict=True):
+            variable.assign(value)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what Keras saves beside the variables: the inner optimizer, and the policy."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        saved = checkpoint.build(self.policy, {"scale": float(self.policy.init(jnp.zeros(())).scale)}, 1)
+        return {"name": self.name, "inner_optimizer": inner, "policy": saved}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> ScaledOptimizer:
+        """Return the optimizer that was saved; StateDictError for a bad policy, InvalidValueError for one's own."""
+        if "policy" not in config["policy"]:
+            msg = (
+                "the saved optimizer has a policy of your own, got no more than its factors; load the model with "
+                "compile=False, and compile it with ScaledOptimizer(inner_optimizer, policy)"
+            )
+            raise InvalidValueError(msg)
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        return cls(inner, checkpoint.parse(config["policy"], DynamicScale()).policy, config["name"])

@@ -1,0 +1,136 @@
+"""ScaledOptimizer: Keras's LossScaleOptimizer on torch, with a scaler of gradscale's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError
+from gradscale_torch.amp import GradScaler
+
+_REMEDY = "install Keras (python -m pip install keras), and set KERAS_BACKEND=torch before it is imported"
+
+try:
+    import keras  # type: ignore[import-not-found,import-untyped,unused-ignore]
+except ImportError as error:
+    # Without TensorFlow, Keras cannot be imported as it comes.
+    msg = f"gradscale_torch.keras_optimizer needs Keras on torch, got: {error}; {_REMEDY}"
+    raise BackendNotAvailableError(msg) from error
+
+if keras.config.backend() != "torch":
+    msg = f"gradscale_torch.keras_optimizer needs Keras on torch, got Keras on {keras.config.backend()}; {_REMEDY}"
+    raise BackendNotAvailableError(msg)
+
+__all__ = ["ScaledOptimizer"]
+
+
+@keras.saving.register_keras_serializable("gradscale_torch")
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+    """A Keras optimizer whose loss is scaled, and whose steps are skipped, by a scaler of gradscale's.
+
+    Give it to ``model.compile``, which then puts no ``LossScaleOptimizer`` of Keras's own around it. The schedules and
+    ``iterations`` are the inner optimizer's, and hold on skipped steps.
+
+    Parameters
+    ----------
+    inner_optimizer : keras.optimizers.Optimizer
+        Makes the steps, and sees unscaled gradients.
+    scaler : GradScaler or ShardedGradScaler, optional
+        Of ``gradscale_torch``. Default: a ``GradScaler`` for the device that Keras computes on.
+    name : str, optional
+        As in Keras.
+
+    Attributes
+    ----------
+    scaler : GradScaler or ShardedGradScaler
+        ``optimizer.scaler.last_step(optimizer)`` says what happened.
+
+    Raises
+    ------
+    InvalidTypeError
+        For a scaler that is not of ``gradscale_torch``.
+    BackendNotAvailableError
+        When this module is imported without Keras, or with Keras on another backend than torch.
+
+    Notes
+    -----
+    ``model.save`` saves the scaler's state dict. ``load_model`` makes a ``GradScaler`` of it: import this module first.
+    For another scaler load that state into it, and assign it to ``model.optimizer.scaler``.
+
+    Gradients that Keras's float8 layers write into their scales are divided as all others: use float8 without this.
+
+    Examples
+    --------
+    >>> import keras, torch
+    >>> from gradscale_torch.keras_optimizer import ScaledOptimizer
+    >>> optimizer, weight = ScaledOptimizer(keras.optimizers.SGD(0.25)), keras.Variable([1.0, 2.0])
+    >>> scaled = optimizer.scale_loss(weight.value.square().sum())
+    >>> _ = optimizer.apply_gradients([(torch.autograd.grad(scaled, weight.value)[0], weight)])
+    >>> print(weight.numpy(), optimizer.scaler.last_step(optimizer).skipped)
+    [0.5 1. ] False
+    """
+
+    def __init__(self, inner_optimizer: Any, scaler: GradScaler | None = None, name: str | None = None) -> None:
+        if scaler is None:
+            scaler = GradScaler(keras.ops.convert_to_tensor(0.0).device.type)
+        elif not isinstance(scaler, GradScaler):
+            msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
+            raise InvalidTypeError(msg)
+        super().__init__(inner_optimizer, name=name)
+        self.scaler = scaler
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the inner optimizer's variables, and none for a scale."""
+        self.inner_optimizer.build(var_list)
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss by the scale."""
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def apply(self, grads: Sequence[torch.Tensor | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Unscale the gradients, in place, step unless one of them is inf or NaN, and adapt the scale.
+
+        Parameters
+        ----------
+        grads : sequence of Tensor or None
+            Of the scaled loss.
+        trainable_variables : sequence of keras.Variable
+            As many; the gradients become those of their tensors.
+
+        Raises
+        ------
+        InvalidValueError
+            When there are no variables.
+        """
+        if trainable_variables is None:
+            msg = "apply needs the variables, got none; call apply(grads, variables)"
+            raise InvalidValueError(msg)
+        if not self.built:
+            self.build(trainable_variables)
+        weights = [variable.value for variable in trainable_variables]
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad
+        self.param_groups = [{"params": weights}]
+        self.scaler.step(self, trainable_variables)
+        self.scaler.update()
+
+    def step(self, trainable_variables: Sequence[Any]) -> None:
+        """Step the inner optimizer; the scaler calls it, if no gradient is inf or NaN."""
+        self.inner_optimizer.apply([variable.value.grad for variable in trainable_variables], trainable_variables)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what Keras saves: the inner optimizer, and the scaler's state."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner, "scaler": self.scaler.state_dict()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> ScaledOptimizer:
+        """Return the optimizer that was saved, with a ``GradScaler`` of that state; StateDictError if it is bad."""
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        optimizer = cls(inner, name=config["name"])
+        optimizer.scaler.load_state_dict(config["scaler"])
+        return optimizer
