@@ -51,9 +51,9 @@ BACKENDS = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keras_skips_as_by_its_own_optimizer(backend: str, tmp_path: Path) -> None:
     answer = told(backend, "recipe", json.dumps(OVERFLOWS), str(tmp_path))
-    assert answer["recipe"] == answer["own"]
+    assert answer["recipe"] == answer["own"] == answer["moved"]
     assert answer["recipe"]["iterations"] == 5
-    assert answer["scale"] == answer["own_scale"] == [2.0**13, 0]
+    assert answer["scale"] == answer["own_scale"] == answer["moved_scale"] == [2.0**13, 0]
     if backend == "torch":
         assert answer["skipped"] == [batch in OVERFLOWS for batch in range(1, 9)]
     # Saved, loaded and trained on.

@@ -17,14 +17,12 @@ from typing import Any
 
 import keras
 import numpy as np
-from recipe_blocks import JAX_PAGE, TORCH_PAGE, blocks_on
+from recipe_blocks import INTEROP, JAX_PAGE, TORCH_PAGE, blocks_on
 
 import gradscale
 from gradscale import presets
 
 BATCHES, FEATURES = 8, 6
-# As in the recipes, so that the same batches overflow.
-SETTINGS = {"initial_scale": 2.0**16, "dynamic_growth_steps": 500}
 
 
 def made_model() -> Any:
@@ -68,11 +66,14 @@ def recipe(overflows: list[int], folder: Path) -> dict[str, Any]:
     if not IS_JAX:
         answer["skipped"] = [report.skipped for report in names["scaler"].history]
 
-    own = made_model()
-    wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), **SETTINGS)
-    own.compile(optimizer=wrapped, loss="mse")
-    own.fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
-    answer |= {"own": told(own), "own_scale": [float(wrapped.dynamic_scale), int(wrapped.step_counter)]}
+    page = blocks_on(INTEROP / "keras.md")
+    for name, block in (("own", page["before"] + page["state"]), ("moved", page[f"after_{keras.config.backend()}"])):
+        names |= {"model": made_model()}
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(block, f"from Keras: {name}", "exec"), names)
+        answer[name] = told(names["model"])
+    saved = names["foreign"].state_dict
+    answer |= {"own_scale": [saved["scale"], saved["_growth_tracker"]], "moved_scale": scale_in(names["optimizer"])}
 
     model.save(folder / "model.keras")
     loaded = keras.models.load_model(folder / "model.keras")

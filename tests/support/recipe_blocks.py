@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["JAX_PAGE", "TORCH_PAGE", "blocks_on"]
+__all__ = ["INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on"]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
+INTEROP = _BACKENDS.parent / "gradscale" / "interop"
 JAX_PAGE = _BACKENDS / "gradscale_jax" / "README.md"
 
 

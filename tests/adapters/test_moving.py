@@ -1,0 +1,137 @@
+"""The pages that lead here from other systems: their lines run, and do what the lines before did, to the bit."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from axes import require
+from batches import Batch, Case
+from recipe_blocks import INTEROP, blocks_on
+
+from gradscale import presets
+
+pytestmark = pytest.mark.tier("all")
+
+SYSTEMS = ("torch_amp", "apex", "deepspeed", "megatron", "flax", "jmp", "keras")
+OVERFLOWS = (1, 3, 8)  # of 8 batches
+
+
+def ran(system: str, block: str, **given: Any) -> dict[str, Any]:
+    """Run a page's block with these names, and return all names that there are then."""
+    exec(compile(blocks_on(INTEROP / f"{system}.md")[block], f"{system}: {block}", "exec"), given)
+    return given
+
+
+@pytest.mark.tier("quick")
+def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state() -> None:
+    assert {path.stem for path in INTEROP.glob("*.md")} == set(SYSTEMS)
+    for system in SYSTEMS:
+        after = {"after_torch", "after_jax"} if system == "keras" else {"after"}
+        blocks = blocks_on(INTEROP / f"{system}.md")
+        assert set(blocks) == {"before", "state"} | after
+        # Not all of those systems can be had here.
+        compile(blocks["before"], system, "exec")
+        name = system.removesuffix("_amp")
+        assert name == "torch" or f"presets.{name}(" in "".join(blocks[block] for block in after)
+        assert name in presets.names()
+
+
+def torch_names(overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
+    """Return what the pages for torch take for granted."""
+    torch, recipes = require("torch"), importlib.import_module("recipe_scenarios")
+    model = recipes.made_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": recipes.made_loader(),
+        "loss_of": recipes.Losses(overflows),
+    }
+
+
+@pytest.mark.torch
+def test_from_torch_amp_every_bit_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = (ran("torch_amp", block, **torch_names()) for block in ("before", "after"))
+    for theirs, ours in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
+        assert theirs.equal(ours)
+    assert before["scaler"].state_dict().items() <= after["scaler"].state_dict().items()
+    assert capsys.readouterr().out.count("skipped=True") == 3
+    loaded = ran("torch_amp", "state", saved=before["scaler"].state_dict(), GradScaler=after["GradScaler"])["scaler"]
+    assert before["scaler"].state_dict().items() <= loaded.state_dict().items()
+    before["scaler"].load_state_dict(after["scaler"].state_dict())
+
+
+@pytest.mark.torch
+def test_from_apex_it_skips_and_goes_on_with_a_saved_state(capsys: pytest.CaptureFixture[str]) -> None:
+    scaler = ran("apex", "after", **torch_names())["scaler"]
+    assert [report.iteration for report in scaler.history if report.skipped] == list(OVERFLOWS)
+    assert scaler.get_scale() == 2.0**13
+    loaded = ran("apex", "state", saved={"loss_scaler0": {"loss_scale": 512.0, "unskipped": 5}})["scaler"]
+    assert (loaded.get_scale(), loaded.state_dict()["_growth_tracker"]) == (512.0, 5)
+    assert "growth_interval = 2000" in capsys.readouterr().out
+
+
+def cases(_: int) -> list[Case]:
+    """Return what is asked of a world of two ranks."""
+    return [(system, OVERFLOWS, bad_rank) for system in ("deepspeed", "megatron") for bad_rank in (0, 1)]
+
+
+BATCH = Batch("moving_scenarios", cases)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("system", ["deepspeed", "megatron"])
+def test_from_a_system_of_several_ranks_both_skip(system: str, bad_rank: int) -> None:
+    answers = BATCH.answer(2, system, OVERFLOWS, bad_rank)
+    assert answers[0] == answers[1]
+    answer = answers[0]
+    # Of three overflows the first is tolerated.
+    assert (answer["skipped"], answer["scale"], answer["steps"]) == (list(OVERFLOWS), 2.0**14, 5)
+    assert answer["dtypes"] == {"torch.float32"}
+    assert answer["loaded"] == [512.0, 5, 1]
+
+
+def jax_names() -> dict[str, Any]:
+    """Return what the pages for JAX take for granted; some batches overflow."""
+    jnp, optax = require("jax").numpy, require("optax")
+    # By powers of two, since compilers may add before they round a product.
+    tx = optax.sgd(0.25, momentum=0.5)
+    params = {"w": jnp.asarray([0.5, -2.0, 0.125])}
+    batches = [jnp.full(3, jnp.inf if number in OVERFLOWS else number / 8.0) for number in range(1, 9)]
+    return {
+        "tx": tx,
+        "params": params,
+        "opt_state": tx.init(params),
+        "loader": batches,
+        "loss_of": lambda params, batch: jnp.mean((params["w"] * batch - 1.0) ** 2),
+    }
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(
+    ("system", "kept", "scale"), [("flax", "dynamic_scale", 2.0**13), ("jmp", "loss_scale", 2.0**12)]
+)
+def test_from_a_scaler_of_jax_every_bit_stays(
+    system: str, kept: str, scale: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jax = require("jax")
+    require(system)
+    before, after = (ran(system, block, **jax_names()) for block in ("before", "after"))
+    for theirs, ours in zip(
+        *(jax.tree.leaves((one["params"], one["opt_state"])) for one in (before, after)), strict=True
+    ):
+        assert theirs.tolist() == ours.tolist()
+    assert after["params"]["w"].tolist() != jax_names()["params"]["w"].tolist()
+    saved = vars(before[kept])
+    assert [float(saved["scale" if system == "flax" else "loss_scale"]), float(after["state"].scale)] == [scale, scale]
+    # A batch more, which does not overflow, so that there is a step to count.
+    more = {"loader": [jax_names()["loader"][1]]}
+    before, after = (ran(system, block, **jax_names() | more) for block in ("before", "after"))
+    loaded = ran(system, "state", saved=vars(before[kept]))
+    assert [number.item() for number in loaded["state"]] == [number.item() for number in after["state"]]
+    assert loaded["state"].growth_tracker == 1
+    assert loaded["policy"].growth_interval == 500
+    assert f"{system} state" in capsys.readouterr().out
