@@ -94,7 +94,7 @@ DOCUMENTED = (
     *("gradscale_numpy", "gradscale_numpy.mpi", "gradscale_torch", "gradscale_torch.plugins", "gradscale_jax"),
 )
 
-PAGES = ("*.md", *(f"{folder}/*.md" for folder in (".github", "gradscale", "backends/*", "examples", "tests/**")))
+PAGES = ("*.md", *(f"{folder}/*.md" for folder in (".github", "gradscale/**", "backends/*", "examples", "tests/**")))
 PAGES += (".ci/docs/api/*.rst",)
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 
