@@ -69,7 +69,9 @@ class Part(NamedTuple):
 def parts(python: str) -> dict[str, Part]:
     """Return the parts by name."""
     marked = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    pytest = [python, "-m", "pytest", "-v", "-rfEs", "-p", "no:xdist", "--tier", "all", *marked, "-m"]
+    # Time for kernels that are compiled for the first time.
+    options = ["-v", "-rfEs", "-p", "no:xdist", "-o", "timeout=900", "--tier", "all"]
+    pytest = [python, "-m", "pytest", *options, *marked, "-m"]
     found = {f"tests-{name}": Part([*pytest, f"gpu and {name}"], [TESTS, code]) for name, code in DEVICES.items()}
     doctor = [python, "-m", "gradscale", "doctor", "--timeout", "300", *DEVICES]
     found["doctor"] = Part(doctor, ["import numpy, array_api_compat, typer, rich"])
@@ -258,7 +260,7 @@ def _told(name: str) -> str:
     lines = text.splitlines()
     if name == "doctor":
         return "\n".join(lines)
-    told = [line[:230] for line in lines if TELLING.match(line)]
+    told = list(dict.fromkeys(line[:230] for line in lines if TELLING.match(line)))
     if name.startswith("tests-") and not any(line.startswith("=") for line in told[-1:]):
         # It was ended before its last line.
         results = re.findall(r" (PASSED|FAILED|ERROR)\b", text)
