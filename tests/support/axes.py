@@ -46,7 +46,7 @@ MODULES = {
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "mypy": ("mypy",),
-    "hatchling": ("hatchling",),
+    "hatchling": ("hatchling", "hatch_fancy_pypi_readme"),
     "cupy": ("cupy",),
 }
 
