@@ -8,6 +8,7 @@ import json
 import os
 import pydoc
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from commands import python
 import gradscale
 
 ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / ".ci" / "recipe.yaml"
 NAMES = {"gradscale", "gradscale_numpy", "gradscale_torch", "gradscale_cupy", "gradscale_jax"}
 FRAMEWORKS = NAMES - {"gradscale"} | {"numpy", "torch", "jax", "jaxlib", "cupy", "mpi4py", "numba", "ml_dtypes"}
 FRAMEWORKS |= {"matplotlib", "rich", "typer"}
@@ -130,7 +132,21 @@ def test_whatever_names_the_version_names_this_one() -> None:
         r"^## (\S+) \((unreleased|\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     )
     assert newest is not None
-    assert [*cited, newest[1]] == [gradscale.__version__] * 2
+    packaged = re.findall(r'^  version: "(.*)"$', RECIPE.read_text(), re.MULTILINE)
+    assert [*cited, newest[1], *packaged] == [gradscale.__version__] * 3
+
+
+def test_the_recipe_for_conda_asks_for_the_versions_that_the_package_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {line for lines in project["optional-dependencies"].values() for line in lines}
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    wanted = {"cupy >=13.5"}  # the extra brings none
+    for line in {*project["dependencies"], *extras}:
+        name, _, version = line.partition(">=")
+        if not name.startswith("gradscale[") and name != "mpich":
+            wanted.add(f"{names.get(name, name)} >={version}")
+    run = RECIPE.read_text().partition("  run:\n")[2].partition("\ntests:")[0]
+    assert {*re.findall(r"^    - (.*)$", run, re.MULTILINE)} == wanted | {"python >=${{ python_min }}"}
 
 
 def test_entry_points_and_extras_are_installed() -> None:
