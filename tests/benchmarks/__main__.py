@@ -27,8 +27,8 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS
 _DISTRIBUTIONS: tuple[str, ...] = ("gradscale", "numpy", "numba", "torch", "jax", "flax", "jmp", "mpi4py")
 _DISTRIBUTIONS += ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 # What to do where one of these modules is missing.
-_SOURCES = {name: remedy(name) for name in ("numpy", "mpich", "torch", "cupy", "jax", "flax", "optax")}
-_SOURCES |= {"mpi4py": remedy("mpi"), "jmp": "python -m pip install jmp"}
+_SOURCES = {name: remedy(name) for name in ("numpy", "mpich", "torch", "cupy", "jax", "optax")}
+_SOURCES |= {"mpi4py": remedy("mpi"), "flax": "python -m pip install flax", "jmp": "python -m pip install jmp"}
 
 Case = Callable[[bool], list[Row]]
 
