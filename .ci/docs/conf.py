@@ -75,7 +75,9 @@ INVENTORIES = {
 def is_reachable(address: str) -> bool:
     """Return whether an inventory can be had."""
     try:
-        with urllib.request.urlopen(f"{address}objects.inv", timeout=10):
+        # Some hosts refuse Python's own name.
+        wanted = urllib.request.Request(f"{address}objects.inv", headers={"User-Agent": "Sphinx"})
+        with urllib.request.urlopen(wanted, timeout=10):
             return True
     except OSError:
         return False
@@ -84,7 +86,7 @@ def is_reachable(address: str) -> bool:
 intersphinx_mapping = {name: (address, None) for name, address in INVENTORIES.items() if is_reachable(address)}
 UNREACHED = INVENTORIES.keys() - intersphinx_mapping.keys()
 if UNREACHED:
-    LOGGER.info("not reached, so that nothing links there: %s", ", ".join(sorted(UNREACHED)))
+    print("not reached, so that nothing links there:", *sorted(UNREACHED), file=sys.stderr)
 PACKAGES = (UNREACHED - {"python"}) | (sys.stdlib_module_names if "python" in UNREACHED else set())
 nitpick_ignore_regex = [(r"py:.*", rf"({'|'.join(sorted(PACKAGES))})(\..*)?")] if PACKAGES else []
 
