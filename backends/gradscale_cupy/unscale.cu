@@ -60,6 +60,8 @@ GRADSCALE_FUNCTION float single_of(double x) { float y; asm("cvt.rn.f32.f64 %0, 
 GRADSCALE_FUNCTION double double_of(float x) { double y; asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x)); return y; }
 GRADSCALE_FUNCTION float single_of(HalfBits x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 GRADSCALE_FUNCTION HalfBits half_of(float x) { HalfBits y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+// Rounded once, as through float64, and exact for powers of two. Above 2**126 it is subnormal, which is kept.
+GRADSCALE_FUNCTION float reciprocal(float x) { float y; asm("rcp.rn.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 #endif
 GRADSCALE_FUNCTION double product(double x, float y) { return x * double_of(y); }
 GRADSCALE_FUNCTION double double_of(double x) { return x; }
@@ -88,9 +90,6 @@ GRADSCALE_FUNCTION bool is_bad(Half x) { return (x.bits & 0x7C00u) == 0x7C00u; }
 GRADSCALE_FUNCTION bool is_bad(BFloat x) { return (x.bits & 0x7F80u) == 0x7F80u; }
 GRADSCALE_FUNCTION bool is_bad(float x) { return (__float_as_uint(x) & 0x7F800000u) == 0x7F800000u; }
 GRADSCALE_FUNCTION bool is_bad(double x) { return (__double_as_longlong(x) >> 52 & 0x7FF) == 0x7FF; }
-
-// Packs that a thread reads before it waits for the first: memory has to be asked for more than there are threads.
-const int kInFlight = 4;
 
 // Elements that are read or written at once: as many as fit 16 bytes of the wider type.
 template <typename In, typename Out>
@@ -131,6 +130,8 @@ GRADSCALE_FUNCTION void unscale_one(const In* source, Out* target, float inverse
 template <typename In, typename Out, typename Found>
 GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, float inverse, Found& found) {
     const int width = Width<In, Out>::value, thread = threadIdx.x;
+    // Packs that a thread reads before it waits for the first: memory has to be asked for more than there are threads.
+    const int kInFlight = 4;
     // Addresses out of a table may be of any memory, which each access would look up, unless the compiler knows better.
     __builtin_assume(__isGlobal(source));
     __builtin_assume(__isGlobal(target));
@@ -173,9 +174,6 @@ GRADSCALE_FUNCTION void unscale_dense(const In* source, Out* target, int size, f
     }
 }
 
-// Rounded once, and exact for powers of two. Above 2**126 it is subnormal, which is kept.
-GRADSCALE_FUNCTION float reciprocal(float scale) { return single_of(1.0 / double_of(scale)); }
-
 // Which arrays are cut into which chunks, as plan.py has it.
 struct Table {
     const Row* rows;
@@ -183,11 +181,22 @@ struct Table {
     int chunk_size;
 };
 
+// What arrays are multiplied by, computed once the row of a chunk has been asked for: neither load waits for the other.
+struct Reciprocal {
+    float scale;
+    GRADSCALE_FUNCTION float operator()() const { return reciprocal(scale); }
+};
+struct Factor {
+    float factor;
+    GRADSCALE_FUNCTION float operator()() const { return factor; }
+};
+
 // The chunk of this block.
-template <typename In, typename Out, typename Found>
-GRADSCALE_FUNCTION void unscale_chunk(const Table& table, float inverse, Found& found) {
+template <typename In, typename Out, typename By, typename Found>
+GRADSCALE_FUNCTION void unscale_chunk(const Table& table, By by, Found& found) {
     const Chunk chunk = table.chunks[blockIdx.x];
-    const Row& row = table.rows[chunk.row];
+    const Row row = table.rows[chunk.row];
+    const float inverse = by();
     const Index begin = (Index)chunk.number * table.chunk_size, left = row.size - begin;
     const int size = left < table.chunk_size ? (int)left : table.chunk_size;
     unscale_dense((const In*)row.source + begin, (Out*)row.target + begin, size, inverse, found);
@@ -205,17 +214,17 @@ GRADSCALE_FUNCTION double sum_of_block(double x) {
     return x;
 }
 
-template <typename In, typename Out>
-GRADSCALE_FUNCTION void unscale_block(const Table& table, float factor, int* nonfinite) {
+template <typename In, typename Out, typename By>
+GRADSCALE_FUNCTION void unscale_block(const Table& table, By by, int* nonfinite) {
     Verdict found;
-    unscale_chunk<In, Out>(table, factor, found);
+    unscale_chunk<In, Out>(table, by, found);
     if (nonfinite != nullptr && __syncthreads_or(found.bad) && threadIdx.x == 0) atomicMax(nonfinite, 1);
 }
 
 template <typename In, typename Out>
-GRADSCALE_FUNCTION void square_block(const Table& table, float factor, int* nonfinite, double* squares) {
+GRADSCALE_FUNCTION void square_block(const Table& table, Reciprocal by, int* nonfinite, double* squares) {
     VerdictAndSquares found;
-    unscale_chunk<In, Out>(table, factor, found);
+    unscale_chunk<In, Out>(table, by, found);
     const double sum = sum_of_block(found.squares);
     const bool bad = __syncthreads_or(found.bad);
     if (threadIdx.x == 0) {
@@ -255,7 +264,7 @@ GRADSCALE_FUNCTION void square_block(const Table& table, float factor, int* nonf
     ) {                                                                 \
         const gradscale::Table table = {rows, chunks, chunk_size};      \
         gradscale::unscale_block<gradscale::source, gradscale::target>( \
-            table, gradscale::reciprocal(*scale), nonfinite);           \
+            table, gradscale::Reciprocal{*scale}, nonfinite);           \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
@@ -269,7 +278,7 @@ GRADSCALE_PAIRS(GRADSCALE_UNSCALE)
     ) {                                                                      \
         const gradscale::Table table = {rows, chunks, chunk_size};           \
         gradscale::square_block<gradscale::source, gradscale::target>(       \
-            table, gradscale::reciprocal(*scale), nonfinite, squares);       \
+            table, gradscale::Reciprocal{*scale}, nonfinite, squares);       \
     }
 
 GRADSCALE_PAIRS(GRADSCALE_SQUARE)
@@ -278,11 +287,12 @@ GRADSCALE_PAIRS(GRADSCALE_SQUARE)
 #if !defined(GRADSCALE_ONLY) || GRADSCALE_ONLY == GRADSCALE_clip
 
 // Gradients that need no clipping are not touched: neither by 1, nor by a factor that is not a number.
-#define GRADSCALE_CLIP(type)                                                                     \
-    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor) {                         \
-        const gradscale::Table table = {rows, chunks, chunk_size};                               \
-        if (*factor < 1.0f)                                                                      \
-            gradscale::unscale_block<gradscale::type, gradscale::type>(table, *factor, nullptr); \
+#define GRADSCALE_CLIP(type)                                                   \
+    GRADSCALE_KERNEL clip_##type(GRADSCALE_TABLE, const float* factor) {       \
+        const gradscale::Table table = {rows, chunks, chunk_size};             \
+        if (*factor < 1.0f)                                                    \
+            gradscale::unscale_block<gradscale::type, gradscale::type>(        \
+                table, gradscale::Factor{*factor}, nullptr);                   \
     }
 
 GRADSCALE_TYPES(GRADSCALE_CLIP)

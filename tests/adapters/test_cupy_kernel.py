@@ -257,7 +257,7 @@ def test_a_cast_that_overflows_is_found() -> None:
 @pytest.mark.parametrize(
     "architecture", ["sm_90", *later("all", "sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")]
 )
-def test_nvcc_compiles_the_kernels_without_a_warning_and_keeps_subnormal_numbers(
+def test_nvcc_compiles_the_kernels_without_a_warning_keeps_subnormal_numbers_and_loads_rows_before_it_divides(
     architecture: str, tmp_path: Path
 ) -> None:
     made = tmp_path / "unscale.ptx"
@@ -270,3 +270,8 @@ def test_nvcc_compiles_the_kernels_without_a_warning_and_keeps_subnormal_numbers
     assert sorted(re.findall(r"\.entry (\w+)", instructions)) == sorted(names)
     assert "mul.rn.f32" in instructions
     assert re.findall(r"\b(?:mul|cvt|add|sub|fma|div|rcp)\.[\w.]*ftz.*", instructions) == []
+    for name, _, body in (entry.partition("(") for entry in instructions.split(".entry ")[1:]):
+        if name.startswith(("unscale", "square")):
+            before, reciprocal, _ = body.partition("rcp.rn.f32")
+            # The scale, a chunk's row and number, and the source, target and size of the row.
+            assert (reciprocal, before.count("ld.global")) == ("rcp.rn.f32", 6), name

@@ -9,6 +9,7 @@
 
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -219,6 +220,7 @@ inline long long __double_as_longlong(double x) { return same_bits<long long>(x)
 namespace gradscale {
 
 inline float product(float x, float y) { return x * y; }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float single_of(double x) { return (float)x; }
 inline double double_of(float x) { return x; }
 
