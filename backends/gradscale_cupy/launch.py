@@ -15,7 +15,7 @@ from gradscale.core.protocols import Array
 from gradscale.errors import InvalidValueError
 from gradscale_cupy.plan import CHUNK, Arrays, plan, require_disjoint
 
-__all__ = ["Prepared", "clip", "prepare", "unscale"]
+__all__ = ["Prepared", "clip", "kernel_source", "prepare", "unscale"]
 
 # Threads of a block, as the kernels are compiled for.
 _THREADS = 256
@@ -46,15 +46,20 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
+def kernel_source() -> str:
+    """Return the text of unscale.cu."""
+    return resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
+
+
+@functools.cache
 def _kernel(name: str) -> cupy.RawKernel:
     """Return a kernel, compiled alone for each device when it is first called there, and cached on disk by CuPy."""
-    source = resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
     kind, *types = name.split("_")
     macros = {"ONLY": f"GRADSCALE_{kind}"}
     if kind != "add":
         macros |= {"SOURCE": types[0], "TARGET": types[-1]}
     return cupy.RawKernel(
-        source, name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items()))
+        kernel_source(), name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items()))
     )
 
 

@@ -24,7 +24,6 @@ from gradscale.core.vector import (
     Reason,
     describe_differences,
     identify,
-    pack,
     position,
     reason_code,
 )
@@ -235,7 +234,8 @@ def agree(
     if spike is not None:
         of_rank = reason_code(Reason.SPIKE, 0) - jnp.asarray(0 if group is None else group.rank, jnp.int32)
         code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
-    vector = pack(registry.backend_for(state.scale), policy, state, nonfinite, (identify(policy), *about), code=code)
+    backend = registry.backend_for(state.scale)
+    vector = backend.pack(policy, state, nonfinite, (identify(policy), *about), code=code)
     if group is not None:
         vector = group.start_max(vector)()
     highest, lowest = vector[FLAGS : FLAGS + _FIELDS], -vector[FLAGS + _FIELDS :]

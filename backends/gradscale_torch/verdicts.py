@@ -213,8 +213,8 @@ class TensorVerdict:
         found, state, policy = self._found, self.state, self._live.policy
         if found.count is None or would_wait(found.home) or not take_lists(self.groups):
             backend = self._live.backend_for(state.scale)
-            sent: Tensor = vector.pack(
-                backend, policy, state, found.nonfinite, about, has_gradients=found.has_gradients, code=code
+            sent: Tensor = backend.pack(
+                policy, state, found.nonfinite, about, has_gradients=found.has_gradients, code=code
             )
             return sent
         numbers = ScaleState(*map(Tensor.item, state))

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from array_api_compat import array_namespace, device, to_device
 
-from gradscale.core import arithmetic, summaries
-from gradscale.core.protocols import Array, ScaleState
+from gradscale.core import arithmetic, clipping, summaries
+from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import BackendNotAvailableError
 
 __all__ = ["Backend", "DoneRead", "HostRead"]
@@ -113,6 +113,52 @@ class Backend:
         """Return a state as a 1-d int32 array: the IEEE bits of the scale, then each tracker. No host read."""
         return arithmetic.fingerprint(state, self.bits(state.scale))
 
+    def update(self, policy: Policy, state: ScaleState, nonfinite: Array, /) -> ScaleState:
+        """Return the state after a step, as the policy's ``update`` does. No host read."""
+        return policy.update(state, nonfinite=nonfinite)
+
+    def pack(
+        self,
+        policy: Policy,
+        state: ScaleState,
+        nonfinite: Array,
+        about: Sequence[int],
+        /,
+        *,
+        has_gradients: bool = True,
+        code: Array | int = 0,
+    ) -> Array:
+        """Return the vector of a state that ranks agree on, as :mod:`gradscale.core.vector` has it. No host read.
+
+        Parameters
+        ----------
+        policy, state, nonfinite : Policy, ScaleState, array
+            This rank's; the count is 0-d int32.
+        about : sequence of int
+            The policy's number, and the position of the message.
+        has_gradients, code : bool, array or int
+            What else this rank has found; an array is 0-d int32.
+
+        Returns
+        -------
+        array
+            1-d int32.
+        """
+        xp = array_namespace(state.scale)
+        at_min_scale = policy.at_min_scale(state)
+        flags = [xp.reshape(nonfinite, (1,))]
+        if at_min_scale is None:
+            known = [0, has_gradients]
+        else:
+            flags.append(xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)))
+            known = [has_gradients]
+        if isinstance(code, int):
+            flags.append(self.integers([*known, code], state.scale))
+        else:
+            flags += [self.integers(known, state.scale), xp.reshape(code, (1,))]
+        fields = xp.concat([self.fingerprint(state), self.integers(about, state.scale)])
+        return xp.concat([*flags, fields, -fields])
+
     def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
         """Multiply floating arrays by the scale.
 
@@ -158,6 +204,10 @@ class Backend:
         """
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         return unscaled, nonfinite, arithmetic.sum_of_squares(unscaled, state.scale)
+
+    def clip_factor(self, squares: Array, max_norm: float, /) -> tuple[Array, Array, Array]:
+        """Return norm, factor and overflow, as :func:`gradscale.core.clipping.clip_factor` does. No host read."""
+        return clipping.clip_factor(squares, max_norm)
 
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1, rounded once to their dtypes.

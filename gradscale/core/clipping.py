@@ -17,6 +17,8 @@ __all__ = [
     "checked_norm",
     "clip_factor",
     "clip_factor_of",
+    "clip_factor_within",
+    "largest_norm",
 ]
 
 STANDARD_FUNCTIONS = ("imag", "sqrt", "sum")
@@ -41,11 +43,19 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
     The factor is ``max_norm / (norm + 1e-6)``, as in torch's ``clip_grad_norm_``, but at most 1; 1 for a norm that is
     not finite. It is an overflow if the norm is not finite in float32, or the factor is so small that it loses bits.
     """
+    return clip_factor_within(squares, array_namespace(squares).full_like(squares, largest_norm(max_norm)))
+
+
+def largest_norm(max_norm: float) -> float:
+    """Return what a norm that is finite in float32 can be clipped to; beyond it, the quotient would overflow."""
+    return min(max_norm, validation.LARGEST_FLOAT32)
+
+
+def clip_factor_within(squares: Array, bound: Array) -> tuple[Array, Array, Array]:
+    """Do what ``clip_factor`` does for a :func:`largest_norm` that is 0-d, of the dtype of ``squares``."""
     xp = array_namespace(squares)
     wide = as_0d_array(xp, xp.sqrt(squares))
     one = xp.full_like(wide, 1.0)
-    # No finite norm in float32 is above its largest number; beyond it the quotient of a small norm would overflow.
-    bound = xp.full_like(wide, min(max_norm, validation.LARGEST_FLOAT32))
     divisor = wide + xp.full_like(wide, _EPSILON)
     norm = as_0d_array(xp, xp.astype(wide, xp.float32))
     is_clipped = xp.logical_and(bound < divisor, xp.isfinite(norm))

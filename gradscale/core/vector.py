@@ -37,7 +37,7 @@ from array_api_compat import array_namespace
 
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Policy, ScaleState
+from gradscale.core.protocols import Array, ScaleState
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits, round_to_float32
 from gradscale.errors import InvalidTypeError, ScaleDesyncError
 
@@ -55,7 +55,7 @@ __all__ = [
     "greeting",
     "identify",
     "is_fixed",
-    "pack",
+    "laid_out",
     "pack_plain",
     "position",
     "read_both",
@@ -184,33 +184,6 @@ class Verdict(NamedTuple):
         return rank if self.is_skipped and reason is self.reason else None
 
 
-def pack(
-    backend: Backend,
-    policy: Policy,
-    state: ScaleState,
-    nonfinite: Array,
-    about: Sequence[int],
-    *,
-    has_gradients: bool = True,
-    code: Array | int = 0,
-) -> Array:
-    """Return the vector of a state of arrays, 1-d int32; ``about`` is the policy's number and the position."""
-    xp = array_namespace(state.scale)
-    at_min_scale = policy.at_min_scale(state)
-    flags = [xp.reshape(nonfinite, (1,))]
-    if at_min_scale is None:
-        known = [0, has_gradients]
-    else:
-        flags.append(xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)))
-        known = [has_gradients]
-    if isinstance(code, int):
-        flags.append(backend.integers([*known, code], state.scale))
-    else:
-        flags += [backend.integers(known, state.scale), xp.reshape(code, (1,))]
-    fields = xp.concat([backend.fingerprint(state), backend.integers(about, state.scale)])
-    return xp.concat([*flags, fields, -fields])
-
-
 def pack_plain(
     state: ScaleState,
     nonfinite: int,
@@ -220,9 +193,14 @@ def pack_plain(
     has_gradients: bool = True,
     code: int = 0,
 ) -> list[int]:
-    """Return the vector of a state of Python numbers, as a list."""
+    """Return the vector of a state of Python numbers, as a list; :meth:`Backend.pack` makes one of arrays."""
     fields = [bits_of_float32(state.scale), *state[1:], *about]
-    return [nonfinite, at_min_scale, has_gradients, code, *fields, *map(operator.neg, fields)]
+    return laid_out([nonfinite, at_min_scale, has_gradients, code], fields)
+
+
+def laid_out(flags: Sequence[Any], fields: Sequence[Any]) -> list[Any]:
+    """Return the vector as a list of numbers, or of 0-d arrays."""
+    return [*flags, *fields, *map(operator.neg, fields)]
 
 
 def position(

@@ -3,7 +3,9 @@
 A policy is written in the array API, where one update of 0-d arrays takes tens of microseconds. Here its rule runs on
 arrays without values that record each operation: once for a clean step and once for an overflow. The record is written
 out as a Python function that gives the same states, bit for bit: every float32 operation is one in double precision,
-rounded to float32. For +, -, * and / that equals rounding once, since 53 bits are more than twice 24 and 1.
+rounded to float32. For +, -, *, / and roots that equals rounding once, since 53 bits are more than twice 24 and 1.
+
+What is written is C++, too, but for ``a if b else c``: an adapter may make a kernel of any :class:`Symbol`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,18 @@ from gradscale.core.validation import round_to_float32
 from gradscale.core.vector import is_fixed
 from gradscale.errors import InvalidTypeError
 
-__all__ = ["LARGEST_FLOAT16", "PlainRule", "Symbol", "constant", "first_state", "plain_rule", "traced_rule"]
+__all__ = [
+    "LARGEST_FLOAT16",
+    "PlainRule",
+    "Symbol",
+    "Trace",
+    "constant",
+    "first_state",
+    "plain_rule",
+    "statements",
+    "trace_of",
+    "traced_rule",
+]
 
 LARGEST_FLOAT16 = 65504.0
 
@@ -50,7 +63,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {
     "float64": (bool, int, float),
 }
 # A C float is the quickest way to round to nearest, ties to even.
-_ROUNDED = {"int32": "({} + 2147483648) % 4294967296 - 2147483648", "float32": "c_float({}).value", "float64": "{}"}
+_ROUNDED = {"int32": "(({} + 2147483648) & 4294967295) - 2147483648", "float32": "c_float({}).value", "float64": "{}"}
 
 
 def _divide(x: float, y: float) -> float:
@@ -58,6 +71,10 @@ def _divide(x: float, y: float) -> float:
     if y:
         return x / y
     return math.copysign(math.inf, x) * math.copysign(1.0, y) if x else math.nan
+
+
+def _root(x: float) -> float:
+    return math.sqrt(x) if x >= 0 else math.nan
 
 
 def _truncated(x: float) -> int:
@@ -69,8 +86,9 @@ _HELPERS = {
     "c_float": ctypes.c_float,
     "divide": _divide,
     "inf": math.inf,
-    "isfinite": math.isfinite,
+    "is_finite": math.isfinite,
     "nan": math.nan,
+    "root": _root,
     "state_of": ScaleState._make,
     "truncated": _truncated,
 }
@@ -259,7 +277,7 @@ _NAMESPACE = _Namespace(
     full=_full,
     full_like=_full_like,
     isdtype=_isdtype,
-    isfinite=lambda x: _record("isfinite({})", (x,), "bool"),
+    isfinite=lambda x: _record("is_finite({})", (x,), "bool"),
     logical_and=_operator("{} & {}", ("bool",), decisive=False),
     logical_not=_logical_not,
     logical_or=_operator("{} | {}", ("bool",), decisive=True),
@@ -268,10 +286,26 @@ _NAMESPACE = _Namespace(
     minimum=_operator("{1} if {1} < {0} or {1} != {1} else {0}"),
     real=_same,
     reshape=_same,
+    sqrt=lambda x: _operator("root({})", ("float32", "float64"), rounds=True)(x, x),
     where=_where,
     zeros=lambda shape, *, dtype="float32", device=None: _full(shape, 0, dtype=dtype),  # noqa: ARG005
     zeros_like=lambda x, *, dtype=None, device=None: _full_like(x, 0, dtype=dtype),  # noqa: ARG005
 )
+
+
+_STATE_DTYPES = ("float32", *["int32"] * (len(ScaleState._fields) - 1))
+_STATE = ScaleState(*(Symbol(name, (), dtype) for name, dtype in zip(ScaleState._fields, _STATE_DTYPES, strict=True)))
+_NONFINITE = Symbol("nonfinite", (), "int32")
+
+
+class Trace(NamedTuple):
+    """What a policy makes of a state and a count without values."""
+
+    state: ScaleState
+    nonfinite: Symbol
+    updated: ScaleState
+    at_min_scale: Symbol
+    """int32: 1 if one more overflow must be raised."""
 
 
 class PlainRule(NamedTuple):
@@ -295,6 +329,17 @@ def plain_rule(policy: Policy) -> PlainRule | None:
             rule = traced_rule(policy) if is_fixed(policy) else None
         _rules.put(policy, rule)
     return _rules[policy]
+
+
+def trace_of(policy: Policy) -> Trace | None:
+    """Return the trace of a policy; None for a policy that may change, or does more than the standard."""
+    # What is wrong with a policy is raised when it gets arrays.
+    with contextlib.suppress(InvalidTypeError), _tracing(policy):
+        if is_fixed(policy):
+            found = policy.at_min_scale(_STATE)
+            at_min_scale = _astype(False if found is None else found, "int32")
+            return Trace(_STATE, _NONFINITE, _updated(policy, _NONFINITE), at_min_scale)
+    return None
 
 
 @contextlib.contextmanager
@@ -323,49 +368,68 @@ def traced_rule(policy: Policy) -> PlainRule:
     return PlainRule(namespace["update"], namespace["backoff"], namespace.get("at_min_scale"))
 
 
+def _updated(policy: Policy, nonfinite: Symbol) -> ScaleState:
+    """Return the state after a step."""
+    return _checked(policy.update(_STATE, nonfinite=nonfinite))
+
+
+def _checked(state: ScaleState) -> ScaleState:
+    if type(state) is not ScaleState or tuple(x.dtype for x in state) != _STATE_DTYPES:
+        msg = f"it must return a ScaleState of the dtypes {', '.join(_STATE_DTYPES)}"
+        raise ValueError(msg)
+    return state
+
+
 def _source(policy: Policy) -> list[str]:
     """Return the lines of the functions of a PlainRule."""
-    dtypes = ("float32", *["int32"] * (len(ScaleState._fields) - 1))
-    state = ScaleState(*(Symbol(name, (), dtype) for name, dtype in zip(ScaleState._fields, dtypes, strict=True)))
 
     def returned(after: ScaleState) -> list[str]:
-        if type(after) is not ScaleState or tuple(x.dtype for x in after) != dtypes:
-            msg = f"it must return a ScaleState of the dtypes {', '.join(dtypes)}"
-            raise ValueError(msg)
-        if all(x is y for x, y in zip(after, state, strict=True)):
+        if all(x is y for x, y in zip(after, _STATE, strict=True)):
             return ["return state"]
-        lines, names = _statements(after)
+        lines, names = _assignments(after)
         return [*lines, f"return state_of(({', '.join(names)}))"]
 
     unpacked = f"{', '.join(ScaleState._fields)} = state"
     # A policy may look at the count of an overflow.
-    clean = returned(policy.update(state, nonfinite=constant(0, "int32")))
-    overflow = returned(policy.update(state, nonfinite=Symbol("nonfinite", (), "int32")))
+    clean = returned(_updated(policy, constant(0, "int32")))
+    overflow = returned(_updated(policy, _NONFINITE))
     source = _block("def update(state, nonfinite):", unpacked, *_block("if nonfinite:", *overflow), *clean)
     # A simulation neither needs a backoff nor calls it.
-    lowered = policy.backoff(state) if hasattr(policy, "backoff") else state
+    lowered = _checked(policy.backoff(_STATE)) if hasattr(policy, "backoff") else _STATE
     source += _block("def backoff(state):", unpacked, *returned(lowered))
-    at_min_scale = policy.at_min_scale(state)
+    at_min_scale = policy.at_min_scale(_STATE)
     if at_min_scale is not None:
-        lines, (name,) = _statements([at_min_scale])
+        lines, (name,) = _assignments([at_min_scale])
         source += _block("def at_min_scale(state):", unpacked, *lines, f"return {name}")
     return source
+
+
+def _assignments(results: Iterable[Symbol]) -> tuple[list[str], list[str]]:
+    assigned, names = statements(results)
+    return [f"{name} = {text}" for name, (text, _) in assigned.items()], names
 
 
 def _block(head: str, *lines: str) -> list[str]:
     return [head, *(f"    {line}" for line in lines)]
 
 
-def _statements(results: Iterable[Symbol]) -> tuple[list[str], list[str]]:
-    """Return assignments that compute symbols, equal operations once, and the names of the results."""
+def statements(
+    results: Iterable[Symbol], written: Callable[[str], str] = str
+) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return what computes symbols, equal operations once, and the names of the results.
+
+    What computes them is, by name and in order, an expression and its dtype; ``written`` may write a template anew.
+    """
     names: dict[int, str] = {}
-    assigned: dict[str, str] = {}
+    # By the expression.
+    assigned: dict[str, tuple[str, str]] = {}
 
     def name(symbol: Symbol) -> str:
         if id(symbol) not in names:
-            text = symbol.template.format(*[name(operand) for operand in symbol.operands])
-            names[id(symbol)] = assigned.setdefault(text, f"t{len(assigned)}") if symbol.operands else text
+            text = written(symbol.template).format(*[name(operand) for operand in symbol.operands])
+            known = assigned.setdefault(text, (f"t{len(assigned)}", symbol.dtype)) if symbol.operands else (text,)
+            names[id(symbol)] = known[0]
         return names[id(symbol)]
 
     found = [name(symbol) for symbol in results]
-    return [f"{name} = {text}" for text, name in assigned.items()], found
+    return {name: (text, dtype) for text, (name, dtype) in assigned.items()}, found

@@ -129,7 +129,7 @@ class GroupAgreement:
         code: Array | int = 0
         if spike is not None:
             code = as_0d_array(xp, xp.astype(spike, xp.int32) * vector.reason_code(Reason.SPIKE, agreement.rank()))
-        sent = vector.pack(backend, self._policy, state, nonfinite, about, code=code)
+        sent = backend.pack(self._policy, state, nonfinite, about, code=code)
         with agreement.failing():
             ballot = Ballot(agreement, self._groups, sent, self._calls)
             verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)

@@ -152,7 +152,7 @@ class ArrayState:
             return
         xp = self.home
         arrays = [xp.asarray(x, dtype=xp.int32) if isinstance(x, int) else x for x in counts]
-        self._state = self.policy.update(state, nonfinite=functools.reduce(xp.maximum, arrays))
+        self._state = self.backend.update(self.policy, state, functools.reduce(xp.maximum, arrays))
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Return a state with its scale backed off once; the very same one if the policy cannot."""

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace
 from gradscale.core import ops, validation
 from gradscale.core.arithmetic import as_0d_array, float32_bits
 from gradscale.core.backend import Backend
-from gradscale.core.clipping import clip_factor, clip_factor_of
+from gradscale.core.clipping import clip_factor_of
 from gradscale.core.gradients import ListedParameters, collect_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
@@ -141,7 +141,7 @@ def _clip(
 
     Over a group three host reads and two all-reduces; else none.
     """
-    norm, factor, overflows = clip_factor(squares, clip.max_norm)
+    norm, factor, overflows = backend.clip_factor(squares, clip.max_norm)
     if clip.exchange is not None:
         total = _norm_over_ranks(backend, norm, clip.exchange)
         norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)

@@ -75,9 +75,7 @@ class PendingVerdict:
             if not agreement.takes_lists:
                 sent = live.home.asarray(sent, dtype=live.home.int32)
         else:
-            sent = vector.pack(
-                live.backend, live.policy, state, count, about, has_gradients=found.has_gradients, code=code
-            )
+            sent = live.backend.pack(live.policy, state, count, about, has_gradients=found.has_gradients, code=code)
         self._ballot = Ballot(agreement, groups, sent, iteration.number)
 
     def verdict(self) -> Verdict:

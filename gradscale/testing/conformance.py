@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -10,13 +11,14 @@ from typing import NoReturn
 from array_api_compat import array_namespace, is_array_api_obj
 from array_api_compat import device as device_of
 
-from gradscale.core import arithmetic, clipping, ops, registry, summaries, validation
+from gradscale.core import arithmetic, clipping, ops, registry, summaries, validation, vector
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
 from gradscale.errors import BackendNotAvailableError, GradscaleError, InvalidTypeError
 from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
+from gradscale.policies.rules import GradualScale
 
 __all__ = ["check_backend", "check_collectives", "check_library"]
 
@@ -31,6 +33,15 @@ _SMALLEST = validation.SMALLEST_NORMAL
 _PARTS = (2.0, 1.5, 1.0, 0.75, 0.3, 2.0**-22, 2.0**-23)
 _OF_FLOAT32 = (23, 7)  # bits of the fractions of float32, and of bfloat16, which is computed in it
 _FACTORS = (1.0, 0.5, 0.3, 0.0)
+# They grow, back off, tolerate, stop at bounds and raise within these counts.
+_RULES = (
+    DynamicScale(init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2, hysteresis=2, max_scale=9.0),
+    DynamicScale(init_scale=4.0, growth_interval=1, tolerance=0.3, min_scale=2.0, at_min="raise"),
+    GradualScale(init_scale=8.0, growth_interval=3),
+)
+_COUNTS = (0, 0, 0, 1, 3, 0, 1, 1, 0, 0)
+_SQUARES = (0.0, 1e-50, 6.25, 25.0, 1e70, 1e80, math.inf, math.nan)
+_MAX_NORMS = (0.0, 2.5, math.inf)
 # For libraries: round_to_float32 is the oracle.
 _VALUES = (1.0, -2.5, 0.0, 3.0, 65504.0, 2.0**-100)
 _LIBRARY_SCALES = (65536.0, 3.0, 2.0**-10)
@@ -90,6 +101,10 @@ def check_backend(backend: Backend, like: Array, *, dtypes: Sequence[object] | N
     checks = [check for member, check in by_member if member in overridden]
     if backend.computes_on_host:
         checks.append(_check_plain)
+    if overridden & {"update", "pack"}:
+        _check_rules(backend, like)
+    if "clip_factor" in overridden:
+        _check_clip_factor(backend, xp, device)
     swept = _SWEPT if "unscale" in overridden else ()
     for dtype in dtypes:
         few, many = (list(_value_sets(xp, device, dtype, everywhere=everywhere)) for everywhere in (False, True))
@@ -128,6 +143,37 @@ def _check_fingerprint(backend: Backend, state: ScaleState) -> None:
     state = ScaleState(state.scale, *counters)
     pure = backend.read(arithmetic.fingerprint(state))
     _expect(f"fingerprint of {state}", backend.read(backend.fingerprint(state)), pure)
+
+
+def _check_rules(backend: Backend, like: Array) -> None:
+    """Check ``update`` and ``pack`` through the lives of some policies."""
+    xp, device = array_namespace(like), device_of(like)
+    about = [validation.LARGEST_INT32, -1, *range(vector.ABOUT - 2)]
+    for policy in _RULES:
+        state = policy.init(like)
+        for count in _COUNTS:
+            nonfinite = xp.asarray(count, dtype=xp.int32, device=device)
+            sent = [
+                backend.read(pack(policy, state, nonfinite, about, has_gradients=count != 3, code=count))
+                for pack in (backend.pack, functools.partial(Backend.pack, backend))
+            ]
+            _expect(f"pack of {state} and a count of {count}, by {policy}", *sent)
+            updated = policy.update(state, nonfinite=nonfinite)
+            states = backend.update(policy, state, nonfinite), updated
+            bits = [backend.read(arithmetic.fingerprint(one)) for one in states]
+            _expect(f"update of {state} and a count of {count}, by {policy}", *bits)
+            state = updated
+
+
+def _check_clip_factor(backend: Backend, xp: ModuleType, device: object) -> None:
+    dtype = xp.float64 if arithmetic.has_float64(xp, device) else xp.float32
+    for value in _SQUARES:
+        squares = xp.asarray(value, dtype=dtype, device=device)
+        for max_norm in _MAX_NORMS:
+            case = f"clip_factor of the sum {value} and at most {max_norm}"
+            pairs = zip(backend.clip_factor(squares, max_norm), clipping.clip_factor(squares, max_norm), strict=True)
+            for got, expected in pairs:
+                _expect_arrays(backend, case, [got], [expected], [value])
 
 
 def _check_summaries(backend: Backend, sets: Sequence[Sequence[Array]]) -> None:

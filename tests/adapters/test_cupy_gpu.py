@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import require
-from cupy_devices import require_cupy, require_device_count, stall
+from cupy_devices import launch_counter, require_cupy, require_device_count, stall
 from optimizers import Tree
+from written_rules import assert_clipping_is_written, assert_rule_is_written
 
 import gradscale
-from gradscale import DynamicScale, GradScaler
+from gradscale import DynamicScale, GradScaler, presets
 from gradscale.testing import check_backend
 
 pytestmark = [pytest.mark.cupy, pytest.mark.gpu]
@@ -192,6 +193,33 @@ def test_devices_wait_for_each_other(cupy: Any, backend: Any, busy: int) -> None
         x += 90
         assert (moved.device.id, int(moved)) == (1, 5)
         x -= 95
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_each_preset_has_the_bits_of_its_rule_over_numpy(cupy: Any, backend: Any, name: str) -> None:
+    assert_rule_is_written(cupy, backend, presets.named(name))
+
+
+def test_clipping_has_the_bits_of_the_pure_core_over_numpy(cupy: Any, backend: Any) -> None:
+    assert_clipping_is_written(cupy, backend)
+
+
+@pytest.mark.parametrize(("max_norm", "launches"), [(None, 4), (1.0, 8)])
+def test_an_iteration_is_few_launches(cupy: Any, max_norm: float | None, launches: int) -> None:
+    scaler, optimizer, one = GradScaler(init_scale=8.0), Tree(), cupy.ones((), dtype=np.float32)
+    count, counts = launch_counter(), []
+    for value in (1.0, np.inf, 1.0):
+        grad = cupy.asarray([8.0, value], dtype=np.float32)
+        before = count()
+        scaler.scale(one)
+        optimizer.grads = [grad]
+        if max_norm is not None:
+            scaler.unscale_(optimizer, max_norm=max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        counts.append(count() - before)
+    # The first iteration makes the state.
+    assert counts == [launches + 1, launches, launches]
 
 
 def test_a_scaler_trains_on_a_device(cupy: Any) -> None:

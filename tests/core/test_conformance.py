@@ -111,6 +111,13 @@ WRONG: dict[str, dict[str, Any]] = {
         lambda xp, x: xp.where(xp.abs(x) < xp.full_like(x, xp.finfo(x.dtype).smallest_normal), xp.zeros_like(x), x)
     ),
     "misses the last": seeing(lambda xp, x: xp.reshape(x, (-1,))[: max(0, math.prod(x.shape) - 1)]),
+    "ignores the count": {
+        "update": lambda self, policy, state, nonfinite: policy.update(
+            state, nonfinite=self.arrays.xp.zeros_like(nonfinite)
+        )
+    },
+    "says nothing of its gradients": {"pack": lambda self, *args, code, **_: Core.pack(self, *args, code=code)},
+    "clips to another norm": {"clip_factor": lambda self, squares, _: Core.clip_factor(self, squares, 1.0)},
     "wrong example": {"example": lambda self: self.arrays.xp.zeros((), dtype=self.arrays.xp.float64)},
 }
 

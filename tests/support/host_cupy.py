@@ -324,27 +324,43 @@ class Event:
 class RawKernel:
     """A kernel, on the host."""
 
-    def __init__(self, code: str, name: str, _options: tuple[str, ...]) -> None:
-        assert code == host_kernels.SOURCE.read_text(encoding="utf-8")
-        self._name = name
+    def __init__(self, code: str, name: str, options: tuple[str, ...]) -> None:
+        source = host_kernels.SOURCE.read_text(encoding="utf-8")
+        assert code.startswith(source)
+        self._name, self._code, self._options = name, code, options
+        self._is_written = code != source
 
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
         """Launch it as CuPy does."""
-        expected = host_kernels.ARGUMENTS[self._name.partition("_")[0]]
-        assert (grid[0] > 0, block) == (True, (256,))
+        # What is written out of a trace says itself what it takes.
+        expected = self._parameters() if self._is_written else host_kernels.ARGUMENTS[self._name.partition("_")[0]]
+        assert (grid[0] > 0, block) == (True, (1,) if self._is_written else (256,))
         assert len(args) == len(expected)
         assert all(x.dtype == kind for x, kind in zip(args, expected, strict=True))
         assert {x.device.id for x in args if isinstance(x, Ndarray)} == {_device_id()}
         _advance(_device_id())
-        host_kernels.run(host_kernels.library(), self._name, grid[0], [_c_value(x) for x in args])
-        arrays = args[0].size // _ROW if len(expected) > 3 else 1
+        values = [_c_value(x) for x in args]
+        if self._is_written:
+            kernels = host_kernels.one_kernel(self._name, self._code, self._options)
+            host_kernels.run(kernels, self._name, grid[0], values, block[0])
+        else:
+            host_kernels.run(host_kernels.library(), self._name, grid[0], values)
+        arrays = args[0].size // _ROW if not self._is_written and len(expected) > 3 else 1
         log.append(("launch", self._name, _device_id(), arrays))
+
+    def _parameters(self) -> list[type[np.generic]]:
+        """Return the dtypes of what a kernel takes."""
+        parameters = self._code.partition(f"void {self._name}(")[2].partition(")")[0].split(", ")
+        return [_DTYPES[one.removeprefix("const ").partition(" ")[0].rstrip("*")] for one in parameters]
+
+
+_DTYPES = {"int": np.int32, "float": np.float32, "double": np.float64}
 
 
 def _c_value(x: Any) -> Any:
     if isinstance(x, Ndarray):
         return ctypes.c_void_p(x.ctypes.data)
-    return (ctypes.c_int if x.dtype == np.int32 else ctypes.c_longlong)(int(x))
+    return np.ctypeslib.as_ctypes_type(x.dtype)(x.item())
 
 
 def _current_stream(device_id: int = -1) -> Stream:

@@ -29,6 +29,7 @@ __all__ = [
     "compiled",
     "launch",
     "library",
+    "one_kernel",
     "run",
 ]
 
@@ -44,6 +45,7 @@ _FLAGS = (
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",
+    "-Wno-tautological-compare",
     "-Werror",
     "-ffp-contract=off",
     "-shared",
@@ -78,10 +80,26 @@ def library() -> ctypes.CDLL:
     return compiled(SOURCE, f"-DGRADSCALE_THREADS={THREADS}")
 
 
+@functools.cache
+def one_kernel(name: str, code: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Return the only kernel of a source, compiled once for all processes of a session."""
+    path = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()}.cu"
+    # Whoever else writes it writes the same.
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(code, encoding="utf-8")
+    part.rename(path)
+    return compiled(path, *(option for option in options if option.startswith("-D")), f"-DHOST_ONE={name}")
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gradscale-kernels-"))
+
+
 def compiled(source: Path, *options: str) -> ctypes.CDLL:
     """Return the kernels of a file like unscale.cu, compiled with more options."""
     compiler = require_program("c++")
-    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gradscale-kernels-"))
+    folder = _folder()
     command = [compiler, *_FLAGS, *options, f'-DGRADSCALE_KERNELS="{source}"', str(_CUDA)]
     key = hashlib.sha256(
         source.read_bytes() + _CUDA.read_bytes() + _HEADER.read_bytes() + repr(command).encode()

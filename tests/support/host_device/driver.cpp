@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -144,6 +145,7 @@ struct World {
     std::map<std::uintptr_t, Memory> memory;
 };
 World& world = *new World;
+std::atomic<int> launches{0};
 
 Memory memory_of(const void* pointer) {
     const std::lock_guard<std::mutex> lock(world.mutex);
@@ -469,6 +471,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int y
     if (blocks == 0 || threads == 0 || threads > 1024 || y * z * v * w != 1) return CUDA_ERROR_INVALID_VALUE;
     if (kernel->device != stream->device || stream->device != current_device) return CUDA_ERROR_INVALID_HANDLE;
     const std::shared_ptr<Launch> launch(kernel->prepare(arguments));
+    ++launches;
     stream->push([=] {
         const char* failure = (*launch)(blocks, threads);
         if (failure != nullptr) {
@@ -478,5 +481,8 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int y
     });
     return CUDA_SUCCESS;
 }
+
+// For tests: how many kernels were launched.
+int host_launches() { return launches; }
 
 }  // extern "C"
