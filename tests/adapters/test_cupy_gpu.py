@@ -115,7 +115,7 @@ def test_the_host_does_not_wait_between_scale_and_step(cupy: Any, backend: Any) 
 def test_the_host_waits_for_a_copy_of_its_own(cupy: Any, backend: Any) -> None:
     x = cupy.asarray([1, 2], dtype=np.int32)
     cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
+    with cupy.cuda.Stream(non_blocking=True):
         stall(cupy, 0)
         x += 1
         assert backend.start_read(x)() == [2, 3]
@@ -125,7 +125,6 @@ def test_the_host_waits_for_a_copy_of_its_own(cupy: Any, backend: Any) -> None:
         assert not finish.is_done()
         assert finish() == [3, 4]
         assert finish.is_done()
-        assert stream.done
 
 
 def test_a_captured_graph_divides_judges_and_adapts_the_scale(cupy: Any) -> None:
