@@ -52,7 +52,8 @@ def ruled(update: Callable[[Any, ScaleState, Any], ScaleState]) -> Any:
     def method(_: Any, state: ScaleState, *, nonfinite: Any) -> Any:
         return update(array_namespace(state.scale), state, nonfinite)
 
-    return dataclasses.dataclass(frozen=True)(type("Ruled", (StaticScale,), {"update": method}))(8.0)
+    made: Any = type("Ruled", (StaticScale,), {"update": method})
+    return dataclasses.dataclass(frozen=True)(made)(8.0)
 
 
 def of_whole_numbers(xp: Any, state: ScaleState, nonfinite: Any) -> ScaleState:
@@ -148,7 +149,7 @@ def test_nvcc_compiles_them_without_a_warning_and_contracts_and_flushes_nothing(
     written: list[tuple[str, str, tuple[str, ...]]] = []
     monkeypatch.setattr(cupy, "RawKernel", lambda code, name, options: written.append((code, name, options)))
     # Nothing that was written before is taken from a cache.
-    assert scalars.rule_of(dataclasses.replace(presets.named("chainer"), growth_interval=997)) is not None
+    assert scalars.rule_of(presets.named("chainer", growth_interval=997)) is not None
     assert scalars.rule_of(ruled(of_reals)) is not None
     assert [name for _, name, _ in written] == ["update", "pack", "update"]
     for code, name, options in written:

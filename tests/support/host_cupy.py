@@ -348,7 +348,7 @@ class RawKernel:
         arrays = args[0].size // _ROW if not self._is_written and len(expected) > 3 else 1
         log.append(("launch", self._name, _device_id(), arrays))
 
-    def _parameters(self) -> list[type[np.generic]]:
+    def _parameters(self) -> list[Any]:
         """Return the dtypes of what a kernel takes."""
         parameters = self._code.partition(f"void {self._name}(")[2].partition(")")[0].split(", ")
         return [_DTYPES[one.removeprefix("const ").partition(" ")[0].rstrip("*")] for one in parameters]
