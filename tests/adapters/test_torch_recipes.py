@@ -24,6 +24,7 @@ recipes: Any = importlib.import_module("recipe_scenarios")
 OVERFLOWS = (1, 3, 8)  # of 8 batches: the first and the last, too
 SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
+    *("accumulate", "clip_norm", "clip_value", "clip_each", "gan", "penalty", "resume"),
     *("schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
     *("trainer", "fabric", "accelerate", "transformers", "timm", "ignite", "keras"),
 }
@@ -89,6 +90,82 @@ def test_what_follows_the_optimizer_holds() -> None:
     names = recipes.run_block("followers", **common())
     assert skips(names["scaler"]) == SKIPS
     assert names["steps"] == int(names["average"].n_averaged) == 5
+
+
+CLIPPED = {
+    "clip_norm": lambda weights: torch.nn.utils.clip_grad_norm_(weights, 1.0),
+    "clip_value": lambda weights: torch.nn.utils.clip_grad_value_(weights, 0.5),
+    "clip_each": lambda weights: [torch.nn.utils.clip_grad_norm_(weight, 1.0) for weight in weights],
+    "accumulate": lambda _: None,
+    "penalty": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_problems_recipe_is_plain_training_in_float32_without_the_batches_that_overflow(name: str) -> None:
+    skipped = (2, 4) if name == "accumulate" else OVERFLOWS
+    # Of four micro-batches a batch, the first one of the second batch and the last one of the fourth.
+    given = common(MICRO_OVERFLOWS if name == "accumulate" else OVERFLOWS)
+    given["loss_of"] = Steep(given["loss_of"].overflows)
+    names = recipes.run_block(name, **given)
+    assert [report.iteration for report in names["scaler"].history if report.skipped] == list(skipped)
+    assert names["scaler"].get_scale() == 2.0 ** (16 - len(skipped))
+
+    plain = common(())
+    model, optimizer, loss_of = plain["model"], plain["optimizer"], Steep()
+    is_clipped = False
+    for number, batch in enumerate(recipes.made_loader(), start=1):
+        if number in skipped:
+            continue
+        loss = loss_of(model, batch)
+        if name == "penalty":
+            grads = torch.autograd.grad(loss, model.parameters(), create_graph=True)
+            loss = loss + 0.01 * sum(grad.square().sum() for grad in grads)
+        loss.backward()
+        before = [weight.grad.clone() for weight in model.parameters()]
+        CLIPPED[name](list(model.parameters()))
+        is_clipped |= any(not weight.grad.equal(grad) for weight, grad in zip(model.parameters(), before, strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert is_clipped == name.startswith("clip")
+    # Norms and means are summed in another order.
+    torch.testing.assert_close(list(given["model"].parameters()), list(model.parameters()), rtol=1e-4, atol=1e-6)
+
+
+class Steep(recipes.Losses):  # type: ignore[misc]
+    """Losses whose gradients are large enough to be clipped."""
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return 8.0 * super().__call__(model, batch)
+
+
+def test_each_of_a_gans_optimizers_skips_by_itself_and_the_scale_falls_once() -> None:
+    given = common(())
+    critic = recipes.made_model(1)
+    generator = torch.nn.Linear(recipes.FEATURES, recipes.FEATURES)
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    # The critic's gradients overflow in its own pass of the second batch and of the fourth, and the generator's in the
+    # third and the fourth. The critic's are accumulated twice in a batch.
+    critic[0].weight.register_post_accumulate_grad_hook(recipes.overflowing({3, 7}))
+    generator.weight.register_post_accumulate_grad_hook(recipes.overflowing({3, 4}))
+    steps = collections.Counter[str]()
+    for name, one in (("generator", optimizer), ("critic", critic_optimizer)):
+        one.register_step_post_hook(lambda *_, name=name: steps.update([name]))
+    names = given | {"model": generator, "optimizer": optimizer, "critic": critic}
+    names = recipes.run_block("gan", **names | {"critic_optimizer": critic_optimizer})
+    assert steps == {"critic": 6, "generator": 6}
+    # Batches 2, 3 and 4, of which the last has two overflows.
+    assert names["scaler"].get_scale() == 2.0**13
+
+
+def test_a_run_is_resumed_with_its_schedule_and_its_scale(tmp_path: Path) -> None:
+    trained = run_common("schedule")
+    kept = trained["scaler"].state_dict()
+    names = recipes.run_block("resume", **trained | {"path": tmp_path / "run.pt"})
+    assert names["scaler"] is not trained["scaler"]
+    assert names["scaler"].state_dict() == kept
+    assert names["schedule"].last_epoch == 5
 
 
 class SAM:
