@@ -3,8 +3,9 @@
     python examples/equinox_train.py
 
 gradscale needs nothing of equinox: ``eqx.partition`` parts the arrays, which are trained, from functions and other
-leaves. The micro-batches are inside the loss, in a ``lax.scan`` that JAX differentiates: there is one verdict for all
-of them, and their float16 gradients are added up in float32, the dtype of the parameters.
+leaves. ``gradscale_jax.scaled`` wraps the optax transformation, and holds the scale in its state. The micro-batches are
+inside the loss, in a ``lax.scan`` that JAX differentiates: there is one verdict for all of them, and their float16
+gradients are added up in float32, the dtype of the parameters.
 
 Needs, from a clone of gradscale: python -m pip install '.[optax]' --group examples --group equinox.
 """
@@ -34,9 +35,8 @@ with program_needs("examples/equinox_train.py", "optax", groups="examples equino
 MICRO_BATCHES = 4
 BATCH_SIZE = 256
 TEST_IMAGES = 360
-OPTIMIZER = optax.adam(1e-3)
 # Far too large at first, so that some steps are skipped; it doubles after 50 clean steps, usually 2000.
-POLICY = DynamicScale(init_scale=2.0**24, growth_interval=50)
+OPTIMIZER = gradscale_jax.scaled(optax.adam(1e-3), DynamicScale(init_scale=2.0**24, growth_interval=50))
 
 
 class Network(eqx.Module):
@@ -86,29 +86,27 @@ def main() -> int:
     params, others = eqx.partition(Network(jax.random.key(0)), eqx.is_inexact_array)
 
     @jax.jit
-    def train_step(training: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        params, optimizer, scale = training
-        differentiate = gradscale_jax.value_and_grad(loss, POLICY)
-        _, grads, verdict, new_scale = differentiate(scale, params, others, images, labels)
-        updates, new_optimizer = OPTIMIZER.update(grads, optimizer, params)
-        stepped = optax.apply_updates(params, updates), new_optimizer
-        params, optimizer = gradscale_jax.select(verdict.finite, stepped, (params, optimizer))
-        return (params, optimizer, new_scale), ~verdict.finite
+    def train_step(training: Any, images: jax.Array, labels: jax.Array) -> Any:
+        params, optimizer = training
+        scale = gradscale_jax.scale_state(optimizer)
+        grads = jax.grad(lambda params: gradscale_jax.scale(loss(params, others, images, labels), scale))(params)
+        updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
+        return optax.apply_updates(params, updates), optimizer
 
-    training, skipped = (params, OPTIMIZER.init(params), POLICY.init(jnp.zeros(()))), jnp.int32(0)
+    training = params, OPTIMIZER.init(params)
     for step in trange(options.steps, desc="equinox", disable=None):
         if step == options.steps // 2:
             file = io.BytesIO()
             eqx.tree_serialise_leaves(file, training)
             file.seek(0)
             training = eqx.tree_deserialise_leaves(file, jax.tree.map(jnp.zeros_like, training))
-            print(f"saved after {step} steps, and resumed with scale {training[2].scale:g}")
+            print(f"saved after {step} steps, and resumed with scale {training[1].scale_state.scale:g}")
         chosen = rng.integers(TEST_IMAGES, len(images), (MICRO_BATCHES, BATCH_SIZE // MICRO_BATCHES))
-        training, is_skipped = train_step(training, images[chosen], labels[chosen])
-        skipped += is_skipped
+        training = train_step(training, images[chosen], labels[chosen])
     network = eqx.combine(training[0], others)
     accuracy = np.mean(np.argmax(jax.vmap(network)(images[:TEST_IMAGES]), axis=1) == labels[:TEST_IMAGES])
-    print(f"accuracy {accuracy:.1%}, skipped {skipped} of {options.steps} steps, final scale {training[2].scale:g}")
+    scale, skipped = training[1].scale_state.scale, training[1].skipped
+    print(f"accuracy {accuracy:.1%}, skipped {skipped} of {options.steps} steps, final scale {scale:g}")
     return 0
 
 

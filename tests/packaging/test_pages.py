@@ -21,9 +21,10 @@ BLOCKS = [block for text in PAGES.values() for block in BLOCK.findall(text)]
 # These take names for granted, and are run by the tests of the adapter that they are for.
 RECIPE = re.compile(r"<!-- recipe: \w+ -->\n```python\n")
 
-# What the blocks of the first screen do not say of themselves: that they have learnt.
+# What blocks do not say of themselves: that they have learnt.
 LEARNT = {
     "numpy-first": "assert abs(optimizer.weights - np.float32([1, -2, 3, -4])).max() < 0.01\n",
+    "jax-optax": "assert abs(params['w'] - jnp.asarray([1, -2, 3, -4])).max() < 0.1 and opt_state.skipped > 0\n",
     "torch-first": "assert loss.item() < 0.1 and scaler.get_scale() <= 65536\n",
 }
 
