@@ -128,7 +128,9 @@ class GroupAgreement:
         about = (agreement.identify(self._policy) ^ (spike is not None), *position)
         code: Array | int = 0
         if spike is not None:
-            code = as_0d_array(xp, xp.astype(spike, xp.int32) * vector.reason_code(Reason.SPIKE, agreement.rank()))
+            # No product with a Python number: NumPy 1 would make it int64.
+            number = xp.full_like(spike, vector.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
+            code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
         sent = backend.pack(self._policy, state, nonfinite, about, code=code)
         with agreement.failing():
             ballot = Ballot(agreement, self._groups, sent, self._calls)

@@ -52,6 +52,8 @@ def test_a_block_runs(name: str, code: str, tmp_path: Path) -> None:
     for library in ("torch", "jax", "optax"):
         if f"import {library}" in code or f"from gradscale_{library}" in code:
             require(library)
+    if "import array_api_strict" in code:
+        require("strict")
     if name == "cupy":
         # Not on a GPU, but with the stand-in of the adapter's tests.
         require_program("c++")
