@@ -128,7 +128,7 @@ class Backend:
         has_gradients: bool = True,
         code: Array | int = 0,
     ) -> Array:
-        """Return the vector of a state that ranks agree on, as :mod:`gradscale.core.vector` has it. No host read.
+        """Return the vector of a state that ranks agree on, as ``gradscale.core.vector`` has it. No host read.
 
         Parameters
         ----------
@@ -206,7 +206,7 @@ class Backend:
         return unscaled, nonfinite, arithmetic.sum_of_squares(unscaled, state.scale)
 
     def clip_factor(self, squares: Array, max_norm: float, /) -> tuple[Array, Array, Array]:
-        """Return norm, factor and overflow, as :func:`gradscale.core.clipping.clip_factor` does. No host read."""
+        """Return norm, factor and overflow, as ``gradscale.core.clipping.clip_factor`` does. No host read."""
         return clipping.clip_factor(squares, max_norm)
 
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
