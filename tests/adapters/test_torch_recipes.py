@@ -26,7 +26,7 @@ SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
     *("accumulate", "clip_norm", "clip_value", "clip_each", "gan", "penalty", "resume"),
     *("schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
-    *("trainer", "fabric", "accelerate", "transformers", "timm", "ignite", "keras"),
+    *("trainer", "fabric", "accelerate", "accelerate_fsdp2", "transformers", "timm", "ignite", "keras"),
 }
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)
@@ -261,6 +261,16 @@ def test_fabric_skips_holds_the_schedule_and_saves(tmp_path: Path) -> None:
     names = run_common("fabric", "precision", path=tmp_path / "fabric.ckpt")
     saved = torch.load(tmp_path / "fabric.ckpt", weights_only=True)
     assert saved["precision"] == names["scaler"].state_dict()
+
+
+def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_loaded_last(tmp_path: Path) -> None:
+    require("accelerate")
+    case = ("accelerate_fsdp2", str(tmp_path / "state"))
+    for answer in Batch("recipe_scenarios", lambda _: [case]).answer(2, *case):
+        assert (answer["saved"]["scale"], answer["saved"]["_growth_tracker"]) == (1024.0, 1)
+        # Once it is not, the page need not say so.
+        assert (answer["loaded"]["scale"], answer["loaded"]["_growth_tracker"]) == (2048.0, 0)
+        assert answer["by the recipe"] == answer["saved"]
 
 
 @pytest.mark.usefixtures("reset_accelerate")

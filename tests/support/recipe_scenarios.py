@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Collection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -118,6 +120,49 @@ def checkpoint(group: Any, folder: str) -> dict[str, Any]:
     names = run_block("checkpoint", folder=folder, **{name: names[name] for name in ("actor", "optimizer", "scaler")})
     assert names["scaler"] is not before
     return {"before": before.state_dict(), "after": names["scaler"].state_dict()}
+
+
+def accelerate_fsdp2(group: Any, folder: str) -> dict[str, Any]:
+    """Train with accelerate and FSDP2, save, and load into an accelerator that has made no step."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    from gradscale_torch import GradScaler
+
+    rank, size = str(dist.get_rank(group)), str(dist.get_world_size(group))
+    # The group is there already; accelerate wants its address all the same.
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap"
+    )
+
+    def prepared() -> tuple[Any, Any, Any]:
+        accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+        # Accelerate shards on GPUs alone, and its states take what they are from this one.
+        plugin.set_mixed_precision("fp16")
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        accelerator.native_amp = True
+        accelerator.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        model = made_model()
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    with mock.patch.dict(os.environ, environment):
+        try:
+            accelerator, model, optimizer = prepared()
+            accelerator.backward(Losses()(model, made_loader()[0]))
+            optimizer.step()
+            accelerator.save_state(folder)
+            saved = accelerator.scaler.state_dict()
+            accelerator, model, optimizer = prepared()
+            accelerator.load_state(folder)
+            loaded = accelerator.scaler.state_dict()
+            names = run_block("accelerate_fsdp2", accelerator=prepared()[0], folder=folder)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+    return {"saved": saved, "loaded": loaded, "by the recipe": names["accelerator"].scaler.state_dict()}
 
 
 class OptimizersContainer(torch.optim.Optimizer):
