@@ -18,6 +18,7 @@ from docutils import nodes
 from numpydoc.xref import DEFAULT_LINKS
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
 from sphinx.ext.intersphinx import InventoryAdapter
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
@@ -34,15 +35,13 @@ author = METADATA["authors"][0]["name"]
 copyright = author  # noqa: A001 (the name is Sphinx's)
 release = gradscale.__version__
 
-extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx"]
-extensions += ["sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"]
+extensions += ["sphinx_copybutton"]
 nitpicky = True
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the sections of parameters say them in words
-autosummary_generate = False
 add_module_names = False
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = True
@@ -109,7 +108,9 @@ def place(path: Path) -> str:
 
 def gather(app: Sphinx, *_: object) -> None:
     """Put the pages into the folder that is built, with links that lead from there."""
-    shutil.rmtree(app.srcdir)
+    if app.srcdir.resolve().is_relative_to(ROOT):
+        msg = f"the pages are gathered in an empty folder outside of the clone, got {app.srcdir}"
+        raise ExtensionError(msg)
     pages = {path: place(path) for pattern in PAGES for path in ROOT.glob(pattern)}
     for page, name in pages.items():
 
