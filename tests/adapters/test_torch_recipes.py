@@ -92,7 +92,7 @@ def test_what_follows_the_optimizer_holds() -> None:
     assert names["steps"] == int(names["average"].n_averaged) == 5
 
 
-CLIPPED = {
+CLIPPED: dict[str, Any] = {
     "clip_norm": lambda weights: torch.nn.utils.clip_grad_norm_(weights, 1.0),
     "clip_value": lambda weights: torch.nn.utils.clip_grad_value_(weights, 0.5),
     "clip_each": lambda weights: [torch.nn.utils.clip_grad_norm_(weight, 1.0) for weight in weights],
