@@ -22,8 +22,8 @@ from gradscale_cupy.launch import kernel_source
 
 __all__ = ["Rule", "clip_factor", "rule_of"]
 
-# What the expressions call, as Python's helpers do it, and what kernels read and write by. Behind unscale.cu, whose
-# instructions keep subnormal numbers.
+# Functions that the expressions call, as Python's helpers compute, and by which kernels read and write. They stand
+# behind unscale.cu, whose instructions keep subnormal numbers.
 _CALLED = """
 #define True true
 #define False false

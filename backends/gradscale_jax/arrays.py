@@ -81,7 +81,7 @@ class JaxBackend(Backend):
         return None if word is None else lax.bitcast_convert_type(x, word)
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
-        """Return what ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""
+        """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""
         home = self.placement(arrays[0])
         return jnp.concatenate([_moved(_summary(x), home) for x in arrays])
 

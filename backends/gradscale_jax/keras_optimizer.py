@@ -138,7 +138,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             variable.assign(value)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what Keras saves beside the variables: the inner optimizer, and the policy."""
+        """Return the settings that Keras saves beside the variables: the inner optimizer, and the policy."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         saved = checkpoint.build(self.policy, {"scale": float(self.policy.init(jnp.zeros(())).scale)}, 1)
         return {"name": self.name, "inner_optimizer": inner, "policy": saved}

@@ -90,7 +90,7 @@ class NumpyBackend(Backend):
         return kernels.bits(np.asarray(x))
 
     def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
-        """Return what ``gradscale.core.summaries.summarize_arrays`` does, from the bits of the arrays."""
+        """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits of the arrays."""
         return np.array([word for x in arrays for word in kernels.summarize(np.asarray(x))], dtype=np.int32)
 
     def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:

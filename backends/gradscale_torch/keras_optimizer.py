@@ -123,7 +123,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         self.inner_optimizer.apply([variable.value.grad for variable in trainable_variables], trainable_variables)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what Keras saves: the inner optimizer, and the scaler's state."""
+        """Return the settings that Keras saves: the inner optimizer, and the scaler's state."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, "scaler": self.scaler.state_dict()}
 

@@ -47,7 +47,7 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
 
 
 def largest_norm(max_norm: float) -> float:
-    """Return what a norm that is finite in float32 can be clipped to; beyond it, the quotient would overflow."""
+    """Return the largest bound that finite norms are clipped to; beyond it, the quotient would overflow."""
     return min(max_norm, validation.LARGEST_FLOAT32)
 
 
