@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
 
-__all__ = ["install_command", "is_clone", "needs", "remedy", "with_place"]
+__all__ = ["import_keras", "install_command", "is_clone", "needs", "remedy", "with_place"]
 
 
 # What an extra does not bring: CuPy is a distribution of another name for each CUDA.
@@ -76,3 +78,19 @@ def needs(user: str, extras: str, *modules: str, groups: str = "") -> Iterator[N
         kind = MissingExtraError if isinstance(error, ModuleNotFoundError) else BackendNotAvailableError
         msg = f"{user} needs {library or 'what cannot be imported'}, got: {cause}; {remedy(extras, groups)}"
         raise kind(msg, name=error.name) from cause
+
+
+def import_keras(backend: str) -> Any:
+    """Import Keras; BackendNotAvailableError if it cannot be imported, or computes on another backend."""
+    msg = (
+        f"gradscale_{backend}.keras_optimizer needs Keras on {backend}, got: {{}}; install Keras "
+        f"(python -m pip install keras), and set KERAS_BACKEND={backend} before it is imported"
+    )
+    try:
+        keras = importlib.import_module("keras")
+    except ImportError as error:
+        # Without TensorFlow, Keras cannot be imported as it comes.
+        raise BackendNotAvailableError(msg.format(error)) from error
+    if keras.config.backend() != backend:
+        raise BackendNotAvailableError(msg.format(f"Keras on {keras.config.backend()}"))
+    return keras

@@ -11,28 +11,18 @@ import jax.numpy as jnp
 from gradscale import DynamicScale, ScaleState
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
-from gradscale.errors import BackendNotAvailableError, InvalidValueError
+from gradscale.errors import InvalidValueError
+from gradscale.extras import import_keras
 from gradscale.scaler import checkpoint
 from gradscale_jax import trees
 
-_REMEDY = "install Keras (python -m pip install keras), and set KERAS_BACKEND=jax before it is imported"
-
-try:
-    import keras  # type: ignore[import-not-found,import-untyped,unused-ignore]
-except ImportError as error:
-    # Without TensorFlow, Keras cannot be imported as it comes.
-    msg = f"gradscale_jax.keras_optimizer needs Keras on JAX, got: {error}; {_REMEDY}"
-    raise BackendNotAvailableError(msg) from error
-
-if keras.config.backend() != "jax":
-    msg = f"gradscale_jax.keras_optimizer needs Keras on JAX, got Keras on {keras.config.backend()}; {_REMEDY}"
-    raise BackendNotAvailableError(msg)
+keras = import_keras("jax")
 
 __all__ = ["ScaledOptimizer"]
 
 
 @keras.saving.register_keras_serializable("gradscale_jax")
-class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc,name-defined]
     """A Keras optimizer that scales the loss, skips steps, and adapts the scale by a policy of gradscale's.
 
     Give it to ``model.compile``, which then puts no ``LossScaleOptimizer`` of Keras's own around it. The schedules and

@@ -7,27 +7,17 @@ from typing import Any
 
 import torch
 
-from gradscale.errors import BackendNotAvailableError, InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.extras import import_keras
 from gradscale_torch.amp import GradScaler
 
-_REMEDY = "install Keras (python -m pip install keras), and set KERAS_BACKEND=torch before it is imported"
-
-try:
-    import keras  # type: ignore[import-not-found,import-untyped,unused-ignore]
-except ImportError as error:
-    # Without TensorFlow, Keras cannot be imported as it comes.
-    msg = f"gradscale_torch.keras_optimizer needs Keras on torch, got: {error}; {_REMEDY}"
-    raise BackendNotAvailableError(msg) from error
-
-if keras.config.backend() != "torch":
-    msg = f"gradscale_torch.keras_optimizer needs Keras on torch, got Keras on {keras.config.backend()}; {_REMEDY}"
-    raise BackendNotAvailableError(msg)
+keras = import_keras("torch")
 
 __all__ = ["ScaledOptimizer"]
 
 
 @keras.saving.register_keras_serializable("gradscale_torch")
-class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc,name-defined]
     """A Keras optimizer whose loss is scaled, and whose steps are skipped, by a scaler of gradscale's.
 
     Give it to ``model.compile``, which then puts no ``LossScaleOptimizer`` of Keras's own around it. The schedules and
