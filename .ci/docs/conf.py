@@ -4,6 +4,7 @@
 and so is a link that leads nowhere, a name that is not there, and a public name that no page of ``api`` documents.
 """
 
+import functools
 import importlib
 import os
 import re
@@ -19,6 +20,7 @@ from numpydoc.xref import DEFAULT_LINKS
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
+from sphinx.ext.autodoc.mock import mock
 from sphinx.ext.intersphinx import InventoryAdapter
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
@@ -89,10 +91,21 @@ if UNREACHED:
 PACKAGES = (UNREACHED - {"python"}) | (sys.stdlib_module_names if "python" in UNREACHED else set())
 nitpick_ignore_regex = [(r"py:.*", rf"({'|'.join(sorted(PACKAGES))})(\..*)?")] if PACKAGES else []
 
-# The modules whose public names the reference has, all of them. gradscale_cupy cannot be imported without CuPy.
+# CuPy cannot be imported without CUDA, and Keras has one backend in a process: stand-ins do for the names.
+with mock(["cupy", "cupyx"]):
+    importlib.import_module("gradscale_cupy")
+keras = sys.modules["keras"] = types.ModuleType("keras")
+vars(keras)["optimizers"] = types.SimpleNamespace(LossScaleOptimizer=object)
+vars(keras)["saving"] = types.SimpleNamespace(register_keras_serializable=lambda _: lambda cls: cls)
+for backend in ("torch", "jax"):
+    vars(keras)["config"] = types.SimpleNamespace(backend=functools.partial(str, backend))
+    importlib.import_module(f"gradscale_{backend}.keras_optimizer")
+
+# The modules whose public names the reference has, all of them.
 DOCUMENTED = (
     *("gradscale", "gradscale.errors", "gradscale.policies.rules", "gradscale.policies.simulation"),
-    *("gradscale_numpy", "gradscale_numpy.mpi", "gradscale_torch", "gradscale_torch.plugins", "gradscale_jax"),
+    *("gradscale_numpy", "gradscale_numpy.mpi", "gradscale_torch", "gradscale_torch.plugins", "gradscale_cupy"),
+    *("gradscale_jax", "gradscale_torch.keras_optimizer", "gradscale_jax.keras_optimizer"),
 )
 
 PAGES = ("*.md", *(f"{folder}/*.md" for folder in (".github", "gradscale/**", "backends/*", "examples", "tests/**")))
