@@ -24,6 +24,7 @@ CUDARuntimeError.__module__ = "cupy_backends.cuda.api.runtime"
 def count():
     raise CUDARuntimeError("cudaErrorSome: CUDA's text")
 runtime = SimpleNamespace(getDeviceCount=count, driverGetVersion=lambda: 0, runtimeGetVersion=lambda: 12090)
+nccl = SimpleNamespace(available=False)
 """
 
 
