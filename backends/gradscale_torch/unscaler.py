@@ -204,7 +204,7 @@ class TensorUnscaler:
         gradients = self.collect(optimizer, Request(takes_fp16=True))
         self.require_norm(optimizer, is_alone=True)
         _require_whole(gradients)
-        norm = self._norm(gradients, next((device for device, _ in gradients.tensors), _CPU))
+        norm = self._squares(gradients, next((device for device, _ in gradients.tensors), _CPU))[0].sqrt()
         factor = kernels.clip_factor(norm, max_norm)
         for (device, dtype), tensors in gradients.tensors.items():
             torch._foreach_mul_(tensors, moved(factor, device, dtype=torch.promote_types(dtype, torch.float32)))
@@ -263,24 +263,32 @@ class TensorUnscaler:
         # On a device the CPU waits for nobody, so that the norm is not announced.
         if mesh is not None and iteration is not None and not would_wait(inverse.device):
             Exchange(iteration, mesh, Purpose.NORM, gradients.optimizer, max_norm=max_norm).announce(inverse)
-        norm = self._norm(gradients, inverse.device) * inverse
+        squares, own = self._squares(gradients, inverse.device)
+        norm = squares.sqrt() * inverse
         wanted = inverse * kernels.clip_factor(norm, max_norm)
-        # A norm that overflows, or a factor that loses bits, is an overflow, too.
-        is_bad = torch.logical_not(torch.isfinite(norm)) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
+        # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
+        # inf or NaN, that rank reports it: a sum overflows only if some part is above its share of the largest number.
+        is_own = mesh is None or torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / mesh.size)
+        is_bad = (torch.logical_not(torch.isfinite(norm)) & is_own) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
         flags[inverse.device] = is_bad.float()
         return wanted.float(), norm.float()
 
-    def _norm(self, gradients: TensorGradients, home: torch.device) -> Tensor:
-        """Return the 2-norm of all gradients together; of DTensors by one all-reduce, on a rank without any, too."""
+    def _squares(self, gradients: TensorGradients, home: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the squared 2-norm of all gradients together, and that of this rank's.
+
+        Of DTensors by one all-reduce, on a rank without any, too.
+        """
         mesh = self._mesh_of(gradients.parameters.meshes)
         if mesh is None:
-            return kernels.sum_of_squares(gradients.tensors, home).sqrt()
+            own = kernels.sum_of_squares(gradients.tensors, home)
+            return own, own
         counted = [
             kernel_view(one.grad)
             for one in gradients.parameters.listed.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
-        return mesh.sum(kernels.sum_of_squares(group_tensors(counted), home).double()).sqrt()
+        own = kernels.sum_of_squares(group_tensors(counted), home).double()
+        return mesh.sum(own), own
 
     def _mesh_of(self, meshes: Sequence[DeviceMesh]) -> TorchCollectives | None:
         """Return the collectives over the mesh of DTensor parameters; None without one."""

@@ -20,8 +20,8 @@ class StepReport(NamedTuple):
     scale : float
         The scale that the gradients were divided by.
     nonfinite : int
-        How many gradient arrays held an inf or NaN; over a group, the largest number on any rank. Kernels that judge
-        many arrays at once on a device report 1 for any number.
+        How many gradient arrays held an inf or NaN; over a group, the largest number on any rank. 1 if only the norm
+        of finite ones overflowed. Kernels that judge many arrays at once on a device report 1 for any number.
     reason : {"stepped", "overflow", "spike", "refused", "no gradients", "disabled"}
         Why: all gradients were finite; some were not; the loss or the norm was a spike; the user refused the step;
         there was no gradient, which is an error; the scaler is disabled and checked nothing.

@@ -137,23 +137,27 @@ class ArrayUnscaler:
 def _clip(
     backend: Backend, arrays: Sequence[Array], nonfinite: Array | int, squares: Array, clip: Clip
 ) -> tuple[Sequence[Array], Array | int, Array]:
-    """Clip unscaled arrays, and return them, the count (one more if the norm overflows) and the norm before.
+    """Clip unscaled arrays, and return them, the count (1 if the norm of finite ones overflows) and the norm before.
 
     Over a group three host reads and two all-reduces; else none.
     """
     norm, factor, overflows = backend.clip_factor(squares, clip.max_norm)
     if clip.exchange is not None:
-        total = _norm_over_ranks(backend, norm, clip.exchange)
-        norm, factor, overflows = clip_factor_of(total, clip.max_norm, norm, overflows)
+        norms = _norms_of_ranks(backend, norm, clip.exchange)
+        norm, factor, overflows = clip_factor_of(math.hypot(*norms), clip.max_norm, norm, overflows)
+        if math.isfinite(norms[clip.exchange.rank]) and not all(map(math.isfinite, norms)):
+            # The ranks whose own norm is not finite report it.
+            overflows = array_namespace(overflows).zeros_like(overflows)
     if isinstance(nonfinite, int):
-        nonfinite += backend.read(array_namespace(overflows).reshape(overflows, (1,)))[0]
+        nonfinite = max(nonfinite, backend.read(array_namespace(overflows).reshape(overflows, (1,)))[0])
     else:
-        nonfinite = as_0d_array(array_namespace(nonfinite), nonfinite + overflows)
+        xp = array_namespace(nonfinite)
+        nonfinite = as_0d_array(xp, xp.maximum(nonfinite, overflows))
     return backend.multiply_in_place(arrays, factor), nonfinite, norm
 
 
-def _norm_over_ranks(backend: Backend, norm: Array, exchange: Exchange) -> float:
-    """Return the norm of what all ranks hold, computed by the CPU so that it is the same on every rank."""
+def _norms_of_ranks(backend: Backend, norm: Array, exchange: Exchange) -> list[float]:
+    """Return the norm of what each rank holds, so that the CPU computes the same norm of them all on every rank."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
     kept = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
@@ -163,4 +167,4 @@ def _norm_over_ranks(backend: Backend, norm: Array, exchange: Exchange) -> float
     sent = as_0d_array(xp, xp.where(is_normal, bits, infinite))
     slots = [_LOWEST_INT32] * exchange.size
     (slots[exchange.rank],) = backend.read(xp.reshape(sent, (1,)))
-    return math.hypot(*map(validation.float32_from_bits, exchange.maximum(slots, norm)))
+    return [validation.float32_from_bits(bits) for bits in exchange.maximum(slots, norm)]

@@ -168,6 +168,39 @@ def test_over_a_group_it_must_be_said_what_the_norm_is_of(strict: Library) -> No
         assert '"group" where each rank holds a part of the gradients, "rank" where each holds all of them' in text
 
 
+@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize(
+    "clip", [{}, {"max_norm": 1.0, "norm_over": "rank"}, {"max_norm": 1.0, "norm_over": "group"}], ids=str
+)
+def test_clipping_changes_neither_the_count_of_an_overflow_nor_the_rank_that_has_it(
+    arrays: Library, clip: dict[str, Any], value: float
+) -> None:
+    def train(group: Any) -> tuple[int, int, int | None]:
+        scaler = ShardedGradScaler(group=group, init_scale=8.0)
+        scaler.scale(arrays.asarray(1.0))
+        optimizer = Tree([arrays.asarray([value if group.rank == 1 else 8.0]), arrays.asarray([8.0])])
+        scaler.unscale_(optimizer, **clip)
+        scaler.step(optimizer)
+        report = scaler.last_step(optimizer)
+        return report.nonfinite, report.local_nonfinite, report.by
+
+    expected = [(1, int(rank == 1), None if arrays.name == "strict" else 1) for rank in range(3)]
+    assert run_ranks(3, train) == expected
+
+
+def test_a_norm_over_ranks_that_overflows_alone_is_an_overflow_of_every_rank() -> None:
+    def train(group: Any) -> tuple[int, int, int | None]:
+        scaler = ShardedGradScaler(group=group, init_scale=1.0)
+        scaler.scale(np.float32(1.0))
+        optimizer = Tree([np.float32([3e38])])
+        scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
+        scaler.step(optimizer)
+        report = scaler.last_step(optimizer)
+        return report.nonfinite, report.local_nonfinite, report.by
+
+    assert run_ranks(2, train) == [(1, 1, 0)] * 2
+
+
 def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Library) -> None:
     like = arrays.asarray(1.0)
     assert arrays.item(gradscale.core.arithmetic.sum_of_squares([], like)) == 0.0

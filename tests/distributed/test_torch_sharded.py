@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ TURNS: list[tuple[Any, ...]] = [
     *(("without_gradients", is_fused) for is_fused in (False, True)),
     *(("never_scaled", is_fused) for is_fused in (False, True)),
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
+    *(("clip_of_a_mesh", value) for value in (math.inf, math.nan)),
 ]
 ONCE: list[tuple[Any, ...]] = [
     *(("fused_on_all", name) for name in FUSED),

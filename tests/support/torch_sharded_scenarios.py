@@ -212,6 +212,19 @@ def no_gradient_of_a_mesh(group: Any, empty_rank: int, max_norm: float | None) -
     assert math.isclose(local(parameter.data)[1], 1.0 - (rank != empty_rank) * step, rel_tol=1e-4)
 
 
+def clip_of_a_mesh(group: Any, bad_rank: int, value: float) -> None:
+    """Clip DTensors by their norm, of which one rank's part is not finite: that rank is named, and no other."""
+    rank, size = rank_and_size(group)
+    scaler = plain_scaler()
+    parameter = sharded(init_device_mesh("cpu", (size,)), value if rank == bad_rank else 4.0)
+    optimizer = make_optimizer("SGD", [parameter])
+    scaler.scale(loss())
+    assert not math.isfinite(scaler.unscale_(optimizer, max_norm=1.0).item())
+    scaler.step(optimizer)
+    report = scaler.last_step(optimizer)
+    assert (report.nonfinite, report.local_nonfinite, report.by) == (1, int(rank == bad_rank), bad_rank)
+
+
 def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
     """Step one optimizer with DTensors of two meshes, which needs a group."""
     is_bad = group.rank() == bad_rank
