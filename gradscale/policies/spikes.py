@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple, TypeAlias
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
+from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["STANDARD_FUNCTIONS", "Quantity", "SkipSpikes", "SpikeState"]
 
@@ -63,8 +65,8 @@ class SkipSpikes:
 
     Notes
     -----
-    A value that is inf or NaN is a spike, and never learned. If all values are equal their standard deviation is
-    exactly 0: another equal value is no spike, any greater one is.
+    A value that is inf or NaN is a spike once there are ``min_values``, and never learned. If all values are equal
+    their standard deviation is exactly 0: another equal value is no spike, any greater one is.
 
     It decides as the rules of OLMo-core and MaxText do (:meth:`olmo_core`, :meth:`maxtext`), but for their faults: in
     both a NaN is learned, so that each of the next 128 steps is skipped, and OLMo-core skips a value that equals all
@@ -96,16 +98,24 @@ class SkipSpikes:
     above: float | None = None
 
     def __post_init__(self) -> None:
-        validation.integer("window", self.window, 2, 2**16)
-        least = max(2, self.window // 2) if self.min_values is None else self.min_values
-        object.__setattr__(self, "min_values", validation.integer("min_values", least, 2, self.window))
-        validation.number("deviations", self.deviations, above=0.0, at_most=validation.LARGEST_FLOAT32)
-        validation.choice("sides", self.sides, ("above", "both"))
-        object.__setattr__(self, "of", validation.choices("of", self.of, ("loss", "norm")))
-        validation.boolean("learns_from_skipped", self.learns_from_skipped)
-        validation.integer("patience", self.patience, 0, validation.LARGEST_INT32)
-        if self.above is not None:
-            validation.number("above", self.above, at_most=validation.LARGEST_FLOAT32)
+        most = validation.LARGEST_FLOAT32
+        window = validation.integer("window", self.window, 2, 2**16)
+        least = max(2, window // 2) if self.min_values is None else self.min_values
+        checked = {
+            "window": window,
+            "deviations": validation.number("deviations", self.deviations, above=0.0, at_most=most),
+            "min_values": validation.integer("min_values", least, 2, window),
+            "sides": validation.choice("sides", self.sides, ("above", "both")),
+            "of": validation.choices("of", self.of, ("loss", "norm")),
+            "learns_from_skipped": validation.boolean("learns_from_skipped", self.learns_from_skipped),
+            "patience": validation.integer("patience", self.patience, 0, validation.LARGEST_INT32),
+            "above": None if self.above is None else validation.number("above", self.above, at_most=most),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.above is not None and self.sides == "both":
+            msg = f'above= is a bound on one side, got above={self.above!r} with sides="both": leave one of them out'
+            raise InvalidValueError(msg)
 
     @classmethod
     def olmo_core(cls) -> SkipSpikes:
@@ -124,13 +134,23 @@ class SkipSpikes:
         zero = xp.zeros((), dtype=xp.int32, device=where)
         return SpikeState(xp.zeros((self.window,), dtype=xp.float32, device=where), zero, zero)
 
+    def _values(self, state: SpikeState) -> Array:
+        """Return a state's values, whose window must be this rule's."""
+        if state.values.shape[-1] != self.window:
+            msg = (
+                f"the state must be of a rule with window={self.window}, got {state.values.shape[-1]} values: make a "
+                f"state with init(), or a rule with that window"
+            )
+            raise InvalidValueError(msg)
+        return state.values
+
     def judge(self, state: SpikeState, value: Array) -> Array:
         """Return whether a value is a spike beside those of a state, which is left as it is: 0-d bool. No host read.
 
         ``value`` is 0-d, of any real floating dtype. If all arrays have one more axis in front, several are judged.
         """
-        values, xp = state.values, array_namespace(state.values)
-        x, count = xp.astype(value, xp.float32)[..., None], state.count[..., None]
+        values, xp = self._values(state), array_namespace(state.values)
+        x, count = xp.astype(_checked(value), xp.float32)[..., None], state.count[..., None]
         if self.above is not None:
             return xp.logical_not(x <= self.above)[..., 0]
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
@@ -157,8 +177,9 @@ class SkipSpikes:
         Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
         the values as they are: give it for a step that was skipped for another reason. A Python bool spares work.
         """
-        values, xp = state.values, array_namespace(state.values)
-        x, count, in_a_row = xp.astype(value, xp.float32)[..., None], state.count[..., None], state.skipped[..., None]
+        values, xp = self._values(state), array_namespace(state.values)
+        x = xp.astype(_checked(value), xp.float32)[..., None]
+        count, in_a_row = state.count[..., None], state.skipped[..., None]
         is_value = xp.isfinite(x)
         no_run = in_a_row * xp.astype(xp.logical_not(is_value), xp.int32)
         if skipped is False:
@@ -174,3 +195,10 @@ class SkipSpikes:
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
         return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], run[..., 0])
+
+
+def _checked(value: Array) -> Array:
+    if is_array_api_obj(value):
+        return value
+    msg = f"a value must be an array, 0-d, beside those of the state, got {shown(value)}"
+    raise InvalidTypeError(msg)

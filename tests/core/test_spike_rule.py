@@ -266,6 +266,7 @@ BAD: Sequence[tuple[Settings, str]] = [
     ({"patience": 2**31}, "patience must be an integer from 0"),
     ({"above": NAN}, "above must be a finite number"),
     ({"above": 1e39}, "above must be a finite number"),
+    ({"above": 3.0, "sides": "both"}, "above= is a bound on one side"),
 ]
 
 
@@ -273,6 +274,21 @@ BAD: Sequence[tuple[Settings, str]] = [
 def test_a_setting_out_of_range_is_refused(settings: Settings, message: str) -> None:
     with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
         SkipSpikes(**settings)
+
+
+def test_a_state_of_another_window_and_a_value_that_is_no_array_are_refused(arrays: Library) -> None:
+    rule, value = SkipSpikes(window=4), arrays.asarray(1.0)
+    state = SkipSpikes(window=8).init(value)
+    for call in (rule.judge, lambda *given: rule.learn(*given, skipped=False)):
+        with pytest.raises(InvalidValueError, match="of a rule with window=4, got 8 values"):
+            call(state, value)
+        with pytest.raises(InvalidTypeError, match=r"a value must be an array, 0-d, .*, got 1\.0"):
+            call(rule.init(value), 1.0)
+
+
+def test_settings_are_plain_values() -> None:
+    rule = SkipSpikes(deviations=np.float32(2.0), learns_from_skipped=np.True_, window=np.int64(8))  # type: ignore[arg-type]
+    assert [type(value) for value in (rule.deviations, rule.learns_from_skipped, rule.window)] == [float, bool, int]
 
 
 def test_defaults_and_presets() -> None:
