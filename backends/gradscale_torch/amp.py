@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -33,11 +34,10 @@ from gradscale.scaler.parts import Pending
 from gradscale.scaler.scaler import (
     DEFAULT_TIMEOUT,
     agree_over,
+    call_of,
     checked_arguments,
     chosen_policy,
-    enter,
     iteration_of,
-    leave,
     scaler_of,
     watching,
 )
@@ -289,14 +289,8 @@ class GradScaler(TorchGradScaler):
                 is_alone = iteration.agreement.is_alone
                 cast(TensorUnscaler, iteration.unscaler).require_norm(optimizer, is_alone=is_alone)
                 request = Request(largest, iteration=iteration)
-            is_of_a_step = iteration.is_inside_closure
-            if not is_of_a_step:
-                enter(scaler, "unscale_()")
-            try:
+            with contextlib.nullcontext() if iteration.is_inside_closure else call_of(scaler, "unscale_()"):
                 norm: Tensor | None = iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
-            finally:
-                if not is_of_a_step:
-                    leave(scaler)
             return norm
         if largest is None:
             return None

@@ -14,7 +14,7 @@ import gradscale
 from gradscale.core.messages import warn_caller
 from gradscale.core.vector import Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
-from gradscale.scaler.scaler import end_step, enter, leave
+from gradscale.scaler.scaler import call_of, end_step, iteration_of
 from gradscale.scaler.stepper import evaluating, find_closure
 from gradscale_torch.hosts import untraced
 from gradscale_torch.state import TensorState
@@ -42,7 +42,7 @@ class Step:
     returned: Any = None
     verdict: Verdict | None = None
     retries = 0
-    _iteration: Iteration | None = None
+    _call: contextlib.AbstractContextManager[object] | None = None
     _turn: Turn | None = None
     _around: contextlib.AbstractContextManager[None] | None = None
 
@@ -61,10 +61,12 @@ class Step:
 
     @untraced
     def __enter__(self) -> Step:
-        iteration = self._iteration = enter(self._scaler, "step()") if self._scaler.is_enabled() else None
-        if iteration is None:
+        if not self._scaler.is_enabled():
             return self
+        call = call_of(self._scaler, "step()")
         try:
+            call.__enter__()
+            self._call, iteration = call, iteration_of(self._scaler)
             optimizer = self.optimizer
             skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
             has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
@@ -92,7 +94,7 @@ class Step:
             if self._around is not None:
                 self._around.__enter__()
         except BaseException:
-            leave(self._scaler)
+            call.__exit__(None, None, None)
             raise
         return self
 
@@ -109,8 +111,8 @@ class Step:
             if is_over:
                 end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
         finally:
-            if self._iteration is not None:
-                leave(self._scaler)
+            if self._call is not None:
+                self._call.__exit__(None, None, None)
         return is_over
 
 

@@ -145,10 +145,6 @@ class Agreement:
         for collectives in groups:
             self.number_over(collectives)
 
-    def leave(self) -> None:
-        """Agree over nothing until there is a group, which is an error to do without."""
-        self._groups = None
-
     def rank(self) -> int:
         """Return this process's rank, for reports and callbacks; 0 on exactly one rank of a grid of groups."""
         rank = None if self._own_rank is None else self._own_rank()
@@ -198,7 +194,7 @@ class Agreement:
         if self._groups and self._lost is not None:
             msg = f"the group was lost before, and needs set_group() with another one on every rank: {self._lost}"
             raise BackendError(msg) from self._lost
-        return self.groups if self._groups is None else self._groups
+        return self.groups
 
     def example(self, live: LiveState, number: int) -> Array | None:
         """Return an array for a rank that has none; None if it need not take part.

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation, vector
 from gradscale.core.arithmetic import as_0d_array
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
 from gradscale.core.vector import Purpose, Reason
 from gradscale.errors import (
@@ -116,6 +117,9 @@ class GroupAgreement:
         if failure is not None:
             msg = f"the ranks could not agree before, so construct a new GroupAgreement on all of them: {failure}"
             raise BackendError(msg) from failure
+        if not isinstance(state, ScaleState):
+            msg = f"state must be a ScaleState, got {shown(state)}"
+            raise InvalidTypeError(msg)
         _require_0d("nonfinite", nonfinite, "int32", "unscale")
         if spike is not None:
             _require_0d("spike", spike, "bool", "SkipSpikes.judge")

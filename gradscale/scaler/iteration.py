@@ -37,6 +37,10 @@ _ORDER = (
     "unscale_(optimizer) if wanted, once, and step(optimizer), once; then update()"
 )
 
+_INCOMPLETE = (
+    "the gradients of an optimizer could not be unscaled completely before: end the iteration with "
+    "update(get_scale()), or load a state dict, and make new gradients"
+)
 
 _NO_LOSSES = Losses()
 
@@ -92,6 +96,11 @@ class Turn:
     judged: Judged | None = None
 
     @property
+    def is_incomplete(self) -> bool:
+        """Whether the gradients may be divided in part, after an interrupt or a failure."""
+        return self.stage is Stage.UNSCALED and self.pending is None
+
+    @property
     def is_judged(self) -> bool:
         """Whether the gradients have been judged, so that the verdict counts in the update."""
         return self.pending is not None and self.pending.is_begun
@@ -117,6 +126,8 @@ class Iteration:
         What is scaled and unscaled with, even if another state is loaded in between.
     lowered : ScaleState or None
         What closures have lowered it to; ``update`` makes it the state.
+    is_of_replaced_state : bool
+        Whether the state was loaded after ``scale``, so that the gradients belong to the one before.
     losses : Losses
         For a scaler that skips spikes.
     loss_nonfinite : tuple of arrays
@@ -133,7 +144,7 @@ class Iteration:
         self.number = number
         self.parts = parts
         self.live, _, self.unscaler, self.agreement, self.reports, self._begin_verdict, self._spikes = parts
-        self.scaled = self.is_inside_closure = False
+        self.scaled = self.is_of_replaced_state = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
         self.losses = _NO_LOSSES
@@ -222,6 +233,8 @@ class Iteration:
         """Return an optimizer's turn; CallOrderError if it was unscaled or stepped already."""
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.UNSCALED:
+            if turn.is_incomplete:
+                self.wrong_order(_INCOMPLETE)
             self.wrong_order("unscale_() has already been called on this optimizer since the last update()")
         if turn.stage is Stage.STEPPED:
             self.wrong_order("unscale_() is being called after step() on this optimizer")
@@ -231,8 +244,7 @@ class Iteration:
     def begin_step(self, optimizer: Optimizer) -> Turn:
         """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
         if not callable(getattr(optimizer, "step", None)):
-            msg = f"an optimizer must have step(), got {shown(optimizer)} of type {type(optimizer).__name__}"
-            raise InvalidTypeError(msg)
+            raise _no_optimizer(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order("step() has already been called on this optimizer since the last update()")
@@ -263,6 +275,11 @@ class Iteration:
         InvalidTypeError, InvalidValueError
             For gradients that cannot be unscaled; the other ranks hear of it.
         """
+        if turn.by_closure and not self.is_inside_closure:
+            self.wrong_order(
+                "a closure of this optimizer has failed, which may have scaled by a lower scale: call step() with a "
+                "closure again, or end the iteration with update(get_scale()) and make new gradients"
+            )
         live, agreement = self.live, self.agreement
         groups = agreement.usable_groups()
         try:
@@ -314,14 +331,18 @@ class Iteration:
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Let no rank make the coming step of an optimizer."""
+        if not callable(getattr(optimizer, "step", None)):
+            raise _no_optimizer(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order("refuse() is being called after step() on this optimizer")
-        if turn.pending is not None and turn.pending.groups:
+        # In a closure an evaluation before may have left its verdict.
+        pending = turn.pending if turn.stage is Stage.UNSCALED else None
+        if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
         turn.is_refused = True
-        if turn.pending is not None:
-            turn.pending.refuse(vector.reason_code(Reason.REFUSED, self.agreement.rank()))
+        if pending is not None:
+            pending.refuse(vector.reason_code(Reason.REFUSED, self.agreement.rank()))
 
     def _reason_code(self, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState) -> Array | int:
         """Return why this rank skips the step, other than for an overflow; 0-d int32 if the host does not know."""
@@ -331,8 +352,11 @@ class Iteration:
             return 0
         live = self.live
         found = self._spikes.judge(optimizer, self.losses, norm, lambda: live.arrays(state).scale)
-        self.losses = self.losses._replace(is_judged=True)
+        was_judged, self.losses = self.losses.is_judged, self.losses._replace(is_judged=True)
         if found is None:
+            # Over a group another rank may have the loss.
+            if self.agreement.is_alone and not was_judged:
+                self._spikes.warn_of_nothing()
             return 0
         is_spike, turn.judged = found
         if is_spike is False:
@@ -374,7 +398,7 @@ class Iteration:
         pending = turn.pending
         if pending is None or not pending.is_begun or self.agreement.failure is not None:
             self.require_sound()
-            self.wrong_order("the gradients of this optimizer could not be unscaled completely before")
+            self.wrong_order(_INCOMPLETE)
         try:
             return pending.verdict()
         except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
@@ -420,10 +444,13 @@ class Iteration:
         return [flag for one in late if (flag := one.held()) is not False]
 
     def learn(self) -> None:
-        """Let the windows learn what was judged."""
+        """Let the windows learn what was judged, once."""
+        if self._spikes is None:
+            return
         for turn in self.turns:
-            if self._spikes is not None and turn.judged is not None and turn.pending is not None:
+            if turn.judged is not None and turn.pending is not None:
                 self._spikes.learn(turn.judged, turn.pending.reason())
+                turn.judged = None
 
     # Messages.
 
@@ -458,9 +485,38 @@ class Iteration:
         if self.agreement.failure is not None:
             raise self.agreement.failure
 
-    def require_boundary(self, what: str) -> None:
-        """Raise CallOrderError unless nothing is unscaled or stepped yet, or the iteration has failed anyway."""
-        if self.agreement.failure is None and any(turn.stage is not Stage.READY for turn in self.turns):
+    def require_made_steps(self) -> None:
+        """Raise CallOrderError if a step was refused, and neither unscaled nor made."""
+        if any(turn.is_refused and turn.stage is Stage.READY for turn in self.turns):
+            self.wrong_order(
+                "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the same "
+                "object, which then makes no step"
+            )
+
+    def refuse_update(self) -> NoReturn:
+        """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
+        if self.is_incomplete:
+            self.wrong_order(_INCOMPLETE)
+        if self.scaled:
+            self.wrong_order(
+                "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
+                "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of optimizer.step()"
+            )
+        self.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether an optimizer's gradients may be divided in part, so that the iteration can only be abandoned."""
+        return any(turn.is_incomplete for turn in self.turns)
+
+    def require_boundary(self, what: str, *, abandons: bool = False) -> None:
+        """Raise CallOrderError unless nothing is refused, unscaled or stepped yet, or the iteration has failed.
+
+        ``abandons`` tells that what comes makes gradients that are divided in part useless.
+        """
+        if self.agreement.failure is not None or (abandons and self.is_incomplete):
+            return
+        if self.is_inside_closure or any(turn.is_refused or turn.stage is not Stage.READY for turn in self.turns):
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before unscale_() and step(), or at its "
                 f"end, after update(); this is the middle of iteration {self.number}"
@@ -471,3 +527,7 @@ class Iteration:
         """Raise CallOrderError with what was wrong and the right order."""
         msg = f"{what} (iteration {self.number}). {_ORDER}"
         raise CallOrderError(msg)
+
+
+def _no_optimizer(got: object) -> InvalidTypeError:
+    return InvalidTypeError(f"an optimizer must have step(), got {shown(got)} of type {type(got).__name__}")

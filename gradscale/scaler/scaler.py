@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
@@ -39,12 +40,11 @@ __all__ = [
     "GradScaler",
     "ShardedGradScaler",
     "agree_over",
+    "call_of",
     "checked_arguments",
     "chosen_policy",
     "end_step",
-    "enter",
     "iteration_of",
-    "leave",
     "scaler_of",
     "watching",
 ]
@@ -250,6 +250,8 @@ class GradScaler:
         scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
         if given is not None:
             self._note_loss(given)
+        elif loss is False:
+            self._iteration.losses = self._iteration.losses._replace(is_judged=True)
         return scaled
 
     @checked_arguments
@@ -298,14 +300,8 @@ class GradScaler:
             parts = self._parts
             return None if clip is None else parts.unscaler.clip_unscaled(optimizer, clip.max_norm, parts.live)
         iteration = self._iteration
-        is_call = not iteration.is_inside_closure
-        if is_call and not self._busy.acquire(blocking=False):
-            _refuse_nested("unscale_()")
-        try:
+        with contextlib.nullcontext() if iteration.is_inside_closure else call_of(self, "unscale_()"):
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
-        finally:
-            if is_call:
-                self._busy.release()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -341,15 +337,11 @@ class GradScaler:
         if not self._enabled:
             end_step(self, optimizer)
             return optimizer.step(*args, **kwargs)
-        if not self._busy.acquire(blocking=False):
-            _refuse_nested("step()")
-        try:
+        with call_of(self, "step()"):
             iteration = self._iteration
             turn = iteration.begin_step(optimizer)
             returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
             end_step(self, optimizer, turn, verdict, retries)
-        finally:
-            self._busy.release()
         return returned
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -401,12 +393,11 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if not self._busy.acquire(blocking=False):
-            _refuse_nested("update()")
-        try:
+        with call_of(self, "update()"):
             live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
             ended = self._iteration
             ended.require_sound()
+            ended.require_made_steps()
             wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
             pending, verdicts = ended.judged()
             if reports.wants_updates:
@@ -418,6 +409,8 @@ class GradScaler:
             if reports.wants_updates:
                 # Without a verdict it has to be read.
                 before = judged[0].scale if judged else live.scale()
+            # First, so that an update that is interrupted can be made again: nothing is learned or counted twice.
+            ended.learn()
             if wanted is not None:
                 live.replace_scale(wanted)
             elif ended.lowered is not None:
@@ -429,21 +422,14 @@ class GradScaler:
                 ended.catch_up()
                 if counts:
                     live.advance(counts, held if len(held) == len(counts) else ())
-            elif ended.scaled:
-                ended.wrong_order(
-                    "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
-                    "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of "
-                    "optimizer.step()"
-                )
             else:
-                ended.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-            if self._parts.spikes is not None:
-                ended.learn()
+                ended.refuse_update()
             self._iteration = Iteration(ended.number + 1, self._parts)
             underflow = None
-            if wanted is None and [verdict for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]:
+            at_minimum = [verdict.scale for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]
+            if wanted is None and at_minimum:
                 underflow = ScaleUnderflowError(
-                    f"gradients overflow although the scale is at its minimum, {verdicts[0].scale!r}: the cause is not "
+                    f"gradients overflow although the scale is at its minimum, {at_minimum[0]!r}: the cause is not "
                     f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
                     f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
                     f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
@@ -463,8 +449,6 @@ class GradScaler:
                 raise
             if underflow is not None:
                 raise underflow
-        finally:
-            self._busy.release()
 
     def _scale_after(
         self,
@@ -478,6 +462,8 @@ class GradScaler:
         live = self._parts.live
         if wanted is not None:
             return wanted
+        if ended.is_of_replaced_state:
+            return live.scale()
         if ended.lowered is None and all(verdict.is_held for verdict in verdicts) and len(verdicts) == len(pending):
             return before
         # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
@@ -716,14 +702,15 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        self._iteration.require_boundary("load_state_dict()")
+        self._iteration.require_boundary("load_state_dict()", abandons=True)
         loaded = checkpoint.parse(state_dict, self._parts.live.policy)
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
         before, self._iteration = self._iteration, Iteration(loaded.iteration, self._parts)
-        is_under_way = before.scaled and agreement.failure is None
+        is_under_way = before.scaled and agreement.failure is None and not before.is_incomplete
         if is_under_way:
             # These gradients are unscaled by what they were scaled with.
-            self._iteration.scaled, self._iteration.state = True, before.state
+            self._iteration.scaled = self._iteration.is_of_replaced_state = True
+            self._iteration.state = before.state
             self._iteration.losses = before.losses
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
@@ -906,7 +893,6 @@ class ShardedGradScaler(GradScaler):
             skip=skip,
         )
         self._timeout = validation.timeout(timeout)
-        self._parts.agreement.leave()
         self.set_group(group)
 
     def set_group(self, group: object) -> None:
@@ -937,24 +923,16 @@ def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
     return made
 
 
-def enter(scaler: GradScaler, call: str) -> Iteration:
-    """Mark a call as under way until :func:`leave`, and return the iteration; CallOrderError if another call is."""
-    if not scaler._busy.acquire(blocking=False):
-        _refuse_nested(call)
-    return scaler._iteration
-
-
-def _refuse_nested(call: str) -> NoReturn:
-    msg = (
-        f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
-        f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
-    )
-    raise CallOrderError(msg)
-
-
-def leave(scaler: GradScaler) -> None:
-    """Mark the call under way as over."""
-    scaler._busy.release()
+def call_of(scaler: GradScaler, call: str) -> contextlib.AbstractContextManager[object]:
+    """Return what is to be held during a call of a scaler; CallOrderError if another one is under way."""
+    if scaler._busy.locked():
+        msg = (
+            f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
+            f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
+        )
+        raise CallOrderError(msg)
+    # In a with statement, since no Ctrl-C comes between its call of a lock and its body.
+    return scaler._busy
 
 
 def iteration_of(scaler: GradScaler) -> Iteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, as_0d_array, kind_of
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown
+from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Optimizer
 from gradscale.core.vector import Reason
 from gradscale.errors import InvalidTypeError
@@ -48,25 +49,30 @@ class Losses(NamedTuple):
 
     def plus(self, loss: Any) -> Losses:
         """Return them with one more; a number if the CPU computes with its library's arrays anyway."""
-        if is_array_api_obj(loss):
-            loss = float(loss) if registry.backend_for(loss).computes_on_host else _beside(loss, loss)
+        if not is_array_api_obj(loss):
+            loss = validation.round_to_float32(loss)
+        elif registry.backend_for(loss).computes_on_host:
+            loss = validation.round_to_float32(float(array_namespace(loss).reshape(loss, ())))
+        else:
+            loss = _beside(loss, loss)
         if self.number == 0 or self.is_judged:
             return Losses(loss, 1)
-        total = _beside(self.total, loss) if is_array_api_obj(loss) else self.total
-        return Losses(total + loss, self.number + 1)
+        if is_array_api_obj(loss):
+            return Losses(_beside(self.total, loss) + loss, self.number + 1)
+        total = self.total + loss
+        return Losses(total if is_array_api_obj(total) else validation.round_to_float32(total), self.number + 1)
+
+    def mean(self) -> Any:
+        """Return the mean of the losses, rounded to float32 as an array is; None if there are none."""
+        if self.number < 2:
+            return self.total if self.number else None
+        mean = self.total / self.number
+        return mean if is_array_api_obj(mean) else validation.round_to_float32(mean)
 
 
 def is_loss(x: Any) -> bool:
     """Tell whether an output is a loss: a real floating array of one element."""
-    known = type(x), getattr(x, "dtype", None)
-    is_real = _real.get(known)
-    if is_real is None:
-        is_real = _real[known] = is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE)
-    return is_real and math.prod(x.shape) == 1
-
-
-# Whether arrays of a type and dtype are real floating ones.
-_real: dict[tuple[type, Any], bool] = {}
+    return is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE) and math.prod(x.shape) == 1
 
 
 def checked_loss(loss: object) -> Array | float:
@@ -74,9 +80,16 @@ def checked_loss(loss: object) -> Array | float:
     if is_loss(loss):
         return loss
     if isinstance(loss, (int, float)) and not isinstance(loss, bool):
-        return float(loss)
+        try:
+            return float(loss)
+        except OverflowError:
+            return math.inf if loss > 0 else -math.inf
     msg = f"loss must be a number, a real floating array of one element, or False for none, got {shown(loss)}"
     raise InvalidTypeError(msg)
+
+
+# So many optimizers are hardly meant.
+_MANY = 64
 
 
 def _replaced(_: SpikeState, new: SpikeState) -> SpikeState:
@@ -101,6 +114,7 @@ class Spikes:
         self._numbers: IdentityMap[int] = IdentityMap()
         self._windows: list[SpikeState] = []
         self._saved: SavedWindows = []
+        self._has_warned = False
 
     def judge(
         self, optimizer: Optimizer, losses: Losses, norm: Array | None, like: Callable[[], Array]
@@ -110,7 +124,7 @@ class Spikes:
         A bool if the CPU computes with the arrays anyway, else 0-d without a host read. ``like`` returns an array
         beside which a first window is made.
         """
-        found: dict[str, Any] = {"loss": losses.total if losses.number else None, "norm": norm}
+        found: dict[str, Any] = {"loss": losses.mean(), "norm": norm}
         if all(found[name] is None for name in self.rule.of):
             return None
         number = self._numbers.by_id(id(optimizer))
@@ -120,11 +134,14 @@ class Spikes:
             number = next(index for index in range(len(taken) + 1) if index not in taken)
             if number == len(self._windows):
                 self._windows.append(self._restored(number, like()))
+                if number == _MANY:
+                    warn_caller(
+                        f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration "
+                        f"makes a new optimizer, none is ever judged; keep one, or delete it before the next is made"
+                    )
             self._numbers.put(optimizer, number)
         state = self._windows[number]
         xp = array_namespace(state.values)
-        if losses.number > 1:
-            found["loss"] = losses.total / losses.number
         values = [math.nan if found[name] is None else found[name] for name in self.rule.of]
         on_host = registry.backend_for(state.values).computes_on_host
         if on_host:
@@ -136,6 +153,15 @@ class Spikes:
         if on_host:
             return any(map(bool, known)), Judged(number, judged)
         return as_0d_array(xp, functools.reduce(xp.logical_or, known)), Judged(number, judged)
+
+    def warn_of_nothing(self) -> None:
+        """Warn, once, that there was nothing to judge."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"skip= judges {' and '.join(self.rule.of)}, and found nothing in this step: for the loss give scale() "
+                f"an array of one element, or loss=; for the norm call unscale_() with max_norm="
+            )
 
     def learn(self, judged: Judged, reason: Reason | Array) -> None:
         """Learn the values of a step that ended for an agreed reason: a Reason, or its number as a 0-d int32."""
@@ -154,7 +180,7 @@ class Spikes:
     def numbers(self) -> SavedWindows:
         """Return the windows as plain values. Two host reads for each."""
         made = [self._numbers_of(state) for state in self._windows]
-        return made + self._saved[len(made) :]
+        return made + copy.deepcopy(self._saved[len(made) :])
 
     def _numbers_of(self, state: SpikeState) -> dict[str, dict[str, Any]]:
         backend, xp = registry.backend_for(state.values), array_namespace(state.values)

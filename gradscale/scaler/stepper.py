@@ -61,6 +61,8 @@ def evaluating(
         iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
     closure = find_closure(args, kwargs)
     assert closure is not None
+    # A step that failed may have begun.
+    turn.has_begun_to_step, turn.judged = False, None
     evaluation = Evaluation(iteration, turn, optimizer, closure)
     evaluation.unscale = unscale
     by_name = "closure" in kwargs
@@ -121,6 +123,12 @@ class Evaluation:
                     self.unscale(self._optimizer)
                     turn.stage = Stage.UNSCALED
                 verdict = self.verdict = iteration.verdict_for_step(turn, self._optimizer)
+            if verdict.is_held and self._completed:
+                iteration.wrong_order(
+                    f"refuse() was called in evaluation {self._completed + 1} of a closure, and the optimizer has "
+                    f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
+                    f"closure's first evaluation"
+                )
             if verdict.is_held:
                 raise _SkippedStepError
             if not verdict.nonfinite:

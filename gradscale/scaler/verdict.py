@@ -104,7 +104,7 @@ class PendingVerdict:
     def count(self) -> Array | int | None:
         """Return the agreed count, 0-d int32, or an int for a state of numbers; None if it does not count."""
         known = self.known
-        if known is not None and known.code and known.is_held:
+        if known is not None and known.is_held:
             return None
         return known.nonfinite if self._is_plain and known is not None else self._count
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import math
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from libraries import Library
 
 import gradscale
 
@@ -124,12 +127,15 @@ def test_a_disabled_scaler_judges_nothing() -> None:
         pytest.param([[9.0]], True, id="loss"),
         pytest.param([[1.0], [9.0], [1.0]], True, id="mean-above"),
         pytest.param([[9.0], [-7.0]], False, id="mean-of-accumulation"),
-        pytest.param([[1.0], [[9.0, 9.0]]], False, id="not-of-several-elements"),
+        pytest.param([[1.0], [9.0, 9.0]], False, id="not-of-several-elements"),
+        pytest.param([[[9.0]]], True, id="two-axes"),
         pytest.param([[1.0], 9], False, id="not-of-integers"),
         pytest.param([[1.0], np.complex64(9.0)], False, id="not-of-complex-numbers"),
         pytest.param([[9.0], {"loss": -7.0}], False, id="given"),
         pytest.param([[1.0], {"loss": 17.0}], True, id="given-mean"),
         pytest.param([{"loss": np.float64(9.0)}], True, id="given-array"),
+        pytest.param([{"loss": np.ones((1, 1)) * 9.0}], True, id="given-array-of-two-axes"),
+        pytest.param([{"loss": 10**400}], True, id="given-beyond-any-float"),
         pytest.param([{"loss": False}], False, id="none"),
     ],
 )
@@ -139,7 +145,7 @@ def test_what_scale_is_given_is_judged(outputs: list[Any], is_spike: bool) -> No
         if isinstance(one, dict):
             scaler.scale(np.float32(5.0), **one)
         else:
-            scaler.scale(np.asarray(one) if isinstance(one, int) else one if np.ndim(one) == 0 else np.float32(one[0]))
+            scaler.scale(np.asarray(one) if isinstance(one, int) else one if np.ndim(one) == 0 else np.float32(one))
     optimizer.grads = [np.ones(3, np.float32)]
     scaler.step(optimizer)
     assert scaler.last_step(optimizer).skipped == is_spike
@@ -150,6 +156,42 @@ def test_a_loss_of_another_kind_is_refused(loss: Any) -> None:
     scaler, _ = trained()
     with pytest.raises(gradscale.InvalidTypeError, match="loss must be a number"):
         scaler.scale(np.float32(1.0), loss=loss)
+
+
+def test_losses_are_averaged_to_the_same_bits_as_numbers_and_as_arrays_of_a_device(strict: Library) -> None:
+    windows = []
+    for xp in (np, strict.xp):
+        scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=RULE), Optimizer()
+        for each in (3.1, 3.0, 3.0000002):
+            scaler.scale(xp.asarray(each, dtype=xp.float32))
+        optimizer.grads = [xp.ones(3, dtype=xp.float32)]
+        scaler.step(optimizer)
+        scaler.update()
+        windows.append(scaler.state_dict()["spikes"])
+    assert windows[0] == windows[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "clip", "told"),
+    [
+        pytest.param(np.ones(2, np.float32), {}, 1, id="losses-of-several-elements"),
+        pytest.param(np.float32(1.0), {}, 0, id="loss"),
+        pytest.param(np.ones(2, np.float32), {"max_norm": 1.0}, 0, id="norm"),
+        pytest.param(False, {}, 0, id="nothing-on-purpose"),
+    ],
+)
+def test_a_rule_that_has_nothing_to_judge_is_told_of_once(given: Any, clip: dict[str, float], told: int) -> None:
+    scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes()), Optimizer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            scaler.scale(np.float32(1.0), loss=False) if given is False else scaler.scale(given)
+            optimizer.grads = [np.ones(3, np.float32)]
+            if clip:
+                scaler.unscale_(optimizer, **clip)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [str(one.message)[:38] for one in caught] == ["skip= judges loss and norm, and found "] * told
 
 
 def test_the_norm_of_clipping_is_judged_beside_the_loss() -> None:
@@ -180,6 +222,118 @@ def test_an_optimizer_made_anew_in_each_iteration_takes_the_window_of_the_one_be
     reasons = [iterate(scaler, Optimizer(), loss).reason for loss in (1.0, 1.0, 1.0, 1.0, 9.0)]
     assert reasons == ["stepped"] * 4 + ["spike"]
     assert len(scaler.state_dict()["spikes"]) == 1
+
+
+def test_so_many_optimizers_that_none_is_ever_judged_are_told_of() -> None:
+    scaler, kept = gradscale.GradScaler(skip=RULE), [Optimizer() for _ in range(65)]
+    for optimizer in kept[:-1]:
+        iterate(scaler, optimizer, 1.0)
+    with pytest.warns(UserWarning, match="has begun window 65, one for each optimizer that is alive"):
+        iterate(scaler, kept[-1], 1.0)
+
+
+def test_a_window_in_a_state_dict_is_a_copy() -> None:
+    scaler, _ = trained()
+    other = gradscale.GradScaler(skip=RULE)
+    other.load_state_dict(saved := scaler.state_dict())
+    other.state_dict()["spikes"][0]["loss"]["values"].clear()
+    assert other.state_dict()["spikes"] == saved["spikes"]
+
+
+def test_a_closure_that_failed_is_judged_by_its_first_evaluation_when_it_is_tried_again() -> None:
+    scaler, optimizer = trained(policy=ONE)
+    losses = iter([1.0, None, 9.0])
+
+    def closure() -> None:
+        loss = next(losses)
+        if loss is None:
+            raise MemoryError
+        scaler.scale(np.float32(loss))
+        optimizer.grads = [np.ones(3, np.float32)]
+
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer, closure)
+    scaler.step(optimizer, closure)
+    assert scaler.last_step(optimizer).reason == "spike"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank(size: int) -> None:
+    def train(group: Any) -> tuple[str, int]:
+        optimizer, calls = Optimizer(), []
+        scaler = gradscale.ShardedGradScaler(group=group, policy=ONE) if size > 1 else gradscale.GradScaler(policy=ONE)
+
+        def closure() -> None:
+            calls.append(1)
+            if len(calls) == 2 and group.rank == size - 1:
+                scaler.refuse(optimizer)
+            scaler.scale(np.float32(1.0))
+            optimizer.grads = [np.ones(3, np.float32)]
+
+        with pytest.raises(gradscale.CallOrderError, match=r"in evaluation 2 of a closure.*restore its parameters"):
+            scaler.step(optimizer, closure)
+        return "raised", optimizer.steps
+
+    assert gradscale.testing.run_ranks(size, train) == [("raised", 0)] * size
+
+
+def test_a_closure_may_refuse_after_an_evaluation_that_overflowed() -> None:
+    def train(group: Any) -> tuple[str, int]:
+        optimizer, calls = Optimizer(), []
+        scaler = gradscale.ShardedGradScaler(group=group, init_scale=1024.0)
+
+        def closure() -> None:
+            calls.append(1)
+            if len(calls) == 2 and group.rank == 1:
+                scaler.refuse(optimizer)
+            scaler.scale(np.float32(1.0))
+            optimizer.grads = [np.float32([math.inf if len(calls) == 1 else 1.0])]
+
+        scaler.step(optimizer, closure)
+        return scaler.last_step(optimizer).reason, optimizer.steps
+
+    assert gradscale.testing.run_ranks(2, train) == [("refused", 0)] * 2
+
+
+def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards() -> None:
+    scaler, optimizer = trained()
+    for wrong in ("adam", object()):
+        with pytest.raises(gradscale.InvalidTypeError, match=r"an optimizer must have step\(\)"):
+            scaler.refuse(wrong)  # type: ignore[arg-type]
+    scaler.scale(np.float32(1.0))
+    scaler.refuse(wrapped := Optimizer())
+    optimizer.grads = [np.ones(3, np.float32)]
+    for call in (lambda: scaler.load_state_dict(scaler.state_dict()), lambda: copy.deepcopy(scaler)):
+        with pytest.raises(gradscale.CallOrderError, match="the middle of iteration 6"):
+            call()
+    scaler.step(optimizer)
+    with pytest.raises(gradscale.CallOrderError, match=r"nor stepped: call step\(\) of the same object"):
+        scaler.update()
+    scaler.step(wrapped)
+    scaler.update()
+    assert wrapped.steps == 0
+
+
+def test_an_update_that_was_interrupted_learns_and_counts_nothing_twice() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Interrupted(gradscale.SkipSpikes):
+        def learn(self, state: Any, value: Any, *, skipped: Any) -> Any:
+            if interrupts.pop():
+                raise KeyboardInterrupt
+            return super().learn(state, value, skipped=skipped)
+
+    interrupts = [False, True, False]
+    scaler = gradscale.GradScaler(init_scale=1024.0, skip=Interrupted(window=8, of="loss"))
+    scaler.scale(np.float32(1.0))
+    for optimizer in (kept := [Optimizer(), Optimizer()]):
+        optimizer.grads = [np.full(3, 1024.0, np.float32)]
+        scaler.step(optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.update()
+    scaler.update()
+    saved = scaler.state_dict()
+    assert [window["loss"]["values"] for window in saved["spikes"]] == [[1.0]] * len(kept)
+    assert saved["_growth_tracker"] == 1
 
 
 def test_a_closure_is_judged_by_its_first_evaluation() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from libraries import Library
-from optimizers import Evaluating, Tree, iterate
+from optimizers import Evaluating, Tree, iterate, scaled
 
 import gradscale
 from gradscale import ClosureOverflowError, DynamicScale, GradscaleError, GradScaler, ScaleUnderflowError, StaticScale
@@ -90,10 +90,12 @@ def test_an_overflow_at_the_minimum_is_raised_by_an_update_without_a_new_scale(a
     policy = DynamicScale(init_scale=4.0, min_scale=2.0, at_min="raise")
     for new_scale in (None, 1024.0):
         scaler, optimizer = GradScaler(policy=policy), Evaluating()
+        # One that is fine, at the scale from before.
+        scaler.step(Tree(scaled(arrays, scaler, 1.0)))
         closure, _ = closure_of(arrays, scaler, optimizer, ALWAYS)
         scaler.step(optimizer, closure)
         if new_scale is None:
-            with pytest.raises(ScaleUnderflowError):
+            with pytest.raises(ScaleUnderflowError, match=r"at its minimum, 2\.0"):
                 scaler.update()
         else:
             scaler.update(new_scale)

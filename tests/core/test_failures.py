@@ -122,10 +122,22 @@ def test_gradients_that_were_partly_unscaled_are_not_unscaled_again() -> None:
     optimizer.grads = [np.full(3, 65536.0, np.float32) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
-    with pytest.raises(gradscale.CallOrderError, match="could not be unscaled completely"):
-        scaler.step(optimizer)
+    for call in (scaler.step, scaler.unscale_, lambda _: scaler.update()):
+        with pytest.raises(
+            gradscale.CallOrderError, match=r"could not be unscaled completely.*update\(get_scale\(\)\)"
+        ):
+            call(optimizer)
     assert [grad[0] for grad in optimizer.grads] == [1.0, 65536.0]
     assert optimizer.steps == 0
+    with pytest.raises(gradscale.CallOrderError, match="the middle of iteration 1"):
+        pickle.dumps(scaler)
+    # Both ways out; the second keeps nothing of the iteration.
+    scaler.update(scaler.get_scale())
+    begin(scaler)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
+    assert begin(scaler).grads[0].tolist() == [65536.0] * 3
     # Gradients that can be walked once could not be unscaled at all.
     once = Tree(iter([np.full(3, 65536.0, np.float32)]))
     with pytest.raises(InvalidTypeError, match="grads of Tree must be arrays in nested containers"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -274,6 +275,47 @@ def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, meth
     with pytest.raises(CallOrderError, match=told):
         scaler.update()
     assert scaler.state_dict()["iteration"] == 2
+
+
+def test_a_load_in_a_closure_is_an_error(arrays: Library) -> None:
+    scaler, optimizer = begun(arrays)
+    minimiser = Evaluating()
+    minimiser.grads = optimizer.grads
+    with pytest.raises(CallOrderError, match="only at the beginning of an iteration"):
+        scaler.step(minimiser, lambda: scaler.load_state_dict(scaler.state_dict()))
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
+def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str) -> None:
+    left = 0
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        # Where Python looks for signals: when a function begins, and after a call of a C function.
+        nonlocal left
+        if event in ("call", "c_return") and "/gradscale/scaler/" in frame.f_code.co_filename:
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    for place in range(1, 1000):
+        scaler, left = GradScaler(init_scale=4.0), place
+        optimizer = Tree(scaled(scaler))
+        if call == "update":
+            scaler.step(optimizer)
+        sys.setprofile(interrupt)
+        try:
+            getattr(scaler, call)(*() if call == "update" else (optimizer,))
+        except KeyboardInterrupt:
+            scaler.update(4.0)
+            iterate_cleanly(scaler, other := Tree())
+            assert other.steps == 1
+        finally:
+            sys.setprofile(None)
+        if left > 0:
+            break
+    assert place > 10
 
 
 MIDDLE: dict[str, Callable[[GradScaler], Any]] = {

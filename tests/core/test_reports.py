@@ -98,6 +98,12 @@ def test_on_update_says_what_the_update_has_made_of_the_scale(arrays: Library, p
     scaler.scale(arrays.asarray(1.0))
     scaler.update(7.0)
     scales += [(scales[-1][1], 7.0)]
+    # A state that is loaded after scale() is what the update begins with.
+    optimizer.grads = scaled(arrays, scaler, math.inf)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
+    scaler.step(optimizer)
+    scaler.update()
+    scales += [(7.0, scaler.get_scale())]
     assert [(report.scale, report.new_scale) for report in seen] == scales
 
 
