@@ -9,6 +9,7 @@ import torch
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
+from gradscale.core.aliasing import Span, require_disjoint, span
 from gradscale.core.protocols import Collectives
 from gradscale.core.summaries import count_block, layout_of, summarize_arrays, words
 from gradscale.errors import InvalidTypeError
@@ -20,6 +21,7 @@ __all__ = ["TorchBackend"]
 
 Tensor = torch.Tensor
 
+_PLAIN = {Tensor, torch.nn.Parameter}
 _NARROW = (torch.float16, torch.bfloat16)
 
 # Bytes of one block: few enough to stay in a cache, and many enough to hide what a call costs.
@@ -135,7 +137,8 @@ class TorchBackend(Backend):
         InvalidTypeError
             For DTensors, whose verdict is not this rank's alone.
         InvalidValueError
-            For a tensor to be written whose elements share memory.
+            For a tensor to be written whose elements share memory; with each other, or with another of the tensors
+            (SharedMemoryError).
         """
         if any(hasattr(grad, "device_mesh") for grad in grads):
             msg = (
@@ -151,6 +154,7 @@ class TorchBackend(Backend):
                 for target, new in zip(out, made, strict=True):
                     target.copy_(new)
                 return out, nonfinite
+            _require_disjoint(grads, out)
             for grad, target in zip(grads, out, strict=True):
                 if grad is not target:
                     target.copy_(grad)
@@ -167,6 +171,38 @@ class TorchBackend(Backend):
 def _fits(grad: Tensor, target: Tensor) -> bool:
     """Tell whether copying a gradient first and unscaling the copy gives the same bits."""
     return grad is target or grad.dtype == target.dtype or (target.dtype == torch.float32 and grad.dtype in _NARROW)
+
+
+def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse strided tensors to be written that share memory with each other or with gradients written elsewhere."""
+    pairs = enumerate(zip(grads, out, strict=True), start=len(out))
+    tensors = dict(enumerate(out)) | {number: grad for number, (grad, target) in pairs if grad is not target}
+    plain = {number: one for number, one in tensors.items() if type(one) in _PLAIN and _has_memory(one)}
+    if len({one.untyped_storage().data_ptr() for one in plain.values()}) < len(plain):
+        spans = [(_span(one), number) for number, one in plain.items()]
+        require_disjoint(spans, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.layout == torch.strided and x.device.type != "meta" and x.numel() > 0
+
+
+def _span(x: Tensor) -> Span:
+    size = x.element_size()
+    return span(x.data_ptr(), tuple(x.shape), tuple(stride * size for stride in x.stride()), size)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors whose spans overlap share an element; True for elements of two sizes."""
+    is_one_size = one.element_size() == other.element_size()
+    return not is_one_size or bool(torch.isin(_addresses(one), _addresses(other)).any())
+
+
+def _addresses(x: Tensor) -> Tensor:
+    found = torch.full((), x.data_ptr(), dtype=torch.int64)
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        found = found[..., None] + torch.arange(length) * (stride * x.element_size())
+    return found.reshape(-1)
 
 
 class _Counting:

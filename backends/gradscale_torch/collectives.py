@@ -107,6 +107,11 @@ class TorchCollectives:
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
+    @property
+    def is_of_present_world(self) -> bool:
+        """Whether the group that was looked up has not been destroyed."""
+        return self._group is not None and groups.is_alive(self._group.group)
+
     def start_max(self, x: Array | list[int], /) -> Reduction:
         """Begin an element-wise MAX all-reduce of 1-d int32 or of a list of ints; calling the result finishes it.
 
@@ -352,7 +357,8 @@ def _forget_what_is_done() -> None:
         # If the device has failed, whoever waits for it will see that.
         with contextlib.suppress(RuntimeError):
             if work.is_completed():
-                del _under_way[key]
+                # Another thread may have finished it.
+                _under_way.pop(key, None)
 
 
 def _as_tensor(x: Array | list[int]) -> Tensor:

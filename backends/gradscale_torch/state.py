@@ -12,7 +12,7 @@ from gradscale.core import tree
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Policy, ScaleState
-from gradscale.errors import InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Iteration
 from gradscale.scaler.live_state import numbers_of, placed, require_values, with_setting
 from gradscale_torch.verdicts import is_capturing, moved, refuse_capture
@@ -190,6 +190,9 @@ class TensorState:
 
     def replace_field(self, name: str, value: Tensor) -> None:
         """Put a tensor of a framework's in the place of a field, by identity if it fits."""
+        if not isinstance(value, Tensor):
+            msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
+            raise InvalidTypeError(msg)
         state = self.current(value)
         field: Tensor = getattr(state, name)
         fitting = moved(value, field.device, dtype=field.dtype)
@@ -243,6 +246,9 @@ def _as_kernels_rule(policy: Policy) -> DynamicScale | None:
 
 def copied_into(state: _State, new: _State) -> _State:
     """Write a state, a named tuple of tensors, into the tensors of another, and return these as a new tuple."""
+    if state[0].is_inference():
+        # They were made in torch's inference mode, and cannot be written outside of it.
+        return type(state)(*map(torch.clone, new))
     for tensor, value in zip(state, new, strict=True):
         tensor.copy_(value)
     return type(state)(*state)

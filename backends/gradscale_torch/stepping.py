@@ -177,7 +177,7 @@ def _by_kernel(step: Step, iteration: Iteration, turn: Turn) -> Iterator[None]:
         momentum = _momentum(optimizer, parameter)
         if step.verdict is not None:
             if step.verdict.is_skipped:
-                optimizer.state[parameter].pop("momentum_buffer", None)
+                getattr(optimizer, "state", {}).get(parameter, {}).pop("momentum_buffer", None)
         elif momentum is not None:
             momentum.copy_(torch.where(moved(found, momentum.device) != 0, torch.zeros_like(momentum), momentum))
     if pending.is_read_later:
@@ -210,5 +210,6 @@ def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _momentum(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
-    momentum: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
+    # A wrapper need not have a state.
+    momentum: Tensor | None = getattr(optimizer, "state", {}).get(parameter, {}).get("momentum_buffer")
     return momentum

@@ -50,14 +50,15 @@ _is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_p
 class Request:
     """Options of an unscaling.
 
-    ``iteration``: for the announcement of a norm over ranks. ``judges_only``: gradients are left to the optimizer to
-    unscale.
+    ``iteration``: for the announcement of a norm over ranks. ``judges_only``: gradients are left as they are, to the
+    optimizer to unscale if they ``are_scaled``.
     """
 
     max_norm: float | None = None
     iteration: Iteration | None = None
     judges_only: bool = False
     takes_fp16: bool = False
+    are_scaled: bool = True
 
 
 _NO_REQUEST = Request()
@@ -67,13 +68,11 @@ _NO_REQUEST = Request()
 class Parameters:
     """An optimizer's parameters, kept from call to call.
 
-    ``shares_gradients``: one tensor was the gradient of two of them when they were met first. ``left_scaled``: the last
-    step was left to unscale by itself.
+    ``left_scaled``: the last step was left to unscale by itself.
     """
 
     listed: gradients.ListedParameters
     meshes: tuple[DeviceMesh, ...]
-    shares_gradients: bool
     left_scaled: bool = False
 
 
@@ -183,7 +182,7 @@ class TensorUnscaler:
         with torch.no_grad():
             if request.judges_only:
                 kernels.judge(tensors, flags)
-                if may_be_below_one:
+                if may_be_below_one and request.are_scaled:
                     # An optimizer's kernel divides without a look at the result.
                     kernels.judge_quotients(tensors, scale, flags)
             else:
@@ -294,7 +293,9 @@ class TensorUnscaler:
         """Return the collectives over the mesh of DTensor parameters; None without one."""
         if not meshes:
             return None
-        if meshes[0] not in self._meshes:
+        known = self._meshes.get(meshes[0])
+        # A mesh of another world equals that of the one before.
+        if known is None or not known.is_of_present_world:
             from gradscale_torch.collectives import TorchCollectives
 
             self._meshes[meshes[0]] = TorchCollectives(meshes[0], self._timeout)
@@ -328,8 +329,7 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
             local = local_tensor(gradient)
             if overlaps_itself(local.shape, local.stride()):
                 raise kernels.overlap(index, local)
-    shares_gradients = len(set(map(id, found))) < len(found)
-    return Parameters(listed, _meshes_of(listed.unique), shares_gradients)
+    return Parameters(listed, _meshes_of(listed.unique))
 
 
 def _meshes_of(parameters: Iterable[Any]) -> tuple[DeviceMesh, ...]:
@@ -354,7 +354,8 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
     Sparse float16 gradients are coalesced, which replaces ``.grad``. No host read, but for sparse ones on a device.
     """
     tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
-    if parameters.shares_gradients:
+    if len(set(map(id, tensors))) < len(tensors):
+        # One tensor may be the gradient of two parameters.
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
     # Thousands of plain gradients are recognised by their few types and layouts; dense float32 ones of the CPU at once.
     is_plain = set(map(type, tensors)) <= _PLAIN

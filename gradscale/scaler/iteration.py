@@ -85,6 +85,8 @@ class Turn:
         are far apart.
     is_refused : bool
         Whether the user has refused the step on this rank.
+    code : array or int
+        Why this rank skips the step, other than for an overflow; 0 if it does not.
     judged : Judged or None
         The loss and norm that were judged, which the update learns.
     """
@@ -93,6 +95,7 @@ class Turn:
     pending: Pending | None = None
     verdict: Verdict | None = None
     by_closure = has_begun_to_step = is_refused = False
+    code: Array | int = 0
     judged: Judged | None = None
 
     @property
@@ -320,10 +323,10 @@ class Iteration:
             raise
         max_norm = None if request is None else request.max_norm
         try:
-            code: Array | int = 0
-            if self._spikes is not None or turn.is_refused:
-                code = self._reason_code(turn, optimizer, found.norm, state)
-            turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, code)
+            # If gradients are judged a second time their norm is not known any longer.
+            if before is Stage.READY or turn.is_refused:
+                turn.code = self._reason_code(turn, optimizer, found.norm, state)
+            turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, turn.code)
         except GradscaleError as error:
             agreement.failure = error
             raise
@@ -346,16 +349,17 @@ class Iteration:
 
     def _reason_code(self, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState) -> Array | int:
         """Return why this rank skips the step, other than for an overflow; 0-d int32 if the host does not know."""
+        # The losses are this optimizer's, whether it is judged by them or not.
+        losses, self.losses = self.losses, self.losses._replace(is_judged=True)
         if turn.is_refused:
             return vector.reason_code(Reason.REFUSED, self.agreement.rank())
         if self._spikes is None or turn.has_begun_to_step:
             return 0
         live = self.live
-        found = self._spikes.judge(optimizer, self.losses, norm, lambda: live.arrays(state).scale)
-        was_judged, self.losses = self.losses.is_judged, self.losses._replace(is_judged=True)
+        found = self._spikes.judge(optimizer, losses, norm, lambda: live.arrays(state).scale)
         if found is None:
             # Over a group another rank may have the loss.
-            if self.agreement.is_alone and not was_judged:
+            if self.agreement.is_alone and not losses.is_judged:
                 self._spikes.warn_of_nothing()
             return 0
         is_spike, turn.judged = found

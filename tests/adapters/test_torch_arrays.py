@@ -110,6 +110,29 @@ def test_a_tensor_that_overlaps_itself_is_refused_by_name() -> None:
         in_place([torch.ones(2), overlapping])
 
 
+MEMORY = torch.arange(6.0) * 4.0
+
+
+@pytest.mark.parametrize(
+    ("grads", "out"),
+    [
+        pytest.param([MEMORY[:4], MEMORY[2:]], [MEMORY[:4], MEMORY[2:]], id="each-other"),
+        pytest.param([MEMORY[:3], MEMORY[3:]], [MEMORY[3:], MEMORY[:3]], id="exchanged"),
+        pytest.param([MEMORY[:4]], [MEMORY[1:5]], id="shifted"),
+        pytest.param([MEMORY[:4], MEMORY[:4]], [MEMORY[:4], MEMORY[:4]], id="twice"),
+    ],
+)
+def test_memory_that_would_be_divided_twice_is_refused_and_columns_of_one_tensor_are_not(grads: Any, out: Any) -> None:
+    before = MEMORY.tolist()
+    with pytest.raises(gradscale.SharedMemoryError, match="share memory, which would be divided twice"):
+        gradscale.unscale(grads, state_of(4.0), out=out)
+    assert MEMORY.tolist() == before
+    matrix = (torch.arange(6.0) * 4.0).reshape(3, 2)
+    columns = list(matrix.T)
+    gradscale.unscale(columns, state_of(4.0), out=columns)
+    assert matrix.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_new_tensors_stay_in_autograds_graph_and_given_ones_do_not() -> None:
     weight = torch.tensor([2.0], requires_grad=True)
     state = state_of(8.0)

@@ -130,3 +130,80 @@ def test_pickles_and_torchs_own_scaler_take_the_state() -> None:
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(saved)
     assert theirs.state_dict()["_growth_tracker"] == 3
+
+
+def begun(scaler: Any, loss: float, gradient: float = 1.0, **options: Any) -> Any:
+    """Return an optimizer whose gradients are those of a scaled loss, on the CPU."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, **options)
+    factor = scaler.scale(torch.full((), loss)) / loss
+    parameter.grad = torch.full((3,), gradient) * factor
+    return optimizer
+
+
+def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers() -> None:
+    scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="loss", above=100.0))
+    refused = begun(scaler, 1e4)
+    scaler.refuse(refused)
+    scaler.step(refused)
+    scaler.step(after := begun(scaler, 1.0))
+    assert scaler.last_step(after).reason == "stepped"
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_a_second_look_at_gradients_keeps_the_spike_of_their_norm(fused: bool) -> None:
+    scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="norm", above=10.0))
+    optimizer = begun(scaler, 1.0, 1000.0, fused=fused)
+    scaler.unscale_(optimizer, max_norm=1e9)
+    scaler._check_inf_per_device(optimizer)
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).reason == "spike"
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_a_second_look_at_gradients_divides_them_by_no_scale_below_one(fused: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=2.0**-100)
+    optimizer = begun(scaler, 1.0, 2.0**30, fused=fused)
+    scaler.unscale_(optimizer)
+    found = scaler._check_inf_per_device(optimizer)
+    assert [value.item() for value in found.values()] == [0.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.last_step(optimizer).reason, scaler.get_scale()) == ("stepped", 2.0**-100)
+
+
+def test_windows_that_begin_in_inference_mode_go_on_outside_of_it() -> None:
+    scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(window=4, of="loss"))
+    for _ in range(2):
+        optimizer = begun(scaler, 1.0)
+        with torch.inference_mode():
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert [window["loss"]["values"] for window in scaler.state_dict()["spikes"]] == [[1.0, 1.0]]
+
+
+def test_a_wrapper_that_skips_by_itself_needs_no_state() -> None:
+    class Wrapper:
+        _step_supports_amp_scaling = True
+
+        def __init__(self, optimizer: Any) -> None:
+            self.inner, self.param_groups = optimizer, optimizer.param_groups
+
+        def step(self) -> None:
+            self.inner.grad_scale, self.inner.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+            self.inner.step()
+            del self.inner.grad_scale, self.inner.found_inf
+
+    for gradient, weight in ((1.0, 0.5), (math.inf, 1.0)):
+        scaler = GradScaler("cpu")
+        optimizer = begun(scaler, 1.0, gradient, fused=True, momentum=0.5)
+        scaler.step(Wrapper(optimizer))
+        scaler.update()
+        assert optimizer.param_groups[0]["params"][0].tolist() == [weight] * 3
+
+
+@pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
+def test_a_state_without_tensors_is_refused(name: str) -> None:
+    with pytest.raises(gradscale.InvalidTypeError, match=f"{name} must be a tensor, got None: to begin anew"):
+        setattr(GradScaler("cpu"), name, None)

@@ -355,3 +355,21 @@ def test_a_closure_is_refused_at_torchs_and_retried_at_a_lower_scale_at_ours(nam
         assert not hasattr(run.optimizer, "found_inf")
         # The scale is a power of two, so that nothing is rounded by it.
         assert_same([losses, run.parameter], [expected, plain.parameter])
+
+
+def test_a_scaler_without_a_group_goes_on_in_a_second_world() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
+            optimizer = torch.optim.SGD([parameter], lr=0.5)
+            scaler.scale(parameter.sum().full_tensor()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.distributed.destroy_process_group()
+        assert parameter.to_local().tolist() == [0.5, 0.5]

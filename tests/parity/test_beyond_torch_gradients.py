@@ -124,6 +124,16 @@ def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(s
         assert run.parameter.grad.tolist() == [expected] * 2
 
 
+def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once() -> None:
+    _, run = pair(count=2)
+    for is_shared in (False, True):
+        run.put(*[torch.full((2,), 16.0)] * 2)
+        if is_shared:
+            run.parameters[1].grad = run.parameter.grad
+        run.step()
+        assert [parameter.grad.tolist() for parameter in run.parameters] == [[4.0] * 2] * 2
+
+
 def test_parameters_that_are_added_and_removed_between_iterations_are_noticed() -> None:
     _, run = pair(count=3, size=1)
     parameters, (group,) = run.parameters, run.optimizer.param_groups
