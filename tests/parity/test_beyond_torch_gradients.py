@@ -127,7 +127,7 @@ def test_what_two_parameters_share_is_unscaled_twice_by_torch_and_once_by_ours(s
 def test_a_gradient_that_two_parameters_come_to_share_is_unscaled_once() -> None:
     _, run = pair(count=2)
     for is_shared in (False, True):
-        run.put(*[torch.full((2,), 16.0)] * 2)
+        run.put(16.0)
         if is_shared:
             run.parameters[1].grad = run.parameter.grad
         run.step()
