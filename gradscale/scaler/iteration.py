@@ -295,19 +295,21 @@ class Iteration:
         # If outputs were scaled there is a state.
         if self.state is None and not live.is_made:
             if not groups and not live.is_known:
-                what = "gradients are to be unscaled, and scale() has never been called"
                 # As in a pipeline, of which the last stage alone has a loss.
-                self.wrong_order(f"{what}; if another rank has the loss, use ShardedGradScaler")
+                self.wrong_order(
+                    "step() or unscale_() was called, and scale() has never been called: make the gradients of "
+                    "scaler.scale(loss); if another rank alone has the loss, use ShardedGradScaler"
+                )
             like = gradients.like
             if like is None:
                 like = agreement.example(live, self.number)
         # Over a group another rank may have the loss.
         if not self.scaled and not groups and not live.is_scaled_unseen:
             warn_caller(
-                f"scale() was not called in iteration {self.number}, and gradients of {type(optimizer).__name__} are "
-                f"divided by the scale: if they are older, step each optimizer before update(), which may have "
-                f"changed the scale. To multiply by the scale yourself, take it from scaler.scale() of an array that "
-                f"holds 1; with get_scale() all is well, too, and this is said once"
+                f"scale() was not called in iteration {self.number}, and the gradients of {type(optimizer).__name__} "
+                f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
+                f"from before update(), which may have changed the scale, call step() before update(). If you have "
+                f"multiplied the loss by get_scale(), all is well. (Said once.)"
             )
             live.is_scaled_unseen = True
         state = self.in_force(like)
