@@ -326,7 +326,7 @@ class Iteration:
         max_norm = None if request is None else request.max_norm
         try:
             # If gradients are judged a second time their norm is not known any longer.
-            if before is Stage.READY or turn.is_refused:
+            if turn.is_refused or (before is Stage.READY and self._spikes is not None):
                 turn.code = self._reason_code(turn, optimizer, found.norm, state)
             turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, turn.code)
         except GradscaleError as error:
