@@ -8,6 +8,7 @@ import torch
 
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.extras import needs
+from gradscale.reports.steps import StepReport
 from gradscale_torch.amp import GradScaler
 
 with needs("gradscale_torch.plugins", "lightning"):
@@ -136,22 +137,31 @@ class HeldSchedule:
         Has ``step``. ``isinstance`` takes this for it.
     """
 
-    __slots__ = ("_iteration", "_optimizer", "_scaler", "_schedule")
+    __slots__ = ("_last", "_optimizer", "_scaler", "_schedule")
 
     def __init__(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-        for name, value in zip(self.__slots__, (0, optimizer, scaler, schedule), strict=True):
+        for name, value in zip(self.__slots__, (None, optimizer, scaler, schedule), strict=True):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_last", self._report())
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule if its optimizer has made a step since this was last called."""
-        try:
-            iteration = self._scaler.last_step(self._optimizer).iteration
-        except CallOrderError:
-            # No batch has had a loss yet.
-            return
-        if iteration != self._iteration:
-            object.__setattr__(self, "_iteration", iteration)
+        """Step the schedule if its optimizer has made a step since this was made or last called."""
+        report = self._report()
+        # Told apart by identity: a disabled scaler counts no iterations, and one that loads a state counts some again.
+        if report is not None and report is not self._last:
+            object.__setattr__(self, "_last", report)
             self._scaler.step_schedule(self._optimizer, self._schedule, *args, **kwargs)
+
+    def _report(self) -> StepReport | None:
+        """Return the report of the optimizer's last step, if any batch has had a loss."""
+        try:
+            report: StepReport = self._scaler.last_step(self._optimizer)
+        except CallOrderError:
+            return None
+        return report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeldSchedule, (self._scaler, self._optimizer, self._schedule)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -159,6 +169,9 @@ class HeldSchedule:
         return type(self._schedule)
 
     def __getattr__(self, name: str) -> Any:
+        if name in HeldSchedule.__slots__:
+            # It is not made yet.
+            raise AttributeError(name)
         return getattr(self._schedule, name)
 
     def __setattr__(self, name: str, value: object) -> None:

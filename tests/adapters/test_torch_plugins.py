@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,74 @@ def test_what_holds_is_a_schedule_in_all_else() -> None:
     assert held.last_epoch == 7
     with pytest.raises(AttributeError, match="no_such_name"):
         held.no_such_name  # noqa: B018
+
+
+def test_a_disabled_scaler_steps_a_schedule_in_each_step() -> None:
+    from gradscale_torch.plugins import MixedPrecision
+
+    class Module(module_class()):  # type: ignore[misc]
+        overflows = frozenset[int]()
+
+    module = Module()
+    _, schedule = fit(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", enabled=False)), module, 4)
+    assert (schedule.last_epoch, module.rates) == (4, [0.05, 0.025, 0.0125, 0.00625])
+
+
+def held_schedule() -> tuple[Any, Any, Callable[[], None]]:
+    """Return a schedule that holds, its scaler, and a function that makes a step of its optimizer and its own."""
+    from gradscale_torch.plugins import HeldSchedule
+
+    scaler, optimizer = hosts.ours(), torch.optim.SGD(network().parameters(), lr=0.1)
+
+    held = HeldSchedule(scaler, optimizer, decaying(optimizer))
+
+    def step() -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        held.step()
+
+    return held, scaler, step
+
+
+def test_an_older_state_of_the_scaler_leaves_no_step_out() -> None:
+    held, scaler, step = held_schedule()
+    older = scaler.state_dict()
+    step()
+    scaler.load_state_dict(older)
+    step()
+    assert held.last_epoch == 2
+    # It has made none since.
+    held.step()
+    assert held.last_epoch == 2
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda held: pickle.loads(pickle.dumps(held)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_what_holds_holds_too(how: str) -> None:
+    held, _, step = held_schedule()
+    step()
+    copied = COPIES[how](held)
+    assert type(copied) is type(held) is not copied.__class__
+    # Whose optimizer has made no step since.
+    copied.step()
+    assert (copied.last_epoch, held.last_epoch) == (1, 1)
+    step()
+    assert (copied.last_epoch, held.last_epoch) == (2 if how == "copy" else 1, 2)
+
+
+def test_what_holds_and_is_not_made_yet_has_no_attributes() -> None:
+    from gradscale_torch.plugins import HeldSchedule
+
+    assert not hasattr(HeldSchedule.__new__(HeldSchedule), "last_epoch")
 
 
 @pytest.mark.parametrize("kind", ["MixedPrecision", "FabricMixedPrecision"])
