@@ -12,6 +12,7 @@ from gradscale.reports.steps import StepReport
 from gradscale_torch.amp import GradScaler
 
 with needs("gradscale_torch.plugins", "lightning"):
+    from lightning.fabric import is_wrapped
     from lightning.fabric.plugins import MixedPrecision as FabricsMixedPrecision
     from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
 
@@ -121,7 +122,10 @@ class FabricMixedPrecision(FabricsMixedPrecision):
         if self.scaler is None:
             schedule.step(*args, **kwargs)
         else:
-            self.scaler.step_schedule(getattr(optimizer, "optimizer", optimizer), schedule, *args, **kwargs)
+            stepped: Any = optimizer
+            if is_wrapped(optimizer):
+                stepped = stepped.optimizer
+            self.scaler.step_schedule(stepped, schedule, *args, **kwargs)
 
 
 class HeldSchedule:
