@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from gradscale_torch.amp import GradScaler
 keras = import_keras("torch")
 
 __all__ = ["ScaledOptimizer"]
+
+_SCALER = "scaler"
 
 
 @keras.saving.register_keras_serializable("gradscale_torch")
@@ -28,7 +31,8 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     inner_optimizer : keras.optimizers.Optimizer
         Makes the steps, and sees unscaled gradients.
     scaler : GradScaler or ShardedGradScaler, optional
-        Of ``gradscale_torch``. Default: a ``GradScaler`` for the device that Keras computes on.
+        Of ``gradscale_torch``. Default: a ``GradScaler`` for the device that Keras computes on, which takes float16
+        gradients: those of float16 variables.
     name : str, optional
         As in Keras.
 
@@ -47,7 +51,8 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     Notes
     -----
     ``model.save`` saves the scaler's state dict. ``load_model`` makes a ``GradScaler`` of it: import this module first.
-    For another scaler load that state into it, and assign it to ``model.optimizer.scaler``.
+    For another scaler load that state into it, and assign it to ``model.optimizer.scaler``. ``save_weights`` saves it,
+    too, and ``load_weights`` loads it, as do Keras's callbacks ``BackupAndRestore`` and ``ModelCheckpoint``.
 
     Gradients that Keras's float8 layers write into their scales are divided as all others: use float8 without this.
 
@@ -64,7 +69,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
 
     def __init__(self, inner_optimizer: Any, scaler: GradScaler | None = None, name: str | None = None) -> None:
         if scaler is None:
-            scaler = GradScaler(keras.ops.convert_to_tensor(0.0).device.type)
+            scaler = _new_scaler()
         elif not isinstance(scaler, GradScaler):
             msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
             raise InvalidTypeError(msg)
@@ -89,7 +94,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         grads : sequence of Tensor or None
             Of the scaled loss.
         trainable_variables : sequence of keras.Variable
-            As many; the gradients become those of their tensors.
+            As many; the gradients become those of their tensors, in the same dtypes.
 
         Raises
         ------
@@ -103,7 +108,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             self.build(trainable_variables)
         weights = [variable.value for variable in trainable_variables]
         for weight, grad in zip(weights, grads, strict=True):
-            weight.grad = grad
+            weight.grad = None if grad is None else grad.to(weight.dtype)
         self.param_groups = [{"params": weights}]
         self.scaler.step(self, trainable_variables)
         self.scaler.update()
@@ -111,6 +116,21 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     def step(self, trainable_variables: Sequence[Any]) -> None:
         """Step the inner optimizer; the scaler calls it, if no gradient is inf or NaN."""
         self.inner_optimizer.apply([variable.value.grad for variable in trainable_variables], trainable_variables)
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Write the variables, and the scaler's state unless it is disabled; Keras calls it, also for weights alone."""
+        super().save_own_variables(store)
+        if state := self.scaler.state_dict():
+            # Keras's stores hold numbers alone.
+            store[_SCALER] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Read what :meth:`save_own_variables` has written; the scaler stays as it is if the store has no state."""
+        kept = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras's is no mapping
+        state = kept.pop(_SCALER, None)
+        super().load_own_variables(kept)
+        if state is not None:
+            self.scaler.load_state_dict(json.loads(bytes(state.tolist())))
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings that Keras saves: the inner optimizer, and the scaler's state."""
@@ -121,6 +141,11 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> ScaledOptimizer:
         """Return the optimizer that was saved, with a ``GradScaler`` of that state; StateDictError if it is bad."""
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
-        optimizer = cls(inner, name=config["name"])
-        optimizer.scaler.load_state_dict(config["scaler"])
-        return optimizer
+        scaler = _new_scaler(enabled=config["scaler"] != {})
+        scaler.load_state_dict(config["scaler"])
+        return cls(inner, scaler, config["name"])
+
+
+def _new_scaler(enabled: bool = True) -> GradScaler:
+    device = keras.ops.convert_to_tensor(0.0).device.type
+    return GradScaler(device, enabled=enabled, allow_fp16_grads=True)

@@ -84,6 +84,17 @@ def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_keras_saves_without_the_model_keep_the_scale(backend: str, tmp_path: Path) -> None:
+    answer = told(backend, "weights", str(tmp_path))
+    assert answer["scale"] == answer["loaded"] == answer["restored"] == [2.0**14, 5]
+    if backend == "torch":
+        assert answer["kept where absent"] == 8.0
+        assert answer["disabled"] == [False, True]
+        # As Keras's own optimizer does, which casts gradients to the dtype of the weight.
+        assert answer["stepped"] == [0.75] * 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_keras_on_another_backend_is_an_error_that_says_how_to_choose_it(backend: str) -> None:
     require(backend)
     if importlib.util.find_spec("keras") is None:

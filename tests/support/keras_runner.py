@@ -1,7 +1,7 @@
 """Runs as a process of its own, since Keras takes its backend when it is imported: the class for it, and Keras's own.
 
 ``recipe`` runs the recipe and Keras's own scaler, and goes on with and without having been saved; ``calls`` uses the
-class without ``fit``. Each prints a JSON object of what came of it.
+class without ``fit``; ``weights`` saves weights alone. Each prints a JSON object of what came of it.
 """
 
 from __future__ import annotations
@@ -130,8 +130,68 @@ def calls() -> dict[str, Any]:
     }
 
 
+def stepped(optimizer: Any, dtype: str, grads: str) -> float:
+    """Return a weight of a dtype, 1 at first, after a step of gradients of a dtype that are 0.5."""
+    weight = keras.Variable(np.ones(1), dtype=dtype)
+    scaled = float(optimizer.scale_loss(keras.ops.convert_to_tensor(np.float32(0.5))))
+    optimizer.apply_gradients([(keras.ops.convert_to_tensor(np.asarray([scaled], grads)), weight)])
+    return float(keras.ops.convert_to_numpy(weight.value)[0])
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """Save and load weights without the model, and back up a run; on torch use other scalers, too, and dtypes."""
+    found = importlib.import_module(f"gradscale_{keras.config.backend()}.keras_optimizer")
+
+    def compiled(*arguments: Any) -> Any:
+        model = made_model()
+        model.compile(optimizer=found.ScaledOptimizer(keras.optimizers.SGD(0.25), *arguments), loss="mse")
+        return model
+
+    def fitted(model: Any, overflows: list[int], **options: Any) -> Any:
+        model.fit(*made_pairs(overflows), batch_size=8, shuffle=False, verbose=0, **options)
+        return model
+
+    model = fitted(compiled(), [1, 3])
+    answer: dict[str, Any] = {"scale": scale_in(model.optimizer)}
+    path = folder / "model.weights.h5"
+    model.save_weights(path)
+    again = compiled()
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(path)
+    answer["loaded"] = scale_in(again.optimizer)
+    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+    fitted(compiled(), [1, 3], callbacks=[backup])
+    # It has come to its one epoch already.
+    answer["restored"] = scale_in(fitted(compiled(), [], callbacks=[backup]).optimizer)
+    if IS_JAX:
+        return answer
+
+    from gradscale_torch import GradScaler
+
+    store: dict[str, Any] = {}
+    model.optimizer.save_own_variables(store)
+    kept = {key: value for key, value in store.items() if key.isdigit()}
+    other = compiled(GradScaler("cpu", init_scale=8.0))
+    other.optimizer.build(other.trainable_variables)
+    other.optimizer.load_own_variables(kept)
+    answer["kept where absent"] = scale_in(other.optimizer)[0]
+
+    disabled = fitted(compiled(GradScaler("cpu", enabled=False)), [])
+    disabled.save(folder / "disabled.keras")
+    loaded = keras.models.load_model(folder / "disabled.keras")
+    answer["disabled"] = [loaded.optimizer.scaler.is_enabled(), told(loaded) == told(disabled)]
+
+    pairs = [("float32", "float16"), ("float16", "float16"), ("float16", "float32")]
+    answer["stepped"] = [stepped(found.ScaledOptimizer(keras.optimizers.SGD(0.5)), *pair) for pair in pairs]
+    return answer
+
+
 IS_JAX = keras.config.backend() == "jax"
 
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
-    print(json.dumps(recipe(json.loads(arguments[0]), Path(arguments[1])) if kind == "recipe" else calls()))
+    if kind == "recipe":
+        answer = recipe(json.loads(arguments[0]), Path(arguments[1]))
+    else:
+        answer = calls() if kind == "calls" else weights(Path(arguments[0]))
+    print(json.dumps(answer))
