@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core import validation
 from gradscale.core.arithmetic import check_real_dtype
-from gradscale.core.messages import shown
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -160,6 +160,8 @@ def scaled(
         verdict = agree(nonfinite, state.scale_state, policy, axis_name, spike=judged.is_spike)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
+        with reading("an update of tx"):
+            inner_updates = jax.tree.map(_as_array, inner_updates)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
         taken, held = verdict.finite, verdict.desynced
         if skip is not None:
@@ -293,6 +295,11 @@ def _require_same_dtypes(old: object, new: object) -> None:
                 f"of the parameters: give gradients in the dtype of the parameters, or dtype=jnp.float32 to scaled()"
             )
             raise InvalidTypeError(msg)
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return an update as an array of JAX, which alone a skipped step keeps back; a float0 as it is."""
+    return leaf if getattr(leaf, "dtype", None) == jax.dtypes.float0 else jnp.asarray(leaf)
 
 
 def _negative_zeros(leaf: object) -> object:

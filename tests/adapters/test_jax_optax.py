@@ -91,6 +91,25 @@ def test_a_transformation_that_sees_overflows_fails_the_comparison() -> None:
             compare(run.params, alone.params)
 
 
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("kind", ["NumPy", "number"])
+def test_updates_that_are_no_arrays_of_jax_are_not_applied_in_a_skipped_step(kind: str, how: str) -> None:
+    update = {"NumPy": np.asarray([-0.1, 0.1], np.float32), "number": -0.1}[kind]
+    tx = scaled(optax.stateless(lambda updates, _: jax.tree.map(lambda _: update, updates)))
+    run = jax.jit(tx.update) if how == "jit" else tx.update
+    params = jnp.ones(2)
+    for value, expected in ((np.inf, 0.0), (1.0, update)):
+        updates, state = run(jnp.asarray([value, 1.0]), tx.init(params), params)
+        assert_same_bits(jnp.abs(updates), np.broadcast_to(np.abs(np.float32(expected)), np.shape(update)))
+        assert int(state.skipped) == int(not np.isfinite(value))
+
+
+def test_an_update_that_is_no_number_is_refused() -> None:
+    tx = scaled(optax.stateless(lambda updates, _: jax.tree.map(lambda _: "0.1", updates)))
+    with pytest.raises(gradscale.InvalidTypeError, match="an update of tx cannot be read, got TypeError"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_a_skipped_step_changes_no_bit_of_a_parameter(how: str) -> None:
     tx = scaled()
