@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
@@ -161,7 +162,7 @@ def value_and_grad(
 
 def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
     """Return the positions of arguments to differentiate by, those that there are."""
-    given = (argnums,) if isinstance(argnums, int) else argnums
+    given = tuple(map(operator.index, np.atleast_1d(argnums)))
     return [index for index in range(count) if index in given or index - count in given]
 
 

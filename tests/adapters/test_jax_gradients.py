@@ -104,6 +104,15 @@ def test_several_arguments_auxiliary_data_and_keywords() -> None:
     assert int(verdict.nonfinite) == 0
 
 
+@pytest.mark.parametrize("argnums", [np.int64(1), (np.int64(1),), np.asarray([-1])], ids=["scalar", "tuple", "array"])
+def test_the_argument_may_be_chosen_by_an_integer_of_numpy(argnums: Any) -> None:
+    run = gradscale_jax.value_and_grad(lambda a, b: jnp.sum(a * b), POLICY, argnums)
+    assert np.ravel(run(first(), jnp.asarray([2.0]), jnp.asarray([3.0])).grads).tolist() == [2.0]
+    # Looked at as an argument that is differentiated by.
+    with pytest.raises(InvalidTypeError, match="by argument 1, whose leaves must be floating"):
+        run(first(), jnp.asarray([2.0]), jnp.asarray([3]))
+
+
 # The scale grows to what the dtype of the loss can hold: in float16 to the largest power of two, at the first step.
 @pytest.mark.parametrize(
     ("dtype", "scale", "after"),
