@@ -213,8 +213,8 @@ def agree(
         Axes to agree over, in one ``pmax`` of 26 int32; CallOrderError if one is not bound. Default: none, the verdict
         of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
     spike : array, optional
-        0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns. If
-        ``verdict.spike``, take no step and leave ``state`` as it is.
+        0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns, or
+        InvalidTypeError. If ``verdict.spike``, take no step and leave ``state`` as it is.
 
     Examples
     --------
@@ -232,6 +232,12 @@ def agree(
     group = None if axis_name is None else AxisCollectives(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
+        if not isinstance(spike, (bool, np.bool_, np.ndarray, jax.Array)) or np.shape(spike) != ():
+            msg = (
+                f"spike must be a 0-d bool, such as gradscale.SkipSpikes().judge(window, loss) returns, got "
+                f"{shown(spike)}: of several values give jnp.any(spike)"
+            )
+            raise InvalidTypeError(msg)
         of_rank = reason_code(Reason.SPIKE, 0) - jnp.asarray(0 if group is None else group.rank, jnp.int32)
         code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
     backend = registry.backend_for(state.scale)

@@ -115,6 +115,16 @@ def test_a_spike_on_each_rank_in_turn_is_agreed_unless_one_overflows_or_has_drif
         assert outcome(bad[rank], clean, scale=8.0) == (0, 0, 1, 0, 0)
 
 
+@pytest.mark.tier("quick")
+@pytest.mark.parametrize("spike", [np.zeros(2, bool), jnp.zeros((1, 1), bool), [True], "yes"], ids=repr)
+def test_a_spike_that_is_not_one_value_is_refused(spike: Any) -> None:
+    state = POLICY.init(jnp.zeros(()))
+    with pytest.raises(InvalidTypeError, match=r"spike must be a 0-d bool, .*: .* jnp\.any\(spike\)"):
+        gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=spike)
+    for one in (True, np.True_, np.asarray(True), jnp.asarray(True)):
+        assert bool(gradscale_jax.agree(jnp.zeros((), jnp.int32), state, POLICY, spike=one).spike)
+
+
 @pytest.mark.parametrize(("names", "shape", "axis_name"), AXES)
 def test_an_overflow_on_each_rank_in_turn_is_agreed(names: Any, shape: Any, axis_name: Any) -> None:
     def step(state: ScaleState, grads: Any) -> Any:
