@@ -13,7 +13,7 @@ from gradscale.core.arithmetic import Kind, kind_of, sum_of_squares
 from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.spikes import SpikeState
-from gradscale.scaler.spikes import is_loss
+from gradscale.scaler.spikes import checked_loss, is_loss
 from gradscale_jax.collectives import Verdict
 
 __all__ = ["Judged", "first_windows", "judge", "learn"]
@@ -54,10 +54,11 @@ def judge(rule: SkipSpikes | None, windows: SpikeState | None, loss: object, gra
         return Judged()
     found = {}
     if loss is not None and "loss" in rule.of:
-        if not is_loss(loss) and type(loss) is not float:
-            msg = f"value must be the loss, a float or a real floating array of one element, got {shown(loss)}"
+        is_number = isinstance(loss, (int, float)) and not isinstance(loss, bool)
+        if not is_loss(loss) and not is_number:
+            msg = f"value must be the loss, a number or a real floating array of one element, got {shown(loss)}"
             raise InvalidTypeError(msg)
-        found["loss"] = jnp.reshape(jnp.asarray(loss, jnp.float32), ())
+        found["loss"] = jnp.reshape(jnp.asarray(checked_loss(loss), jnp.float32), ())
     if "norm" in rule.of:
         leaves = [x for x in jax.tree.leaves(grads) if kind_of(x) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX)]
         found["norm"] = jnp.sqrt(_sum_of_squares(leaves, windows.values)).astype(jnp.float32)
