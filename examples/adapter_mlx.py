@@ -1,4 +1,4 @@
-"""An adapter for MLX in about 60 lines: what its library lacks of the standard, a backend, and the suite.
+"""An adapter for MLX: what its library lacks of the standard, a backend, and the suite.
 
     python examples/adapter_mlx.py
 

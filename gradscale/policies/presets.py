@@ -1,8 +1,9 @@
 """Policies that behave like each known system's loss scaler, step by step: torch(), megatron(), deepspeed(), ...
 
 Each takes, by keyword, what its system has, under the names and with the meaning of :class:`gradscale.DynamicScale`,
-with that system's defaults, and returns a policy for ``GradScaler(policy=...)`` or for pure functions. A wrong argument
-raises InvalidValueError or InvalidTypeError naming it. What is said to be not reproduced is a fault of the original.
+with that system's defaults, and returns a policy for ``GradScaler(policy=...)`` or for pure functions. A wrong value
+raises InvalidValueError or InvalidTypeError, which names it; an unknown argument a TypeError. "Not reproduced" lists
+bugs of the original that this preset does not copy.
 """
 
 from __future__ import annotations

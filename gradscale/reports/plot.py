@@ -99,7 +99,11 @@ def history(
     Examples
     --------
     >>> import gradscale
-    >>> steps = [gradscale.StepReport(i == 5, 2.0 ** (16 - (i > 5)), int(i == 5), "stepped", i) for i in range(1, 11)]
+    >>> reasons = ["stepped"] * 4 + ["overflow"] + ["stepped"] * 5
+    >>> steps = [
+    ...     gradscale.StepReport(i == 5, 2.0 ** (16 - (i > 5)), int(i == 5), reason, i)
+    ...     for i, reason in enumerate(reasons, 1)
+    ... ]
     >>> figure = gradscale.plot.history(steps)  # or a scaler's history, or a log; with a path it is saved
     >>> figure.axes[0].get_title(loc="left")
     '1 of 10 steps skipped (10 %)'

@@ -1,7 +1,7 @@
 """Runs that another system began and gradscale goes on with: the scale after every step is what it would have been.
 
 jmp, flax and Keras themselves, cut at random points of random runs; Megatron, DeepSpeed, apex, NeMo and fairseq
-by their documented rules, which are first held against the recorded traces.
+by the recorded traces.
 """
 
 from __future__ import annotations
