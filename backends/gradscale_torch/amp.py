@@ -375,7 +375,7 @@ class GradScaler(TorchGradScaler):
 
     @untraced
     def refuse(self, optimizer: Optimizer) -> None:
-        """Let no rank make the coming step of an optimizer; as :meth:`gradscale.GradScaler.refuse`."""
+        """Skip the next step of an optimizer on all ranks; as :meth:`gradscale.GradScaler.refuse`."""
         self._scaler.refuse(optimizer)
 
     @untraced

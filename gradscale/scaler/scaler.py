@@ -345,10 +345,10 @@ class GradScaler:
         return returned
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Let no rank make the coming step of an optimizer, whose ``unscale_`` and ``step`` are called all the same.
+        """Skip the next step of an optimizer on all ranks.
 
-        So every rank makes the same calls, whatever one of them thinks of the step. Its report has the reason
-        "refused", and the scale stays as it is.
+        Still call ``unscale_`` and ``step`` on every rank: if that optimizer is never unscaled or stepped, ``update``
+        raises CallOrderError. The step's report has the reason "refused", and the scale stays as it is.
 
         Parameters
         ----------
