@@ -677,8 +677,9 @@ class GradScaler:
 
         Keys: torch's five (``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``),
         so that torch's scalers can load it; ``version``, ``iteration``, the other trackers, and ``policy`` with every
-        setting; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer. Call it
-        between iterations.
+        setting; with ``skip=`` also ``spikes``, the values of its windows, two host reads for each optimizer. They are
+        in the order in which optimizers were first judged, which must be the same after loading. Call it between
+        iterations.
         """
         if not self._enabled:
             return {}
