@@ -39,9 +39,9 @@ def test_the_readmes_loop_skips_a_spike() -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("name", ["fsdp2_spikes", "torchtitan_spikes"])
+@pytest.mark.parametrize("name", ["fsdp2_spikes", "torchtitan"])
 def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad_rank: int) -> None:
-    if name == "torchtitan_spikes":
+    if name == "torchtitan":
         require("torchtitan")
     case = (name, (SPIKE,), bad_rank)
     answers = Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case)
@@ -50,7 +50,7 @@ def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad
     assert answer["skipped"] == [(SPIKE, "spike")]
     assert answer["steps"] == {BATCHES - 1.0}
     assert answer["scale"] == 1.0
-    if name == "torchtitan_spikes":
+    if name == "torchtitan":
         # The warm-up's next step is the 72nd of a hundred.
         assert answer["rates"] == pytest.approx([0.01 * 72 / 100])
 

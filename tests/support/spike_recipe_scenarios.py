@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import gradscale
+from gradscale_torch import GradScaler
+
 __all__ = ["Spiking", "made_loader", "made_model", "run_case"]
 
 BATCHES = 72  # more than half a window
-PAGE = TORCH_PAGE.parent / "README.md"
+BLOCKS = blocks_on(TORCH_PAGE) | blocks_on(TORCH_PAGE.parent / "README.md")
 
 
 def made_loader() -> list[Tensor]:
@@ -39,7 +42,7 @@ def run_case(group: Any, name: str, spikes: tuple[int, ...], bad_rank: int) -> d
         "loader": made_loader(),
         "loss_of": Spiking(spikes if dist.get_rank(group) == bad_rank else ()),
     }
-    if name == "torchtitan_spikes":
+    if name == "torchtitan":
         from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -48,10 +51,11 @@ def run_case(group: Any, name: str, spikes: tuple[int, ...], bad_rank: int) -> d
         groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01})]
         optimizers = OptimizersContainer(OptimizersContainer.Config(param_groups=groups), model_parts=[model])
         schedules = LRSchedulersContainer.Config(warmup_steps=100)
+        given["scaler"] = GradScaler("cpu", policy=gradscale.StaticScale(1.0), skip=gradscale.SkipSpikes())
         given["optimizers"] = optimizers
         given["lr_schedulers"] = schedules.build(optimizers=optimizers, training_steps=100)
     names: dict[str, Any] = dict(given)
-    exec(compile(blocks_on(PAGE)[name], f"{PAGE.name}: {name}", "exec"), names)
+    exec(compile(BLOCKS[name], name, "exec"), names)
     history, schedules = names["scaler"].history, names.get("lr_schedulers")
     # Torchtitan's optimizers are a container of some.
     optimizers = names.get("optimizers") or [names["optimizer"]]
