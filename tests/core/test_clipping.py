@@ -184,8 +184,10 @@ def test_clipping_changes_neither_the_count_of_an_overflow_nor_the_rank_that_has
         report = scaler.last_step(optimizer)
         return report.nonfinite, report.local_nonfinite, report.by
 
-    expected = [(1, int(rank == 1), None if arrays.name == "strict" else 1) for rank in range(3)]
-    assert run_ranks(3, train) == expected
+    found = run_ranks(3, train)
+    assert [one[:2] for one in found] == [(1, int(rank == 1)) for rank in range(3)]
+    # Ranks that count on devices do not say which of them has it.
+    assert {one[2] for one in found} <= ({1} if arrays.name == "numpy" else {1, None})
 
 
 def test_a_norm_over_ranks_that_overflows_alone_is_an_overflow_of_every_rank() -> None:

@@ -237,6 +237,7 @@ def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -
 @pytest.mark.usefixtures("_no_launcher")
 def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_path: Path) -> None:
     require("mpi")
+    require("cli")
     kill = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: {kill}"
