@@ -197,7 +197,10 @@ def check_real_dtype(like: Array, dtype: object) -> None:
     except (AttributeError, TypeError, ValueError):
         accepted = False
     if not accepted:
-        msg = f"dtype must be a real floating dtype of the gradients' library, such as its float32, got {shown(dtype)}"
+        msg = (
+            f"dtype= or master_dtype must be a real floating dtype of the gradients' library, such as np.float32 or "
+            f"torch.float32, got {shown(dtype)} of type {type(dtype).__name__}"
+        )
         raise InvalidValueError(msg)
 
 

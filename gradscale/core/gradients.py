@@ -283,6 +283,14 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], Assign]:
 
     def assign(replacements: dict[int, Array]) -> None:
         if any(replacements.get(id(leaf), leaf) is not leaf for leaf in leaves):
-            optimizer.grads = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
+            unscaled = rebuild(replacements.get(id(leaf), leaf) for leaf in leaves)
+            try:
+                optimizer.grads = unscaled
+            except AttributeError as error:
+                msg = (
+                    f"grads of {type(optimizer).__name__} must be assignable, to take new arrays (those of a "
+                    f"master_dtype, or in place of arrays that cannot be written), got {error}: give it a setter"
+                )
+                raise InvalidTypeError(msg) from error
 
     return leaves, assign

@@ -18,9 +18,9 @@ _BETWEEN = {"gradscale", "gradscale_torch", "torch", "contextlib"}
 
 
 def shown(value: object) -> str:
-    """Return the ``repr`` of an object, cut to 1000 characters; a few words if it raises, as for a long integer."""
+    """Return the ``repr`` of an object on one line, cut to 1000 characters; a few words if it raises."""
     try:
-        text = repr(value)
+        text = " ".join(line.strip() for line in repr(value).splitlines())
     except Exception as error:
         if type(value) is int:
             return f"an integer of {value.bit_length()} bits"

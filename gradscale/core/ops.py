@@ -215,6 +215,8 @@ def _require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | Non
                 f"{what}{_path(leaves, index, rebuild)} must be an array of a library that follows the array API "
                 f"standard (or None), got {shown(leaf)} of type {type(leaf).__name__}"
             )
+            if isinstance(leaf, float):
+                msg += f"; wrap it, such as np.float32({leaf})"
             raise InvalidTypeError(msg)
         accepted.add(type(leaf))
 

@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import arithmetic
 from gradscale.core.backend import Backend
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import nearest, reading, shown
 from gradscale.core.protocols import Array, Collectives, GroupBackend
 from gradscale.errors import BackendError, BackendNotAvailableError, InvalidTypeError
 from gradscale.extras import remedy
@@ -104,6 +104,7 @@ def get(name: str) -> Any:
     if not candidates:
         hint = remedy(_EXTRAS[name]) if name in _EXTRAS else "install the package that provides it"
         msg = f"no gradscale adapter is registered for {name!r}; {hint}. Registered: {', '.join(names()) or 'none'}"
+        msg += nearest(name, names())
         raise BackendNotAvailableError(msg)
     if len(candidates) > 1:
         both = " and ".join(
@@ -259,7 +260,9 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
     if isinstance(backend, GroupBackend):
         return backend.collectives(group, timeout=timeout)
     msg = (
-        f"group must be a communicator of a library with an adapter (registered: {', '.join(names()) or 'none'}), an "
-        f"object with rank, size and start_max, or a list of these, got {shown(group)} of type {type(group).__name__}"
+        f"group must be a communicator, such as MPI.COMM_WORLD, a torch ProcessGroup or DeviceMesh, an object with "
+        f"rank, size and start_max, or a list of these, got {shown(group)} of type {type(group).__name__}"
     )
+    if group is None:
+        msg += ": torch's group.WORLD is None until torch.distributed.init_process_group() is called"
     raise InvalidTypeError(msg)

@@ -5,6 +5,7 @@ import math
 import operator
 import struct
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar
 
 from gradscale.core.messages import reading, shown
@@ -209,6 +210,10 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
         )
     if isinstance(value, type) or not is_complete:
         msg = f"policy must be an instance of a policy, such as gradscale.DynamicScale(), got {shown(value)}"
+        if isinstance(value, str):
+            msg += f": write gradscale.presets.named({shown(value)})"
+        elif is_complete or isinstance(value, FunctionType):
+            msg += f": call it, {value.__name__}()"
         raise InvalidTypeError(msg)
     found: Policy = value
     return found

@@ -517,7 +517,7 @@ _CONSEQUENCES = {
 
 def _difference(name: str, low: int, high: int, own: int | None, policy: object, kinds: Mapping[int, str]) -> str:
     if name == "policy":
-        return f"policy (here {policy!r}), diagnose=, skip= or spike="
+        return f"settings: compare policy (here {policy!r}), diagnose=, skip= and spike= of the ranks"
     if name == "kind":
         here = f" (here {kinds[own]})" if own is not None and own in kinds else ""
         return (

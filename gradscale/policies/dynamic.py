@@ -388,6 +388,8 @@ def overflow_flag(nonfinite: Array, like: Array) -> Array:
     """Return a 0-d bool on the device of ``like``: is ``nonfinite`` anything but zero."""
     if not is_array_api_obj(nonfinite) or nonfinite.shape != ():
         msg = f"nonfinite must be a 0-d array, such as unscale returns, got {shown(nonfinite)}"
+        if isinstance(nonfinite, int):
+            msg += f"; wrap it, such as np.int32({nonfinite})"
         raise InvalidTypeError(msg)
     xp = array_namespace(nonfinite)
     flag = nonfinite if xp.isdtype(nonfinite.dtype, "bool") else nonfinite != xp.zeros_like(nonfinite)

@@ -134,9 +134,8 @@ class LogUpdates:
 
     def _tell_skip(self, step: StepReport) -> None:
         if step.reason in ("spike", "refused"):
-            why = "for a spike that" if step.reason == "spike" else "which"
-            done = "has seen" if step.reason == "spike" else "has refused"
-            self._log(self._skip_level, f"iteration {step.iteration}: step skipped, {why} rank {step.by} {done}")
+            why = "saw a spike" if step.reason == "spike" else "refused it"
+            self._log(self._skip_level, f"iteration {step.iteration}: step skipped: rank {step.by} {why}")
         elif step.skipped:
             count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
             skip = f"iteration {step.iteration}: step skipped at scale {step.scale:g}"

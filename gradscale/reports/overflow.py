@@ -292,7 +292,9 @@ def find_cause(
         ranks = sorted({entry.rank for entry in broken if entry.kind == held.kind})
         names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_LISTED_RANKS])
         where = f" on rank {names}{' and others' * (len(ranks) > _LISTED_RANKS)}" * (ranks != [()])
-        what = f"inf or NaN{where}, {held.place} the most: load a checkpoint from before; a lower scale will not help"
+        what = (
+            f"inf or NaN{where}, the most in {held.place!r}: load a checkpoint from before; a lower scale will not help"
+        )
         if held.kind == "weight":
             return "weights", f"Weights hold {what}."
         return "optimizer state", f"The optimizer's state holds {what}."

@@ -72,7 +72,7 @@ class Reports(Generic[_Pending]):
         history_size: int = HISTORY_SIZE,
     ) -> None:
         if diagnose is not None:
-            validation.choice("diagnose", diagnose, ("on_overflow",))
+            validation.choice("diagnose", diagnose, ("on_overflow", None))
         self._diagnose, self.diagnoses = diagnose, diagnose is not None
         self._on_skip = _as_tuple("on_skip", on_skip)
         self._on_update = _as_tuple("on_update", on_update)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import threading
@@ -57,6 +58,7 @@ DEFAULT_TIMEOUT = 1800.0
 
 # Arguments of torch's scalers alone.
 _OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
+_SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 
 
@@ -86,7 +88,15 @@ def checked_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Ar
             what = f"unexpected keyword arguments {unknown}"
         elif unnamed:
             what = f"{owner} takes its options by name, such as {named[0]}=, got {shown(unnamed)}"
-        msg = f"{what}; the options of {owner} are {options}{nearest(unknown[0], options) if unknown else ''}"
+        settings = {name: value for name, value in kwargs.items() if name in _SETTINGS}
+        msg = f"{what}; the options of {owner} are {options}"
+        if "policy" in options and not settings.keys().isdisjoint(unknown):
+            given = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
+            msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
+        elif by_position == 1 and "group" in unknown:
+            msg += "; group= is taken by gradscale.ShardedGradScaler"
+        elif unknown:
+            msg += nearest(unknown[0], options)
         if by_position == 1 and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
             msg += "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
         raise InvalidTypeError(msg) from None
@@ -514,11 +524,13 @@ class GradScaler:
         The host reads what ``last_step`` reads. Over a group the schedules of all ranks stay equal, since all skip
         together. A disabled scaler skips no step.
         """
-        if not callable(getattr(schedule, "step", None)) or hasattr(schedule, "param_groups"):
-            msg = (
-                f"schedule must be a learning-rate schedule with step(), got {shown(schedule)}: call "
-                f"step_schedule(optimizer, schedule)"
-            )
+        wrong = ""
+        if hasattr(schedule, "param_groups"):
+            wrong = f"has param_groups, so it is an optimizer, got {type(schedule).__name__}"
+        elif not callable(getattr(schedule, "step", None)):
+            wrong = f"must be a learning-rate schedule with step(), got {shown(schedule)}"
+        if wrong:
+            msg = f"schedule {wrong}: call step_schedule(optimizer, schedule)"
             raise InvalidTypeError(msg)
         if not self.last_step(optimizer).skipped:
             schedule.step(*args, **kwargs)

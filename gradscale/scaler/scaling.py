@@ -46,7 +46,10 @@ class ArrayScaling:
                 look((outputs,))
             return product
         if isinstance(outputs, int):
-            msg = f"outputs must be an array or nested containers of arrays, got {shown(outputs)}"
+            msg = (
+                f"outputs must be an array or nested containers of arrays, got {shown(outputs)}; wrap it, such as "
+                f"np.float32({shown(outputs)})"
+            )
             raise InvalidTypeError(msg)
         leaves, rebuild = tree.flatten(outputs)
         like = ops.first_floating(leaves)

@@ -78,7 +78,7 @@ def test_what_is_no_schedule_is_refused_and_so_is_an_optimizer_without_a_step() 
     with pytest.raises(gradscale.CallOrderError, match=r"needs a step\(\) of this optimizer first"):
         run.scaler.step_schedule(run.optimizer, schedule)
     run.iterate(1.0)
-    for wrong in (None, run.optimizer):
-        with pytest.raises(gradscale.InvalidTypeError, match=r"call step_schedule\(optimizer, schedule\)"):
+    for wrong, said in ((None, "must be a learning-rate schedule.*got None"), (run.optimizer, "so it is .* got SGD")):
+        with pytest.raises(gradscale.InvalidTypeError, match=rf"{said}: call step_schedule\(optimizer, schedule\)"):
             run.scaler.step_schedule(schedule, wrong)
     assert schedule.last_epoch == 0

@@ -448,7 +448,7 @@ def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow(caplog: Any,
     rows = [json.loads(row) for row in (tmp_path / "scale.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in rows] == [None] * 5 + skipped
     assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "step skipped, for a spike that rank 0 has seen",
+        "step skipped: rank 0 saw a spike",
         "step skipped at scale 65536, 1 gradient with inf or NaN",
-        "step skipped, which rank 0 has refused",
+        "step skipped: rank 0 refused it",
     ]

@@ -77,7 +77,7 @@ def test_a_broken_array_is_named_in_any_place(arrays: Library, place: str, value
         assert (worst.name, worst.key, worst.kind) == (name, key, "weight" if cause == "weights" else "state")
         assert (worst.inf, worst.nan, worst.size, worst.largest) == ((0, 2) if value != value else (2, 0)) + (3, 1.0)
         assert {entry.kind for entry in report.broken} == ({"weight", "state"} if place == "both" else {worst.kind})
-        assert f"{name}{key} the most: load a checkpoint" in report.explanation
+        assert f"the most in {name + key!r}: load a checkpoint" in report.explanation
         assert "a lower scale will not help" in report.explanation
         assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["broken"][0]["key"] == key
         assert f"{name}{key} " in str(report).partition("with inf or NaN\n")[2]

@@ -152,13 +152,17 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
                 function(np.float32(1.0), wrong)  # type: ignore[operator]
     policy = DynamicScale()
     state = policy.init(np.zeros(()))
-    for wrong in (1, True, np.array([1])):
-        with pytest.raises(InvalidTypeError, match="nonfinite must be a 0-d array"):
-            policy.update(state, nonfinite=wrong)
+    for wrong, said in (
+        (1, r"got 1; wrap it, such as np\.int32\(1\)"),
+        (True, "got True"),
+        (np.array([1]), "got array"),
+    ):
+        with pytest.raises(InvalidTypeError, match=f"nonfinite must be a 0-d array.*{said}"):
+            policy.update(state, nonfinite=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="like must be an array"):
         policy.init({"w": np.zeros(3)})
-    for value in (2, True):
-        with pytest.raises(InvalidTypeError, match="outputs must be an array"):
+    for value in (2, True, 3.0):
+        with pytest.raises(InvalidTypeError, match=rf"must be an array.*wrap it, such as np\.float32\({value}\)"):
             GradScaler().scale(value)
 
 

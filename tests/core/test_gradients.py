@@ -114,6 +114,23 @@ def test_master_dtype_gives_gradients_in_that_dtype(arrays: Library, own: str, m
     arrays.assert_array(given, [2048.0], own)
 
 
+@pytest.mark.numpy
+def test_gradients_that_cannot_be_assigned_in_a_master_dtype_are_an_error_that_says_so() -> None:
+    class Fixed:
+        master_dtype = np.float32
+        grads = property(lambda self: self.held)
+
+        def __init__(self, held: Any) -> None:
+            self.held = held
+
+        def step(self) -> None:
+            raise AssertionError
+
+    scaler = GradScaler(init_scale=4.0)
+    with pytest.raises(InvalidTypeError, match=r"grads of Fixed must be assignable.*master_dtype.*give it a setter"):
+        scaler.step(Fixed(scaler.scale(np.ones(1, np.float16))))
+
+
 def test_an_optimizer_must_have_gradients_or_groups_of_parameters(arrays: Library) -> None:
     scaler, optimizer = GradScaler(), Grouped()
     scaler.scale(arrays.asarray(1.0))

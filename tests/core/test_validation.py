@@ -109,16 +109,24 @@ def test_numbers_of_libraries_become_plain_ones() -> None:
 
 
 def test_the_scalers_own_arguments_are_refused() -> None:
-    for policy in (DynamicScale, "dynamic", object(), 65536.0):
-        with pytest.raises(InvalidTypeError, match="policy must be"):
+    for policy, said in (
+        (DynamicScale, r": call it, DynamicScale\(\)$"),
+        (gradscale.presets.fairseq, r": call it, fairseq\(\)$"),
+        ("megatron", r"got 'megatron': write gradscale\.presets\.named\('megatron'\)$"),
+        (object(), "object at .*>$"),
+        (65536.0, "got 65536.0$"),
+    ):
+        with pytest.raises(InvalidTypeError, match=f"policy must be an instance of .*{said}"):
             GradScaler(policy=policy)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="diagnose must be one of 'on_overflow', None, got True"):
+        GradScaler(diagnose=True)  # type: ignore[arg-type]
     for enabled in (1, 0, None, "yes", 1.0):
         with pytest.raises(InvalidTypeError, match="enabled must be True or False"):
             GradScaler(enabled=enabled)  # type: ignore[arg-type]
     assert GradScaler(enabled=np.False_).is_enabled() is False  # type: ignore[arg-type]
     # With MPI mpi4py's is no adapter for arrays; without, it cannot be imported.
-    for backend in ("nunpy", "mpi4py"):
-        with pytest.raises((gradscale.BackendError, gradscale.BackendNotAvailableError), match=backend):
+    for backend, said in (("nunpy", "'nunpy'.*did you mean 'numpy'"), ("mpi4py", "mpi4py")):
+        with pytest.raises((gradscale.BackendError, gradscale.BackendNotAvailableError), match=said):
             GradScaler(backend=backend)
 
 
@@ -200,6 +208,11 @@ def test_a_name_that_is_no_option_is_an_error() -> None:
         assert isinstance(caught.value, TypeError)
         with pytest.raises(InvalidTypeError, match="did you mean 'growth_factor'"):
             make(grow_factor=2.0)
+        settings = r"write policy=gradscale\.DynamicScale\(init_scale=4\.0, min_scale=2\)$"
+        with pytest.raises(InvalidTypeError, match=settings):
+            make(init_scale=4.0, min_scale=2)
+    with pytest.raises(InvalidTypeError, match=r"group= is taken by gradscale\.ShardedGradScaler$"):
+        GradScaler(group=None)  # type: ignore[call-arg]
     with pytest.raises(InvalidTypeError, match=r"by name, such as init_scale=, got \(65536\.0,\)"):
         GradScaler(65536.0)  # type: ignore[misc]
     with pytest.raises(InvalidTypeError, match=r"missing a required (keyword-only )?argument: 'group'"):

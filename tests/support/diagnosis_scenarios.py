@@ -69,7 +69,7 @@ def broken_on(group: Any, bad_rank: int, place: str, library: str) -> dict[str, 
     found = [(one.name, one.key, one.rank) for one in report.broken if one.kind == kind]
     assert found == [(name, key, (one,)) for one in ranks]
     assert (len(found) < len(report.broken)) == (place == "both")
-    assert f"on rank {', '.join(map(str, ranks))}, {name}{key} the most" in report.explanation
+    assert f"on rank {', '.join(map(str, ranks))}, the most in {name + key!r}" in report.explanation
     return report.to_dict()
 
 
