@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 
 from gradscale.cli.check_rank import MARGIN, Message, Page, Problem, Settings
-from gradscale.cli.output import console, error_line, print_json, table
+from gradscale.cli.output import console, error_line, print_json, seconds, table
 from gradscale.extras import needs
 
 __all__ = ["RANK_PROGRAM", "check"]
@@ -54,11 +54,21 @@ class Group(StrEnum):
     torch = "torch"
 
 
+def _known(group: str | None) -> str | None:
+    if group not in (None, *Group):
+        msg = f"must be mpi or torch, got {group!r}; with CUDA devices torch uses NCCL by itself"
+        raise typer.BadParameter(msg)
+    return group
+
+
 def check(
     group: Annotated[
-        Group | None, typer.Option(help="What to agree over. Default: what the ranks were started with.")
+        str | None,
+        typer.Option(
+            metavar="mpi|torch", callback=_known, help="What to agree over. Default: what the ranks were started with."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds to wait for a rank.")] = 60.0,
+    timeout: Annotated[float, typer.Option(callback=seconds, help="Seconds to wait for a rank, from 0.1 on.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Test agreement over the real group: every rank runs this command.
@@ -68,7 +78,7 @@ def check(
     latency of one agreement is measured. torch.distributed uses nccl if each rank has a CUDA device, else gloo. Rank 0
     prints one page. The exit code is 1 on every rank if anything failed, and the rank to blame is named.
     """
-    chosen = group or _detect()
+    chosen = Group(group) if group else _detect()
     with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
         pass
 
@@ -94,8 +104,8 @@ def _detect() -> Group:
     by_torchrun = all(name in os.environ for name in _TORCH)
     by_mpiexec = any(name in os.environ for name in _MPI)
     if by_torchrun == by_mpiexec:
-        found = "both mpiexec and torchrun have left traces" if by_mpiexec else "neither mpiexec nor torchrun has"
-        msg = f"which group to check is not clear ({found} in the environment): {_COMMANDS}"
+        found = "both mpiexec and torchrun have" if by_mpiexec else "neither mpiexec nor torchrun has"
+        msg = f"give --group mpi or --group torch: {found} started this process. Start it with {_COMMANDS}"
         raise typer.BadParameter(msg, param_hint="--group")
     return Group.torch if by_torchrun else Group.mpi
 
@@ -181,7 +191,10 @@ def _print_page(page: Page) -> None:
     """Print the page for people."""
     out = console()
     out.print(f"gradscale check, {_ranks(page['size'])} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
-    out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
+    if page["ok"] and page["size"] == 1:
+        out.print("nothing to compare", style="bold yellow")
+    else:
+        out.print("passed" if page["ok"] else "FAILED", style="bold green" if page["ok"] else "bold red")
     if ranks := page["ranks"]:
         rows = table("rank", "host", "process", "device", "gradscale")
         for rank in ranks[:_MOST_RANKS]:

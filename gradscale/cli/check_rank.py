@@ -547,6 +547,8 @@ def main(settings: Settings) -> None:
         world.enter()
     except (ImportError, RuntimeError, OSError, KeyError, ValueError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        if group == "torch" and "RANK" not in os.environ:
+            first += ": start it with torchrun --nproc-per-node 2 -m gradscale check --group torch"
         supervisor.tell(line=f"cannot join the group over {group}: {type(error).__name__}: {first}", end=1)
         os._exit(1)
     supervisor.tell(rank=world.rank, size=world.size)

@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 import gradscale
-from gradscale.cli.output import console, error_line, print_json, table
+from gradscale.cli.output import console, error_line, print_json, seconds, table
 from gradscale.cli.probe import Component, Details, components, find
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
 from gradscale.extras import with_place
@@ -111,12 +111,15 @@ def _outcome(component: Component, process: subprocess.Popen[str], timeout: floa
 
 def doctor(
     names: Annotated[
-        list[str] | None, typer.Argument(help="What to look at, such as numpy mpi or numpy,mpi. Default: everything.")
+        list[str] | None,
+        typer.Argument(help="What to look at, such as numpy mpi or numpy,mpi. Default: all, or what is required."),
     ] = None,
     require: Annotated[
         str, typer.Option(metavar="NAMES", help="Exit with 0 only if these work, such as numpy,mpi.")
     ] = "",
-    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds that all may take together.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(callback=seconds, help="Seconds that all may take together, from 0.1 on.")
+    ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Say which adapters are installed, usable, or broken and why.
@@ -128,7 +131,7 @@ def doctor(
     required, wanted = _separated("--require", require), _separated("NAMES", ",".join(names or ()))
     try:
         needed = {component.name for component in find(required)}
-        chosen = find([*wanted, *required]) if wanted else components()
+        chosen = find([*wanted, *required]) or components()
     except KeyError as error:
         raise typer.BadParameter(error.args[0]) from None
     with console(stderr=True).status(f"using {len(chosen)} libraries, each in a process of its own"):

@@ -1,15 +1,16 @@
-"""Consoles, tables, JSON and error lines of the commands."""
+"""Consoles, tables, JSON and error lines of the commands, and the check of a time."""
 
 from __future__ import annotations
 
 import json
 import sys
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "error_line", "print_json", "table"]
+__all__ = ["console", "error_line", "print_json", "seconds", "table"]
 
 _WIDTH = 120  # columns, without a terminal to ask
 
@@ -31,6 +32,14 @@ def table(*columns: str) -> Table:
 def error_line(text: str) -> None:
     """Print one line on stderr, after the program's name."""
     print(f"gradscale: {text}", file=sys.stderr, flush=True)
+
+
+def seconds(value: float) -> float:
+    """Return the seconds of an option, from 0.1 to 1000000; for ``callback=``."""
+    if not 0.1 <= value <= 1e6:
+        msg = f"must be from 0.1 to 1000000 seconds, got {value:g}"
+        raise typer.BadParameter(msg)
+    return value
 
 
 def print_json(value: object) -> None:

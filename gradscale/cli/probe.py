@@ -7,7 +7,6 @@ A failure is a traceback and an exit code, or whatever a broken library makes of
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import json
 import sys
@@ -56,14 +55,13 @@ def components() -> list[Component]:
 
 
 def find(names: Iterable[str]) -> list[Component]:
-    """Return the components of some names or aliases, each once; a KeyError for an unknown name names the nearest."""
+    """Return the components of some names or aliases, each once; a KeyError for an unknown one lists them."""
     by_name = {name: component for component in components() for name in (component.name, *component.aliases)}
     found: dict[str, Component] = {}
     for name in names:
         if name not in by_name:
-            near = difflib.get_close_matches(name, by_name, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(by_name)}"
-            msg = f"there is no adapter or extra {name!r}: {hint}"
+            known = ", ".join(component.extra or component.name for component in components())
+            msg = f"doctor does not look at {name!r}; it looks at {known}"
             raise KeyError(msg)
         found[by_name[name].name] = by_name[name]
     return list(found.values())

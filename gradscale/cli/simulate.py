@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gradscale.cli.output import console, print_json, table
+from gradscale.core.messages import key_names
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_FLOAT32
 from gradscale.errors import GradscaleError, InvalidValueError
@@ -23,6 +24,10 @@ from gradscale.reports.logs import read_log
 __all__ = ["simulate"]
 
 _WIDEST = 10_000  # columns, more than any table needs
+_SAME = (
+    "The trace says which steps overflow, so every preset skips the same ones; a log with magnitudes shows the "
+    "difference."
+)
 
 
 def simulate(
@@ -32,8 +37,9 @@ def simulate(
             metavar="TRACE",
             help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row (- for stdin), or steps "
             "such as CCOC (C clean, O overflow).",
+            show_default=False,
         ),
-    ],
+    ] = "",
     preset: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,6 +56,9 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run presets over one trace, and show their skipped steps and scales side by side."""
+    if not trace:
+        msg = "give a log such as scale.jsonl, or steps such as CCOC"
+        raise typer.BadParameter(msg, param_hint="TRACE")
     chosen = [(name, _policy(name)) for name in preset or ["torch"]]
     try:
         gradients = _read(trace)
@@ -62,6 +71,8 @@ def simulate(
         print_json([result.to_dict() for result in results])
     else:
         _print(results)
+        if len(results) > 1 and set(gradients.largest) <= {0.0, math.inf}:
+            console().print(_SAME)
         if plot is not None:
             console().print(f"plot: {plot}")
 
@@ -109,7 +120,11 @@ def _read(trace: str) -> Gradients:
     # Path's is_file() raises for steps that are too many for a file's name.
     is_log = trace == "-" or trace.lower().endswith((".jsonl", ".json")) or "/" in trace or os.path.isfile(trace)  # noqa: PTH113
     if not is_log:
-        return recorded(trace)
+        try:
+            return recorded(trace)
+        except InvalidValueError as error:
+            msg = f"{trace!r:.60} is neither a file nor steps: {error}"
+            raise InvalidValueError(msg) from None
     if Path(trace).is_char_device():
         msg = f"the log must be a file or a pipe, got {trace!r}, a device"
         raise InvalidValueError(msg)
@@ -117,6 +132,13 @@ def _read(trace: str) -> Gradients:
     if all(row.get("magnitude") is not None for row in rows) and not any(map(_is_unexplained, rows)):
         return measured(row["magnitude"] for row in rows)
     steps: list[Any] = [row.get("skipped", row.get("overflow")) for row in rows]
+    if None in steps:
+        row = rows[steps.index(None)]
+        msg = (
+            f"each row of a log must have 'skipped' or 'overflow', or each 'magnitude', got in line {row['line']} of "
+            f"{trace!r} the keys {key_names(row.keys() - {'line'})}"
+        )
+        raise InvalidValueError(msg)
     return recorded(steps)
 
 
@@ -150,10 +172,10 @@ def _print(results: list[Simulation]) -> None:
 def _cells(result: Simulation) -> dict[str, str]:
     return {
         "preset": result.name,
-        "skipped": f"{result.skipped_steps:,} of {result.steps:,}",
+        "skipped": f"{result.skipped_steps:,} of {result.steps:,}{' (stopped early)' * (result.raised_at is not None)}",
         "% skipped": f"{100 * result.skipped_steps / result.steps:.3g}",
         "final scale": f"{result.final_scale:.10g}",
         "smallest": f"{min(result.scale):.10g}",
         "largest": f"{max(result.scale):.10g}",
-        "raised in step": "" if result.raised_at is None else f"{result.raised_at:,}",
+        "error in step": "" if result.raised_at is None else f"{result.raised_at:,}",
     }

@@ -169,7 +169,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
         _draw_scale(ax, range(1, run.steps + 1), run.scale, skipped)
         # A scale that moves little must not look as if it moved much.
         _style(ax, [*run.scale, high / _LOWEST_SPAN])
-        raised = "" if run.raised_at is None else f", raised in step {run.raised_at:,}"
+        raised = "" if run.raised_at is None else f", stopped with an error in step {run.raised_at:,}"
         ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}{raised}", loc="left", fontsize=10)
         ax.set_ylabel("scale")
     axes[-1].set_xlabel("step")

@@ -187,7 +187,7 @@ def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_
     require("mpi")
     completed = check("--group", "mpi")
     assert completed.returncode == 0, completed.stderr
-    assert "1 rank over MPI: passed" in completed.stdout
+    assert "1 rank over MPI: nothing to compare" in completed.stdout
     assert "1 rank proves nothing about agreement" in completed.stdout
     # As under the mpiexec of another MPI than the one of mpi4py.
     completed = check("--group", "mpi", "--json", OMPI_COMM_WORLD_SIZE="4")
@@ -218,12 +218,13 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--group", "mpi", "--timeout", "0"), "--timeout"),
-        (("--group", "nccl"), "--group"),
+        (("--group", "mpi", "--timeout", "0"), "--timeout': must be from 0.1 to 1000000 seconds, got 0"),
+        (("--group", "nccl"), "--group': must be mpi or torch, got 'nccl'; with CUDA devices torch uses NCCL"),
+        ((), "give --group mpi or --group torch: neither mpiexec nor torchrun has started this process. Start it with"),
         ((), "mpiexec -n 4 python -m gradscale check --group mpi"),
         ((), "torchrun --nproc-per-node 2 -m gradscale check --group torch"),
     ],
-    ids=["timeout", "group", "no-mpiexec", "no-torchrun"],
+    ids=["timeout", "group", "no-launcher", "no-mpiexec", "no-torchrun"],
 )
 def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
     require("cli")

@@ -50,13 +50,15 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["CCX"], "'X' at position 3"),
-        ([""], "at least one step"),
-        ([], "TRACE"),
+        ([" "], "' ' is neither a file nor steps: a trace must hold at least one step"),
+        ([], "TRACE: give a log such as scale.jsonl, or steps such as CCOC"),
         (["--preset", "megatorn", "C"], "megatron"),
         (["--preset", "torch:hysteresis=3", "C"], "hysteresis"),
         (["--preset", "torch:3", "C"], "NAME=VALUE"),
         (["--preset", "torch:init_scale=1,init_scale=2", "C"], "init_scale is given twice"),
         (["none.jsonl"], "No such file"),
+        (["none.log"], "'none.log' is neither a file nor steps"),
+        (["../other.jsonl"], "in line 1 of '../other.jsonl' the keys ['a']"),
         (["CO" * 2000 + "X"], "'X' at position 4001"),
         (["--preset", "torch:init_scale=9**999999999", "C"], "init_scale"),
         (["--preset", "torch:init_scale=2.0**-99999", "C"], "init_scale"),
@@ -71,6 +73,7 @@ def test_bad_input_is_one_clear_error(
 ) -> None:
     require("plot")
     (tmp_path / "log.jsonl").write_text('{"skipped": true}\nnonsense\n')
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     code, output = run(*arguments)
@@ -122,6 +125,14 @@ def test_no_number_is_broken_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatc
     assert all(len(line) <= width for line in lines)
     assert any("megatron:hysteresis=3" in line for line in lines)
     assert any("4294967296" in line for line in lines)
+    assert "so every preset skips the same ones" in " ".join(output.split())
+
+
+def test_a_run_that_a_policy_ends_says_where() -> None:
+    code, output = run("-p", "apex:min_scale=65536", "-p", "fairseq:min_scale=65536", "COC")
+    assert code == 0
+    assert "2 (stopped early)" in output
+    assert "error in step" in output
 
 
 def test_a_power_is_a_number_of_its_kind() -> None:
