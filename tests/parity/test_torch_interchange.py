@@ -141,7 +141,7 @@ def test_after_a_resume_gradients_can_be_unscaled_before_the_first_loss(how: str
         scaler.load_state_dict(before.state_dict())
     run = Small(scaler, variant)
     run.parameter.grad = torch.full((2,), 2048.0)
-    with pytest.warns(UserWarning, match=r"scale\(\) was not called in iteration \d, and gradients of SGD"):
+    with pytest.warns(UserWarning, match=r"scale\(\) was not called in iteration \d, and the gradients of SGD"):
         run.step(explicit=explicit)
     assert (run.held, run.state, run.report.skipped) == ([[-2.0, -2.0]], (1024.0, 2), False)
 
