@@ -158,7 +158,7 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
         (np.array([1]), "got array"),
     ):
         with pytest.raises(InvalidTypeError, match=f"nonfinite must be a 0-d array.*{said}"):
-            policy.update(state, nonfinite=wrong)  # type: ignore[arg-type]
+            policy.update(state, nonfinite=wrong)
     with pytest.raises(InvalidTypeError, match="like must be an array"):
         policy.init({"w": np.zeros(3)})
     for value in (2, True, 3.0):
