@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 import pytest
-from axes import require
+from axes import leave_out_fsdp2, require
 from tiers import later
 from worlds import GlooWorld, agree, each
 
@@ -33,6 +33,8 @@ def scenarios() -> Any:
 def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
     scenarios: Any, size: int, method: str, options: dict[str, bool], how: str
 ) -> None:
+    if method == "FSDP2":
+        leave_out_fsdp2()
     agree(GlooWorld(size), scenarios.each_rank_in_turn, [(scenarios.Setup(method, **options), how)])
 
 
@@ -40,6 +42,7 @@ def test_a_bad_shard_on_each_rank_in_turn_is_named_on_every_rank_at_every_stage(
 def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(
     scenarios: Any, parallel: str, is_given: bool
 ) -> None:
+    leave_out_fsdp2()
     agree(GlooWorld(4), scenarios.each_rank_of_a_mesh, [(parallel, is_given)])
 
 
@@ -47,6 +50,8 @@ def test_a_bad_shard_on_each_rank_of_a_mesh_is_named_by_its_place(
 def test_a_broken_shard_on_each_rank_in_turn_is_named_on_every_rank(
     scenarios: Any, method: str, options: dict[str, bool]
 ) -> None:
+    if method == "FSDP2":
+        leave_out_fsdp2()
     ((_, results),) = each(GlooWorld(2), scenarios.broken_shards, [(scenarios.Setup(method, **options),)])
     assert results[0] == results[1]
     (whole,), *broken, (mended,) = results[0]

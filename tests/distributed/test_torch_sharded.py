@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from axes import require
+from axes import is_torch_2_6, leave_out_fsdp2, leave_out_on_torch_2_6, require
 from tiers import later
 from worlds import GlooWorld, agree
 
@@ -48,13 +48,21 @@ def fsdp() -> Any:
     return importlib.import_module("fsdp_scenarios")
 
 
+def leave_out_adagrad(arguments: list[Any]) -> None:
+    """Leave out what looks at the verdict that a fused Adagrad is told."""
+    if "Adagrad" in arguments:
+        leave_out_on_torch_2_6("its fused Adagrad leaves the verdict to the scaler")
+
+
 @pytest.mark.parametrize(("name", "others"), [(name, others) for name, *others in TURNS], ids=str)
 def test_each_rank_in_turn(gloo: GlooWorld, scenarios: Any, name: str, others: list[Any]) -> None:
+    leave_out_adagrad(others)
     agree(gloo, getattr(scenarios, name), [(rank, *others) for rank in range(gloo.size)])
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, *arguments in ONCE], ids=str)
 def test_all_ranks(gloo: GlooWorld, scenarios: Any, name: str, arguments: list[Any]) -> None:
+    leave_out_adagrad(arguments)
     agree(gloo, getattr(scenarios, name), [tuple(arguments)])
 
 
@@ -66,6 +74,9 @@ def test_all_ranks(gloo: GlooWorld, scenarios: Any, name: str, arguments: list[A
 def test_training_is_that_with_torchs_own_scaler_bit_for_bit(fsdp: Any, size: int, overflow: str) -> None:
     # Ranks of DDP decide alone, and an infinity in the gradients of one would part them.
     setups = [setup for setup in fsdp.SETUPS if (setup.method, overflow) != ("DDP", "gradient")]
+    if is_torch_2_6():
+        # Its FSDP2 does not run on CPUs.
+        setups = [setup for setup in setups if setup.method != "FSDP2"]
     cases = [(setup, overflow, False) for setup in setups]
     cases += [(setup, overflow, True) for setup in setups if setup.method == "FSDP2"]
     agree(GlooWorld(size), fsdp.compare, cases)
@@ -76,13 +87,16 @@ def test_training_is_that_with_torchs_own_scaler_bit_for_bit(fsdp: Any, size: in
 def test_an_infinity_on_each_rank_of_a_mesh_is_found_on_all_without_a_group(
     fsdp: Any, parallel: str, is_reversed: bool
 ) -> None:
+    leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.mesh_overflow, [(bad_rank, parallel, is_reversed) for bad_rank in range(4)])
 
 
 @pytest.mark.parametrize("parallel", ["data", "hybrid", "data and tensor"])
 def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(fsdp: Any, parallel: str) -> None:
+    leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
 
 
 def test_each_optimizer_costs_one_all_reduce_of_two_integers_where_torch_makes_four(fsdp: Any) -> None:
+    leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.count_collectives, [(False,), (True,)])

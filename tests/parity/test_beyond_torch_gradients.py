@@ -168,7 +168,9 @@ class Holding:
 def test_a_parameter_that_is_no_tensor_is_an_assertion_at_torchs_and_named_at_ours(bad: Any, call: str) -> None:
     for run, error in zip(pair(), (AssertionError, InvalidTypeError), strict=True):
         run.put(1.0)
-        with pytest.raises(error, match=f"got {type(bad).__name__}") as caught:
+        # torch 2.6 says nothing.
+        said = None if error is AssertionError else f"got {type(bad).__name__}"
+        with pytest.raises(error, match=said) as caught:
             getattr(run.scaler, call)(Holding([{"params": [run.parameter, bad]}]))
         assert run.parameter.grad.tolist() == [1.0, 1.0]
     assert repr(bad) in str(caught.value)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from axes import is_torch_2_6
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
 from small_torch import assert_same
 from tiers import examples, later
@@ -29,7 +30,8 @@ THEIRS = {
     gradscale.InvalidValueError: (ValueError,),
 }
 
-FUSED = ["SGD-fused", "Adam-fused", "Adagrad-fused"]
+# The fused Adagrad of torch 2.6 raises an error with torch's scaler.
+FUSED = ["SGD-fused", "Adam-fused", *([] if is_torch_2_6() else ["Adagrad-fused"])]
 MAKERS: list[Callable[..., Any]] = [functools.partial(make, "cpu") for make in (GradScaler, TorchScaler)]
 
 Call = tuple[str, *tuple[Any, ...]]

@@ -101,6 +101,23 @@ def leave_out_gpu(reason: str) -> NoReturn:
     _leave_out("gpu", f"gpu: {reason}")
 
 
+def is_torch_2_6() -> bool:
+    """Tell whether torch is of the oldest version that is tested, which cannot do all that later ones do."""
+    version: str = require("torch").__version__
+    return version.startswith("2.6.")
+
+
+def leave_out_on_torch_2_6(reason: str) -> None:
+    """Skip a test of what torch 2.6 cannot do."""
+    if is_torch_2_6():
+        pytest.skip(f"torch 2.6: {reason}")
+
+
+def leave_out_fsdp2() -> None:
+    """Skip a test of FSDP2 with a torch whose FSDP2 does not run on CPUs."""
+    leave_out_on_torch_2_6("its FSDP2 does not run on CPUs")
+
+
 def _leave_out(name: str, reason: str) -> NoReturn:
     if name in required():
         pytest.fail(f"{reason}, and {VARIABLE} requires it")
