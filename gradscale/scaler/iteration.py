@@ -312,6 +312,10 @@ class Iteration:
                 f"multiplied the loss by get_scale(), all is well. (Said once.)"
             )
             live.is_scaled_unseen = True
+        max_norm = None if request is None else request.max_norm
+        is_seen = turn.is_refused or turn.has_begun_to_step or self.losses.is_judged
+        if self._spikes is not None and not groups and not is_seen:
+            self._spikes.warn_of_nothing(self.losses, has_norm=max_norm is not None)
         state = self.in_force(like)
         before, turn.stage, turn.pending = turn.stage, Stage.UNSCALED, None
         try:
@@ -323,7 +327,6 @@ class Iteration:
             if isinstance(error, (InvalidTypeError, InvalidValueError)):
                 self._tell_of_refusal(optimizer)
             raise
-        max_norm = None if request is None else request.max_norm
         try:
             # If gradients are judged a second time their norm is not known any longer.
             if turn.is_refused or (before is Stage.READY and self._spikes is not None):
@@ -360,9 +363,6 @@ class Iteration:
         live = self.live
         found = self._spikes.judge(optimizer, losses, norm, lambda: live.arrays(state).scale)
         if found is None:
-            # Over a group another rank may have the loss.
-            if self.agreement.is_alone and not losses.is_judged:
-                self._spikes.warn_of_nothing()
             return 0
         is_spike, turn.judged = found
         if is_spike is False:

@@ -154,9 +154,10 @@ class Spikes:
             return any(map(bool, known)), Judged(number, judged)
         return as_0d_array(xp, functools.reduce(xp.logical_or, known)), Judged(number, judged)
 
-    def warn_of_nothing(self) -> None:
-        """Warn, once, that there was nothing to judge."""
-        if not self._has_warned:
+    def warn_of_nothing(self, losses: Losses, *, has_norm: bool) -> None:
+        """Warn, once, if there is nothing to judge in a step of a process that decides alone."""
+        are_there = {"loss": losses.number > 0, "norm": has_norm}
+        if not self._has_warned and not any(are_there[name] for name in self.rule.of):
             self._has_warned = True
             warn_caller(
                 f"skip= judges {' and '.join(self.rule.of)}, and found nothing in this step: for the loss give scale() "

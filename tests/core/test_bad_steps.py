@@ -194,6 +194,16 @@ def test_a_rule_that_has_nothing_to_judge_is_told_of_once(given: Any, clip: dict
     assert [str(one.message)[:38] for one in caught] == ["skip= judges loss and norm, and found "] * told
 
 
+def test_that_warning_as_an_error_comes_before_anything_is_touched() -> None:
+    scaler, optimizer = gradscale.GradScaler(init_scale=4.0, skip=RULE), Optimizer()
+    scaler.scale(np.ones(2, np.float32))
+    optimizer.grads = [np.full(3, 4.0, np.float32)]
+    with pytest.raises(UserWarning, match="found nothing in this step"):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    assert (optimizer.grads[0].tolist(), optimizer.steps) == ([1.0] * 3, 1)
+
+
 def test_the_norm_of_clipping_is_judged_beside_the_loss() -> None:
     scaler, optimizer = trained(0, policy=ONE, skip=gradscale.SkipSpikes(window=8, min_values=4))
     for gradient, reason in [(1.0, "stepped")] * 5 + [(2.0, "spike"), (1.0, "stepped")]:
