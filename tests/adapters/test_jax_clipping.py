@@ -81,6 +81,12 @@ def train(scaler: Any, row: tuple[str, str, str], among: Sequence[Any], values: 
     return found
 
 
+def leave_out_explicit(row: tuple[str, str, str]) -> None:
+    """Skip a row that JAX 0.7 refuses."""
+    if jax.__version_info__ < (0, 8) and (row[0], row[2]) == ("Explicit", "device"):
+        pytest.skip("JAX 0.7 computes with explicit shardings in a mesh context only")
+
+
 def alone(values: Sequence[Any]) -> Any:
     """Return what a scaler of one device finds."""
     grads = [jnp.asarray(x * SCALE) for x in values]
@@ -95,6 +101,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("row", TABLE)
 def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str, str]) -> None:
+    leave_out_explicit(row)
     got = train(GradScaler(init_scale=SCALE), row, devices(), EXACT)
     assert got[0] == NORM
     assert_same(got, alone(EXACT))
@@ -111,6 +118,7 @@ def test_gradients_over_a_mesh_are_clipped_as_on_one_device(row: tuple[str, str,
 @pytest.mark.parametrize("norm_over", ["group", *later("all", "rank")])
 @pytest.mark.parametrize("row", TABLE)
 def test_ranks_clip_gradients_over_a_mesh_of_their_own_alike(row: tuple[str, str, str], norm_over: str) -> None:
+    leave_out_explicit(row)
     share = COUNT // 2
     # Of norms 3 and 4 times as large, which is 5 times together.
     times, norm = ((3, 4), 5 * NORM) if norm_over == "group" else ((1, 1), NORM)

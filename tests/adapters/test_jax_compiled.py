@@ -67,7 +67,8 @@ def counted() -> Iterator[dict[str, int]]:
         with mock.patch.object(array_type, "_value", property(read)), jax.transfer_guard_device_to_host("disallow"):
             yield found
     finally:
-        jax.monitoring.unregister_event_duration_listener(happened)
+        # JAX 0.7 cannot take a listener back.
+        getattr(jax.monitoring, "unregister_event_duration_listener", lambda _: None)(happened)
 
 
 @pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])

@@ -215,7 +215,9 @@ def test_a_norm_that_the_host_has_clips_alike_in_every_library(arrays: Library, 
     like, flag = arrays.asarray(1.0), arrays.asarray(0, "int32")
     norm, factor, overflows = clipping.clip_factor_of(total, 1.5, like, flag)
     wanted = np.float32(min(1.0, 1.5 / (total + 1e-6))) if total <= 3.4e38 else np.float32(1.0)
-    arrays.assert_array(factor, wanted)
-    arrays.assert_array(norm, np.float32(min(total, math.inf)) if total < 1e39 or math.isnan(total) else math.inf)
     is_lost = 0.0 < wanted < 2.0**-126
+    # JAX 0.7 makes no subnormal constants.
+    if not is_lost or arrays.item(arrays.xp.full_like(like, 2.0**-130)):
+        arrays.assert_array(factor, wanted)
+    arrays.assert_array(norm, np.float32(min(total, math.inf)) if total < 1e39 or math.isnan(total) else math.inf)
     arrays.assert_array(overflows, int(is_lost or not total <= 3.4e38), "int32")
