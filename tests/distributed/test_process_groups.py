@@ -244,9 +244,10 @@ def test_a_program_that_is_interrupted_or_left_alone_ends_with_what_went_wrong(
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     arguments = [str(program), kind, how, str(timeout), str(tmp_path)]
-    commands = [mpi_command(2, "-m", "mpi4py", *arguments, "0")]
     if kind == "gloo":
         commands = [[sys.executable, *arguments, str(rank)] for rank in range(2)]
+    else:
+        commands = [mpi_command(2, "-m", "mpi4py", *arguments, "0")]
     environment = mpi_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
