@@ -61,6 +61,7 @@ def test_it_gives_the_pure_cores_bits(cupy: Any, cupy_backend: Any) -> None:
     check_backend(cupy_backend, cupy.zeros((), dtype=np.float32), dtypes=dtypes)
 
 
+@pytest.mark.tier("ranks")
 def test_the_suite_sees_wrong_subnormals_though_the_library_takes_them_for_0(cupy: Any, cupy_backend: Any) -> None:
     class Wrong(type(cupy_backend)):  # type: ignore[misc]
         def unscale(self, grads: Any, state: Any, /, **options: Any) -> Any:
