@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
-from gradscale.core.aliasing import Span, overlaps_itself, require_disjoint, span
+from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.errors import InvalidValueError, SharedMemoryError
 from gradscale_numpy import kernels
@@ -184,10 +184,7 @@ def _own_their_memory(arrays: Sequence[NumpyArray]) -> bool:
 
 def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
     """Refuse arrays that share memory, part of which would be divided twice."""
-    arrays = dict(enumerate(out))
-    if out is not grads:
-        pairs = enumerate(zip(grads, out, strict=True), start=len(out))
-        arrays |= {number: grad for number, (grad, target) in pairs if grad is not target}
+    arrays = numbered(grads, out)
     spans = [
         (_span(array), number) for number, array in arrays.items() if not isinstance(array, np.generic) and array.size
     ]

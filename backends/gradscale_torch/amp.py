@@ -575,7 +575,8 @@ class GradScaler(TorchGradScaler):
         iteration = iteration_of(self._scaler)
         turn = iteration.turn_of(optimizer)
         stage = turn.stage
-        iteration.unscale(turn, optimizer, Request(None, None, True, True, are_scaled=stage is Stage.READY))
+        request = Request(judges_only=True, takes_fp16=True, are_scaled=stage is Stage.READY)
+        iteration.unscale(turn, optimizer, request)
         # It counts in place of one that the optimizer was stepped by, as in torch.
         turn.stage, turn.verdict = stage, None
         if stage is Stage.UNSCALED:

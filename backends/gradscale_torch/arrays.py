@@ -9,7 +9,7 @@ import torch
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
-from gradscale.core.aliasing import Span, require_disjoint, span
+from gradscale.core.aliasing import Span, numbered, require_disjoint, span
 from gradscale.core.protocols import Collectives
 from gradscale.core.summaries import count_block, layout_of, summarize_arrays, words
 from gradscale.errors import InvalidTypeError
@@ -175,9 +175,7 @@ def _fits(grad: Tensor, target: Tensor) -> bool:
 
 def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Refuse strided tensors to be written that share memory with each other or with gradients written elsewhere."""
-    pairs = enumerate(zip(grads, out, strict=True), start=len(out))
-    tensors = dict(enumerate(out)) | {number: grad for number, (grad, target) in pairs if grad is not target}
-    plain = {number: one for number, one in tensors.items() if type(one) in _PLAIN and _has_memory(one)}
+    plain = {number: one for number, one in numbered(grads, out).items() if type(one) in _PLAIN and _has_memory(one)}
     if len({one.untyped_storage().data_ptr() for one in plain.values()}) < len(plain):
         spans = [(_span(one), number) for number, one in plain.items()]
         require_disjoint(spans, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
@@ -199,9 +197,9 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(x: Tensor) -> Tensor:
-    found = torch.full((), x.data_ptr(), dtype=torch.int64)
+    found = torch.full((), x.data_ptr(), dtype=torch.int64, device="cpu")
     for length, stride in zip(x.shape, x.stride(), strict=True):
-        found = found[..., None] + torch.arange(length) * (stride * x.element_size())
+        found = found[..., None] + torch.arange(length, device="cpu") * (stride * x.element_size())
     return found.reshape(-1)
 
 

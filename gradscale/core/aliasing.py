@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from gradscale.errors import SharedMemoryError
 
-__all__ = ["Span", "overlaps_itself", "require_disjoint", "span"]
+__all__ = ["Span", "numbered", "overlaps_itself", "require_disjoint", "span"]
+
+_Array = TypeVar("_Array")
 
 Span = tuple[int, int]
 """The addresses of an array's first byte and of the byte after its last."""
@@ -49,6 +52,12 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int 
         )
 
     return meets(0, 0, False)
+
+
+def numbered(grads: Sequence[_Array], out: Sequence[_Array]) -> dict[int, _Array]:
+    """Return the arrays to be written and the gradients written elsewhere, numbered as ``require_disjoint`` wants."""
+    pairs = enumerate(zip(grads, out, strict=True), start=len(out))
+    return dict(enumerate(out)) | {number: grad for number, (grad, target) in pairs if grad is not target}
 
 
 def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, int], bool], count: int) -> None:

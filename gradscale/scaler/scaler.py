@@ -937,14 +937,14 @@ def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
 
 
 def call_of(scaler: GradScaler, call: str) -> contextlib.AbstractContextManager[object]:
-    """Return what is to be held during a call of a scaler; CallOrderError if another one is under way."""
+    """Return the lock to hold during a call of a scaler; CallOrderError if another call is under way."""
     if scaler._busy.locked():
         msg = (
             f"{call} was called while another call of this scaler is under way: inside optimizer.step(), in a "
             f"callback, a signal handler or another thread. Nothing was changed; call it once that one has returned"
         )
         raise CallOrderError(msg)
-    # In a with statement, since no Ctrl-C comes between its call of a lock and its body.
+    # A with statement of it leaves no place for Ctrl-C between taking the lock and its body.
     return scaler._busy
 
 
