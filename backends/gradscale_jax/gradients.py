@@ -132,10 +132,11 @@ def value_and_grad(
         raise InvalidTypeError(msg)
 
     call: Callable[..., V] = fun
+    chosen = _indices(argnums)
 
     def scaled_value_and_grad(state: ScaleState, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V]:
         state = trees.as_state(state)
-        positions = _positions(argnums, len(args))
+        positions = _positions(chosen, len(args))
         trained: list[object] = list(args)
         for index in positions:
             if filter is not None:
@@ -147,7 +148,7 @@ def value_and_grad(
             loss = _require_loss(value, has_aux)
             return trees.scale(loss, _limit(state, loss)), (value, loss)
 
-        differentiate = jax.grad(scaled_loss, argnums, has_aux=True, allow_int=allow_int)
+        differentiate = jax.grad(scaled_loss, chosen, has_aux=True, allow_int=allow_int)
         grads, (value, loss) = differentiate(*trained, **kwargs)
         if reduce is not None:
             grads = reduce(grads)
@@ -160,9 +161,17 @@ def value_and_grad(
     return scaled_value_and_grad
 
 
-def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
+def _indices(argnums: Any) -> int | tuple[int, ...]:
+    """Return what jax takes as ``argnums``: one number, or any numbers that can be iterated over."""
+    try:
+        return operator.index(argnums)
+    except TypeError:
+        return tuple(map(operator.index, argnums))
+
+
+def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
     """Return the positions of arguments to differentiate by, those that there are."""
-    given = tuple(map(operator.index, np.atleast_1d(argnums)))
+    given = (argnums,) if isinstance(argnums, int) else argnums
     return [index for index in range(count) if index in given or index - count in given]
 
 

@@ -104,8 +104,12 @@ def test_several_arguments_auxiliary_data_and_keywords() -> None:
     assert int(verdict.nonfinite) == 0
 
 
-@pytest.mark.parametrize("argnums", [np.int64(1), (np.int64(1),), np.asarray([-1])], ids=["scalar", "tuple", "array"])
-def test_the_argument_may_be_chosen_by_an_integer_of_numpy(argnums: Any) -> None:
+@pytest.mark.parametrize(
+    "argnums",
+    [True, np.int64(1), {1}, (np.int64(1),), np.asarray([-1]), iter([1])],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_arguments_may_be_chosen_by_all_that_jax_takes(argnums: Any) -> None:
     run = gradscale_jax.value_and_grad(lambda a, b: jnp.sum(a * b), POLICY, argnums)
     assert np.ravel(run(first(), jnp.asarray([2.0]), jnp.asarray([3.0])).grads).tolist() == [2.0]
     # Looked at as an argument that is differentiated by.
