@@ -32,9 +32,7 @@ _EPSILON = 1e-6
 
 def checked_norm(max_norm: object) -> float:
     """Return a largest norm as a float that is not negative; infinity is allowed."""
-    if isinstance(max_norm, float) and max_norm == math.inf:
-        return max_norm
-    return validation.number("max_norm", max_norm, at_least=0.0)
+    return validation.number("max_norm", max_norm, at_least=0.0, is_finite=False)
 
 
 def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:

@@ -57,14 +57,16 @@ def number(
     below: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
+    is_finite: bool = True,
 ) -> float:
-    """Return a finite real number within bounds as a float; NumPy's numbers are fine, booleans and text are not."""
+    """Return a real number within bounds as a float, never NaN; NumPy's numbers are fine, booleans and text are not."""
     limits = {"above": above, "below": below, "at least": at_least, "at most": at_most}
     wanted = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
-    expected = f"a finite number{' ' if wanted else ''}{wanted}"
+    expected = f"a {'finite ' if is_finite else ''}number{' ' if wanted else ''}{wanted}"
     converted = _as_float(name, value, expected)
     outside = (
-        not math.isfinite(converted)
+        math.isnan(converted)
+        or (is_finite and math.isinf(converted))
         or (above is not None and not converted > above)
         or (below is not None and not converted < below)
         or (at_least is not None and not converted >= at_least)
@@ -213,7 +215,7 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
         if isinstance(value, str):
             msg += f": write gradscale.presets.named({shown(value)})"
         elif is_complete or isinstance(value, FunctionType):
-            msg += f": call it, {value.__name__}()"
+            msg += f": call it, {value.__name__}()" if value.__name__.isidentifier() else ": call it"
         raise InvalidTypeError(msg)
     found: Policy = value
     return found

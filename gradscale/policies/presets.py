@@ -32,8 +32,9 @@ def _both(growth_factor: float) -> tuple[float, float]:
     return factor, 1.0 / factor
 
 
-def _single(name: str, factor: float, **limits: float) -> float:
-    return validation.round_to_float32(validation.number(name, factor, at_most=validation.LARGEST_FLOAT32, **limits))
+def _single(name: str, factor: float, above: float | None = None) -> float:
+    largest = validation.LARGEST_FLOAT32
+    return validation.round_to_float32(validation.number(name, factor, above=above, at_most=largest))
 
 
 def _each(growth_factor: float, backoff_factor: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 from axes_torch import GradScaler, TorchScaler, torch
 from small_torch import Small, assert_same
@@ -171,7 +172,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped(
         finish(run)
         assert run.scaler.get_scale() == 32768.0
         assert not any(parameter.detach().any() for parameter in run.parameters)
-    assert run.report.skipped
+    assert (run.report.skipped, run.report.nonfinite) == (True, 1)
     # inf for an infinite gradient, NaN for a NaN.
     assert_same(*norms)
 
@@ -196,6 +197,16 @@ def test_a_norm_that_is_none_is_refused_before_anything_is_touched(max_norm: Any
     # Which asks for no clipping.
     assert run.scaler.unscale_(run.optimizer, max_norm=None) is None
     assert run.parameter.grad.tolist() == [2.0 if enabled else 8.0] * 2
+
+
+@pytest.mark.parametrize(
+    "infinity", [math.inf, np.float32(math.inf), torch.tensor(math.inf)], ids=lambda each: type(each).__name__
+)
+def test_an_infinite_norm_of_any_library_clips_nothing(infinity: Any) -> None:
+    run = Small(GradScaler("cpu", init_scale=4.0))
+    run.put(8.0)
+    assert clip(run, infinity).item() == pytest.approx(math.sqrt(8.0))
+    assert run.parameter.grad.tolist() == [2.0, 2.0]
 
 
 @enabled_or_not
