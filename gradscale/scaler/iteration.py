@@ -23,6 +23,7 @@ from gradscale.errors import (
     InvalidValueError,
     ScaleDesyncError,
 )
+from gradscale.policies.spikes import SpikeState
 from gradscale.reports.overflow import NO_GRADIENTS
 from gradscale.reports.recorder import Reports
 from gradscale.reports.steps import StepReport
@@ -89,6 +90,8 @@ class Turn:
         Why this rank skips the step, other than for an overflow; 0 if it does not.
     judged : Judged or None
         The loss and norm that were judged, which the update learns.
+    learned : SpikeState or None
+        What the update has learned.
     """
 
     stage = Stage.READY
@@ -97,11 +100,12 @@ class Turn:
     by_closure = has_begun_to_step = is_refused = False
     code: Array | int = 0
     judged: Judged | None = None
+    learned: SpikeState | None = None
 
     @property
     def is_incomplete(self) -> bool:
         """Whether the gradients may be divided in part, after an interrupt or a failure."""
-        return self.stage is Stage.UNSCALED and self.pending is None
+        return self.stage is Stage.UNSCALED and not self.is_judged
 
     @property
     def is_judged(self) -> bool:
@@ -219,8 +223,13 @@ class Iteration:
     def inside_closure(self) -> Iterator[None]:
         """Scale and unscale with what closures have lowered the state to, if they have."""
         self._closure_state, self.is_inside_closure = self.lowered, True
+        losses = self.losses
         try:
             yield
+        except BaseException:
+            # The closure is evaluated again, or never.
+            self.losses = losses
+            raise
         finally:
             self._closure_state, self.is_inside_closure = None, False
 
@@ -268,8 +277,12 @@ class Iteration:
                         f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
                     )
 
-    def unscale(self, turn: Turn, optimizer: Optimizer, request: Request | None = None) -> Array | None:
+    def unscale(
+        self, turn: Turn, optimizer: Optimizer, request: Request | None = None, *, is_look: bool = False
+    ) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
+
+        ``is_look`` says that somebody judges them outside of ``unscale_`` and ``step``, which come later.
 
         Raises
         ------
@@ -313,23 +326,24 @@ class Iteration:
             )
             live.is_scaled_unseen = True
         max_norm = None if request is None else request.max_norm
-        is_seen = turn.is_refused or turn.has_begun_to_step or self.losses.is_judged
+        is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_judged
         if self._spikes is not None and not groups and not is_seen:
             self._spikes.warn_of_nothing(self.losses, has_norm=max_norm is not None)
         state = self.in_force(like)
-        before, turn.stage, turn.pending = turn.stage, Stage.UNSCALED, None
+        before = turn.stage, turn.pending
+        turn.stage, turn.pending = Stage.UNSCALED, None
         try:
             found = self.unscaler.unscale(gradients, live, state)
         except BaseException as error:
-            # After a failure some gradients may be divided already, but not after a refusal.
+            # After a failure some gradients may be divided already, but not after a refusal or in a second look.
             if not gradients.is_touched:
-                turn.stage = before
+                turn.stage, turn.pending = before
             if isinstance(error, (InvalidTypeError, InvalidValueError)):
                 self._tell_of_refusal(optimizer)
             raise
         try:
             # If gradients are judged a second time their norm is not known any longer.
-            if turn.is_refused or (before is Stage.READY and self._spikes is not None):
+            if turn.is_refused or (before[0] is Stage.READY and self._spikes is not None):
                 turn.code = self._reason_code(turn, optimizer, found.norm, state)
             turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, turn.code)
         except GradscaleError as error:
@@ -455,7 +469,10 @@ class Iteration:
             return
         for turn in self.turns:
             if turn.judged is not None and turn.pending is not None:
-                self._spikes.learn(turn.judged, turn.pending.reason())
+                # An update that was interrupted may have replaced the state already, and may do so again.
+                if turn.learned is None:
+                    turn.learned = self._spikes.learned(turn.judged, turn.pending.reason())
+                self._spikes.keep(turn.judged, turn.learned)
                 turn.judged = None
 
     # Messages.
@@ -496,7 +513,7 @@ class Iteration:
         if any(turn.is_refused and turn.stage is Stage.READY for turn in self.turns):
             self.wrong_order(
                 "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the same "
-                "object, which then makes no step"
+                "object, which then makes no step, or end the iteration with update(get_scale())"
             )
 
     def refuse_update(self) -> NoReturn:
@@ -522,10 +539,11 @@ class Iteration:
         """
         if self.agreement.failure is not None or (abandons and self.is_incomplete):
             return
-        if self.is_inside_closure or any(turn.is_refused or turn.stage is not Stage.READY for turn in self.turns):
+        is_refused = any(turn.is_refused for turn in self.turns)
+        if self.is_inside_closure or is_refused or any(turn.stage is not Stage.READY for turn in self.turns):
             msg = (
-                f"{what} is possible only at the beginning of an iteration, before unscale_() and step(), or at its "
-                f"end, after update(); this is the middle of iteration {self.number}"
+                f"{what} is possible only at the beginning of an iteration, before {'refuse(), ' * is_refused}"
+                f"unscale_() and step(), or at its end, after update(); this is the middle of iteration {self.number}"
             )
             raise CallOrderError(msg)
 

@@ -260,7 +260,7 @@ class GradScaler:
         scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
         if given is not None:
             self._note_loss(given)
-        elif loss is False:
+        elif loss is False and not self._iteration.losses.number:
             self._iteration.losses = self._iteration.losses._replace(is_judged=True)
         return scaled
 
@@ -407,34 +407,37 @@ class GradScaler:
             live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
             ended = self._iteration
             ended.require_sound()
-            ended.require_made_steps()
+            if new_scale is None:
+                ended.require_made_steps()
             wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
             pending, verdicts = ended.judged()
+            if wanted is None and ended.lowered is None and not pending:
+                ended.refuse_update()
+            steps = tuple(ended.steps)
             if reports.wants_updates:
                 # Somebody wants them since a step whose verdict was to be read later.
                 with agreement.failing():
-                    ended.steps += [step_report(one.verdict(), ended.number) for one in pending if one.is_read_later]
-            judged: list[StepReport | Verdict] = [*ended.steps, *verdicts]
+                    steps += tuple(step_report(one.verdict(), ended.number) for one in pending if one.is_read_later)
+            judged: list[StepReport | Verdict] = [*steps, *verdicts]
             before = None
             if reports.wants_updates:
                 # Without a verdict it has to be read.
                 before = judged[0].scale if judged else live.scale()
-            # First, so that an update that is interrupted can be made again: nothing is learned or counted twice.
+            # An update that is interrupted can be made again: it learns once, and counts in its last call.
+            following = Iteration(ended.number + 1, self._parts)
             ended.learn()
             if wanted is not None:
                 live.replace_scale(wanted)
             elif ended.lowered is not None:
                 live.take(ended.lowered)
-            elif pending:
+            else:
                 counts = [count for one in pending if (count := one.count()) is not None]
                 # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
                 held = () if len(verdicts) == len(pending) else ended.held()
                 ended.catch_up()
                 if counts:
                     live.advance(counts, held if len(held) == len(counts) else ())
-            else:
-                ended.refuse_update()
-            self._iteration = Iteration(ended.number + 1, self._parts)
+            self._iteration = following
             underflow = None
             at_minimum = [verdict.scale for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]
             if wanted is None and at_minimum:
@@ -449,7 +452,6 @@ class GradScaler:
                 if before is not None:
                     after = self._scale_after(ended, pending, verdicts, before, wanted)
                     skipped = any(one.skipped if isinstance(one, StepReport) else one.is_skipped for one in judged)
-                    steps = tuple(ended.steps)
                     reports.tell_update(UpdateReport(ended.number, before, skipped, agreement.rank(), steps, after))
             except Exception as error:
                 if underflow is not None:

@@ -164,19 +164,23 @@ class Spikes:
                 f"an array of one element, or loss=; for the norm call unscale_() with max_norm="
             )
 
-    def learn(self, judged: Judged, reason: Reason | Array) -> None:
-        """Learn the values of a step that ended for an agreed reason: a Reason, or its number as a 0-d int32."""
+    def learned(self, judged: Judged, reason: Reason | Array) -> SpikeState:
+        """Return the state after a step that ended for an agreed reason: a Reason, or its number as a 0-d int32."""
         old, values = self._windows[judged.number], judged.values
         skipped: Array | bool
         if isinstance(reason, Reason):
             if reason > Reason.SPIKE:
-                return
+                return old
             skipped = reason is Reason.SPIKE
         else:
             xp = array_namespace(values)
             values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
             skipped = reason == Reason.SPIKE
-        self._windows[judged.number] = self._replace(old, self.rule.learn(old, values, skipped=skipped))
+        return self.rule.learn(old, values, skipped=skipped)
+
+    def keep(self, judged: Judged, state: SpikeState) -> None:
+        """Put what was learned in the place of an optimizer's state."""
+        self._windows[judged.number] = self._replace(self._windows[judged.number], state)
 
     def numbers(self) -> SavedWindows:
         """Return the windows as plain values. Two host reads for each."""

@@ -124,8 +124,9 @@ class Evaluation:
                     turn.stage = Stage.UNSCALED
                 verdict = self.verdict = iteration.verdict_for_step(turn, self._optimizer)
             if verdict.is_held and self._completed:
+                by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
                 iteration.wrong_order(
-                    f"refuse() was called in evaluation {self._completed + 1} of a closure, and the optimizer has "
+                    f"refuse() was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
                     f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
                     f"closure's first evaluation"
                 )

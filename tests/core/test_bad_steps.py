@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library
+from optimizers import Tree
 
 import gradscale
 
@@ -21,17 +22,13 @@ RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
 ONE = gradscale.StaticScale(1.0)
 
 
-class Optimizer:
-    """Counts its steps."""
+class Optimizer(Tree):
+    """Evaluates a closure three times."""
 
-    def __init__(self) -> None:
-        self.grads: Any = None
-        self.steps = 0
-
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> str:
         for _ in range(0 if closure is None else 3):
             closure()
-        self.steps += 1
+        return super().step()
 
 
 def iterate(
@@ -137,6 +134,9 @@ def test_a_disabled_scaler_judges_nothing() -> None:
         pytest.param([{"loss": np.ones((1, 1)) * 9.0}], True, id="given-array-of-two-axes"),
         pytest.param([{"loss": 10**400}], True, id="given-beyond-any-float"),
         pytest.param([{"loss": False}], False, id="none"),
+        pytest.param([[9.0], {"loss": False}, [9.0]], True, id="none-between"),
+        pytest.param([[1.0], {"loss": False}, [9.0]], True, id="mean-around-none"),
+        pytest.param([[9.0], {"loss": False}, [-7.0]], False, id="mean-of-accumulation-around-none"),
     ],
 )
 def test_what_scale_is_given_is_judged(outputs: list[Any], is_spike: bool) -> None:
@@ -267,6 +267,22 @@ def test_a_closure_that_failed_is_judged_by_its_first_evaluation_when_it_is_trie
     assert scaler.last_step(optimizer).reason == "spike"
 
 
+def test_the_loss_of_an_evaluation_that_failed_is_not_judged() -> None:
+    scaler, optimizer = trained(policy=ONE)
+    losses = iter([9.0, 1.0, 1.0, 1.0])
+
+    def closure() -> None:
+        scaler.scale(np.float32(loss := next(losses)))
+        if loss == 9.0:
+            raise MemoryError
+        optimizer.grads = [np.ones(3, np.float32)]
+
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer, closure)
+    scaler.step(optimizer, closure)
+    assert scaler.last_step(optimizer).reason == "stepped"
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_refusing_a_later_evaluation_of_a_closure_is_an_error_on_every_rank(size: int) -> None:
     def train(group: Any) -> tuple[str, int]:
@@ -322,6 +338,10 @@ def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards() -> None:
     scaler.step(wrapped)
     scaler.update()
     assert wrapped.steps == 0
+    # One that cannot be stepped, or is gone.
+    scaler.refuse(Optimizer())
+    scaler.update(scaler.get_scale())
+    scaler.load_state_dict(scaler.state_dict())
 
 
 def test_an_update_that_was_interrupted_learns_and_counts_nothing_twice() -> None:
@@ -360,13 +380,6 @@ def test_a_closure_is_judged_by_its_first_evaluation() -> None:
         scaler.step(optimizer, closure)
         scaler.update()
         assert (scaler.last_step(optimizer).reason, optimizer.steps) == (reason, steps)
-
-
-def test_a_new_level_is_learned_after_the_patience() -> None:
-    scaler, optimizer = trained(8, policy=ONE, skip=gradscale.SkipSpikes(window=8, of="loss", patience=3))
-    reasons = [iterate(scaler, optimizer, 9.0).reason for _ in range(8)]
-    assert reasons[:4] == ["spike"] * 4
-    assert reasons[-1] == "stepped"
 
 
 def losses(steps: int = 60) -> list[float]:

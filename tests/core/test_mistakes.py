@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import pickle
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupts import interrupted_anywhere
 from libraries import Library
 from optimizers import Evaluating, Tree, iterate
 
@@ -288,34 +290,35 @@ def test_a_load_in_a_closure_is_an_error(arrays: Library) -> None:
 @pytest.mark.numpy
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
 def test_ctrl_c_anywhere_in_a_call_leaves_a_scaler_that_can_be_called(call: str) -> None:
-    left = 0
-
-    def interrupt(frame: Any, event: str, _: Any) -> None:
-        # Where Python looks for signals: when a function begins, and after a call of a C function.
-        nonlocal left
-        if event in ("call", "c_return") and "/gradscale/scaler/" in frame.f_code.co_filename:
-            left -= 1
-            if left == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    for place in range(1, 1000):
-        scaler, left = GradScaler(init_scale=4.0), place
+    def begin() -> tuple[GradScaler, Callable[[], object]]:
+        scaler = GradScaler(init_scale=4.0)
         optimizer = Tree(scaled(scaler))
         if call == "update":
             scaler.step(optimizer)
-        sys.setprofile(interrupt)
-        try:
-            getattr(scaler, call)(*() if call == "update" else (optimizer,))
-        except KeyboardInterrupt:
-            scaler.update(4.0)
-            iterate_cleanly(scaler, other := Tree())
-            assert other.steps == 1
-        finally:
-            sys.setprofile(None)
-        if left > 0:
-            break
-    assert place > 10
+        return scaler, functools.partial(getattr(scaler, call), *() if call == "update" else (optimizer,))
+
+    for scaler in interrupted_anywhere("/gradscale/scaler/", begin):
+        scaler.update(4.0)
+        iterate_cleanly(scaler, other := Tree())
+        assert other.steps == 1
+
+
+@pytest.mark.numpy
+@pytest.mark.parametrize("value", [1.0, np.inf])
+def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(value: float) -> None:
+    def begin() -> tuple[GradScaler, Callable[[], object]]:
+        scaler = GradScaler(init_scale=4.0, skip=gradscale.SkipSpikes(of="loss", window=8))
+        scaler.scale(np.float32(3.0))
+        scaler.step(Tree([scaler.scale(np.asarray([value], np.float32), loss=False)]))
+        return scaler, scaler.update
+
+    for scaler in interrupted_anywhere("/gradscale/scaler/", begin):
+        # It may have come when all was done.
+        with contextlib.suppress(CallOrderError):
+            scaler.update()
+        saved = scaler.state_dict()
+        found = scaler.get_scale(), saved["_growth_tracker"], saved["iteration"], saved["spikes"][0]["loss"]["values"]
+        assert found == ((2.0, 0, 2, []) if np.isinf(value) else (4.0, 1, 2, [3.0]))
 
 
 MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
