@@ -283,13 +283,15 @@ class GradScaler(TorchGradScaler):
         largest = None if max_norm is None else checked_norm(max_norm)
         scaler = self._scaler
         if scaler.is_enabled():
-            iteration = iteration_of(scaler)
-            request = None
-            if largest is not None:
-                is_alone = iteration.agreement.is_alone
-                cast(TensorUnscaler, iteration.unscaler).require_norm(optimizer, is_alone=is_alone)
-                request = Request(largest, iteration=iteration)
-            with contextlib.nullcontext() if iteration.is_inside_closure else call_of(scaler, "unscale_()"):
+            is_inside = iteration_of(scaler).is_inside_closure
+            with contextlib.nullcontext() if is_inside else call_of(scaler, "unscale_()"):
+                # Another thread's update may have begun it while this one waited for the lock.
+                iteration = iteration_of(scaler)
+                request = None
+                if largest is not None:
+                    is_alone = iteration.agreement.is_alone
+                    cast(TensorUnscaler, iteration.unscaler).require_norm(optimizer, is_alone=is_alone)
+                    request = Request(largest, iteration=iteration)
                 norm: Tensor | None = iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
             return norm
         if largest is None:
@@ -333,10 +335,17 @@ class GradScaler(TorchGradScaler):
         """
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
-        with Step(self, self._scaler, optimizer, args, kwargs, None if is_own else self.unscale_) as step:
-            if step.is_made:
-                # From a frame that the compiler has not left, so that it compiles the optimizer.
-                step.returned = optimizer.step(*step.args, **step.kwargs)
+        unscale = None if is_own else self.unscale_
+        with call_of(self._scaler, "step()") if self._scaler.is_enabled() else contextlib.nullcontext():
+            step = Step(self, self._scaler, optimizer, args, kwargs, unscale)
+            try:
+                with step:
+                    if step.is_made:
+                        # From a frame that the compiler has not left, so that it compiles the optimizer.
+                        step.returned = optimizer.step(*step.args, **step.kwargs)
+            finally:
+                # Closed even if Ctrl-C came before the first line of the step's exit.
+                step.around = None
         return step.returned
 
     @untraced
@@ -574,14 +583,14 @@ class GradScaler(TorchGradScaler):
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = iteration_of(self._scaler)
         turn = iteration.turn_of(optimizer)
+        if turn.is_incomplete:
+            # It raises: a part of them may be divided.
+            iteration.verdict(turn)
         stage = turn.stage
         request = Request(judges_only=True, takes_fp16=True, are_scaled=stage is Stage.READY)
-        iteration.unscale(turn, optimizer, request)
+        iteration.unscale(turn, optimizer, request, is_look=not iteration.is_inside_closure)
         # It counts in place of one that the optimizer was stepped by, as in torch.
         turn.stage, turn.verdict = stage, None
-        if stage is Stage.UNSCALED:
-            # A fused optimizer must not divide them again.
-            cast(TensorVerdict, turn.pending).is_scaled = False
         return found_by_device(iteration, turn)
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge)

@@ -9,11 +9,11 @@ import torch
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
-from gradscale.core.aliasing import Span, numbered, require_disjoint, span
+from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.protocols import Collectives
 from gradscale.core.summaries import count_block, layout_of, summarize_arrays, words
 from gradscale.errors import InvalidTypeError
-from gradscale_torch.kernels import count_nonfinite, group_tensors, inverse_of, unscale_in_place
+from gradscale_torch.kernels import count_nonfinite, group_tensors, inverse_of, overlap, unscale_in_place
 from gradscale_torch.unscaler import kernel_view, require_values
 from gradscale_torch.verdicts import Flags, TensorFound, integers, moved, refuse_capture
 
@@ -149,12 +149,12 @@ class TorchBackend(Backend):
         if out is None or torch.compiler.is_compiling():
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
+            _require_disjoint(grads, out)
             if not all(map(_fits, grads, out)):
                 made, nonfinite = arithmetic.unscale_arrays(grads, state, out=out)
                 for target, new in zip(out, made, strict=True):
                     target.copy_(new)
                 return out, nonfinite
-            _require_disjoint(grads, out)
             for grad, target in zip(grads, out, strict=True):
                 if grad is not target:
                     target.copy_(grad)
@@ -174,11 +174,17 @@ def _fits(grad: Tensor, target: Tensor) -> bool:
 
 
 def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Refuse strided tensors to be written that share memory with each other or with gradients written elsewhere."""
+    """Refuse strided tensors to be written that share memory: in themselves, or with other tensors."""
     plain = {number: one for number, one in numbered(grads, out).items() if type(one) in _PLAIN and _has_memory(one)}
-    if len({one.untyped_storage().data_ptr() for one in plain.values()}) < len(plain):
-        spans = [(_span(one), number) for number, one in plain.items()]
-        require_disjoint(spans, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
+    spans: dict[int | None, list[tuple[Span, int]]] = {}
+    for number, one in plain.items():
+        if number < len(out) and not one.is_contiguous() and overlaps_itself(one.shape, one.stride()):
+            raise overlap(number, one)
+        # Pointers of other devices say where in its storage a tensor begins, and are no addresses.
+        memory = None if one.is_cpu or one.is_cuda else one.untyped_storage().data_ptr()
+        spans.setdefault(memory, []).append((_span(one), number))
+    for found in spans.values():
+        require_disjoint(found, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -186,8 +192,10 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _span(x: Tensor) -> Span:
-    size = x.element_size()
-    return span(x.data_ptr(), tuple(x.shape), tuple(stride * size for stride in x.stride()), size)
+    start, size = x.data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    return span(start, tuple(x.shape), tuple(stride * size for stride in x.stride()), size)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -14,7 +14,7 @@ import gradscale
 from gradscale.core.messages import warn_caller
 from gradscale.core.vector import Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
-from gradscale.scaler.scaler import call_of, end_step, iteration_of
+from gradscale.scaler.scaler import end_step, iteration_of
 from gradscale.scaler.stepper import evaluating, find_closure
 from gradscale_torch.hosts import untraced
 from gradscale_torch.state import TensorState
@@ -35,16 +35,15 @@ _CPU = torch.device("cpu")
 class Step:
     """A context in which to call ``optimizer.step(*args, **kwargs)`` if ``is_made``.
 
-    ``verdict`` is None if it is read later.
+    ``verdict`` is None if it is read later. ``around`` is what is open during the call.
     """
 
     is_made = True
     returned: Any = None
     verdict: Verdict | None = None
     retries = 0
-    _call: contextlib.AbstractContextManager[object] | None = None
     _turn: Turn | None = None
-    _around: contextlib.AbstractContextManager[None] | None = None
+    around: contextlib.AbstractContextManager[None] | None = None
 
     def __init__(
         self,
@@ -63,39 +62,32 @@ class Step:
     def __enter__(self) -> Step:
         if not self._scaler.is_enabled():
             return self
-        call = call_of(self._scaler, "step()")
-        try:
-            call.__enter__()
-            self._call, iteration = call, iteration_of(self._scaler)
-            optimizer = self.optimizer
-            skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-            has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
-            if not skips_by_itself and not has_closure:
-                cast(TensorState, iteration.live).refuse_capture(NO_READS)
-            turn = self._turn = iteration.begin_step(optimizer)
-            if has_closure:
-                self._around = _with_closure(self, iteration, turn)
-            elif not skips_by_itself:
-                if turn.stage is Stage.READY and self._unscale is not None:
-                    with _within_the_step(iteration):
-                        self._unscale(optimizer)
-                    turn.stage = Stage.UNSCALED
-                self.verdict = iteration.verdict_for_step(turn, optimizer)
-                self.is_made = not self.verdict.nonfinite and not self.verdict.code
-            elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
-                warn_caller(
-                    f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
-                    f"attributes grad_scale and found_inf, which scalers set, instead",
-                    FutureWarning,
-                )
-                self._around = _asking_the_scaler(self, iteration, turn)
-            else:
-                self._around = _by_kernel(self, iteration, turn)
-            if self._around is not None:
-                self._around.__enter__()
-        except BaseException:
-            call.__exit__(None, None, None)
-            raise
+        iteration, optimizer = iteration_of(self._scaler), self.optimizer
+        skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        has_closure = (self.args or self.kwargs) and find_closure(self.args, self.kwargs) is not None
+        if not skips_by_itself and not has_closure:
+            cast(TensorState, iteration.live).refuse_capture(NO_READS)
+        turn = self._turn = iteration.begin_step(optimizer)
+        if has_closure:
+            self.around = _with_closure(self, iteration, turn)
+        elif not skips_by_itself:
+            if turn.stage is Stage.READY and self._unscale is not None:
+                with _within_the_step(iteration):
+                    self._unscale(optimizer)
+                turn.stage = Stage.UNSCALED
+            self.verdict = iteration.verdict_for_step(turn, optimizer)
+            self.is_made = not self.verdict.nonfinite and not self.verdict.code
+        elif "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warn_caller(
+                f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
+                f"attributes grad_scale and found_inf, which scalers set, instead",
+                FutureWarning,
+            )
+            self.around = _asking_the_scaler(self, iteration, turn)
+        else:
+            self.around = _by_kernel(self, iteration, turn)
+        if self.around is not None:
+            self.around.__enter__()
         return self
 
     @untraced
@@ -104,15 +96,11 @@ class Step:
     ) -> bool:
         is_over = error is None
         # It holds this step.
-        around, self._around = self._around, None
-        try:
-            if around is not None:
-                is_over = bool(around.__exit__(kind, error, trace)) or is_over
-            if is_over:
-                end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
-        finally:
-            if self._call is not None:
-                self._call.__exit__(None, None, None)
+        around, self.around = self.around, None
+        if around is not None:
+            is_over = bool(around.__exit__(kind, error, trace)) or is_over
+        if is_over:
+            end_step(self._scaler, self.optimizer, self._turn, self.verdict, self.retries)
         return is_over
 
 

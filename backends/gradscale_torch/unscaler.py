@@ -173,8 +173,8 @@ class TensorUnscaler:
         request, tensors, scale = gradients.request, gradients.tensors, state.scale
         if request.max_norm is not None:
             _require_whole(gradients)
-        gradients.is_touched = True
-        gradients.parameters.left_scaled = False
+        if not request.judges_only:
+            gradients.is_touched, gradients.parameters.left_scaled = True, False
         flags: Flags = {}
         norm = None
         number: float | None = scale.item() if scale.device.type == "cpu" else None
@@ -196,7 +196,9 @@ class TensorUnscaler:
                 # The optimizer will see the sums of duplicates.
                 kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in gradients.uncoalesced]), flags)
             count = kernels.count_nonfinite(flags, tensors)
-        return TensorFound(flags, scale.device, count, number, request.judges_only, norm, has_gradients=bool(tensors))
+        # A fused optimizer must not divide again what is unscaled.
+        is_scaled = request.judges_only and request.are_scaled
+        return TensorFound(flags, scale.device, count, number, is_scaled, norm, has_gradients=bool(tensors))
 
     def clip_unscaled(self, optimizer: Optimizer, max_norm: float, live: TensorState) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""
@@ -264,11 +266,13 @@ class TensorUnscaler:
             Exchange(iteration, mesh, Purpose.NORM, gradients.optimizer, max_norm=max_norm).announce(inverse)
         squares, own = self._squares(gradients, inverse.device)
         norm = squares.sqrt() * inverse
-        wanted = inverse * kernels.clip_factor(norm, max_norm)
+        is_finite = torch.isfinite(norm)
+        # A norm that is not finite clips nothing: gradients that are finite stay so, and those that are not are named.
+        wanted = torch.where(is_finite, inverse * kernels.clip_factor(norm, max_norm), inverse)
         # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
         # inf or NaN, that rank reports it: a sum overflows only if some part is above its share of the largest number.
         is_own = mesh is None or torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / mesh.size)
-        is_bad = (torch.logical_not(torch.isfinite(norm)) & is_own) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
+        is_bad = (torch.logical_not(is_finite) & is_own) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
         flags[inverse.device] = is_bad.float()
         return wanted.float(), norm.float()
 

@@ -340,7 +340,7 @@ class TensorVerdict:
         if known is not None and known.code and self.verdict().is_held:
             return None
         if self._shown is None:
-            return self._overflow() if self._ballot is not None else combined(self._found.flags, self._found.home)
+            return self._overflow()
         shown = (combined(self._shown, self._found.home) != 0).to(torch.float32)
         code = self._code if self._ballot is None or known is not None else self._ballot.agreed()[3]
         return shown if isinstance(code, int) else torch.where(code != 0, self._overflow(), shown)
@@ -367,10 +367,7 @@ class TensorVerdict:
             return (combined(self._shown, self._found.home) != 0).to(torch.float32)
         if self.is_read_by_cpu:
             return torch.tensor(float(self.verdict().is_skipped), dtype=torch.float32, device=_CPU)
-        if self._ballot is None:
-            own, code = combined(self._found.flags, self._found.home), self._code
-        else:
-            own, code = self._overflow(), self._ballot.agreed()[3]
+        own, code = self._overflow(), self._agreed_code()
         if isinstance(code, int):
             return torch.ones_like(own) if code else own
         return torch.maximum(own, (code != 0).to(torch.float32))

@@ -77,7 +77,7 @@ def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, in
                 one = f"gradient {first} and the array that it is written to"
                 msg = (
                     f"{one if first == second else pair} share memory, which would be divided twice: pass one of them, "
-                    f"or a copy (grad.copy())"
+                    f"or a copy of it"
                 )
                 raise SharedMemoryError(msg)
         open_spans.append((stop, number))

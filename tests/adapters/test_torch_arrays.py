@@ -72,14 +72,6 @@ def test_a_policy_may_look_at_the_verdict() -> None:
     assert pickle.loads(pickle.dumps(run.scaler)).get_scale() == 4.0
 
 
-@pytest.mark.parametrize("scale", [3.0, 2.0**-120, 2.0**-100, 1.2345e30, 2.0**127])
-def test_the_reciprocal_of_the_scale_is_rounded_once(scale: float) -> None:
-    from gradscale_torch import kernels
-
-    rounded = torch.tensor(scale)
-    assert kernels.inverse_of(rounded).item() == rounded.double().reciprocal().float().item()
-
-
 def state_of(scale: float) -> Any:
     return DynamicScale(init_scale=scale).init(torch.zeros(()))
 
@@ -104,13 +96,17 @@ def test_masters_get_what_the_pure_core_computes(given: str, wanted: str) -> Non
     assert int(nonfinite) == int(count)
 
 
-def test_a_tensor_that_overlaps_itself_is_refused_by_name() -> None:
-    overlapping = torch.full((1, 3), 8.0).expand(4, 3)
-    with pytest.raises(gradscale.InvalidValueError, match=r"gradient 1, shape \(4, 3\).*overlaps itself.*clone"):
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1)], ids=["expanded", "sliding"])
+def test_a_tensor_that_overlaps_itself_is_refused_by_name(strides: tuple[int, int]) -> None:
+    overlapping = torch.full((6,), 8.0).as_strided((4, 3), strides)
+    with pytest.raises(gradscale.SharedMemoryError, match=r"gradient 1, shape \(4, 3\).*overlaps itself.*clone"):
         in_place([torch.ones(2), overlapping])
+    assert overlapping.tolist() == [[8.0] * 3] * 4
 
 
 MEMORY = torch.arange(6.0) * 4.0
+# Of two storages.
+NUMPYS = [torch.from_numpy(part) for part in (MEMORY.numpy()[:4], MEMORY.numpy()[2:])]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +116,13 @@ MEMORY = torch.arange(6.0) * 4.0
         pytest.param([MEMORY[:3], MEMORY[3:]], [MEMORY[3:], MEMORY[:3]], id="exchanged"),
         pytest.param([MEMORY[:4]], [MEMORY[1:5]], id="shifted"),
         pytest.param([MEMORY[:4], MEMORY[:4]], [MEMORY[:4], MEMORY[:4]], id="twice"),
+        pytest.param(NUMPYS, NUMPYS, id="of-NumPy"),
+        pytest.param([MEMORY[:4].double(), MEMORY[2:].double()], [MEMORY[:4], MEMORY[2:]], id="of-another-dtype"),
     ],
 )
 def test_memory_that_would_be_divided_twice_is_refused_and_columns_of_one_tensor_are_not(grads: Any, out: Any) -> None:
     before = MEMORY.tolist()
-    with pytest.raises(gradscale.SharedMemoryError, match="share memory, which would be divided twice"):
+    with pytest.raises(gradscale.SharedMemoryError, match="divided twice: pass one of them, or a copy of it"):
         gradscale.unscale(grads, state_of(4.0), out=out)
     assert MEMORY.tolist() == before
     matrix = (torch.arange(6.0) * 4.0).reshape(3, 2)

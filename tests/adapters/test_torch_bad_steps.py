@@ -132,54 +132,52 @@ def test_pickles_and_torchs_own_scaler_take_the_state() -> None:
     assert theirs.state_dict()["_growth_tracker"] == 3
 
 
-def begun(scaler: Any, loss: float, gradient: float = 1.0, **options: Any) -> Any:
-    """Return an optimizer whose gradients are those of a scaled loss, on the CPU."""
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.5, **options)
-    factor = scaler.scale(torch.full((), loss)) / loss
-    parameter.grad = torch.full((3,), gradient) * factor
-    return optimizer
-
-
 def test_the_losses_of_a_step_that_is_not_judged_are_not_the_next_optimizers() -> None:
     scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="loss", above=100.0))
-    refused = begun(scaler, 1e4)
-    scaler.refuse(refused)
-    scaler.step(refused)
-    scaler.step(after := begun(scaler, 1.0))
-    assert scaler.last_step(after).reason == "stepped"
+    refused, after = Small(scaler), Small(scaler)
+    scaler.scale(torch.full((), 1e4))
+    refused.give(1.0)
+    scaler.refuse(refused.optimizer)
+    scaler.step(refused.optimizer)
+    after.give(1.0)
+    scaler.step(after.optimizer)
+    assert after.report.reason == "stepped"
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_a_second_look_at_gradients_keeps_the_spike_of_their_norm(fused: bool) -> None:
-    scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(of="norm", above=10.0))
-    optimizer = begun(scaler, 1.0, 1000.0, fused=fused)
-    scaler.unscale_(optimizer, max_norm=1e9)
-    scaler._check_inf_per_device(optimizer)
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).reason == "spike"
+@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
+def test_looks_at_gradients_are_not_warned_of_and_keep_the_spike_of_their_norm(name: str) -> None:
+    run = Small(GradScaler("cpu", skip=gradscale.SkipSpikes(of="norm", above=10.0)), name)
+    run.give(1000.0)
+    run.scaler._check_inf_per_device(run.optimizer)
+    run.scaler.unscale_(run.optimizer, max_norm=1e9)
+    run.scaler._check_inf_per_device(run.optimizer)
+    run.step()
+    assert run.report.reason == "spike"
+    # The norm of a step by itself is not known.
+    run.give(1.0)
+    with pytest.warns(UserWarning, match="found nothing in this step"):
+        run.step()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_a_second_look_at_gradients_divides_them_by_no_scale_below_one(fused: bool) -> None:
-    scaler = GradScaler("cpu", init_scale=2.0**-100)
-    optimizer = begun(scaler, 1.0, 2.0**30, fused=fused)
-    scaler.unscale_(optimizer)
-    found = scaler._check_inf_per_device(optimizer)
+@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
+def test_a_second_look_at_gradients_divides_them_by_no_scale_below_one(name: str) -> None:
+    run = Small(GradScaler("cpu", init_scale=2.0**-100), name)
+    run.give(2.0**30)
+    run.scaler.unscale_(run.optimizer)
+    found = run.scaler._check_inf_per_device(run.optimizer)
     assert [value.item() for value in found.values()] == [0.0]
-    scaler.step(optimizer)
-    scaler.update()
-    assert (scaler.last_step(optimizer).reason, scaler.get_scale()) == ("stepped", 2.0**-100)
+    run.step()
+    assert (run.report.reason, run.scaler.get_scale()) == ("stepped", 2.0**-100)
 
 
 def test_windows_that_begin_in_inference_mode_go_on_outside_of_it() -> None:
     scaler = GradScaler("cpu", skip=gradscale.SkipSpikes(window=4, of="loss"))
     for _ in range(2):
-        optimizer = begun(scaler, 1.0)
+        run = Small(scaler)
+        run.give(1.0)
         with torch.inference_mode():
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+            scaler.unscale_(run.optimizer)
+        run.step()
     assert [window["loss"]["values"] for window in scaler.state_dict()["spikes"]] == [[1.0, 1.0]]
 
 
@@ -196,11 +194,11 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state() -> None:
             del self.inner.grad_scale, self.inner.found_inf
 
     for gradient, weight in ((1.0, 0.5), (math.inf, 1.0)):
-        scaler = GradScaler("cpu")
-        optimizer = begun(scaler, 1.0, gradient, fused=True, momentum=0.5)
-        scaler.step(Wrapper(optimizer))
-        scaler.update()
-        assert optimizer.param_groups[0]["params"][0].tolist() == [weight] * 3
+        run = Small(GradScaler("cpu"), "SGD-fused", start=1.0, lr=0.5, momentum=0.5)
+        run.give(gradient)
+        run.scaler.step(Wrapper(run.optimizer))
+        run.scaler.update()
+        assert run.held == [[weight] * 2]
 
 
 @pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])

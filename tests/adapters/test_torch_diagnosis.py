@@ -82,7 +82,11 @@ def test_gradients_that_are_unscaled_after_a_skipped_fused_step_are_known_to_be(
     def give() -> None:
         run.give(torch.tensor([math.inf, 4.0, 0.0]))
 
-    for call in (run.scaler.step, run.scaler.unscale_, run.scaler.step, lambda one: run.scaler.step(one, give)):
+    def step_and_look(optimizer: Any) -> None:
+        run.scaler.step(optimizer)
+        run.scaler._check_inf_per_device(optimizer)
+
+    for call in (step_and_look, run.scaler.unscale_, run.scaler.step, lambda one: run.scaler.step(one, give)):
         give()
         call(run.optimizer)
         assert largest(run) == WEIGHT

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from axes_torch import GradScaler, ShardedGradScaler, TorchScaler, torch
+from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
 
 import gradscale
@@ -92,18 +93,6 @@ def test_the_scale_and_the_tracker_stay_the_same_tensors() -> None:
         assert (scale.item(), tracker.item()) == run.state == (4.0, 1)
 
 
-def test_the_scale_grows_though_the_interval_was_lowered_below_the_tracker() -> None:
-    run, states = Small(GradScaler("cpu", init_scale=2.0)), []
-    for _ in range(5):
-        run.iterate(0.0)
-    run.scaler.set_growth_interval(3)
-    for _ in range(4):
-        run.iterate(0.0)
-        states.append(run.state)
-    # At torch's it stays at 2 for ever.
-    assert states == [(4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0)]
-
-
 @pytest.mark.parametrize("new_scale", [8, torch.full((1,), 8.0), torch.full((1,), 8.0, dtype=torch.float64)], ids=str)
 def test_new_scales_that_torch_names_and_refuses_are_taken(new_scale: Any) -> None:
     scaler = GradScaler("cpu")
@@ -126,9 +115,6 @@ def test_scales_that_ruin_the_run_at_torchs_are_refused(new_scale: float) -> Non
             call(given)
     run.iterate(1.0)
     assert (run.held, scaler.get_scale()) == ([[-2.0, -2.0]], 65536.0)
-
-
-# Steps that were skipped.
 
 
 # Fused optimizers.
@@ -172,6 +158,20 @@ def test_a_fused_step_that_raises_leaves_no_attributes_behind(
     with pytest.raises(RuntimeError, match="the optimizer failed"):
         run.iterate(1.0, explicit=explicit)
     assert not {"grad_scale", "found_inf"} & set(vars(run.optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_called(optimizer: str) -> None:
+    def begin() -> tuple[Small, Any]:
+        run = Small(GradScaler("cpu", init_scale=4.0), optimizer)
+        run.give(1.0)
+        return run, lambda: run.scaler.step(run.optimizer)
+
+    for run in interrupted_anywhere("/gradscale_torch/", begin):
+        run.scaler.update(4.0)
+        before = run.parameter.tolist()
+        run.iterate(1.0)
+        assert run.parameter.tolist() == [value - 1.0 for value in before]
 
 
 @explicit

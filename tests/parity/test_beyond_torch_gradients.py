@@ -313,7 +313,29 @@ def test_after_gradients_that_were_unscaled_in_part_no_step_is_made() -> None:
     run.put(16.0, torch.full((1,), 16.0).expand(2))
     with pytest.raises(InvalidValueError, match="overlaps itself"):
         run.scaler.unscale_(run.optimizer)
-    for call in (run.scaler.step, run.scaler.unscale_):
-        with pytest.raises(CallOrderError):
+    run.parameters[1].grad = torch.full((2,), 16.0)
+    # A look at the verdict makes none.
+    assert run.scaler._per_optimizer_states[id(run.optimizer)]["found_inf_per_device"] == {}
+    scaler = run.scaler
+    for call in (scaler.step, scaler.unscale_, scaler._check_inf_per_device, lambda _: scaler.update()):
+        with pytest.raises(CallOrderError, match="could not be unscaled completely"):
             call(run.optimizer)
     assert run.held == [[0.0, 0.0]] * 2
+    scaler.load_state_dict(scaler.state_dict())
+
+
+@explicit
+def test_ctrl_c_in_a_look_at_gradients_changes_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Small(GradScaler("cpu"))
+    run.give(1.0)
+    if explicit:
+        run.scaler.unscale_(run.optimizer)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.scaler._check_inf_per_device(run.optimizer)
+    monkeypatch.undo()
+    run.step()
+    assert run.held == [[-1.0, -1.0]]
