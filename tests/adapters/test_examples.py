@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from axes import require
+from commands import ran
 from programs import TORCHRUN, changed, interrupted, lines
 from worlds import mpi_command, mpi_environment
 
@@ -85,10 +86,7 @@ def launch(
     """Run an example, some of whose text may be replaced, on so many ranks."""
     need(program, size)
     path = changed(folder, EXAMPLES / program.name, *changes) if changes else EXAMPLES / program.name
-    command = program.command(size, path, *arguments.split())
-    return subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
+    return ran(*program.command(size, path, *arguments.split()), folder=folder, seconds=240, **environment)
 
 
 def printed(completed: subprocess.CompletedProcess[str]) -> list[str]:
@@ -175,8 +173,7 @@ def fsdp(method: str, size: int, rank: int) -> Any:
 
 def rl(size: int, rank: int) -> Any:
     where, ranks = everybody(size)
-    # The norm that the gradients are clipped to is that of all shards, so that all see it overflow.
-    skip = f"step 2: overflow injected on rank {rank}, seen by {ranks}; {ranks} skipped; scale 2^16 -> 2^15"
+    skip = f"step 2: overflow injected on rank {rank}, seen by rank {rank}; {ranks} skipped; scale 2^16 -> 2^15"
     counts = {"bf16": (3, 0), "fp16, no scaling": (3, 0), "fp16, gradscale": (2, 1)}
     last = f"verified: weights, schedule and scaler state are bit-identical on {where}, which skipped as one"
     shown = Shown([skip], counts, last, "fp16_rl.png", rounds_finer_in_fp16)
