@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import array_api_compat
 import numpy as np
 import pytest
 from array_api_compat import array_namespace
@@ -82,6 +83,9 @@ def of_reals(xp: Any, state: ScaleState, nonfinite: Any) -> ScaleState:
     )
 
 
+@pytest.mark.skipif(
+    np.__version__ < "2", reason="NumPy 1 is no oracle: with Python's numbers it makes 0-d arrays wider"
+)
 @pytest.mark.parametrize("update", [of_whole_numbers, of_reals])
 def test_each_operation_has_numpys_bits(cupy: Any, cupy_backend: Any, update: Any) -> None:
     assert_rule_is_written(cupy, cupy_backend, ruled(update))
@@ -111,6 +115,18 @@ def test_an_iteration_is_few_launches(cupy: Any, max_norm: float | None, value: 
     assert [entry[1] for entry in cupy.log if entry[0] == "launch"] == [*unscaling, "pack", "update"]
 
 
+@pytest.mark.skipif(
+    array_api_compat.__version__.startswith("1.11."), reason="array-api-compat 1.11 copies by modules of CuPy's own"
+)
+def test_a_count_of_another_device_has_no_kernel(cupy: Any, cupy_backend: Any) -> None:
+    policy = DynamicScale(init_scale=8.0)
+    state = policy.init(cupy.zeros((), dtype=np.float32))
+    with cupy.cuda.Device(1):
+        away = cupy.asarray(1, dtype=np.int32)
+    assert cupy_backend.update(policy, state, away).scale.get() == 4.0
+    assert [entry for entry in cupy.log if entry[0] == "launch"] == []
+
+
 @dataclasses.dataclass
 class Mutable:
     """A policy whose settings may be changed from one update to the next."""
@@ -131,10 +147,7 @@ def test_what_has_no_kernel_takes_the_pure_core(cupy: Any, cupy_backend: Any) ->
     for factor in (0.5, 0.25):
         mutable.factor = factor
         assert cupy_backend.update(mutable, state, count).scale.get() == 8.0 * factor
-    with cupy.cuda.Device(1):
-        away = cupy.asarray(1, dtype=np.int32)
-    for other in (count != 0, away):
-        assert cupy_backend.update(policy, state, other).scale.get() == 4.0
+    assert cupy_backend.update(policy, state, count != 0).scale.get() == 4.0
     spike = cupy_backend.pack(policy, state, count, about, code=cupy.asarray(3, dtype=np.int32))
     assert cupy_backend.read(spike)[:4] == [1, 0, 1, 3]
     assert [entry for entry in cupy.log if entry[0] == "launch"] == []
