@@ -89,17 +89,6 @@ def test_a_run_goes_on_exactly_from_any_iteration(arrays: Library, policy: Any) 
         assert run(arrays, first, SEQUENCE[cut : cut + 1]) == straight[cut : cut + 1]
 
 
-def test_a_copy_goes_its_own_way(arrays: Library) -> None:
-    first = GradScaler(growth_interval=1)
-    run(arrays, first, [1.0])
-    before = first.state_dict()
-    for road in ROADS:
-        other = ROADS[road](first)
-        run(arrays, other, [1.0, 1.0])
-        other.set_growth_interval(9)
-        assert first.state_dict() == before
-
-
 FACTORS = ["scale", "growth_factor", "backoff_factor", "growth_interval"]
 
 

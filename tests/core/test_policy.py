@@ -94,20 +94,6 @@ def test_any_number_but_zero_is_an_overflow(arrays: Library, dtype: str, value: 
     assert arrays.state(state) == (2.0 if value else 4.0, 0 if value else 1, 0, 0)
 
 
-GROWN_AT = {
-    "interval": [3, 6, 9, 14, 17],
-    "first_interval_plus_one": [4, 7, 10, 15, 18],
-    "interval_plus_one": [4, 8, 15],
-}
-
-
-@pytest.mark.parametrize("after", GROWN_AT)
-def test_growth_after_says_on_which_clean_step_growth_happens(arrays: Library, after: Any) -> None:
-    policy = DynamicScale(init_scale=1.0, growth_interval=3, growth_after=after)
-    got = [1.0, *scales(arrays, policy, "C" * 10 + "O" + "C" * 7)]
-    assert [step for step in range(1, len(got)) if got[step] > got[step - 1]] == GROWN_AT[after]
-
-
 @pytest.mark.numpy
 @given(
     scale=st.floats(SMALLEST, LARGEST, width=32),
@@ -129,12 +115,6 @@ def test_bounds_are_rounded_to_float32_so_that_they_can_be_honoured_exactly(arra
     policy = DynamicScale(init_scale=0.1, min_scale=0.1, max_scale=0.1)
     assert policy.min_scale == policy.max_scale == float(np.float32(0.1))
     assert set(scales(arrays, policy, "OOCC")) == {float(np.float32(0.1))}
-
-
-def test_clamp_moves_a_number_into_the_bounds() -> None:
-    policy = DynamicScale(min_scale=2.0, max_scale=2.0**20)
-    assert [policy.clamp(scale) for scale in (1.0, 2.0, 3.0, 2.0**21)] == [2.0, 2.0, 3.0, 2.0**20]
-    assert DynamicScale().clamp(LARGEST) == LARGEST
 
 
 # Tolerance of overflows.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import Library, opened
-from optimizers import Grouped, Recording, Tree, iterate, scaled
+from optimizers import Recording, Tree, iterate, scaled
 
 from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StepReport, registry
 from gradscale.core.backend import Backend
@@ -42,19 +42,6 @@ def test_one_bad_value_skips_the_step_and_backs_off(arrays: Library, bad: float,
     assert optimizer.steps == 0
     assert scaler.get_scale() == 32768.0
     assert scaler.last_step(optimizer) == StepReport(True, 65536.0, 1, "overflow", 1, 0, 1, by=0)
-
-
-def test_unscale_shows_the_true_gradients_before_the_step(arrays: Library) -> None:
-    scaler = GradScaler()
-    optimizer = Grouped(scaled(arrays, scaler, 8.0), scaled(arrays, scaler, 2.0))
-    scaler.unscale_(optimizer)
-    for grad, value in zip(optimizer.gradients(), (8.0, 2.0), strict=True):
-        arrays.assert_array(grad, [value])
-    # What is done to them in between (clipping) is what the optimizer steps with.
-    optimizer.parameters[0].grad = arrays.asarray([1.0])
-    scaler.step(optimizer)
-    arrays.assert_array(optimizer.seen[0][0], [1.0])
-    arrays.assert_array(optimizer.seen[0][1], [2.0])
 
 
 class Equal(Tree):

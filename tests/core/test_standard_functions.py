@@ -1,4 +1,4 @@
-"""What the core asks of an array library: exactly what gradscale.core.arithmetic lists, seen on array-api-strict."""
+"""What the core asks of an array library, seen on array-api-strict: exactly what it lists, and no value of a device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from optimizers import Tree
 import gradscale
 from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, presets
 from gradscale.core import arithmetic, clipping, summaries
+from gradscale.core.backend import Backend
 from gradscale.policies import spikes
 from gradscale.testing import run_ranks
 
@@ -93,8 +94,8 @@ def policies() -> list[Any]:
     return [*rules, *(DynamicScale(tolerance=0.3, **bound) for bound in BOUNDS), StaticScale(8.0), *known]
 
 
-def functional_step(library: Library, policy: Any) -> None:
-    """Use each function of the core once, with a clean step and with an overflow."""
+def functional_step(library: Library, policy: Any) -> Any:
+    """Use each function of the core once, with a clean step and with an overflow; the state after them."""
     gradients = [library.asarray([1.0, 2.0], dtype) for dtype in ("float32", "float64", "complex64", "complex128")]
     gradients.append(library.asarray([3], "int32"))
     bad = [library.asarray([math.inf])]
@@ -109,7 +110,8 @@ def functional_step(library: Library, policy: Any) -> None:
         state = policy.backoff(policy.update(state, nonfinite=nonfinite))
         policy.update(state, nonfinite=nonfinite != library.asarray(0, "int32"))
         policy.at_min_scale(state)
-    library.state(state)
+        arithmetic.fingerprint(state)
+    return state
 
 
 def several_devices(library: Library) -> None:
@@ -178,7 +180,7 @@ LISTED = {*arithmetic.STANDARD_FUNCTIONS, *arithmetic.STANDARD_DTYPES}
 
 def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict: Library, recorded: Recorded) -> None:
     for policy in policies():
-        functional_step(strict, policy)
+        strict.state(functional_step(strict, policy))
     several_devices(strict)
     for policy in (DynamicScale(), DynamicScale(at_min="raise")):
         train(strict, GradScaler(policy=policy))
@@ -215,3 +217,54 @@ def test_the_record_sees_a_function_that_the_core_uses_anew(strict: Library, rec
     assert (recorded.functions, recorded.members) == ({"isfinite", "tan"}, {"__pow__"})
     # What the test itself uses is not counted.
     assert (x + x, recorded.members)[1] == {"__pow__"}
+
+
+READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__buffer__")
+
+
+class HostReadError(Exception):
+    """A value was read."""
+
+
+@pytest.fixture
+def unreadable(strict: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that makes strict arrays unreadable from now on."""
+
+    def forbid() -> None:
+        kind = type(strict.asarray(1.0))
+        for name in READS:
+            if hasattr(kind, name):
+
+                def read(*_args: Any, _name: str = name, **_kwargs: Any) -> Any:
+                    raise HostReadError(_name)
+
+                monkeypatch.setattr(kind, name, read)
+
+    yield forbid
+    monkeypatch.undo()
+
+
+def test_the_pure_core_reads_nothing(strict: Library, unreadable: Any) -> None:
+    like = strict.asarray(1.0)
+    unreadable()
+    for policy in policies():
+        functional_step(strict, policy)
+    with pytest.raises(HostReadError):
+        bool(like)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["before step", "after unscale_"])
+def test_the_scaler_reads_only_in_step(strict: Library, unreadable: Any, explicit: bool) -> None:
+    class Reading(Backend):
+        def read(self, _x: Any, /) -> list[int]:
+            raise HostReadError
+
+    scaler, optimizer = GradScaler(backend=Reading()), Tree([strict.asarray([1.0])])
+    loss = strict.asarray(1.0)
+    unreadable()
+    scaler.scale(loss)
+    if explicit:
+        scaler.unscale_(optimizer)
+    with pytest.raises(HostReadError):
+        scaler.step(optimizer)
+    assert optimizer.steps == 0

@@ -76,11 +76,6 @@ def test_a_container_is_rebuilt_as_its_own_type(name: str) -> None:
     assert type(rebuild(leaves)) is type(given)
 
 
-def test_leaves_come_in_the_order_of_the_container() -> None:
-    given = {"b": [1, None], "a": Pair(2, Layer(3, (4,)))}
-    assert tree.flatten(given)[0] == [1, None, 2, 3, 4]
-
-
 def test_a_container_keeps_its_factory_and_order_and_is_rebuilt_without_the_checks_of_its_constructor() -> None:
     assert tree.map_leaves(lambda leaf: -leaf, defaultdict(list, {"a": 1}))["new"] == []
     assert list(tree.map_leaves(lambda leaf: -leaf, OrderedDict(b=1, a=2)).items()) == [("b", -1), ("a", -2)]
