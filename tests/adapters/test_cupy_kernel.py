@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from axes import require_program
+from exactness import assert_same, oracle
 from host_cupy import installed
 from host_kernels import SOURCE, ThreadsDoNotMeetError, add_squares, compiled, launch
 from hypothesis import given
@@ -44,13 +45,8 @@ def inverse(scale: float) -> Any:
 
 
 def product(x: Any, factor: Any, target: str) -> Any:
-    """Return what NumPy makes of it: rounded once in float32 or wider, and once more to what is stored."""
-    with np.errstate(all="ignore"):
-        if x.dtype.kind == "c":
-            parts = np.stack([x.real, x.imag], axis=-1)
-            return np.ascontiguousarray(parts * parts.dtype.type(factor)).view(x.dtype)[..., 0]
-        wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
-        return (wide * wide.dtype.type(factor)).astype(TYPES[target])
+    """Return what NumPy makes of it."""
+    return oracle(x, np.dtype(TYPES[target]), factor)[0]
 
 
 def planned(sources: list[Any], targets: list[Any], chunk: int) -> list[plans.Launch]:
@@ -85,23 +81,12 @@ def unscale_and_square(sources: list[Any], targets: list[Any], scale: float, chu
     return int(verdict), add_squares(np.concatenate([np.zeros(0), *sums]))
 
 
-def assert_same_bits(got: Any, expected: Any) -> None:
-    """Assert that two arrays hold the same numbers, signed zeros and subnormals included; a NaN is a NaN."""
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    wide = [np.ascontiguousarray(x).view(x.real.dtype) for x in (got, expected)]
-    nan = [np.isnan(x.astype(np.float64)) for x in wide]
-    np.testing.assert_array_equal(nan[0], nan[1])
-    bits = [np.where(isnan, 0, x.view(f"u{x.itemsize}")) for x, isnan in zip(wide, nan, strict=True)]
-    np.testing.assert_array_equal(bits[0], bits[1])
-
-
 def test_the_comparison_sees_each_wrong_answer() -> None:
     right = np.array([0.0, 1.0, np.nan], np.float32)
     wrong = [[-0.0, 1.0, np.nan], [0.0, 1.0000001, np.nan], [0.0, 1.0, np.inf], [np.nan, 1.0, np.nan]]
     for got in (*(np.array(values, np.float32) for values in wrong), right.astype(np.float64)):
         with pytest.raises(AssertionError):
-            assert_same_bits(got, right)
+            assert_same(got, right)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -121,7 +106,7 @@ def test_any_bits_become_what_numpy_makes_of_them(source: str, target: str, scal
         x = np.concatenate([x, halves, between, beside])
     made = np.zeros(x.shape, TYPES[target])
     assert unscale([x], [made], scale, chunk=1000) == 1
-    assert_same_bits(made, product(x, inverse(scale), target))
+    assert_same(made, product(x, inverse(scale), target))
 
 
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS, ids=lambda name: name)
@@ -154,7 +139,7 @@ def test_arrays_of_any_place_and_shape_are_unscaled_and_nothing_beside_them(
     else:
         assert unscale(sources, targets, 3.0, chunk) == 0
     for y, answer, (room, untouched, written) in zip(targets, expected, rooms, strict=True):
-        assert_same_bits(np.ascontiguousarray(y), np.ascontiguousarray(answer))
+        assert_same(np.ascontiguousarray(y), np.ascontiguousarray(answer))
         if not in_place:
             written[...] = 7
             np.testing.assert_array_equal(room, untouched)
@@ -194,7 +179,7 @@ def test_clipping_multiplies_by_a_factor_below_one_and_by_no_other(dtype: str, f
     by = np.array(factor, np.float32)
     launch(f"clip_{one.pair.partition('_')[0]}", one, 64, by)
     for got, x in zip(arrays, before, strict=True):
-        assert_same_bits(got, product(x, by, dtype) if factor < 1.0 else x)
+        assert_same(got, product(x, by, dtype) if factor < 1.0 else x)
 
 
 FLOAT32 = "-DGRADSCALE_SOURCE=float32", "-DGRADSCALE_TARGET=float32"

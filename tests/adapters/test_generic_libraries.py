@@ -93,7 +93,6 @@ def test_the_scaler_computes_once_for_each_step_of_dask(
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.tier("ranks")
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_scalers_plan_does_not_grow_from_iteration_to_iteration(dask: Library, optimizers: int) -> None:
     scaler = GradScaler(init_scale=8.0, policy=None, growth_interval=3)

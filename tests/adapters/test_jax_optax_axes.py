@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh
+from commands import python
 from optax_runs import assert_same_bits, optax
 
 import gradscale
@@ -102,8 +101,7 @@ assert gradscale_jax.scaled.__module__ == "gradscale_jax.transformation"
 
 
 def test_optax_is_imported_when_it_is_asked_for_and_the_error_names_the_extra() -> None:
-    command = [sys.executable, "-c", WITHOUT_OPTAX]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    found = python("-c", WITHOUT_OPTAX)
     assert found.returncode == 0, found.stderr
     for name in ("scaled", "scale_state", "verdict_of", "ScaledOptimizerState"):
         assert f"gradscale_jax.{name} needs optax" in found.stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes_jax import COUNT, P, gradscale_jax, jax, jnp, mesh
+from axes_jax import COUNT, P, assert_one_reduction, gradscale_jax, jax, jnp, mesh
 from optax_runs import HOWS, assert_close, assert_same_bits, drive, first_params, gradients, optax, plain_step
 from tiers import later
 
@@ -91,10 +91,7 @@ def test_ranks_with_losses_of_their_own_skip_together_by_one_message() -> None:
     mapped = jax.jit(jax.shard_map(step, mesh=mesh("data"), in_specs=spread, out_specs=spread))
     first = jax.tree.map(lambda leaf: jnp.stack([leaf] * COUNT), tx.init(jnp.zeros(2)))
     grads = np.ones((COUNT, 2), np.float32)
-    compiled = mapped.lower(first, np.ones(COUNT, np.float32), grads).compile().as_text()
-    reductions = [line for line in compiled.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line]
-    assert len(reductions) == 1, reductions
-    assert "s32[26]" in reductions[0]
+    assert_one_reduction(mapped, first, np.ones(COUNT, np.float32), grads)
 
     state = first
     for number in range(4):

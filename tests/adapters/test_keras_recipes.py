@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,9 @@ def told(backend: str, *arguments: str) -> dict[str, Any]:
     # Not imported here, where it would settle on a backend.
     if importlib.util.find_spec("keras") is None:
         require("keras")
-    inherited = os.environ.get("PYTHONPATH", "")
-    ended = subprocess.run(
-        [sys.executable, str(SUPPORT / "keras_runner.py"), *arguments],
-        env=os.environ
-        | {
-            "KERAS_BACKEND": backend,
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(SUPPORT), inherited))),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    variables = {"KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    ended = python(SUPPORT / "keras_runner.py", *arguments, seconds=200, **variables)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return answer

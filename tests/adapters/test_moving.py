@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from axes import require
 from batches import Batch, Case
-from recipe_blocks import INTEROP, blocks_on
+from recipe_blocks import INTEROP, blocks_on, run_on
 
 from gradscale import presets
 
@@ -20,8 +20,7 @@ OVERFLOWS = (1, 3, 8)  # of 8 batches
 
 def ran(system: str, block: str, **given: Any) -> dict[str, Any]:
     """Run a page's block with these names, and return all names that there are then."""
-    exec(compile(blocks_on(INTEROP / f"{system}.md")[block], f"{system}: {block}", "exec"), given)
-    return given
+    return run_on(INTEROP / f"{system}.md", block, **given)
 
 
 @pytest.mark.tier("quick")
@@ -38,17 +37,11 @@ def test_each_page_has_the_lines_before_and_after_and_what_loads_a_state() -> No
         assert name in presets.names()
 
 
-def torch_names(overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
-    """Return what the pages for torch take for granted."""
-    torch, recipes = require("torch"), importlib.import_module("recipe_scenarios")
-    model = recipes.made_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "loader": recipes.made_loader(),
-        "loss_of": recipes.Losses(overflows),
-    }
+def torch_names() -> dict[str, Any]:
+    """Return what the pages for torch take for granted; some batches overflow."""
+    require("torch")
+    names: dict[str, Any] = importlib.import_module("recipe_scenarios").granted(OVERFLOWS)
+    return names
 
 
 @pytest.mark.torch

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from axes import require
+from commands import python
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
@@ -247,7 +246,7 @@ for fast in {fast}:
     backend.summarize([got])
     print(got.tolist(), int(count), backend._unscale_all.__module__)
 """
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    completed = python("-c", code)
     assert completed.stdout.split() == ["[1.0]", "0", "gradscale_numpy.kernels"] * len(fast), completed.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from axes import require
 from axes_torch import GradScaler, torch
 from batches import Batch
+from recipe_blocks import run_on
 
 import gradscale
 
@@ -22,18 +22,16 @@ BATCHES, SPIKE = 72, 70
 
 def test_the_readmes_loop_skips_a_spike() -> None:
     scenarios: Any = importlib.import_module("spike_recipe_scenarios")
-    found = re.search(r"<!-- recipe: spikes -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None
     model = scenarios.made_model()
-    names: dict[str, Any] = {
+    given: dict[str, Any] = {
         "gradscale": gradscale,
         "GradScaler": GradScaler,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
-        "loader": scenarios.made_loader(),
+        "loader": scenarios.made_loader(BATCHES),
         "loss_of": scenarios.Spiking((SPIKE,)),
     }
-    exec(compile(found[1], README.name, "exec"), names)
+    names = run_on(README, "spikes", **given)
     skipped = [(report.iteration, report.reason, report.by) for report in names["scaler"].history if report.skipped]
     assert skipped == [(SPIKE, "spike", 0)]
 

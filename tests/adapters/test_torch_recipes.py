@@ -12,6 +12,7 @@ from axes import require
 from axes_torch import GradScaler, torch
 from batches import Batch, Case
 from hosts import Loader
+from recipe_blocks import TORCH_PAGE, blocks_on
 
 pytestmark = [
     pytest.mark.torch,
@@ -47,15 +48,8 @@ BATCH = Batch("recipe_scenarios", cases)
 
 def common(overflows: tuple[int, ...] = OVERFLOWS) -> dict[str, Any]:
     """Return what most recipes take for granted."""
-    model = recipes.made_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-        "scaler": GradScaler("cpu"),
-        "loss_of": recipes.Losses(overflows),
-    }
+    names: dict[str, Any] = recipes.granted(overflows)
+    return names | {"scaler": GradScaler("cpu")}
 
 
 def skips(scaler: Any) -> list[bool]:
@@ -73,7 +67,7 @@ def run_common(name: str, scaler_of: str = "", **more: Any) -> dict[str, Any]:
 
 
 def test_every_block_is_known() -> None:
-    assert set(recipes.blocks()) == NAMES
+    assert set(blocks_on(TORCH_PAGE)) == NAMES
 
 
 @pytest.mark.parametrize(
@@ -250,8 +244,7 @@ def test_the_trainer_skips_and_holds_the_schedule(capsys: pytest.CaptureFixture[
 
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(silent, False)}
-    loader = Loader(recipes.made_loader())
-    names = run_common("trainer", **given, module=Module(), options=options, loader=loader)
+    names = run_common("trainer", **given | {"loader": Loader(given["loader"])}, module=Module(), options=options)
     assert names["schedule"].last_epoch == 5
     assert "StepReport(skipped=True" in capsys.readouterr().out
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axes import require
+from commands import python
 from tiers import later
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("ranks")]
 
 RUNNER = Path(__file__).parents[1] / "support" / "jax_runner.py"
-LIMIT = 120  # seconds
 
 
 def run_processes(size: int) -> list[dict[str, Any]]:
@@ -26,24 +24,11 @@ def run_processes(size: int) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(RUNNER), str(rank), str(size), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors for _, errors in outputs)
-    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    with ThreadPoolExecutor(size) as pool:
+        ended = list(pool.map(lambda rank: python(RUNNER, rank, size, port, **environment), range(size)))
+    assert [process.returncode for process in ended] == [0] * size, "\n".join(process.stderr for process in ended)
+    return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
 
 @pytest.mark.parametrize("size", [2, *later("all", 3)])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from optimizers import Tree
+from scenarios import Counting
 
 from gradscale import ShardedGradScaler
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -17,19 +15,6 @@ pytestmark = pytest.mark.numpy
 LARGEST = 128  # bytes
 ITERATIONS = 3
 DTYPES = (np.float32, np.float16, np.float64, np.complex64)
-
-
-class Counting:
-    """A group that takes note of the bytes of each message."""
-
-    def __init__(self, group: ThreadCollectives) -> None:
-        self.rank, self.size = group.rank, group.size
-        self.sent: list[int] = []
-        self._group = group
-
-    def start_max(self, x: Any, /) -> Callable[[], Any]:
-        self.sent.append(x.nbytes)
-        return self._group.start_max(x)
 
 
 def sent_by_a_rank(group: ThreadCollectives, optimizers: int, gradients: int) -> list[int]:
@@ -47,7 +32,7 @@ def sent_by_a_rank(group: ThreadCollectives, optimizers: int, gradients: int) ->
             scaler.step(tree)
         scaler.update()
     assert [tree.steps for tree in trees] == [ITERATIONS - 1] * optimizers
-    return counting.sent
+    return [x.nbytes for x in counting.sent]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])

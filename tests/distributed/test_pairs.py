@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from axes import require
+from scenarios import SGD
 from tiers import examples
 
 import gradscale
@@ -63,36 +65,21 @@ CALLS: Program = (
 )
 
 
-class Optimizer:
-    """Notes each gradient that it is stepped with."""
-
-    def __init__(self) -> None:
-        self.grads: list[Any] = []
-        self.seen: list[list[float]] = []
-
-    def step(self) -> None:
-        self.seen.append([float(gradient[0]) for gradient in self.grads])
-
-
-class Other(Optimizer):
+class Other(SGD):
     """Of another class."""
 
 
-def optimizers_of_torch() -> dict[str, Any]:
-    """Return optimizers of torch that note each gradient."""
+def optimizers_of(library: str) -> dict[str, Any]:
+    """Return optimizers that count their steps, the last of another class."""
+    if library == "numpy":
+        return {"A": SGD(None), "B": SGD(None), "C": Other(None)}
     torch = require("torch")
-
-    def noting(base: Any) -> Any:
-        class Noting(base):  # type: ignore[misc]
-            def step(self, closure: Any = None) -> None:  # noqa: ARG002
-                gradients = [parameter.grad for parameter in self.param_groups[0]["params"]]
-                self.seen.append([float(gradient[0]) for gradient in gradients if gradient is not None])
-
-        optimizer = Noting([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-        optimizer.seen = []
-        return optimizer
-
-    return {"A": noting(torch.optim.SGD), "B": noting(torch.optim.SGD), "C": noting(torch.optim.Adagrad)}
+    kinds = {"A": torch.optim.SGD, "B": torch.optim.SGD, "C": torch.optim.Adagrad}
+    made = {name: kind([torch.nn.Parameter(torch.ones(3))], lr=0.1) for name, kind in kinds.items()}
+    for optimizer in made.values():
+        optimizer.steps = 0
+        optimizer.register_step_post_hook(lambda one, *_: setattr(one, "steps", one.steps + 1))
+    return made
 
 
 class Rank:
@@ -100,22 +87,17 @@ class Rank:
 
     def __init__(self, group: ThreadCollectives, library: str) -> None:
         self.is_torch = library == "torch"
-        self.group = group
-        self.optimizers: dict[str, Any]
-        self._array: Callable[[float, int], Any]
+        self.group, self.optimizers = group, optimizers_of(library)
+        kind: Any = gradscale.ShardedGradScaler
         if self.is_torch:
-            torch = require("torch")
-            import gradscale_torch
-
-            self._make = lambda: gradscale_torch.ShardedGradScaler("cpu", group=group, growth_interval=2, skip=RULE)
-            self._array = lambda value, size: torch.full((size,), value) if size else torch.tensor(value)
-            self.optimizers = optimizers_of_torch()
-        else:
-            self._make = lambda: gradscale.ShardedGradScaler(group=group, growth_interval=2, skip=RULE)
-            self._array = lambda value, size: np.full(size, value, np.float32) if size else np.float32(value)
-            self.optimizers = {"A": Optimizer(), "B": Optimizer(), "C": Other()}
+            kind = functools.partial(importlib.import_module("gradscale_torch").ShardedGradScaler, "cpu")
+        self._xp: Any = require(library)
+        self._make = lambda: kind(group=group, growth_interval=2, skip=RULE)
         self.scaler: Any = self._make()
         self._saved = self.scaler.state_dict()
+
+    def _array(self, value: float, *shape: int) -> Any:
+        return self._xp.full(shape, value, dtype=self._xp.float32)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Make one call, of a method here or of the scaler."""
@@ -123,13 +105,13 @@ class Rank:
         getattr(self if hasattr(self, name) else self.scaler, name)(*chosen)
 
     def scale(self, overflow: Any = None) -> None:
-        factor = float(self.scaler.scale(self._array(1.0, 0)))
+        factor = float(self.scaler.scale(self._array(1.0)))
         for name, optimizer in self.optimizers.items():
             value = math.inf if optimizer is overflow else TRUE[name] * factor
             self._put(optimizer, [self._array(value, 3)])
 
     def spike(self) -> None:
-        self.scaler.scale(self._array(1.0, 0), loss=100.0)
+        self.scaler.scale(self._array(1.0), loss=100.0)
 
     def _put(self, optimizer: Any, gradients: list[Any]) -> None:
         if self.is_torch:
@@ -191,8 +173,8 @@ class Outcome(NamedTuple):
 
     error: BaseException | None
     state: Any
-    seen: dict[str, list[list[float]]]
-    """By optimizer, the gradients of each of its steps."""
+    steps: dict[str, int]
+    """By optimizer."""
 
 
 def outcomes(programs: tuple[Program, Program], library: str) -> list[Outcome]:
@@ -207,10 +189,10 @@ def outcomes(programs: tuple[Program, Program], library: str) -> list[Outcome]:
         except BaseException as error:
             ended[group.rank] = Outcome(error, None, {})
             raise
-        seen = {name: optimizer.seen for name, optimizer in rank.optimizers.items()}
+        steps = {name: optimizer.steps for name, optimizer in rank.optimizers.items()}
         # Each rank's window holds its own losses.
         state = {name: value for name, value in rank.scaler.state_dict().items() if name != "spikes"}
-        ended[group.rank] = Outcome(None, state, seen)
+        ended[group.rank] = Outcome(None, state, steps)
 
     with contextlib.suppress(Exception):
         run_ranks(2, work)
@@ -238,8 +220,7 @@ def is_safe(ended: list[Outcome], own_gradients: bool) -> bool:
         return all(isinstance(one.error, gradscale.GradscaleError) for one in ended)
     if any(one.error is not None for one in ended) or ended[0].state != ended[1].state:
         return False
-    steps = [{name: len(seen) for name, seen in one.seen.items()} for one in ended]
-    return own_gradients or steps[0] == steps[1]
+    return own_gradients or ended[0].steps == ended[1].steps
 
 
 def cases() -> list[Any]:
@@ -272,9 +253,9 @@ def test_ranks_that_differ_in_one_call_fail_together_or_stay_equal(library: str,
 
 
 def test_ranks_that_end_apart_are_found() -> None:
-    ended, failed = Outcome(None, {"scale": 4.0}, {"A": [[1.0]]}), Outcome(gradscale.ScaleDesyncError(""), None, {})
+    ended, failed = Outcome(None, {"scale": 4.0}, {"A": 1}), Outcome(gradscale.ScaleDesyncError(""), None, {})
     assert is_safe([ended, ended], False)
     assert is_safe([failed, failed], False)
-    for other in (failed, ended._replace(state={"scale": 2.0}), ended._replace(seen={"A": []})):
+    for other in (failed, ended._replace(state={"scale": 2.0}), ended._replace(steps={"A": 0})):
         assert not is_safe([ended, other], False)
     assert not is_safe([failed, failed._replace(error=RuntimeError())], False)

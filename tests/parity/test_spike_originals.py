@@ -126,35 +126,3 @@ def test_a_preset_decides_as_its_original_but_for_the_originals_faults(name: str
     # In a fault they skip, and hardly ever do we.
     assert theirs[faults].all()
     assert found[faults].mean() < 0.1
-
-
-def decisions(original: Original, rule: Any, values: list[float]) -> tuple[list[bool], list[bool]]:
-    """Return whether an original and its preset skip the last values, after 128 that vary or not."""
-    given = np.float32(values)
-    theirs, ours = original(given)[0], ours_in("numpy", rule, np.stack([given, given], axis=1))
-    assert not theirs[:128].any()
-    assert not ours[:128].any()
-    return theirs[128:].tolist(), ours[128:].tolist()
-
-
-@pytest.mark.numpy
-def test_olmo_core_skips_a_value_that_equals_all_before_it_and_the_preset_does_not() -> None:
-    rule, original = ORIGINALS["OLMo-core"]
-    # Not the 64th value, at which it would begin.
-    varied = [1.0 + step % 2 for step in range(128)]
-    theirs, ours = decisions(original, rule, varied + [0.1] * 131)
-    assert (theirs[-4:], ours[-4:]) == ([False, True, True, True], [False] * 4)
-    # MaxText takes it: it asks what lies above so many deviations of 0.
-    rule, original = ORIGINALS["MaxText"]
-    assert [found[-3:] for found in decisions(original, rule, varied + [0.1] * 131)] == [[False] * 3] * 2
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["OLMo-core", "MaxText"])
-def test_originals_skip_128_steps_more_after_a_nan_and_presets_none(name: str, bad: float) -> None:
-    rule, original = ORIGINALS[name]
-    calm = [1.0 + step % 2 for step in range(128)]
-    theirs, ours = decisions(original, rule, [*calm, bad, *calm, *calm])
-    assert theirs == [True] * 129 + [False] * 127 + [False]
-    assert ours == [True] + [False] * 256

@@ -58,14 +58,6 @@ def test_every_public_method_of_torchs_and_the_constructor_take_torchs_arguments
         check_signature(getattr(ours, name), getattr(theirs, name))
 
 
-def test_positional_arguments_mean_what_they_mean_at_torchs(classes: dict[str, Pair]) -> None:
-    for name, arguments in {"GradScaler": (8.0, 3.0, 0.25, 7), "ShardedGradScaler": (8.0, 0.25, 3.0, 7)}.items():
-        ours, theirs = (make("cpu", *arguments, True) for make in classes[name])
-        assert ours.state_dict() == theirs.state_dict()
-        assert (ours.get_growth_factor(), ours.get_backoff_factor()) == (3.0, 0.25)
-        assert not any(make("cpu", *arguments, False).is_enabled() for make in classes[name])
-
-
 @pytest.mark.parametrize("value", [None, 0, 1, "", "yes", [], [0], 0.5], ids=repr)
 def test_enabled_takes_any_truth_value(makers: list[Any], value: Any) -> None:
     for make in makers:

@@ -2,143 +2,103 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from scenarios import SGD, raised, rank_and_size
+from scenarios import Counting, Trainer, loss, raised, rank_and_size
 
 import gradscale
-from gradscale import registry
 
 RULE = gradscale.SkipSpikes(window=8, min_values=4, of="loss")
 TIMEOUT = 60.0  # seconds
 
 
-class Counting:
-    """A group that counts its messages."""
-
-    def __init__(self, group: Any) -> None:
-        (self._group,) = registry.all_collectives_for(group, TIMEOUT)
-        self.rank, self.size = self._group.rank, self._group.size
-        self.messages = 0
-
-    def start_max(self, x: Any, /) -> Any:
-        self.messages += 1
-        return self._group.start_max(x)
+def trained(group: Any, library: str, steps: int = 0, **settings: Any) -> Trainer:
+    """Return a trainer of one optimizer with a rule, after usual steps."""
+    trainer = Trainer(group, library, 1, **{"timeout": TIMEOUT, "skip": RULE} | settings)
+    for _ in range(steps):
+        assert iterate(trainer, 1.0).reason == "stepped"
+    return trainer
 
 
-class Trained:
-    """One rank with a scaler of a library, and an optimizer whose scaled gradients are all finite."""
-
-    def __init__(self, group: Any, library: str, **settings: Any) -> None:
-        self.library = library
-        if library == "torch":
-            torch = importlib.import_module("torch")
-            parameter = torch.nn.Parameter(torch.zeros(3))
-            self.optimizer: Any = torch.optim.SGD([parameter], lr=1.0)
-            kind = importlib.import_module("gradscale_torch").ShardedGradScaler
-            self.scaler: Any = kind("cpu", group=group, timeout=TIMEOUT, **settings)
-        else:
-            self.optimizer = SGD(None)
-            self.scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, **settings)
-
-    def weights(self) -> float:
-        """Return what each step moves."""
-        if self.library == "torch":
-            return float(self.optimizer.param_groups[0]["params"][0].detach()[0])
-        return float(self.optimizer.steps)
-
-    def iterate(self, loss: float | None, *, refuses: bool = False, value: float = 1.0, explicit: bool = False) -> Any:
-        """Make one iteration, and return the report and whether the weights moved; None for a rank without a loss."""
-        before = self.weights()
-        if loss is not None:
-            array = np.float32(loss)
-            self.scaler.scale(array if self.library != "torch" else importlib.import_module("torch").tensor(array))
-        gradients = np.full(3, value * self.scaler.get_scale(), np.float32)
-        if self.library == "torch":
-            parameter = self.optimizer.param_groups[0]["params"][0]
-            parameter.grad = importlib.import_module("torch").from_numpy(gradients)
-        else:
-            self.optimizer.grads = [gradients]
-        if refuses:
-            self.scaler.refuse(self.optimizer)
-        if explicit:
-            self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        report = self.scaler.last_step(self.optimizer)
-        assert report.skipped == (self.weights() == before)
-        return report
+def iterate(
+    trainer: Trainer, value: float | None, *, refuses: bool = False, gradient: float = 1.0, explicit: bool = False
+) -> Any:
+    """Make one iteration with a loss, or with None on a rank without one; return the report."""
+    scaler, (optimizer,), before = trainer.scaler, trainer.optimizers, trainer.steps
+    if value is not None:
+        scaler.scale(loss(trainer.library, value))
+    trainer.fill(gradient * scaler.get_scale())
+    if refuses:
+        scaler.refuse(optimizer)
+    if explicit:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    assert report.skipped == (trainer.steps == before)
+    return report
 
 
 def bad_on(group: Any, bad_rank: int, reason: str, library: str, explicit: bool) -> Any:
     """Let one rank see a spike or refuse a step, between usual ones, beside a lower rank that does so, too."""
     rank, size = rank_and_size(group)
-    trained = Trained(group, library, skip=RULE, init_scale=4.0, growth_interval=1, policy=None)
-    for _ in range(5):
-        assert trained.iterate(1.0).reason == "stepped"
-    scale = trained.scaler.get_scale()
+    trainer = trained(group, library, 5, init_scale=4.0, growth_interval=1)
+    scale = trainer.scaler.get_scale()
     # The last rank is bad as well, of which the lowest is told.
     is_bad = rank in (bad_rank, size - 1)
-    loss = 50.0 if is_bad and reason == "spike" else 1.0
-    report = trained.iterate(loss, refuses=is_bad and reason == "refused", explicit=explicit)
+    value = 50.0 if is_bad and reason == "spike" else 1.0
+    report = iterate(trainer, value, refuses=is_bad and reason == "refused", explicit=explicit)
     assert (report.reason, report.by, report.skipped) == (reason, bad_rank, True)
-    assert trained.scaler.get_scale() == scale
-    assert trained.iterate(1.0).reason == "stepped"
-    assert trained.scaler.get_scale() == 2 * scale
-    return trained.scaler.state_dict()
+    assert trainer.scaler.get_scale() == scale
+    assert iterate(trainer, 1.0).reason == "stepped"
+    assert trainer.scaler.get_scale() == 2 * scale
+    return trainer.scaler.state_dict()
 
 
 def gravest(group: Any, library: str) -> Any:
     """Let the first rank see a spike, the second refuse the step and then the last have an overflow."""
     rank, size = rank_and_size(group)
-    trained = Trained(group, library, skip=RULE, init_scale=4.0)
-    for _ in range(5):
-        trained.iterate(1.0)
-    refused = trained.iterate(50.0 if rank == 0 else 1.0, refuses=rank == 1)
-    value = np.inf if rank == size - 1 else 1.0
-    overflow = trained.iterate(50.0 if rank == 0 else 1.0, refuses=rank == 0, value=value)
+    trainer = trained(group, library, 5, init_scale=4.0)
+    value = 50.0 if rank == 0 else 1.0
+    refused = iterate(trainer, value, refuses=rank == 1)
+    overflow = iterate(trainer, value, refuses=rank == 0, gradient=np.inf if rank == size - 1 else 1.0)
     assert (refused.reason, refused.by, overflow.reason, overflow.by) == ("refused", 1, "overflow", size - 1)
-    assert trained.scaler.get_scale() == 2.0
-    return trained.scaler.state_dict()
+    assert trainer.scaler.get_scale() == 2.0
+    return trainer.scaler.state_dict()
 
 
 def without_a_loss(group: Any, library: str) -> Any:
     """Let the last rank alone have a loss, as in a pipeline."""
     rank, size = rank_and_size(group)
     is_last = rank == size - 1
-    trained = Trained(group, library, skip=RULE, policy=gradscale.StaticScale(1.0), **_backend(library))
+    backend: Any = {} if library == "torch" else {"backend": library}
+    trainer = trained(group, library, policy=gradscale.StaticScale(1.0), **backend)
     for _ in range(5):
-        trained.iterate(1.0 if is_last else None)
-    report = trained.iterate(50.0 if is_last else None)
+        iterate(trainer, 1.0 if is_last else None)
+    report = iterate(trainer, 50.0 if is_last else None)
     assert (report.reason, report.by) == ("spike", size - 1)
     return report
-
-
-def _backend(library: str) -> dict[str, Any]:
-    return {} if library == "torch" else {"backend": library}
 
 
 def another_rule(group: Any, odd_rank: int) -> str:
     """Let one rank hold another rule."""
     rank, _ = rank_and_size(group)
     rule = gradscale.SkipSpikes(window=9) if rank == odd_rank else RULE
-    error = raised(gradscale.ScaleDesyncError, lambda: Trained(group, "numpy", skip=rule).iterate(1.0))
+    error = raised(gradscale.ScaleDesyncError, lambda: trained(group, "numpy", 1, skip=rule))
     return str(error)[str(error).index("diagnose=") :].partition(".")[0]
 
 
 def refused_too_late(group: Any) -> None:
     """Refuse a step of which the other ranks have heard, which is then made."""
-    trained = Trained(group, "numpy")
-    trained.iterate(1.0)
-    trained.scaler.scale(np.float32(1.0))
-    trained.optimizer.grads = [np.ones(3, np.float32)]
-    trained.scaler.unscale_(trained.optimizer)
-    raised(gradscale.CallOrderError, lambda: trained.scaler.refuse(trained.optimizer), "has told the other ranks")
-    trained.scaler.step(trained.optimizer)
-    assert trained.scaler.last_step(trained.optimizer).reason == "stepped"
+    trainer = trained(group, "numpy", 1, skip=None)
+    scaler, (optimizer,) = trainer.scaler, trainer.optimizers
+    trainer.refill()
+    scaler.unscale_(optimizer)
+    raised(gradscale.CallOrderError, lambda: scaler.refuse(optimizer), "has told the other ranks")
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).reason == "stepped"
 
 
 def losses_of(rank: int, steps: int) -> Iterator[float]:
@@ -155,10 +115,10 @@ def losses_of(rank: int, steps: int) -> Iterator[float]:
 def decisions(group: Any, library: str, steps: int) -> list[tuple[str, int | None]]:
     """Return how each of many steps with other losses on each rank ended; one message each."""
     counting = Counting(group)
-    trained = Trained(counting, library, skip=RULE, policy=gradscale.StaticScale(1.0))
-    reports = [trained.iterate(loss) for loss in losses_of(counting.rank, steps)]
+    trainer = trained(counting, library, policy=gradscale.StaticScale(1.0))
+    reports = [iterate(trainer, value) for value in losses_of(counting.rank, steps)]
     # One more compares the versions, unless another scaler has done so.
-    assert counting.messages in (steps, steps + 1)
+    assert len(counting.sent) in (steps, steps + 1)
     return [(report.reason, report.by) for report in reports]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from recipe_blocks import INTEROP, JAX_PAGE, TORCH_PAGE, blocks_on
+from recipe_blocks import INTEROP, JAX_PAGE, TORCH_PAGE, run_on
 
 import gradscale
 from gradscale import presets
@@ -60,17 +60,17 @@ def recipe(overflows: list[int], folder: Path) -> dict[str, Any]:
     inputs, targets = made_pairs(overflows)
     names = {"model": made_model(), "inputs": inputs, "targets": targets}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(blocks_on(JAX_PAGE if IS_JAX else TORCH_PAGE)["keras"], "keras recipe", "exec"), names)
+        names = run_on(JAX_PAGE if IS_JAX else TORCH_PAGE, "keras", **names)
     model = names["model"]
     answer: dict[str, Any] = {"recipe": told(model), "scale": scale_in(model.optimizer)}
     if not IS_JAX:
         answer["skipped"] = [report.skipped for report in names["scaler"].history]
 
-    page = blocks_on(INTEROP / "keras.md")
-    for name, block in (("own", page["before"] + page["state"]), ("moved", page[f"after_{keras.config.backend()}"])):
+    for name, blocks in (("own", ("before", "state")), ("moved", (f"after_{keras.config.backend()}",))):
         names |= {"model": made_model()}
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(block, f"from Keras: {name}", "exec"), names)
+            for block in blocks:
+                names = run_on(INTEROP / "keras.md", block, **names)
         answer[name] = told(names["model"])
     saved = names["foreign"].state_dict
     answer |= {"own_scale": [saved["scale"], saved["_growth_tracker"]], "moved_scale": scale_in(names["optimizer"])}
@@ -122,7 +122,6 @@ def calls() -> dict[str, Any]:
         "seen": seen,
         "saved": repr(again.policy if IS_JAX else again.scaler.state_dict()["policy"]),
         "kept": repr(policy if IS_JAX else optimizer.scaler.state_dict()["policy"]),
-        "built in another process": again.built,
         "no scaler": raised(lambda: made(keras.optimizers.SGD(1.0), 1024.0)),
         "no variables": raised(lambda: optimizer.apply([grads])),
         "bad state": raised(lambda: keras.saving.deserialize_keras_object(bad)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,10 @@ __all__ = ["Momentum", "of", "overflow"]
 
 
 class Weight(np.ndarray[Any, Any]):
-    """An array with a gradient."""
+    """An array with a gradient, and a key of mappings by its identity, as tensors are."""
 
     grad: Any = None
-
-
-class Keyed(dict[Any, Any]):
-    """A mapping by identity, as one of tensors is."""
-
-    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self.pairs = list(pairs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for key, _ in self.pairs)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def items(self) -> Any:
-        """Return the pairs."""
-        return list(self.pairs)
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class Momentum:
@@ -41,8 +23,9 @@ class Momentum:
     def __init__(self, count: int = 2) -> None:
         self.weights = [np.ones(3, np.float32).view(Weight) for _ in range(count)]
         self.param_groups = [{"params": self.weights, "param_names": [f"layer.{k}" for k in range(count)]}]
-        held = [{"exp_avg": np.zeros(3, np.float32), "step": np.int32(0)} for _ in self.weights]
-        self.state = Keyed(zip(self.weights, held, strict=True))
+        self.state: dict[Any, Any] = {
+            weight: {"exp_avg": np.zeros(3, np.float32), "step": np.int32(0)} for weight in self.weights
+        }
 
     def step(self) -> None:
         """Leave the weights as they are."""
@@ -50,7 +33,7 @@ class Momentum:
 
 def of(optimizer: Momentum, k: int) -> dict[str, Any]:
     """Return the state of one weight."""
-    held: dict[str, Any] = optimizer.state.pairs[k][1]
+    held: dict[str, Any] = optimizer.state[optimizer.weights[k]]
     return held
 
 

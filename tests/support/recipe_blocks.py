@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-__all__ = ["INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on"]
+__all__ = ["INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "run_on"]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
@@ -18,3 +19,9 @@ def blocks_on(page: Path) -> dict[str, str]:
     found = re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert len({name for name, _ in found}) == len(found)
     return dict(found)
+
+
+def run_on(page: Path, name: str, /, **given: Any) -> dict[str, Any]:
+    """Run a recipe of a page with these names, and return all names that there are then."""
+    exec(compile(blocks_on(page)[name], f"{page.name}: {name}", "exec"), given)
+    return given

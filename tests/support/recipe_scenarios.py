@@ -10,23 +10,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from recipe_blocks import TORCH_PAGE, blocks_on
+from recipe_blocks import TORCH_PAGE, run_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from gradscale_torch import GradScaler
+
 __all__ = [
-    *("BATCHES", "FEATURES", "Losses", "blocks", "made_model", "made_parts", "overflowing", "pairs"),
-    *("run_block", "run_case"),
+    *("BATCHES", "FEATURES", "Losses", "granted", "made_loader", "made_model", "made_parts", "overflowing", "pairs"),
+    *("run_block", "run_case", "sharded_by_torchtitan"),
 ]
 
 BATCHES, FEATURES = 8, 6
 PARTS = 4  # of a pipeline, two on each of two ranks
-
-
-def blocks() -> dict[str, str]:
-    """Return the page's blocks of Python by their names."""
-    return blocks_on(TORCH_PAGE)
 
 
 def made_model(seed: int = 0) -> nn.Sequential:
@@ -36,9 +33,9 @@ def made_model(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1))
 
 
-def made_loader() -> list[Tensor]:
+def made_loader(batches: int = BATCHES) -> list[Tensor]:
     """Return the batches, of 8 examples each."""
-    return list(torch.randn((BATCHES, 8, FEATURES), generator=torch.Generator().manual_seed(1)))
+    return list(torch.randn((batches, 8, FEATURES), generator=torch.Generator().manual_seed(1)))
 
 
 def pairs() -> list[tuple[Tensor, Tensor]]:
@@ -83,11 +80,18 @@ class Losses:
         return loss * torch.inf if next(self.calls) in self.overflows else loss
 
 
+def granted(overflows: Collection[int]) -> dict[str, Any]:
+    """Return what most pages take for granted; some losses are infinite."""
+    model = made_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    names = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": made_loader()}
+    return names | {"loss_of": Losses(overflows)}
+
+
 def run_block(name: str, **given: Any) -> dict[str, Any]:
     """Run a block of the page with these names, and return all names that there are then."""
-    names = {"loader": made_loader(), "loss_of": Losses()} | given
-    exec(compile(blocks()[name], f"{TORCH_PAGE.name}: {name}", "exec"), names)
-    return names
+    return run_on(TORCH_PAGE, name, **{"loader": made_loader(), "loss_of": Losses()} | given)
 
 
 def run_case(group: Any, name: str, *args: Any) -> Any:
@@ -127,8 +131,6 @@ def accelerate_fsdp2(group: Any, folder: str) -> dict[str, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
-
-    from gradscale_torch import GradScaler
 
     rank, size = str(dist.get_rank(group)), str(dist.get_world_size(group))
     # The group is there already; accelerate wants its address all the same.
@@ -181,31 +183,31 @@ class OptimizersContainer(torch.optim.Optimizer):
             optimizer.zero_grad(*args, **kwargs)
 
 
-def torchtitan(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
-    """Train with torchtitan's own containers, of a fused optimizer and another one; one rank overflows."""
+def sharded_by_torchtitan(
+    group: Any, dtype: torch.dtype, groups: dict[str, dict[str, Any]], steps: int
+) -> dict[str, Any]:
+    """Return a model in a low precision over the ranks, and torchtitan's containers for groups by their patterns."""
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
-    from gradscale_torch import GradScaler
-
-    rank, mesh = dist.get_rank(group), init_device_mesh("cpu", (dist.get_world_size(group),))
-    model = made_model()
-    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model, mesh = made_model(), init_device_mesh("cpu", (dist.get_world_size(group),))
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.children(), model):
         fully_shard(module, mesh=mesh, mp_policy=half)
-    groups = [
-        ParamGroupConfig(pattern="weight", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01}),
-        ParamGroupConfig(pattern="bias", optimizer_name="Adam", optimizer_kwargs={"lr": 0.01, "fused": False}),
-    ]
-    optimizers = OptimizersContainer(OptimizersContainer.Config(param_groups=groups), model_parts=[model])
-    schedules = LRSchedulersContainer.Config(warmup_steps=BATCHES)
-    given = {
-        "model": model,
-        "optimizers": optimizers,
-        "lr_schedulers": schedules.build(optimizers=optimizers, training_steps=BATCHES),
-        "scaler": GradScaler("cpu"),
-        "loss_of": Losses(overflows if rank == bad_rank else ()),
+    configs = [ParamGroupConfig(pattern=pattern, **config) for pattern, config in groups.items()]
+    optimizers = OptimizersContainer(OptimizersContainer.Config(param_groups=configs), model_parts=[model])
+    schedules = LRSchedulersContainer.Config(warmup_steps=steps).build(optimizers=optimizers, training_steps=steps)
+    return {"model": model, "optimizers": optimizers, "lr_schedulers": schedules}
+
+
+def torchtitan(group: Any, overflows: tuple[int, ...], bad_rank: int) -> dict[str, Any]:
+    """Train with torchtitan's own containers, of a fused optimizer and another one; one rank overflows."""
+    groups = {
+        "weight": {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01}},
+        "bias": {"optimizer_name": "Adam", "optimizer_kwargs": {"lr": 0.01, "fused": False}},
     }
-    names = run_block("torchtitan", **given)
+    given = sharded_by_torchtitan(group, torch.float16, groups, BATCHES)
+    optimizers, losses = given["optimizers"], Losses(overflows if dist.get_rank(group) == bad_rank else ())
+    names = run_block("torchtitan", **given, scaler=GradScaler("cpu"), loss_of=losses)
     return {
         "skipped": [report.iteration for report in names["scaler"].history if report.skipped],
         "steps": {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()},

@@ -58,9 +58,9 @@ def gradients(library: str, value: float = 1.0) -> list[Any]:
     return [xp.full(shape, value * 65536.0, dtype=xp.float32) for shape in SHAPES]
 
 
-def loss(library: str) -> Any:
+def loss(library: str, value: float = 65536.0) -> Any:
     """Return a 0-d float32 of a library."""
-    return gradients(library)[-1]
+    return gradients(library, value / 65536.0)[-1]
 
 
 def iterate(scaler: Any, optimizer: SGD, grads: list[Any]) -> gradscale.StepReport:
@@ -231,6 +231,20 @@ class Alone:
         return lambda: x
 
 
+class Counting:
+    """A group that keeps its messages."""
+
+    def __init__(self, group: Any) -> None:
+        (self._group,) = registry.all_collectives_for(group, TIMEOUT)
+        self.rank, self.size = self._group.rank, self._group.size
+        self.sent: list[Any] = []
+
+    def start_max(self, x: Any, /) -> Any:
+        """Send a message."""
+        self.sent.append(x)
+        return self._group.start_max(x)
+
+
 def callbacks_on(group: Any, bad_rank: int, grouped: str) -> Any:
     """Make a clean iteration and one with an overflow on one rank; callbacks are told on rank 0, or on every rank."""
     skips: list[Any] = []
@@ -372,7 +386,6 @@ class Trainer:
 
             self.scaler = gradscale_torch.ShardedGradScaler("cpu", group=group, **settings)
         self.optimizers = [self.optimizer() for _ in range(count)]
-        self.refill()
 
     def optimizer(self) -> Any:
         """Return a new optimizer."""
@@ -392,6 +405,10 @@ class Trainer:
     def refill(self, value: float = 1.0) -> None:
         """Call ``scale``, and give every optimizer gradients anew."""
         self.scaler.scale(loss(self.library.split()[0]))
+        self.fill(value)
+
+    def fill(self, value: float) -> None:
+        """Give every optimizer gradients anew."""
         for optimizer in self.optimizers:
             if self.library == "numpy":
                 optimizer.grads = [np.full(3, value, np.float32)]

@@ -10,30 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fsdp_scenarios import TIMEOUT, Collectives, started
+from fsdp_scenarios import FSDP2, Collectives, Setup, make_scaler, started
 from scenarios import raised, rank_and_size
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 
 import gradscale
-import gradscale_torch
 
 # Steps of 1 in the direction of the gradient are easy to read off.
 LEARNING_RATE = 1.0
 
 
-def make_scaler(library: str, **settings: Any) -> Any:
-    """Return a sharded scaler for the CPU."""
-    if library == "torch":
-        return TorchShardedGradScaler("cpu", **settings)
-    return gradscale_torch.ShardedGradScaler("cpu", **{"timeout": TIMEOUT} | settings)
-
-
-def make_optimizer(name: str, parameters: Sequence[Tensor], **options: Any) -> Any:
-    """Return an optimizer of torch that counts, in ``real_steps``, how often it has been called."""
-    optimizer = getattr(torch.optim, name)(parameters, lr=LEARNING_RATE, **options)
+def make_optimizer(parameters: Sequence[Tensor], **options: Any) -> Any:
+    """Return an SGD that counts, in ``real_steps``, how often it has been called."""
+    optimizer: Any = torch.optim.SGD(parameters, lr=LEARNING_RATE, **options)
     optimizer.real_steps = 0
 
     def count(*_: Any) -> None:
@@ -76,7 +67,7 @@ def train(group: Any, library: str, bad: Sequence[int], value: float = math.inf,
         A rank that has no gradients in the second iteration, and one that never calls ``scale``.
     """
     rank, _ = rank_and_size(group)
-    scaler = make_scaler(library, init_scale=4.0, growth_interval=2)
+    scaler = make_scaler(Setup("FSDP1"), library, init_scale=4.0, growth_interval=2)
     parameters = parameters_with(4.0, 4.0)
     name = settings.get("optimizer", "SGD")
     kind = Speaking if name == "SGD" else getattr(torch.optim, name)
@@ -171,11 +162,6 @@ def never_scaled(group: Any, silent: int, is_fused: bool) -> None:
 # DTensors, and the plain scaler.
 
 
-def plain_scaler(**settings: Any) -> Any:
-    """Return a plain scaler for the CPU."""
-    return gradscale_torch.GradScaler("cpu", init_scale=4.0, timeout=TIMEOUT, **settings)
-
-
 def as_dtensor(mesh: Any, local: Tensor) -> DTensor:
     """Return a DTensor sharded over all dimensions of a mesh, of which this is the rank's part."""
     return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim)
@@ -198,9 +184,9 @@ def no_gradient_of_a_mesh(group: Any, empty_rank: int, max_norm: float | None) -
     """Have no gradient on one rank, with DTensors and the plain scaler, where torch's fails and leaves the others."""
     rank, size = rank_and_size(group)
     expected, step = math.sqrt(2 * (size - 1)), 1.0
-    scaler = plain_scaler()
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
     parameter = sharded(init_device_mesh("cpu", (size,)), None if rank == empty_rank else 4.0)
-    optimizer = make_optimizer("SGD", [parameter])
+    optimizer = make_optimizer([parameter])
     scaler.scale(loss())
     if max_norm is not None:
         norm = scaler.unscale_(optimizer, max_norm=max_norm).item()
@@ -213,11 +199,13 @@ def no_gradient_of_a_mesh(group: Any, empty_rank: int, max_norm: float | None) -
 
 
 def clip_of_a_mesh(group: Any, bad_rank: int, value: float) -> None:
-    """Clip DTensors by their norm, of which one rank's part is not finite: that rank is named, and no other."""
+    """Clip DTensors by their norm, of which one part is not finite: that and its rank are counted, and no other."""
     rank, size = rank_and_size(group)
-    scaler = plain_scaler()
-    parameter = sharded(init_device_mesh("cpu", (size,)), value if rank == bad_rank else 4.0)
-    optimizer = make_optimizer("SGD", [parameter])
+    # Products of a scale below 1 are judged.
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=0.5)
+    mesh = init_device_mesh("cpu", (size,))
+    parameters = [sharded(mesh, 4.0), sharded(mesh, value if rank == bad_rank else 4.0)]
+    optimizer = make_optimizer(parameters)
     scaler.scale(loss())
     assert not math.isfinite(scaler.unscale_(optimizer, max_norm=1.0).item())
     scaler.step(optimizer)
@@ -230,8 +218,8 @@ def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
     is_bad = group.rank() == bad_rank
     meshes = [init_device_mesh("cpu", shape) for shape in ((group.size(),), (group.size(), 1))]
     parameters = [sharded(mesh, math.inf if is_bad else 4.0) for mesh in meshes]
-    scaler = plain_scaler(**{"group": group} if is_given else {})
-    optimizer = make_optimizer("SGD", parameters)
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, **{"group": group} if is_given else {})
+    optimizer = make_optimizer(parameters)
     scaler.scale(loss())
     if not is_given:
         said = *map(repr, meshes), "group="
@@ -247,9 +235,9 @@ def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
 
 def clip_dtensors_and_plain_tensors(group: Any) -> None:
     """Clip while unscaling what has no norm that is defined: DTensors beside plain tensors."""
-    scaler = plain_scaler()
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
     (plain,) = parameters_with(4.0)
-    optimizer = make_optimizer("SGD", [sharded(init_device_mesh("cpu", (group.size(),)), 4.0), plain], foreach=False)
+    optimizer = make_optimizer([sharded(init_device_mesh("cpu", (group.size(),)), 4.0), plain], foreach=False)
     scaler.scale(loss())
     raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5))
     assert plain.grad is not None
