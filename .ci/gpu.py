@@ -112,7 +112,7 @@ def requirements(said: str) -> list[str]:
 def registered(folder: Path) -> None:
     """Write what makes a checkout's adapters known to a Python in which it is not installed."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["gradscale.backends"]
-    version = re.findall(r'^__version__ = "(.*)"$', (ROOT / "gradscale" / "__init__.py").read_text(), re.MULTILINE)
+    version = re.findall(r'^__version__ = "(.*)"$', (ROOT / "gradscale" / "version.py").read_text(), re.MULTILINE)
     made = folder / f"gradscale-{version[0]}.dist-info"
     made.mkdir()
     (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gradscale\nVersion: {version[0]}\n")

@@ -31,7 +31,6 @@ import typing
 
 # Each name is imported as itself, which makes it public, in place of a list in __all__: of the classes in such a list
 # help(gradscale) would print every method.
-from gradscale import testing as testing
 from gradscale.core import registry as registry
 from gradscale.core import tree as tree
 from gradscale.core.backend import Backend as Backend
@@ -60,30 +59,31 @@ from gradscale.errors import StateDictError as StateDictError
 from gradscale.policies.dynamic import DynamicScale as DynamicScale
 from gradscale.policies.dynamic import StaticScale as StaticScale
 from gradscale.policies.spikes import SkipSpikes as SkipSpikes
-from gradscale.reports.overflow import OverflowReport as OverflowReport
-from gradscale.reports.overflow import ParameterReport as ParameterReport
-from gradscale.reports.steps import StepReport as StepReport
-from gradscale.reports.steps import UpdateReport as UpdateReport
 from gradscale.scaler.group_agreement import GroupAgreement as GroupAgreement
+from gradscale.scaler.overflow import OverflowReport as OverflowReport
+from gradscale.scaler.overflow import ParameterReport as ParameterReport
+from gradscale.scaler.reports import StepReport as StepReport
+from gradscale.scaler.reports import UpdateReport as UpdateReport
 from gradscale.scaler.scaler import GradScaler as GradScaler
 from gradscale.scaler.scaler import ShardedGradScaler as ShardedGradScaler
+from gradscale.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
-    from gradscale.interop.foreign import ForeignState as ForeignState
-    from gradscale.interop.foreign import load_foreign_state as load_foreign_state
+    from gradscale import testing as testing
     from gradscale.policies import presets as presets
-    from gradscale.reports import callbacks as callbacks
-    from gradscale.reports import plot as plot
-
-__version__ = "0.1.0"
+    from gradscale.tools import callbacks as callbacks
+    from gradscale.tools import plot as plot
+    from gradscale.tools.foreign import ForeignState as ForeignState
+    from gradscale.tools.foreign import load_foreign_state as load_foreign_state
 
 # What a training loop may do without is loaded when it is asked for, and would double the time of the import.
 _LATER = {
-    "ForeignState": "gradscale.interop.foreign",
-    "load_foreign_state": "gradscale.interop.foreign",
-    "callbacks": "gradscale.reports.callbacks",
-    "plot": "gradscale.reports.plot",
+    "ForeignState": "gradscale.tools.foreign",
+    "load_foreign_state": "gradscale.tools.foreign",
+    "callbacks": "gradscale.tools.callbacks",
+    "plot": "gradscale.tools.plot",
     "presets": "gradscale.policies.presets",
+    "testing": "gradscale.testing",
 }
 
 
@@ -99,6 +99,6 @@ def __getattr__(name: str) -> typing.Any:
 
 def __dir__() -> list[str]:
     """Return the public names."""
-    modules = ("registry", "testing", "tree")
+    modules = ("registry", "tree")
     own = {name for name, found in globals().items() if name in modules or not isinstance(found, type(typing))}
     return sorted({"__version__", *_LATER, *(name for name in own if not name.startswith("_"))})

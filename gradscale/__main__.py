@@ -14,7 +14,7 @@ def main() -> None:
     """Run the command line; exit with 3 and the pip command when what it is made with is not installed."""
     try:
         with needs("the command line", "cli"):
-            from gradscale.cli.app import run
+            from gradscale.tools.cli.app import run
     except BackendNotAvailableError as error:
         print(f"gradscale: {error}", file=sys.stderr)
         sys.exit(3)

@@ -14,7 +14,7 @@ from array_api_compat import array_namespace
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
-from gradscale.groups import GroupWait
+from gradscale.waiting import GroupWait
 from gradscale_cupy.availability import explained, nccl_module, refuse_capture, require_nccl
 from gradscale_cupy.events import forget, is_over, keep_until
 

@@ -18,7 +18,7 @@ from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
-from gradscale.groups import GroupWait, on_fork, refuse_forked
+from gradscale.waiting import GroupWait, on_fork, refuse_forked
 
 with needs("gradscale_numpy.mpi", "mpi"):
     try:

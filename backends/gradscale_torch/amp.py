@@ -25,12 +25,11 @@ from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.spikes import SkipSpikes
-from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports
-from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.iteration import Parts, Stage
+from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.parts import Pending
+from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports, StepReport
 from gradscale.scaler.scaler import (
     DEFAULT_TIMEOUT,
     agree_over,

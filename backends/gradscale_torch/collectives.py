@@ -26,7 +26,7 @@ from gradscale.core import vector
 from gradscale.core.protocols import Array
 from gradscale.core.vector import FLAGS, LENGTH
 from gradscale.errors import BackendError, InvalidValueError
-from gradscale.groups import GroupWait, poll
+from gradscale.waiting import GroupWait, poll
 from gradscale_torch import groups
 from gradscale_torch.verdicts import MOST_COUNTED, integers, is_capturing, refuse_capture
 

@@ -19,7 +19,7 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
-from gradscale.groups import on_fork, poll, refuse_forked
+from gradscale.waiting import on_fork, poll, refuse_forked
 
 __all__ = [
     "HOST_BACKENDS",

@@ -8,7 +8,7 @@ import torch
 
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.extras import needs
-from gradscale.reports.steps import StepReport
+from gradscale.scaler.reports import StepReport
 from gradscale_torch.amp import GradScaler
 
 with needs("gradscale_torch.plugins", "lightning"):

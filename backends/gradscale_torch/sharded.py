@@ -15,7 +15,7 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidValueError
 from gradscale.policies.spikes import SkipSpikes
-from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
 from gradscale.scaler.scaler import DEFAULT_TIMEOUT, checked_arguments
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.collectives import TorchCollectives

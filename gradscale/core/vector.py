@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import importlib
 import itertools
 import math
 import numbers
@@ -40,6 +39,7 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32, float32_from_bits, round_to_float32
 from gradscale.errors import InvalidTypeError, ScaleDesyncError
+from gradscale.version import __version__
 
 __all__ = [
     "ABOUT",
@@ -276,10 +276,9 @@ def greeting() -> list[int]:
 
     ``release`` is the version's three numbers; ``build`` is a hash of the whole version and of the form of messages.
     """
-    own: str = importlib.import_module("gradscale").__version__
-    major, minor, micro = map(int, re.findall(r"\d+", f"{own}.0.0")[:3])
+    major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
-    form = own, FLAGS, _FIELDS, _OPTIMIZER_BITS, _CALL_BITS, _REST_BITS, _GROUP_BITS, _SCALER_BITS
+    form = __version__, FLAGS, _FIELDS, _OPTIMIZER_BITS, _CALL_BITS, _REST_BITS, _GROUP_BITS, _SCALER_BITS
     build = zlib.crc32(ascii(form).encode()) & 0x7FFFFFFF
     return [release, -release, build, -build]
 

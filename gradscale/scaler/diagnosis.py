@@ -19,10 +19,10 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary, count_nonfinite
 from gradscale.core.vector import Purpose, Verdict
 from gradscale.errors import GradscaleError, InvalidTypeError
-from gradscale.reports.overflow import OverflowReport, ParameterReport, RankReport
-from gradscale.reports.overflow import gather as gather_reports
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
+from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
+from gradscale.scaler.overflow import gather as gather_reports
 
 __all__ = ["Asked", "Diagnosis"]
 

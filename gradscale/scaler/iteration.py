@@ -24,11 +24,10 @@ from gradscale.errors import (
     ScaleDesyncError,
 )
 from gradscale.policies.spikes import SpikeState
-from gradscale.reports.overflow import NO_GRADIENTS
-from gradscale.reports.recorder import Reports
-from gradscale.reports.steps import StepReport
 from gradscale.scaler.agreement import Agreement, Ballot, take_lists
+from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.parts import LiveState, Pending, Request, Scaling, Unscaler
+from gradscale.scaler.reports import Reports, StepReport
 from gradscale.scaler.spikes import Judged, Losses, Spikes
 
 __all__ = ["Iteration", "Parts", "Stage", "Turn"]

@@ -21,16 +21,24 @@ from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.plain import plain_rule
 from gradscale.policies.spikes import SkipSpikes, SpikeState
-from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.recorder import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports, step_report
-from gradscale.reports.steps import StepReport, UpdateReport
 from gradscale.scaler import checkpoint, stepper
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.live_state import ArrayState, checked_scale, numbers_of
+from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.parts import LiveState, Pending
+from gradscale.scaler.reports import (
+    HISTORY_SIZE,
+    Diagnose,
+    OnSkip,
+    OnUpdate,
+    Reports,
+    StepReport,
+    UpdateReport,
+    step_report,
+)
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.spikes import Spikes, checked_loss, is_loss
 from gradscale.scaler.unscaler import ArrayUnscaler, Clip

@@ -14,8 +14,8 @@ from optimizers import Tree
 import gradscale
 from gradscale import InvalidTypeError, InvalidValueError
 from gradscale.errors import LogWriteError
-from gradscale.reports.callbacks import JSONLines, LogUpdates, TensorBoard, read_log
-from gradscale.reports.steps import StepReport, UpdateReport
+from gradscale.scaler.reports import StepReport, UpdateReport
+from gradscale.tools.callbacks import JSONLines, LogUpdates, TensorBoard, read_log
 
 
 def update(

@@ -189,7 +189,7 @@ def test_an_adapter_that_modifies_its_input_or_loses_the_sign_of_zero_fails(said
     with opened("numpy") as library:
         wrong = type("Wrong", (Core,), NUMPYS_WRONG[said])(library)
     with pytest.raises(AssertionError, match=said):
-        gradscale.testing.conformance._check_unscale(wrong, state, [np.array([-0.0], np.float32)], 65536.0)
+        gradscale.tools.testing.conformance._check_unscale(wrong, state, [np.array([-0.0], np.float32)], 65536.0)
 
 
 @pytest.mark.numpy

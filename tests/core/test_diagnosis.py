@@ -12,7 +12,7 @@ from libraries import Library
 from optimizers import Grouped, Parameter, Tree, scaled
 
 from gradscale import CallOrderError, DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale
-from gradscale.reports.overflow import ParameterReport, find_cause
+from gradscale.scaler.overflow import ParameterReport, find_cause
 
 LONG = True
 

@@ -11,10 +11,10 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
-from gradscale.reports.recorder import Reports
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.iteration import Iteration, Parts
 from gradscale.scaler.live_state import ArrayState
+from gradscale.scaler.reports import Reports
 from gradscale.scaler.scaling import ArrayScaling
 from gradscale.scaler.unscaler import ArrayFound, ArrayUnscaler
 from gradscale.scaler.verdict import PendingVerdict

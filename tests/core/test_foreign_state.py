@@ -11,7 +11,7 @@ import pytest
 from libraries import Library
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StateDictError, StaticScale
-from gradscale.interop.foreign import load_foreign_state
+from gradscale.tools.foreign import load_foreign_state
 
 TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 5}
 MEGATRON = {"scale": 4096.0, "growth_tracker": 3, "hysteresis_tracker": 1}

@@ -27,9 +27,9 @@ import gradscale
 from gradscale import DynamicScale, GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, presets, tree
 from gradscale.core import validation
 from gradscale.core.messages import shown
-from gradscale.policies import simulation
-from gradscale.reports.logs import read_log
 from gradscale.testing import run_ranks
+from gradscale.tools import simulation
+from gradscale.tools.logs import read_log
 
 pytestmark = pytest.mark.numpy
 

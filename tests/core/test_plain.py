@@ -16,8 +16,8 @@ from optimizers import Tree, iterate
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleState, StaticScale, presets
 from gradscale.policies.plain import first_state, plain_rule
-from gradscale.policies.simulation import Gradients, measured, recorded, simulate
 from gradscale.scaler.live_state import ArrayState
+from gradscale.tools.simulation import Gradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
 

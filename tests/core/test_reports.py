@@ -13,7 +13,7 @@ from libraries import Library
 from optimizers import Tree, iterate, scaled
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleUnderflowError, UpdateReport
-from gradscale.reports.recorder import Reports
+from gradscale.scaler.reports import Reports
 
 RUN = [1.0, math.inf, 2.0, math.nan, 3.0]
 

@@ -161,7 +161,7 @@ def test_versions_that_differ_are_noted_in_the_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], versions: list[str | None]
 ) -> None:
     require("cli")
-    module = importlib.import_module("gradscale.cli.check")
+    module = importlib.import_module("gradscale.tools.cli.check")
     reported: list[dict[str, Any]] = [
         {"host": "here", "cores": 2, "versions": {} if version is None else {"numpy": version}} for version in versions
     ]
@@ -241,7 +241,7 @@ def test_a_rank_under_bare_srun_that_dies_before_it_joins_says_who_it_is(tmp_pat
     require("cli")
     kill = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
     (tmp_path / "sitecustomize.py").write_text(
-        f"import os, sys\nif 'gradscale.cli.check_rank' in sys.orig_argv: {kill}"
+        f"import os, sys\nif 'gradscale.tools.cli.check_rank' in sys.orig_argv: {kill}"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "gradscale", "check", "--group", "mpi"]

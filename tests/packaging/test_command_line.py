@@ -63,7 +63,7 @@ def test_whatever_ends_it_is_one_line(
     said: str,
 ) -> None:
     require("cli")
-    from gradscale.cli import app
+    from gradscale.tools.cli import app
 
     def ended(**_: object) -> None:
         raise ending
@@ -80,7 +80,7 @@ def test_where_there_is_no_terminal_lines_have_120_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     require("cli")
-    from gradscale.cli.output import console
+    from gradscale.tools.cli.output import console
 
     console().print("a" * 300)
     assert [len(line) for line in capsys.readouterr().out.splitlines()] == [120, 120, 60]

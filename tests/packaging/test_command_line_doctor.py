@@ -78,8 +78,8 @@ def test_numpy_works_and_is_used() -> None:
 @pytest.mark.tier("quick")
 def test_under_mpiexec_what_is_used_is_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require("cli")
-    from gradscale.cli import doctor as command
-    from gradscale.cli.probe import find
+    from gradscale.tools.cli import doctor as command
+    from gradscale.tools.cli.probe import find
 
     for name in LAUNCHED:
         monkeypatch.setenv(name, "1")

@@ -11,7 +11,7 @@ from axes import require
 from commands import python
 from host_nccl import installed
 
-from gradscale.cli import probe
+from gradscale.tools.cli import probe
 
 pytestmark = [pytest.mark.numpy, pytest.mark.tier("all")]
 

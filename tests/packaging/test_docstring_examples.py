@@ -14,7 +14,8 @@ import pytest
 from axes import require
 
 import gradscale
-from gradscale.policies import presets, simulation
+from gradscale.policies import presets
+from gradscale.tools import simulation
 
 FEWEST, MOST = 3, 8  # lines of an example: of all, and of code
 PARSER = doctest.DocTestParser()
@@ -56,7 +57,7 @@ def run(name: str, documented: Any) -> None:
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_an_example_runs(name: str) -> None:
     require("numpy")
-    if name.startswith("gradscale.reports.plot."):
+    if name.startswith("gradscale.tools.plot."):
         require("plot")
     run(name, PURE[name])
 
@@ -88,4 +89,4 @@ def test_a_missing_example_and_a_wrong_one_are_seen(text: str, said: str) -> Non
 
 def test_all_public_names_are_asked() -> None:
     assert len(PURE) >= 35
-    assert {"gradscale.policies.presets.named", "gradscale.reports.logs.JSONLines"} <= set(PURE)
+    assert {"gradscale.policies.presets.named", "gradscale.tools.logs.JSONLines"} <= set(PURE)

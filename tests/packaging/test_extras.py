@@ -37,7 +37,7 @@ else:
 # Begins the line that an uncaught exception ends with.
 RAISED = "gradscale.errors.MissingExtraError: "
 DRAW = (
-    "from gradscale import DynamicScale, plot; from gradscale.policies.simulation import simulate; "
+    "from gradscale import DynamicScale, plot; from gradscale.tools.simulation import simulate; "
     "plot.simulation([simulate(DynamicScale(), 'CO', name='a')], 'x.png')"
 )
 # What is run, without which libraries, and who says that they are missing, with which extras.

@@ -11,9 +11,9 @@ from axes import require
 from optimizers import Tree
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, StaticScale, plot
-from gradscale.policies.simulation import simulate
-from gradscale.reports.callbacks import JSONLines
-from gradscale.reports.steps import UpdateReport
+from gradscale.scaler.reports import UpdateReport
+from gradscale.tools.callbacks import JSONLines
+from gradscale.tools.simulation import simulate
 
 pytestmark = pytest.mark.usefixtures("library")
 REPORTS = [UpdateReport(i, 8.0 / i, i == 2, 0, ()) for i in (1, 2, 3)]

@@ -57,7 +57,10 @@ def loaded_after(*statements: str) -> set[str]:
         (["import gradscale", "gradscale.GradScaler()", "gradscale.registry.names()"], set()),
         (["import gradscale, numpy"], {"numpy"}),
         # The page of help.
-        (["from gradscale.cli.app import run", "try: run(['--help'])", "except SystemExit: pass"], {"typer", "rich"}),
+        (
+            ["from gradscale.tools.cli.app import run", "try: run(['--help'])", "except SystemExit: pass"],
+            {"typer", "rich"},
+        ),
         (["import gradscale, numpy", "gradscale.GradScaler().scale(numpy.float32(1.0))"], {"numpy", "gradscale_numpy"}),
     ],
     ids=["scaler", "numpy", "help", "scale"],

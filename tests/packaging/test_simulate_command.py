@@ -18,7 +18,7 @@ def run(*arguments: str) -> tuple[int, str]:
     typer = require("cli")
     from typer.testing import CliRunner
 
-    from gradscale.cli.simulate import simulate
+    from gradscale.tools.cli.simulate import simulate
 
     app = typer.Typer()
     app.command()(simulate)
@@ -118,7 +118,7 @@ def test_no_number_is_broken_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatc
     require("cli")
     from rich.console import Console
 
-    monkeypatch.setattr("gradscale.cli.simulate.console", lambda: Console(width=width))
+    monkeypatch.setattr("gradscale.tools.cli.simulate.console", lambda: Console(width=width))
     code, output = run("-p", "torch", "-p", "megatron:hysteresis=3", "COC")
     assert code == 0
     lines = output.splitlines()

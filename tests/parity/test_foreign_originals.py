@@ -21,7 +21,7 @@ from optimizers import Tree, iterate
 from tiers import examples
 
 from gradscale import GradScaler, ScaleUnderflowError
-from gradscale.interop.foreign import ForeignState, load_foreign_state
+from gradscale.tools.foreign import ForeignState, load_foreign_state
 
 # Before Keras is imported; its default is TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "numpy")

@@ -17,6 +17,7 @@ from group_scenarios import fresh
 from scenarios import Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
+from gradscale.core import vector
 
 ORDER = "optimizer from 0 to 1 (here {}), numbered in the order in which the scaler has met them"
 CALLS = {
@@ -253,7 +254,7 @@ def other_version(group: Any, odd_rank: int, version: str, kind: str) -> None:
         trainer = Trainer(given, "numpy" if kind == "list" else kind, 1)
         call = lambda: trainer.iterate((0,))  # noqa: E731
     said = f"two builds of version {own}" if version.startswith(own) else f"versions from {min(own, version)} to "
-    with mock.patch.object(gradscale, "__version__", version if rank == odd_rank else own):
+    with mock.patch.object(vector, "__version__", version if rank == odd_rank else own):
         raised(gradscale.ScaleDesyncError, call, said, f"rank {rank} of {size}")
         raised(again, call)
     if kind != "agreement":

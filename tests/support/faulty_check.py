@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gradscale.cli import app, check, check_rank
 from gradscale.core import vector
+from gradscale.tools.cli import app, check, check_rank
 
 FOR_EVER = 1e6
 IS_RANK = "--rank"

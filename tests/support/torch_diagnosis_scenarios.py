@@ -32,7 +32,7 @@ from torch_sharded_scenarios import as_dtensor, sharded
 
 import gradscale
 from gradscale import OverflowReport, StepReport
-from gradscale.reports.callbacks import every_rank
+from gradscale.tools.callbacks import every_rank
 from gradscale_torch import verdicts
 
 LEARNING_RATE = 0.25

@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 
 from gradscale.core import validation
 from gradscale.errors import InvalidTypeError
-from gradscale.reports.logs import JSONLines, read_log
-from gradscale.reports.overflow import OverflowReport
-from gradscale.reports.steps import StepReport, UpdateReport
+from gradscale.scaler.overflow import OverflowReport
+from gradscale.scaler.reports import StepReport, UpdateReport
+from gradscale.tools.logs import JSONLines, read_log
 
 __all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
 

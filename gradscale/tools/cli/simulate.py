@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from gradscale.cli.output import console, print_json, table
 from gradscale.core.messages import key_names
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_FLOAT32
 from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.policies import presets
 from gradscale.policies.plain import LARGEST_FLOAT16
-from gradscale.policies.simulation import Gradients, Simulation, measured, recorded
-from gradscale.policies.simulation import simulate as run_policy
-from gradscale.reports import plot as plots
-from gradscale.reports.logs import read_log
+from gradscale.tools import plot as plots
+from gradscale.tools.cli.output import console, print_json, table
+from gradscale.tools.logs import read_log
+from gradscale.tools.simulation import Gradients, Simulation, measured, recorded
+from gradscale.tools.simulation import simulate as run_policy
 
 __all__ = ["simulate"]
 

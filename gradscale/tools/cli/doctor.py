@@ -17,10 +17,10 @@ import typer
 from rich.table import Table
 
 import gradscale
-from gradscale.cli.output import console, error_line, print_json, seconds, table
-from gradscale.cli.probe import Component, Details, components, find
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
 from gradscale.extras import with_place
+from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
+from gradscale.tools.cli.probe import Component, Details, components, find
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -61,7 +61,7 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
         for component, modules in zip(chosen, missing, strict=True):
             if not modules:
                 started[component.name] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "gradscale.cli.probe", component.name],
+                    [sys.executable, "-P", "-m", "gradscale.tools.cli.probe", component.name],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

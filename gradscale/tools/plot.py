@@ -12,9 +12,9 @@ from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
 from gradscale.policies.plain import LARGEST_FLOAT16
-from gradscale.policies.simulation import Simulation
-from gradscale.reports.logs import read_log, row_of
-from gradscale.reports.steps import StepReport, UpdateReport
+from gradscale.scaler.reports import StepReport, UpdateReport
+from gradscale.tools.logs import read_log, row_of
+from gradscale.tools.simulation import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     Parameters
     ----------
     results : Simulation or sequence of Simulation
-        From :func:`gradscale.policies.simulation.simulate`.
+        From :func:`gradscale.tools.simulation.simulate`.
     path : str or os.PathLike, optional
         A file to save to; its suffix gives the format.
 
@@ -149,7 +149,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     Examples
     --------
     >>> import gradscale
-    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> from gradscale.tools.simulation import recorded, simulate
     >>> run = simulate(gradscale.presets.torch(), recorded("CCOC"), name="torch")
     >>> gradscale.plot.simulation(run).axes[0].get_title(loc="left")
     'torch: 1 of 4 steps skipped (25 %)'
@@ -157,7 +157,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
         msg = (
-            f"results must be at least one Simulation, as gradscale.policies.simulation.simulate() returns, "
+            f"results must be at least one Simulation, as gradscale.tools.simulation.simulate() returns, "
             f"got {shown(results)}"
         )
         raise InvalidTypeError(msg)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
-from gradscale.reports.steps import StepReport, UpdateReport
+from gradscale.scaler.reports import StepReport, UpdateReport
 
 __all__ = ["JSONLines", "read_log", "row_of"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, groups
-from gradscale.groups import GroupWait, poll
+from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, waiting
+from gradscale.waiting import GroupWait, poll
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(groups, "time", made)
+    monkeypatch.setattr(waiting, "time", made)
     return made
 
 

@@ -23,13 +23,13 @@ from typing import Annotated
 
 import typer
 
-from gradscale.cli.check_rank import MARGIN, Message, Page, Problem, Settings
-from gradscale.cli.output import console, error_line, print_json, seconds, table
 from gradscale.extras import needs
+from gradscale.tools.cli.check_rank import MARGIN, Message, Page, Problem, Settings
+from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
 
 __all__ = ["RANK_PROGRAM", "check"]
 
-RANK_PROGRAM = ("-P", "-m", "gradscale.cli.check_rank")
+RANK_PROGRAM = ("-P", "-m", "gradscale.tools.cli.check_rank")
 """Python's arguments for one rank; its settings follow."""
 
 _COMMANDS = (

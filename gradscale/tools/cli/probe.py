@@ -1,6 +1,6 @@
 """The libraries that gradscale has adapters for, and a short use of each.
 
-``python -m gradscale.cli.probe NAME`` uses one and prints a line of JSON: what it did, versions, and what it found.
+``python -m gradscale.tools.cli.probe NAME`` uses one and prints a line of JSON: what it did, and versions.
 A failure is a traceback and an exit code, or whatever a broken library makes of the process.
 """
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 import gradscale
-from gradscale.cli.check import check
-from gradscale.cli.doctor import doctor
-from gradscale.cli.output import error_line
-from gradscale.cli.simulate import simulate
 from gradscale.errors import GradscaleError
+from gradscale.tools.cli.check import check
+from gradscale.tools.cli.doctor import doctor
+from gradscale.tools.cli.output import error_line
+from gradscale.tools.cli.simulate import simulate
 
 __all__ = ["run"]
 

@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import gradscale
-from gradscale.cli.probe import mpi_library
 from gradscale.core import registry, vector
 from gradscale.core.protocols import Array, Collectives
 from gradscale.errors import BackendError, CollectiveTimeoutError
+from gradscale.tools.cli.probe import mpi_library
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -37,7 +37,7 @@ class Gradients:
 
     Examples
     --------
-    >>> from gradscale.policies.simulation import Gradients, simulate
+    >>> from gradscale.tools.simulation import Gradients, simulate
     >>> from gradscale import presets
     >>> gradients = Gradients(largest=[0.5, 1.0, 2.0])
     >>> simulate(presets.torch(), gradients).skipped
@@ -82,7 +82,7 @@ class Simulation:
     Examples
     --------
     >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> from gradscale.tools.simulation import recorded, simulate
     >>> run = simulate(presets.torch(), recorded("COO"))
     >>> (run.steps, run.skipped_steps, run.final_scale)
     (3, 2, 16384.0)
@@ -141,7 +141,7 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
     Examples
     --------
     >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> from gradscale.tools.simulation import recorded, simulate
     >>> simulate(presets.megatron(hysteresis=2), recorded("OCO")).final_scale
     2147483648.0
     """
@@ -167,7 +167,7 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
     Examples
     --------
     >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import measured, simulate
+    >>> from gradscale.tools.simulation import measured, simulate
     >>> run = simulate(presets.torch(), measured([0.5, 2.0, 0.5]))  # 2.0 times 65536 overflows
     >>> run.skipped
     (False, True, False)
@@ -210,7 +210,7 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     Examples
     --------
     >>> from gradscale import presets
-    >>> from gradscale.policies.simulation import recorded, simulate
+    >>> from gradscale.tools.simulation import recorded, simulate
     >>> run = simulate(presets.torch(growth_interval=2), recorded("CCOC"))
     >>> run.scale
     (65536.0, 65536.0, 131072.0, 65536.0)

@@ -1,1 +1,0 @@
-"""Saved states of other systems."""

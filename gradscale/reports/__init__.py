@@ -1,1 +1,0 @@
-"""Reports of steps and iterations, diagnoses, logs and pictures."""

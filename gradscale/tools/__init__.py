@@ -1,0 +1,1 @@
+"""What people use beside a training loop: the command line, pictures, logs, simulation, other scalers, tests."""

@@ -1,0 +1,1 @@
+"""What gradscale.testing offers."""
