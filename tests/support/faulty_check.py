@@ -41,7 +41,7 @@ class Deaf:
 def put_in(kind: str, faulty: int) -> None:
     """Make the rank of this process fail if it is the one."""
 
-    class Stages(check_rank.Stages):
+    class Rank(check_rank.Rank):
         def has(self, other: str) -> bool:
             return (other, self.world.rank) == (kind, faulty)
 
@@ -67,21 +67,14 @@ def put_in(kind: str, faulty: int) -> None:
         def clean_step(self, scale: float = check_rank.SCALE) -> Any:
             return super().clean_step(2 * scale if self.has("desync") else scale)
 
-    class Conversation(check_rank.Conversation):
-        def say(self, goes_on: bool) -> None:
-            # Only rank 0 says anything, at first that it is there.
-            if (kind, faulty) == ("late", 0):
-                time.sleep(FOR_EVER)
-            super().say(goes_on)
-
-    vars(check_rank).update(Stages=Stages, Conversation=Conversation)
+    vars(check_rank).update(Rank=Rank)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == IS_RANK:
         kind, _, rank = sys.argv[2].partition(":")
         put_in(kind, int(rank))
-        check_rank.main(json.loads(sys.argv[3]))
+        check_rank.main(*json.loads(sys.argv[3]))
     else:
         check.RANK_PROGRAM = (__file__, IS_RANK, sys.argv[1])
         app.run(["check", *sys.argv[2:]])

@@ -1,36 +1,35 @@
 """``gradscale check``: a self-test of agreement over the real group, under mpiexec or torchrun.
 
-The process that mpiexec or torchrun has started supervises one rank, its only child, which alone uses MPI or torch. So
-it can still speak when the rank dies or hangs, and the launcher learns of a death only after rank 0 has reported.
+The process that mpiexec or torchrun has started runs one rank as its only child, which alone uses MPI or torch. So it
+can still speak when the rank dies or hangs, and the launcher, which ends all ranks when one has failed, learns of a
+death only after rank 0 has reported.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from enum import StrEnum
+from collections.abc import Sequence
 from itertools import groupby
+from multiprocessing.connection import Connection
 from typing import Annotated
 
 import typer
 
 from gradscale.extras import needs
-from gradscale.tools.cli.check_rank import MARGIN, Message, Page, Problem, Settings
+from gradscale.tools.cli.check_rank import END, MARGIN, Page, named
 from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
 
-__all__ = ["RANK_PROGRAM", "check"]
+__all__ = ["RANK_PROGRAM", "check", "show"]
 
 RANK_PROGRAM = ("-P", "-m", "gradscale.tools.cli.check_rank")
-"""Python's arguments for one rank; its settings follow."""
+"""Python's arguments for one rank; those of its ``main`` follow."""
 
 _COMMANDS = (
     "mpiexec -n 4 python -m gradscale check --group mpi, or "
@@ -47,15 +46,8 @@ _LONGEST = 1e6  # seconds
 _GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
 
 
-class Group(StrEnum):
-    """What the ranks agree over."""
-
-    mpi = "mpi"
-    torch = "torch"
-
-
 def _known(group: str | None) -> str | None:
-    if group not in (None, *Group):
+    if group not in (None, *_GROUPS):
         msg = f"must be mpi or torch, got {group!r}; with CUDA devices torch uses NCCL by itself"
         raise typer.BadParameter(msg)
     return group
@@ -78,28 +70,30 @@ def check(
     latency of one agreement is measured. torch.distributed uses nccl if each rank has a CUDA device, else gloo. Rank 0
     prints one page. The exit code is 1 on every rank if anything failed, and the rank to blame is named.
     """
-    chosen = Group(group) if group else _detect()
+    chosen = group or _detect()
     with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
         pass
-
-    def show(page: Page) -> None:
-        if as_json:
-            print_json(page | {"notes": _notes(page)})
-        else:
-            _print_page(page)
-        for problem in page["problems"]:
-            error_line(f"check: {_describe(problem)}")
-
     rank, size = _launched(_RANKS, 0), _launched(_SIZES, 1)
     if rank == 0:
         # All that a rank imports takes its time.
         starting = f"starting {_ranks(size)} over {_GROUPS[chosen][0]}, with up to {timeout:g} s for each stage"
         print(f"gradscale check: {starting}", file=sys.stderr, flush=True)
-    settings = Settings(group=chosen, timeout=timeout, rank=rank, size=size, descriptor=-1)
-    raise typer.Exit(_supervise(settings, show))
+
+    connection, theirs = multiprocessing.Pipe()
+    os.set_inheritable(theirs.fileno(), True)
+    command = [sys.executable, *RANK_PROGRAM, json.dumps([chosen, timeout, rank, size, theirs.fileno()])]
+    # The rank inherits the launcher's connections, too.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
+    theirs.close()
+    try:
+        code = _watch(process, connection, rank, size, as_json)
+    finally:
+        process.kill()
+        process.wait()
+    raise typer.Exit(code)
 
 
-def _detect() -> Group:
+def _detect() -> str:
     """Return the group that the environment speaks of."""
     by_torchrun = all(name in os.environ for name in _TORCH)
     by_mpiexec = any(name in os.environ for name in _MPI)
@@ -107,87 +101,64 @@ def _detect() -> Group:
         found = "both mpiexec and torchrun have" if by_mpiexec else "neither mpiexec nor torchrun has"
         msg = f"give --group mpi or --group torch: {found} started this process. Start it with {_COMMANDS}"
         raise typer.BadParameter(msg, param_hint="--group")
-    return Group.torch if by_torchrun else Group.mpi
-
-
-class _Rank:
-    """One rank in a process of its own, and what it has said."""
-
-    def __init__(self, settings: Settings, show: Callable[[Page], None]) -> None:
-        self._show, self._timeout = show, settings["timeout"]
-        # By the launcher's word, until it has joined.
-        self._rank, self._size = settings["rank"], settings["size"]
-        self._has_joined = False
-        self._stage, self._limit, self._deadline = "its start", 0.0, math.inf
-        self._code: int | None = None
-        self._connection, theirs = multiprocessing.Pipe()
-        os.set_inheritable(theirs.fileno(), True)
-        command = [sys.executable, *RANK_PROGRAM, json.dumps(settings | {"descriptor": theirs.fileno()})]
-        # The rank inherits the launcher's connections, too.
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
-        theirs.close()
-
-    def __str__(self) -> str:
-        return f"rank {self._rank} of {self._size} ({socket.gethostname()}, process {self.process.pid})"
-
-    def watch(self) -> int:
-        """Heed messages until the rank ends or its time in a stage is over; return the exit code."""
-        while self._connection.poll(max(min(self._deadline - time.monotonic(), _LONGEST), 0.0)):
-            try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                return self._ended()
-            self._heed(message)
-        hint = "it hangs" if self._has_joined else "some rank has not come to it"
-        error_line(f"check: {self} has not come out of {self._stage} in {self._limit:g} s: {hint}")
-        return 1
-
-    def _heed(self, message: Message) -> None:
-        if "stage" in message:
-            self._stage, self._limit = message["stage"], message["limit"]
-            self._deadline = time.monotonic() + self._limit
-        if "rank" in message:
-            self._rank, self._size, self._has_joined = message["rank"], message["size"], True
-        if "page" in message:
-            self._show(message["page"])
-            self._connection.send("shown")
-        if "line" in message:
-            seen = f"{message['line']} (seen by {self})" if self._has_joined else f"{self} {message['line']}"
-            error_line(f"check: {seen}")
-        self._code = message.get("end", self._code)
-
-    def _ended(self) -> int:
-        """Return the exit code that the rank has told, or 1 after a line about its death."""
-        status = self.process.wait()
-        if self._code is not None:
-            return self._code
-        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        error_line(f"check: {self} {ending}, in: {self._stage}")
-        if self._has_joined and self._size > 1:
-            # The launcher would end the others before one of them has printed the page.
-            time.sleep(self._timeout + 4 * MARGIN)
-        return 1
-
-
-def _ranks(size: int) -> str:
-    return "1 rank" if size == 1 else f"{size} ranks"
+    return "torch" if by_torchrun else "mpi"
 
 
 def _launched(names: Sequence[str], default: int) -> int:
     return next((int(os.environ[name]) for name in names if name in os.environ), default)
 
 
-def _supervise(settings: Settings, show: Callable[[Page], None]) -> int:
-    """Run one rank to its end and return the exit code; the page is shown on the rank that has it."""
-    rank = _Rank(settings, show)
-    try:
-        return rank.watch()
-    finally:
-        rank.process.kill()
-        rank.process.wait()
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"
 
 
-def _print_page(page: Page) -> None:
+def _watch(process: subprocess.Popen[bytes], connection: Connection, rank: int, size: int, as_json: bool) -> int:
+    """Follow a rank until it ends or its time in a stage is over, show rank 0's page, and return the exit code."""
+    stage, limit = "its start", _LONGEST
+    page: Page | None = None  # of a rank that has joined
+    status: int | None = None
+    while connection.poll(limit):
+        try:
+            stage, limit, rank, size, page = connection.recv()
+        except (EOFError, OSError):
+            status = process.wait()
+            break
+        if stage == END and page is not None:
+            if rank == 0:
+                show(page, as_json)
+            if not page["ok"]:
+                connection.send("go on")
+    if stage == END and status in (0, 1):
+        return status
+    if status is None:
+        hint = "some rank has not come to it" if page is None else "it hangs"
+        why = f"has not come out of {stage} in {limit:g} s: {hint}"
+    else:
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        why = f"{ending}, in: {stage}"
+    error_line(f"check: {named(rank, size, process.pid)} {why}")
+    if page is not None and rank == 0 and stage != END:
+        within = f" within {page['timeout']:g} s" if status is None else ""
+        page["ok"], page["problems"] = False, [{"rank": 0, "problem": f"did not answer{within}, in: {stage}"}]
+        show(page, as_json)
+    if page is not None and size > 1:
+        # The launcher would end the others before rank 0 has printed the page; they end all.
+        time.sleep(page["timeout"] + 5 * MARGIN)
+    return 1
+
+
+def show(page: Page, as_json: bool) -> None:
+    """Print the page as JSON or for people, and what is wrong on stderr."""
+    notes = _notes(page)
+    if as_json:
+        print_json(page | {"notes": notes})
+    else:
+        _print_page(page, notes)
+    for problem in page["problems"]:
+        error_line(f"check: rank {problem['rank']}: {problem['problem']}")
+
+
+def _print_page(page: Page, notes: Sequence[str]) -> None:
     """Print the page for people."""
     out = console()
     out.print(f"gradscale check, {_ranks(page['size'])} over {_GROUPS[page['group']][0]}: ", style="bold", end="")
@@ -216,14 +187,10 @@ def _print_page(page: Page) -> None:
             f"{latency['p95_us']:.0f} us in 95 % of {latency['calls']} calls",
             soft_wrap=True,
         )
-    for note in _notes(page):
+    for note in notes:
         out.print(f"note: {note}", style="yellow", soft_wrap=True)
     for problem in page["problems"]:
-        out.print(_describe(problem), style="red", soft_wrap=True)
-
-
-def _describe(problem: Problem) -> str:
-    return f"rank {problem['rank']}: {problem['problem']}"
+        out.print(f"rank {problem['rank']}: {problem['problem']}", style="red", soft_wrap=True)
 
 
 def _notes(page: Page) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -11,57 +11,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 import gradscale
-from gradscale.errors import BackendNotAvailableError, MissingExtraError
-from gradscale.extras import with_place
 from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
-from gradscale.tools.cli.probe import Component, Details, components, find
+from gradscale.tools.cli.probe import Component, Finding, components, find
 
-__all__ = ["Finding", "doctor", "examine"]
+__all__ = ["doctor", "examine"]
 
 _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL")
 _LEAST = 1.0  # seconds
-# How a traceback ends whose text names the remedy, such as a driver; a pip command would mislead.
-_SAYS_WHAT_TO_DO = tuple(
-    f"{kind.__module__}.{kind.__name__}: " for kind in (BackendNotAvailableError, MissingExtraError)
-)
 _STYLES = {"ok": "green", "broken": "bold red", "timed out": "yellow", "missing": "dim"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What was found out about one component."""
-
-    name: str
-    # It was used and gave the right answers; is not installed; failed; or was not done in time.
-    status: Literal["ok", "missing", "broken", "timed out"]
-    reason: str = ""  # why it is not ok
-    command: str = ""  # the pip command that may help; empty if there is none, or if the reason says what to do
-    details: Details = dataclasses.field(default_factory=dict)  # what was done with it, versions, devices
-
-    @property
-    def remedy(self) -> str:
-        """The reason, and the command if there is one."""
-        return f"{self.reason}; {with_place(self.command)}" if self.command else self.reason
 
 
 def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
     """Use components at the same time, each in a process of its own, which may crash or hang."""
     end = time.monotonic() + timeout
-    missing = [[module for module in component.modules if not _is_installed(module)] for component in chosen]
     # A process alone: under mpiexec, it is none of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
-    started: dict[str, subprocess.Popen[str]] = {}
+    started: list[subprocess.Popen[str]] = []
     try:
-        for component, modules in zip(chosen, missing, strict=True):
-            if not modules:
-                started[component.name] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "gradscale.tools.cli.probe", component.name],
+        for component in chosen:
+            command = [sys.executable, "-P", "-m", "gradscale.tools.cli.probe", component.name]
+            started.append(
+                subprocess.Popen(
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -69,24 +46,12 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
                     errors="replace",
                     env=environment,
                 )
-        return [
-            Finding(component.name, "missing", f"{', '.join(modules)} not installed", component.command)
-            if modules
-            else _outcome(component, started[component.name], timeout, end)
-            for component, modules in zip(chosen, missing, strict=True)
-        ]
+            )
+        return [_outcome(*pair, timeout, end) for pair in zip(chosen, started, strict=True)]
     finally:
-        for process in started.values():
+        for process in started:
             process.kill()
             process.wait()
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        # Something is there, and broken.
-        return True
 
 
 def _outcome(component: Component, process: subprocess.Popen[str], timeout: float, end: float) -> Finding:
@@ -96,16 +61,13 @@ def _outcome(component: Component, process: subprocess.Popen[str], timeout: floa
     except subprocess.TimeoutExpired:
         reason = f"importing and using it was not done after {timeout:g} s; a longer --timeout gives it more"
         return Finding(component.name, "timed out", reason)
-    status = process.returncode
+    status, reason = process.returncode, "its process ended before it was used"
     if status == 0:
-        try:
-            return Finding(component.name, "ok", details=json.loads(printed.splitlines()[-1]))
-        except (IndexError, ValueError):
-            return Finding(component.name, "broken", "its process ended before it was used", component.command)
-    ending = f"its process ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
-    reason = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ending)
-    if reason.startswith(_SAYS_WHAT_TO_DO):
-        return Finding(component.name, "broken", reason.partition(": ")[2])
+        with contextlib.suppress(IndexError, ValueError, TypeError):
+            return Finding(**json.loads(printed.splitlines()[-1]))
+    else:
+        ending = f"its process ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
+        reason = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ending)
     return Finding(component.name, "broken", reason, component.command)
 
 

@@ -69,12 +69,12 @@ def simulate(
         raise _refused(error) from None
     if as_json:
         print_json([result.to_dict() for result in results])
-    else:
-        _print(results)
-        if len(results) > 1 and set(gradients.largest) <= {0.0, math.inf}:
-            console().print(_SAME)
-        if plot is not None:
-            console().print(f"plot: {plot}")
+        return
+    _print([_cells(result) for result in results])
+    if len(results) > 1 and set(gradients.largest) <= {0.0, math.inf}:
+        console().print(_SAME)
+    if plot is not None:
+        console().print(f"plot: {plot}")
 
 
 def _refused(error: Exception, hint: str | None = None) -> typer.BadParameter:
@@ -103,16 +103,13 @@ def _policy(text: str) -> Policy:
 
 def _value(text: str) -> object:
     """Return a setting's value: a number (2**16 as well), true, false, none, or text."""
-    named = {"true": True, "false": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
     base, is_power, exponent = text.partition("**")
     try:
         # In floats, which have an end: a large power of integers would be computed for ever.
-        number = math.pow(float(base), float(exponent)) if is_power else float(text)
+        number = math.pow(float(base), float(exponent) if is_power else 1.0)
     except (ValueError, OverflowError):
-        return text
-    return int(number) if number.is_integer() and not set(text.lower()) & {".", "e"} else number
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return int(number) if number.is_integer() else number
 
 
 def _read(trace: str) -> Gradients:
@@ -150,9 +147,8 @@ def _is_unexplained(row: dict[str, object]) -> bool:
     return isinstance(magnitude, (int, float)) and magnitude <= LARGEST_FLOAT16 / scale
 
 
-def _print(results: list[Simulation]) -> None:
+def _print(rows: list[dict[str, str]]) -> None:
     """Print the totals: a row for each run, or a list for each if the terminal is too narrow for that."""
-    rows = [_cells(result) for result in results]
     made = table(*rows[0])
     for column in made.columns[1:]:
         column.justify = "right"
@@ -163,10 +159,7 @@ def _print(results: list[Simulation]) -> None:
         out.print(made)
         return
     for row in rows:
-        out.print()
-        for title, cell in row.items():
-            if cell:
-                out.print(f"{title:14}  {cell}")
+        out.print("", *(f"{title:14}  {cell}" for title, cell in row.items() if cell), sep="\n")
 
 
 def _cells(result: Simulation) -> dict[str, str]:
