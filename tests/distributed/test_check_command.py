@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,20 @@ def test_one_process_is_told_what_that_is_worth_and_does_not_pass_where_several_
     assert completed.returncode == 1
     (problem,) = page_of(completed)["problems"]
     assert problem["problem"].startswith("4 processes were started, and each is alone in its group: for MPI take the")
+
+
+@mpi
+def test_a_rank_does_not_outlive_the_process_that_has_started_it() -> None:
+    require("cli")
+    require("mpi")
+    command = [sys.executable, FAULTY, "late:0", "--group", "mpi", "--timeout", "1000"]
+    with subprocess.Popen(command, env=mpi_environment() | ENVIRONMENT, stdout=subprocess.PIPE) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not children.read_text():
+            time.sleep(0.01)
+        process.kill()
+        # Its end comes when nobody can write any more: the rank has the same stdout.
+        assert process.communicate(timeout=60) == (b"", None)
 
 
 @torch

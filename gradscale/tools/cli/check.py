@@ -46,20 +46,30 @@ _LONGEST = 1e6  # seconds
 _GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
 
 
-def _known(group: str | None) -> str | None:
-    if group not in (None, *_GROUPS):
-        msg = f"must be mpi or torch, got {group!r}; with CUDA devices torch uses NCCL by itself"
+def _group(given: str) -> str:
+    """Return the group that is given, or that the environment speaks of."""
+    if given and given not in _GROUPS:
+        msg = f"must be mpi or torch, got {given!r}; with CUDA devices torch uses NCCL by itself"
         raise typer.BadParameter(msg)
-    return group
+    by_torchrun = all(name in os.environ for name in _TORCH)
+    by_mpiexec = any(name in os.environ for name in _MPI)
+    if not given and by_torchrun == by_mpiexec:
+        found = "both mpiexec and torchrun have" if by_mpiexec else "neither mpiexec nor torchrun has"
+        msg = f"give --group mpi or --group torch: {found} started this process. Start it with {_COMMANDS}"
+        raise typer.BadParameter(msg)
+    return given or ("torch" if by_torchrun else "mpi")
 
 
 def check(
     group: Annotated[
-        str | None,
+        str,
         typer.Option(
-            metavar="mpi|torch", callback=_known, help="What to agree over. Default: what the ranks were started with."
+            metavar="mpi|torch",
+            callback=_group,
+            help="What to agree over. Default: what the ranks were started with.",
+            show_default=False,
         ),
-    ] = None,
+    ] = "",
     timeout: Annotated[float, typer.Option(callback=seconds, help="Seconds to wait for a rank, from 0.1 on.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
@@ -70,18 +80,18 @@ def check(
     latency of one agreement is measured. torch.distributed uses nccl if each rank has a CUDA device, else gloo. Rank 0
     prints one page. The exit code is 1 on every rank if anything failed, and the rank to blame is named.
     """
-    chosen = group or _detect()
-    with needs(f"check --group {chosen}", chosen, _GROUPS[chosen][1]):
+    library, module = _GROUPS[group]
+    with needs(f"check --group {group}", group, module):
         pass
     rank, size = _launched(_RANKS, 0), _launched(_SIZES, 1)
     if rank == 0:
         # All that a rank imports takes its time.
-        starting = f"starting {_ranks(size)} over {_GROUPS[chosen][0]}, with up to {timeout:g} s for each stage"
+        starting = f"starting {_ranks(size)} over {library}, with up to {timeout:g} s for each stage"
         print(f"gradscale check: {starting}", file=sys.stderr, flush=True)
 
     connection, theirs = multiprocessing.Pipe()
     os.set_inheritable(theirs.fileno(), True)
-    command = [sys.executable, *RANK_PROGRAM, json.dumps([chosen, timeout, rank, size, theirs.fileno()])]
+    command = [sys.executable, *RANK_PROGRAM, json.dumps([group, timeout, rank, size, theirs.fileno()])]
     # The rank inherits the launcher's connections, too.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
     theirs.close()
@@ -91,17 +101,6 @@ def check(
         process.kill()
         process.wait()
     raise typer.Exit(code)
-
-
-def _detect() -> str:
-    """Return the group that the environment speaks of."""
-    by_torchrun = all(name in os.environ for name in _TORCH)
-    by_mpiexec = any(name in os.environ for name in _MPI)
-    if by_torchrun == by_mpiexec:
-        found = "both mpiexec and torchrun have" if by_mpiexec else "neither mpiexec nor torchrun has"
-        msg = f"give --group mpi or --group torch: {found} started this process. Start it with {_COMMANDS}"
-        raise typer.BadParameter(msg, param_hint="--group")
-    return "torch" if by_torchrun else "mpi"
 
 
 def _launched(names: Sequence[str], default: int) -> int:

@@ -402,7 +402,7 @@ def main(group: str, timeout: float, place: int, launched: int, descriptor: int)
         parent.send((world.entrance, timeout + MARGIN, place, launched, None))
         world.enter()
     except (ImportError, RuntimeError, OSError, KeyError, ValueError) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        first = str(error).strip().partition("\n")[0]
         if group == "torch" and "RANK" not in os.environ:
             first += ": start it with torchrun --nproc-per-node 2 -m gradscale check --group torch"
         reason = f"cannot join the group over {group}: {type(error).__name__}: {first}"

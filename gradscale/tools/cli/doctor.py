@@ -7,10 +7,10 @@ import dataclasses
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Annotated
 
 import typer
@@ -32,21 +32,14 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
     end = time.monotonic() + timeout
     # A process alone: under mpiexec, it is none of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
-    started: list[subprocess.Popen[str]] = []
+    started: list[Popen[str]] = []
     try:
         for component in chosen:
             command = [sys.executable, "-P", "-m", "gradscale.tools.cli.probe", component.name]
-            started.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    env=environment,
-                )
+            process = Popen(
+                command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace", env=environment
             )
+            started.append(process)
         return [_outcome(*pair, timeout, end) for pair in zip(chosen, started, strict=True)]
     finally:
         for process in started:
@@ -54,11 +47,11 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
             process.wait()
 
 
-def _outcome(component: Component, process: subprocess.Popen[str], timeout: float, end: float) -> Finding:
+def _outcome(component: Component, process: Popen[str], timeout: float, end: float) -> Finding:
     try:
         # One that had no room for its output goes on from here.
         printed, errors = process.communicate(timeout=max(end - time.monotonic(), _LEAST))
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         reason = f"importing and using it was not done after {timeout:g} s; a longer --timeout gives it more"
         return Finding(component.name, "timed out", reason)
     status, reason = process.returncode, "its process ended before it was used"
