@@ -70,11 +70,9 @@ def run(arguments: list[str] | None = None) -> None:
         # Python would write the rest at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
-        error_line("interrupted")
-        sys.exit(_INTERRUPTED)
-    except SystemExit as ending:
+    except (KeyboardInterrupt, SystemExit) as ending:
         # typer's answer to Ctrl-C is this exit code alone.
-        if ending.code == _INTERRUPTED:
+        code = getattr(ending, "code", _INTERRUPTED)
+        if code == _INTERRUPTED:
             error_line("interrupted")
-        raise
+        sys.exit(code)

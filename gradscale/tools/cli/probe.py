@@ -26,8 +26,6 @@ from gradscale.testing import check_collectives
 
 __all__ = ["Component", "Details", "Finding", "components", "examine", "find", "main", "mpi_library", "probe"]
 
-_SCALE = 1024.0
-_TIMEOUT = 20.0  # seconds
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _LEVELS = ("single", "funneled", "serialized", "multiple")
 
@@ -118,7 +116,7 @@ def _arrays(backend: Backend) -> Details:
     """Scale, unscale and update on small arrays, and compare with what must come out."""
     like = backend.example()
     xp = array_namespace(like)
-    policy = gradscale.DynamicScale(init_scale=_SCALE)
+    policy = gradscale.DynamicScale(init_scale=1024.0)
     state = policy.init(like=like)
     scaled = gradscale.scale([xp.asarray([1.0, -2.0], dtype=xp.float32), xp.asarray([3.0], dtype=xp.float32)], state)
     in_place = [xp.asarray(array, copy=True) for array in scaled]
@@ -155,7 +153,7 @@ def _mpi4py() -> Details:
     import numpy as np
     from mpi4py import MPI
 
-    check_collectives(registry.collectives_for(MPI.COMM_SELF, timeout=_TIMEOUT), np.zeros(1), repetitions=1)
+    check_collectives(registry.collectives_for(MPI.COMM_SELF, timeout=20.0), np.zeros(1), repetitions=1)
     threads = {getattr(MPI, f"THREAD_{level.upper()}"): level for level in _LEVELS}
     return {
         "did": "MAX all-reduce on one process",
@@ -195,15 +193,13 @@ def _cupy() -> Details:
     names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
     built_for = runtime.runtimeGetVersion()
     nccl = nccl_module()
-    nccl_text = f"missing, python -m pip install {nccl_package(built_for)}"
-    if nccl.available:
-        number = nccl.get_version()
-        nccl_text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    number = nccl.get_version() if nccl.available else 0
+    nccl_version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return details | {
         "devices": [f"cuda:{i} {name}" for i, name in enumerate(names)],
         "driver": version_text(runtime.driverGetVersion()),
         "runtime": version_text(built_for),
-        "nccl": nccl_text,
+        "nccl": nccl_version if number else f"missing, python -m pip install {nccl_package(built_for)}",
     }
 
 
