@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
-from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.scaler.reports import StepReport, UpdateReport
 
 __all__ = ["JSONLines", "read_log", "row_of"]
@@ -30,13 +32,12 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
     reasons = {step.reason for step in steps if step.skipped}
-    found = [overflow.broken or overflow.nonfinite for overflow in diagnosed]
-    worst = [entries[0].place for entries in found if entries]
+    worst = [entry.place for overflow in diagnosed for entry in (overflow.broken or overflow.nonfinite)[:1]]
     return {
         "iteration": report.iteration,
-        "rank": report.rank if isinstance(report, UpdateReport) else None,
+        "rank": getattr(report, "rank", None),
         "scale": report.scale,
-        "new_scale": report.new_scale if isinstance(report, UpdateReport) else None,
+        "new_scale": getattr(report, "new_scale", None),
         "skipped": report.skipped,
         "reason": next((reason for reason in ("overflow", "refused", "spike") if reason in reasons), None),
         "nonfinite": max((step.nonfinite for step in steps), default=0),
@@ -47,7 +48,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
     }
 
 
-class JSONLines:
+class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
     """Write a JSON object on a line of its own for each update.
 
     Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``reason`` (null for a step that was
@@ -82,45 +83,32 @@ class JSONLines:
     """
 
     _file: BinaryIO | None = None
-    _is_closed = False
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = True, every_rank: bool = False) -> None:
         self.path = _as_text(path)
         self.every_rank = validation.boolean("every_rank", every_rank)
         self._append = validation.boolean("append", append)
-        if _RANK not in self.path:
-            if self.every_rank:
-                msg = (
-                    f"path must have {_RANK} in it with every_rank=True, so that each rank has its file, "
-                    f"got {self.path!r}"
-                )
-                raise InvalidValueError(msg)
-            self._open(Path(self.path))
-            return
-        # The rank comes with the first report.
-        folder = Path(self.path.replace(_RANK, "0")).parent
-        try:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except (OSError, ValueError) as error:
-            raise _cannot_open(folder, error) from error
+        if _RANK in self.path:
+            # The rank comes with the first report.
+            with _opening(self.path):
+                tempfile.TemporaryFile(dir=Path(self.path.replace(_RANK, "0")).parent).close()
+        elif self.every_rank:
+            msg = f"path must have {_RANK} in it with every_rank=True, for a file of each rank, got {self.path!r}"
+            raise InvalidValueError(msg)
+        else:
+            self._open(self.path)
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
         """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
         row = row_of(report)
-        if self._is_closed:
-            msg = f"the log is closed, got {self.path!r}: take it out of the scaler's callbacks before close()"
-            raise LogWriteError(msg)
-        file = self._file
-        if file is None:
-            if row["rank"] is None:
-                msg = (
-                    f"a log whose path has {_RANK} in it must be on_update=, as on_skip= has no rank, got {self.path!r}"
-                )
-                raise InvalidTypeError(msg)
-            file = self._open(Path(self.path.replace(_RANK, str(row["rank"]))))
+        path = self.path.replace(_RANK, str(row["rank"]))
+        if self._file is None and row["rank"] is None:
+            msg = f"a log with {_RANK} in its path must be on_update=, as on_skip= has no rank, got {self.path!r}"
+            raise InvalidTypeError(msg)
+        file = self._file or self._open(path)
         line = json.dumps(row).encode() + b"\n"
-        try:
+        advice = ". The scaler's state is complete: catch this error, or take the log out of its callbacks, and go on"
+        with _explained(LogWriteError, f"iteration {row['iteration']} cannot be written to {path!r}", advice):
             # Not at construction: every rank makes the object, and only those that call it may touch the file.
             if not self._append:
                 file.truncate(0)
@@ -129,49 +117,50 @@ class JSONLines:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
-            written = file.write(line)
-            if written != len(line):
-                msg = f"only {written} of {len(line)} bytes were written"
-                raise OSError(msg)
-        except OSError as error:
-            msg = (
-                f"iteration {row['iteration']} cannot be written to {file.name!r}: {error.strerror or error}. The "
-                f"scaler's state is complete: catch this error, or take the log out of its callbacks, and go on."
-            )
-            raise LogWriteError(msg) from error
+            while line:
+                line = line[file.write(line) :]
 
     def close(self) -> None:
         """Close the file; it cannot be written to any more. Again is fine."""
-        self._is_closed = True
-        if self._file is not None:
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
+        # One that no report has opened cannot be opened any more, either.
+        self._file = self._file or io.BytesIO()
+        self._file.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
-    def _open(self, path: Path) -> BinaryIO:
-        try:
+    def _open(self, path: str) -> BinaryIO:
+        with _opening(path):
             # Unbuffered, so that a crash loses no row; opened to append, so that lines of several writers stay whole.
-            file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115, PTH123
-            self._file = file
+            self._file = file = open(path, "a+b", buffering=0)  # noqa: SIM115, PTH123
             file.seek(0)
-            first = file.read(4096).partition(b"\n")[0] if self._append else b""
-        except (OSError, ValueError) as error:
-            raise _cannot_open(path, error) from error
+            first = file.readline(4096).rstrip() if self._append else b""
         if first and not first.startswith(b"{"):
             self.close()
             msg = (
-                f"the file to append to must be a JSON lines log, got {str(path)!r}, which begins with "
+                f"the file to append to must be a JSON lines log, got {path!r}, which begins with "
                 f"{first.decode(errors='replace')!r:.60}; give another path, or append=False to empty it"
             )
             raise InvalidValueError(msg)
         return file
+
+
+@contextlib.contextmanager
+def _explained(kind: type[GradscaleError], what: str, advice: str = "") -> Iterator[None]:
+    """Raise an error of ours for an OSError or ValueError: what cannot be done, why, and advice."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        msg = f"{what}: {reason}{advice}"
+        raise kind(msg) from error
+
+
+def _opening(path: str) -> contextlib.AbstractContextManager[None]:
+    advice = ". Make its folder with mkdir -p, or give a path in one that can be written"
+    return _explained(LogWriteError, f"the log cannot be written, got {path!r}", advice)
 
 
 def _as_text(path: object) -> str:
@@ -180,14 +169,6 @@ def _as_text(path: object) -> str:
         msg = f"path must be a str or os.PathLike, got {shown(path)} of type {type(path).__name__}"
         raise InvalidTypeError(msg)
     return where
-
-
-def _cannot_open(path: Path, error: Exception) -> LogWriteError:
-    msg = (
-        f"the log cannot be written, got {str(path)!r}: {getattr(error, 'strerror', None) or error}. "
-        f"Make its folder with mkdir -p, or give a path in one that can be written"
-    )
-    return LogWriteError(msg)
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -220,23 +201,16 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     [(65536.0, True)]
     """
     where = _as_text(path)
-    try:
+    with _explained(InvalidValueError, f"the log must be a text file that can be read, got {where!r}"):
         text = Path(where).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        msg = (
-            f"the log must be a text file that can be read, got {where!r}: {getattr(error, 'strerror', None) or error}"
-        )
-        raise InvalidValueError(msg) from error
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            row: Any = None
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-            if not isinstance(row, dict):
+            try:
+                rows.append({**json.loads(line), "line": number})
+            except (ValueError, TypeError, RecursionError) as error:
                 msg = f"line {number} of {where!r} must hold a JSON object, got {line!r:.60}"
-                raise InvalidValueError(msg)
-            rows.append(row | {"line": number})
+                raise InvalidValueError(msg) from error
     if not rows:
         msg = f"the log must hold at least one row, got {where!r}, which is empty"
         raise InvalidValueError(msg)
