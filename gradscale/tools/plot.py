@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
@@ -27,29 +26,17 @@ _BLUE = "#0072B2"
 _SKIPPED = "#D55E00"
 _GREY = "#666666"
 
-_SMALLEST_FLOAT16 = 2.0**-24
+# The mark of a skipped step by its reason, of which others than these have a cross; what each mark says.
+_MARKS = {"spike": "^", "refused": "s"}
+_LABELS = {"x": "step skipped", "^": "spike skipped", "s": "step refused"}
 # Where a line is drawn across fp16's range, its text, and whether that stands above or below.
 _LIMITS = (
     (LARGEST_FLOAT16, "65504, fp16's largest", "bottom"),
     (2.0**-14, "2⁻¹⁴, below it fp16 loses bits", "bottom"),
-    (_SMALLEST_FLOAT16, "2⁻²⁴, fp16's smallest", "top"),
+    (2.0**-24, "2⁻²⁴, fp16's smallest", "top"),
 )
-# From here on a float does not hold each integer.
-_LARGEST_ITERATION = 2**53
 # More than a picture has columns of pixels.
 _COLUMNS = 2000
-_LOWEST_SPAN = 2.0**6
-# Reasons of skipped steps that leave the scale as it is.
-_HELD: Mapping[str, Sequence[int]] = {"spike": (), "refused": ()}
-
-
-class _Row(NamedTuple):
-    x: int
-    scale: float
-    new_scale: float | None
-    skipped: bool
-    reason: str | None
-    magnitude: float | None
 
 
 class _Scaler(Protocol):
@@ -108,26 +95,21 @@ def history(
     >>> figure.axes[0].get_title(loc="left")
     '1 of 10 steps skipped (10 %)'
     """
-    rows, x_label = _rows(history)
-    magnitudes = [row for row in rows if row.magnitude]
-    if ax is not None:
-        figure: Any = ax.figure
-        axes: Any = [ax]
-    else:
-        heights = [3, 2] if magnitudes else [1]
-        figure = _figure(6.4 if magnitudes else 4.2)
-        axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    rows = _rows(history)
+    x: list[Any] = [row.get("iteration") for row in rows]
+    # A resumed run may have made some iterations twice. From 2^53 on a float does not hold each integer.
+    is_in_order = all(type(i) is int and abs(i) < 2**53 for i in x) and x == sorted(x)
+    x = x if is_in_order else list(range(1, len(rows) + 1))
+    # NaN, inf and what is beyond any gradient are not drawn.
+    measured = [i for i, row in enumerate(rows) if 0.0 < (row.get("magnitude") or 0.0) <= validation.LARGEST_FLOAT32]
+    heights = [3, 2] if measured else [1]
+    figure, axes = _panels(heights, 6.4 if measured else 4.2) if ax is None else (ax.figure.figure, [ax])
+    marks = [_MARKS.get(str(row.get("reason")), "x") if row.get("skipped") is True else "" for row in rows]
+    share = _draw_scale(axes[0], x, [row["scale"] for row in rows], marks, rows[-1].get("new_scale"))
+    axes[0].set_title(share, loc="left", fontsize=11)
     if len(axes) > 1:
-        _draw_range(axes[1], magnitudes)
-    scales, last = [row.scale for row in rows], rows[-1].new_scale
-    skipped = [index for index, row in enumerate(rows) if row.skipped]
-    held = {name: [index for index in skipped if rows[index].reason == name] for name in _HELD}
-    others = [index for index in skipped if rows[index].reason not in _HELD]
-    _draw_scale(axes[0], [row.x for row in rows], scales, others, last, held)
-    _style(axes[0], scales if last is None else [*scales, last])
-    axes[0].set_title(_share(len(skipped), len(rows)), loc="left", fontsize=11)
-    axes[0].set_ylabel("scale")
-    axes[-1].set_xlabel(x_label)
+        _draw_range(axes[1], [x[i] for i in measured], [rows[i]["magnitude"] * rows[i]["scale"] for i in measured])
+    axes[-1].set_xlabel("iteration" if is_in_order else "row of the log")
     return _saved(figure, path)
 
 
@@ -161,87 +143,58 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
             f"got {shown(results)}"
         )
         raise InvalidTypeError(msg)
-    figure = _figure(3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
-    axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    figure, axes = _panels([1] * len(runs), 3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     for ax, run in zip(axes, runs, strict=True):
-        skipped = [index for index, is_skipped in enumerate(run.skipped) if is_skipped]
-        high = max(run.scale)
-        _draw_scale(ax, range(1, run.steps + 1), run.scale, skipped)
-        # A scale that moves little must not look as if it moved much.
-        _style(ax, [*run.scale, high / _LOWEST_SPAN])
+        share = _draw_scale(ax, range(1, run.steps + 1), run.scale, ["x" if skipped else "" for skipped in run.skipped])
         raised = "" if run.raised_at is None else f", stopped with an error in step {run.raised_at:,}"
-        ax.set_title(f"{run.name}: {_share(len(skipped), run.steps)}{raised}", loc="left", fontsize=10)
-        ax.set_ylabel("scale")
+        ax.set_title(f"{run.name}: {share}{raised}", loc="left", fontsize=10)
     axes[-1].set_xlabel("step")
     return _saved(figure, path)
 
 
-def _rows(history: Any) -> tuple[list[_Row], str]:
-    """Return the steps to draw, and the name of the x axis."""
+def _rows(history: Any) -> list[dict[str, Any]]:
+    """Return the steps to draw, as rows of a log."""
     if isinstance(history, (str, os.PathLike)):
-        found = read_log(history)
-        for row in found:
+        rows = read_log(history)
+        for row in rows:
             _check(row, f"line {row['line']} of {os.fspath(history)!r}")
-    else:
-        last = None
-        if hasattr(history, "history") and hasattr(history, "get_scale"):
-            history, last = history.history, history.get_scale()
-        reports = list(history) if isinstance(history, Iterable) else [history]
-        if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
-            msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
-            raise InvalidTypeError(msg)
-        found = [row_of(report) for report in reports]
-        if found and last is not None:
-            found[-1]["new_scale"] = last
-    if not found:
+        return rows
+    last = None
+    if hasattr(history, "history") and hasattr(history, "get_scale"):
+        history, last = history.history, history.get_scale()
+    reports = list(history) if isinstance(history, Iterable) else [history]
+    if not all(isinstance(report, (StepReport, UpdateReport)) for report in reports):
+        msg = f"history must hold StepReports or UpdateReports, as scaler.history does, got {shown(reports[:3])}"
+        raise InvalidTypeError(msg)
+    if not reports:
         msg = "the history must hold at least one step, got an empty one"
         raise InvalidValueError(msg)
-    iterations: list[Any] = [row.get("iteration") for row in found]
-    # A resumed run may have made some iterations twice.
-    are_numbers = all(type(x) is int and abs(x) < _LARGEST_ITERATION for x in iterations)
-    is_in_order = are_numbers and all(x <= y for x, y in itertools.pairwise(iterations))
-    rows = []
-    for number, row in enumerate(found, 1):
-        magnitude = row.get("magnitude")
-        # NaN, inf and what is beyond any gradient are not drawn.
-        is_drawable = magnitude is not None and magnitude <= validation.LARGEST_FLOAT32
-        x = row["iteration"] if is_in_order else number
-        is_skipped = row.get("skipped") is True
-        drawn = magnitude if is_drawable else None
-        rows.append(_Row(x, row["scale"], row.get("new_scale"), is_skipped, row.get("reason"), drawn))
-    return rows, "iteration" if is_in_order else "row of the log"
+    rows = [row_of(report) for report in reports]
+    if last is not None:
+        rows[-1]["new_scale"] = last
+    return rows
 
 
 def _check(row: dict[str, Any], where: str) -> None:
     """Raise if a row of a log cannot be drawn."""
     for name in ("scale", "new_scale"):
-        scale = row.get(name)
-        is_drawable = _is_number(scale) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32
+        scale: Any = row.get(name)
+        is_drawable = type(scale) in (int, float) and validation.SMALLEST_NORMAL <= scale <= validation.LARGEST_FLOAT32
         if not is_drawable and (name == "scale" or scale is not None):
             msg = f"{where} must have a {name} above 0 that float32 can hold, got {scale!r:.60}"
             raise InvalidValueError(msg)
     magnitude = row.get("magnitude")
-    if magnitude is not None and (not _is_number(magnitude) or magnitude < 0.0):
+    if magnitude is not None and (type(magnitude) not in (int, float) or magnitude < 0.0):
         msg = f"{where} must have a magnitude that is a number from 0 on, or none, got {magnitude!r:.60}"
         raise InvalidValueError(msg)
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _share(skipped: int, total: int) -> str:
-    return f"{skipped:,} of {total:,} steps skipped ({100.0 * skipped / total:.2g} %)"
-
-
-def _figure(height: float) -> Figure:
+def _panels(heights: Sequence[int], inches: float) -> tuple[Any, Any]:
     with needs("gradscale.plot", "plot"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        # Not pyplot's, which keeps its figures and may open windows.
         from matplotlib.figure import Figure
-    # Not pyplot's, which keeps its figures and may open windows.
-    figure = Figure(figsize=(10.0, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    figure = Figure(figsize=(10.0, inches), layout="constrained")
+    return figure, figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
 
 
 def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
@@ -249,38 +202,32 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
         try:
             figure.savefig(path, dpi=150)
         except ValueError as error:
-            msg = f"the plot must be a kind of file that matplotlib writes, got {os.fspath(path)!r}: {error}"
+            msg = f"the plot must be a kind of file that matplotlib writes, got {str(path)!r}: {error}"
             raise InvalidValueError(msg) from error
         except OSError as error:
-            msg = f"the plot cannot be written, got {os.fspath(path)!r}: {error.strerror or error}"
+            msg = f"the plot cannot be written, got {str(path)!r}: {error.strerror or error}"
             raise LogWriteError(msg) from error
     return figure
 
 
 def _draw_scale(
-    ax: Axes,
-    x: Sequence[int],
-    scales: Sequence[float],
-    skipped: Sequence[int],
-    last: float | None = None,
-    held: Mapping[str, Sequence[int]] = _HELD,
-) -> None:
-    """Draw a scale as a line, with crosses at the indices of skipped steps, and other marks at spikes."""
+    ax: Axes, x: Sequence[int], scales: Sequence[float], marks: Sequence[str], last: float | None = None
+) -> str:
+    """Draw a scale as a line, and the marks of skipped steps; return how many of the steps were skipped."""
     turns = _visible([i for i in range(len(scales)) if i == 0 or scales[i] != scales[i - 1]], x, scales)
     # The last step is as wide as the others, and ends at the scale after its update.
     heights = [*(scales[i] for i in turns), scales[-1] if last is None else last]
-    ax.plot([*(x[i] for i in turns), x[-1] + 1], heights, drawstyle="steps-post", color=_BLUE, label="scale")
-    for label, marker, indices in (
-        ("step skipped", "x", skipped),
-        ("spike skipped", "^", held["spike"]),
-        ("step refused", "s", held["refused"]),
-    ):
-        marks = _visible(indices, x, scales)
-        at = [x[i] for i in marks], [scales[i] for i in marks]
-        size = 34 if len(marks) < 100 else 14
-        if marks:
+    ax.step([*(x[i] for i in turns), x[-1] + 1], heights, where="post", color=_BLUE, label="scale")
+    for marker, label in _LABELS.items():
+        if drawn := _visible([i for i, mark in enumerate(marks) if mark == marker], x, scales):
+            at, size = ([x[i] for i in drawn], [scales[i] for i in drawn]), 34 if len(drawn) < 100 else 14
             # Below the line, which many crosses would hide.
             ax.scatter(*at, size, color=_SKIPPED, marker=marker, linewidths=1.4, zorder=1.9, label=label)
+    # A scale that moves little must not look as if it moved much.
+    ax.update_datalim([(x[0], max(scales) / 2.0**6)], updatex=False)
+    _style(ax, "scale")
+    skipped = len(marks) - marks.count("")
+    return f"{skipped:,} of {len(marks):,} steps skipped ({100.0 * skipped / len(marks):.2g} %)"
 
 
 def _visible(indices: Iterable[int], x: Sequence[int], scales: Sequence[float]) -> list[int]:
@@ -289,34 +236,26 @@ def _visible(indices: Iterable[int], x: Sequence[int], scales: Sequence[float]) 
     return sorted({((x[i] - x[0]) * _COLUMNS // span, scales[i]): i for i in indices}.values())
 
 
-def _draw_range(ax: Axes, rows: Sequence[_Row]) -> None:
+def _draw_range(ax: Axes, x: Sequence[int], scaled: Sequence[float]) -> None:
     """Draw the largest finite gradients times their scale, and fp16's limits."""
-    scaled = [(row.magnitude or 0.0) * row.scale for row in rows]
-    size = 16 if len(rows) < 300 else 5
-    ax.scatter([row.x for row in rows], scaled, s=size, color=_BLUE, label="largest finite gradient")
+    size = 16 if len(x) < 300 else 5
+    ax.scatter(x, scaled, size, color=_BLUE, zorder=2.0, label="largest finite gradient")
     for value, text, side in _LIMITS:
         ax.axhline(value, color=_GREY, linewidth=0.9, linestyle=(0, (4, 2)))
         at, right = value * (2.0 if side == "bottom" else 0.5), ax.get_yaxis_transform()
         ax.text(0.995, at, text, transform=right, ha="right", va=side, fontsize=8, color=_GREY)
-    _style(ax, [*scaled, LARGEST_FLOAT16 * 8.0, _SMALLEST_FLOAT16 / 8.0])
-    ax.set_ylabel("gradient × scale")
+    _style(ax, "gradient × scale")
 
 
-def _style(ax: Axes, values: Sequence[float]) -> None:
-    """Set a log2 axis that holds values, a light grid, whole numbers with separators below, and a legend above."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
+def _style(ax: Axes, name: str) -> None:
+    """Set a named log2 axis, a light grid, whole numbers with separators below, and a legend above."""
+    from matplotlib.ticker import MaxNLocator
 
     ax.set_yscale("log", base=2)
-    low, high = min(values), max(values)
-    # A constant would have an axis without ticks.
-    ax.set_ylim(low / 2.0, high * 2.0)
-    ax.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
-    ax.minorticks_off()
-    ax.margins(x=0.01)
+    ax.set_ylabel(name)
+    ax.margins(0.01, 0.1)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.grid(color="#E4E4E4", linewidth=0.8)
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9, handlelength=3.0)
