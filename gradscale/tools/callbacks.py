@@ -24,8 +24,6 @@ from gradscale.tools.logs import JSONLines, read_log
 
 __all__ = ["JSONLines", "LogUpdates", "TensorBoard", "every_rank", "read_log"]
 
-_NAMED_PARAMETERS = 3
-
 _Report = TypeVar("_Report")
 
 
@@ -94,14 +92,15 @@ class LogUpdates:
         if logger is not None and not isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
             msg = f"logger must be a logging.Logger, such as logging.getLogger(__name__), got {logger!r}"
             raise InvalidTypeError(msg)
-        self._logger = logging.getLogger("gradscale") if logger is None else logger
+        self._logger = logger or logging.getLogger("gradscale")
         self._level = validation.integer("level", level, 0, validation.LARGEST_INT32)
         self._skip_level = validation.integer("skip_level", skip_level, 0, validation.LARGEST_INT32)
         self._summary_every = validation.integer("summary_every", summary_every, 0, validation.LARGEST_INT32)
         self._scale: float | None = None
         # The iteration whose skipped steps it has logged as on_skip.
         self._told: int | None = None
-        self._updates = self._skipped = 0
+        # How many updates since the last summary were skipped, and how many were not.
+        self._counts = collections.Counter[bool]()
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
         """Log a report's lines, if it has any."""
@@ -110,39 +109,33 @@ class LogUpdates:
             self._told = report.iteration
             return
         at = f"iteration {report.iteration}:"
-        if self._scale is not None and report.scale != self._scale:
+        if self._scale not in (None, report.scale):
             # Between two updates, such as by load_state_dict.
-            self._log(self._level, f"{at} scale was set, {self._scale:g} -> {report.scale:g}")
+            self._logger.log(self._level, f"{at} scale was set, {self._scale:g} -> {report.scale:g}")
         self._scale = report.scale if report.new_scale is None else report.new_scale
-        skipped = [step for step in report.steps if step.skipped]
-        for step in skipped if self._told != report.iteration else ():
+        for step in report.steps if self._told != report.iteration else ():
             self._tell_skip(step)
-        if report.skipped and not skipped:
+        if report.skipped and not any(step.skipped for step in report.steps):
             # The gradients were unscaled, and the loop did not call step().
-            self._log(self._skip_level, f"{at} gradients to be skipped at scale {report.scale:g}")
-        self._told = None
+            self._logger.log(self._skip_level, f"{at} gradients to be skipped at scale {report.scale:g}")
         if self._scale != report.scale:
             change = "grew" if self._scale > report.scale else "backed off"
-            self._log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")
-        self._updates += 1
-        self._skipped += report.skipped
-        if self._updates == self._summary_every:
-            share = f"{self._skipped} of the last {self._updates} steps skipped"
-            percent = 100.0 * self._skipped / self._updates
-            self._log(self._level, f"{at} {share} ({percent:.3g} %), scale {self._scale:g}")
-            self._updates = self._skipped = 0
+            self._logger.log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")
+        self._counts[report.skipped] += 1
+        skipped, updates = self._counts[True], self._counts.total()
+        if updates == self._summary_every:
+            share = f"{skipped} of the last {updates} steps skipped ({100.0 * skipped / updates:.3g} %)"
+            self._logger.log(self._level, f"{at} {share}, scale {self._scale:g}")
+            self._counts.clear()
 
     def _tell_skip(self, step: StepReport) -> None:
-        if step.reason in ("spike", "refused"):
-            why = "saw a spike" if step.reason == "spike" else "refused it"
-            self._log(self._skip_level, f"iteration {step.iteration}: step skipped: rank {step.by} {why}")
+        text = f"iteration {step.iteration}: step skipped"
+        why = {"spike": "saw a spike", "refused": "refused it"}.get(step.reason)
+        if why is not None:
+            self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}")
         elif step.skipped:
             count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
-            skip = f"iteration {step.iteration}: step skipped at scale {step.scale:g}"
-            self._log(self._skip_level, f"{skip}, {count}{_worst(step.overflow)}")
-
-    def _log(self, level: int, message: str) -> None:
-        self._logger.log(level, "%s", message)
+            self._logger.log(self._skip_level, f"{text} at scale {step.scale:g}, {count}{_worst(step.overflow)}")
 
 
 def _worst(overflow: OverflowReport | None) -> str:
@@ -150,10 +143,9 @@ def _worst(overflow: OverflowReport | None) -> str:
     if overflow is None:
         return ""
     names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite))
-    more = len(names) - _NAMED_PARAMETERS
-    listed = ", ".join(names[:_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     cause = "; the model is at fault, not the scale" if overflow.cause == "model" else ""
-    return (f": {listed}" if names else "") + cause
+    return f"{': ' if names else ''}{', '.join(names[:3])}{more}{cause}"
 
 
 class TensorBoard:
@@ -189,15 +181,11 @@ class TensorBoard:
 
     def __init__(self, writer: SummaryWriter, prefix: str = "gradscale/", *, window: int = 1000) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
-            msg = (
-                f"writer must have add_scalar(tag, value, step), as torch.utils.tensorboard.SummaryWriter() has, "
-                f"got {writer!r}"
-            )
+            msg = f"writer must have add_scalar(tag, value, step), as torch's SummaryWriter() has, got {writer!r}"
             raise InvalidTypeError(msg)
         self._writer = writer
         self._prefix = prefix
-        window = validation.integer("window", window, 1, validation.LARGEST_INT32)
-        self._recent: collections.deque[bool] = collections.deque(maxlen=window)
+        self._recent = collections.deque[bool](maxlen=validation.integer("window", window, 1, validation.LARGEST_INT32))
 
     def __call__(self, report: UpdateReport) -> None:
         """Write an update's scalars."""
@@ -208,9 +196,9 @@ class TensorBoard:
         scalars = {
             "scale": report.scale,
             "log2_scale": math.log2(report.scale),
-            "skipped": 1 if report.skipped else 0,
+            "skipped": int(report.skipped),
             "nonfinite": max((step.nonfinite for step in report.steps), default=0),
-            "spike": 1 if any(step.reason == "spike" for step in report.steps) else 0,
+            "spike": int(any(step.reason == "spike" for step in report.steps)),
             "skip_rate": sum(self._recent) / len(self._recent),
         }
         for name, value in scalars.items():
