@@ -1,10 +1,8 @@
 """Callbacks for GradScaler's on_skip and on_update: LogUpdates, TensorBoard, JSONLines, and every_rank.
 
-::
+A scaler calls them on rank 0, and on every rank those whose attribute ``every_rank`` is true::
 
     scaler = gradscale.GradScaler(on_update=[callbacks.LogUpdates(), callbacks.JSONLines("scale.jsonl")])
-
-A scaler calls them on rank 0, and on every rank those whose attribute ``every_rank`` is true.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ class SummaryWriter(Protocol):
 
 
 def every_rank(callback: Callable[[_Report], object]) -> Callable[[_Report], object]:
-    """Return a callback that is called on every rank, and not on rank 0 alone.
-
-    Raises
-    ------
-    InvalidTypeError
-        If it cannot be called.
+    """Return a callback that is called on every rank, and not on rank 0 alone; InvalidTypeError if it is no callable.
 
     Examples
     --------
@@ -152,7 +145,8 @@ class TensorBoard:
     """Write scalars for each update to a TensorBoard writer.
 
     ``scale``, ``log2_scale``, ``skipped`` (1 or 0), ``nonfinite`` (gradients with inf or NaN), ``spike`` (1 or 0) and
-    ``skip_rate`` (over the last ``window`` updates), by the scaler's iteration. For ``on_update``.
+    ``skip_rate`` (over the last ``window`` updates), by the scaler's iteration. For ``on_update``; InvalidTypeError as
+    ``on_skip``, and for a writer without ``add_scalar``.
 
     Parameters
     ----------
@@ -162,11 +156,6 @@ class TensorBoard:
         Before each tag.
     window : int, default 1000
         How many updates ``skip_rate`` counts.
-
-    Raises
-    ------
-    InvalidTypeError
-        If the writer has no ``add_scalar``, and if it is given as ``on_skip``.
 
     Examples
     --------

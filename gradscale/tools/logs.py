@@ -22,12 +22,7 @@ _RANK = "{rank}"
 
 
 def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
-    """Return a report as a line of a log, of plain values.
-
-    ``magnitude`` is the largest finite unscaled magnitude among the gradients, ``parameter`` the worst one, or the
-    worst array of the weights and the state, and ``cause`` that of an OverflowReport: None without one. ``reason``
-    is the gravest of the skipped steps, None without any. A StepReport has no rank and no ``new_scale``.
-    """
+    """Return a report as a line of a log, of plain values; a StepReport has no rank and no ``new_scale``."""
     steps = report.steps if isinstance(report, UpdateReport) else (report,)
     diagnosed = [step.overflow for step in steps if step.overflow is not None]
     magnitudes = [entry.largest for overflow in diagnosed for entry in overflow.entries if entry.largest is not None]
@@ -51,10 +46,11 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
 class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
     """Write a JSON object on a line of its own for each update.
 
-    Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``reason`` (null for a step that was
-    made), ``nonfinite``, ``retries``, and ``magnitude``, ``parameter`` and ``cause``, which are null without a
-    diagnosis. Each row is in the file when the call returns, so that ``tail -f`` shows it and a crash keeps it. Two
-    scalers may share a file: rows stay whole, but do not say which scaler wrote them.
+    Its keys are ``iteration``, ``rank``, ``scale``, ``new_scale``, ``skipped``, ``reason`` (the gravest of the skipped
+    steps, null without any), ``nonfinite``, ``retries``, and those of a diagnosis, null without one: ``magnitude`` (the
+    largest finite one among the unscaled gradients), ``parameter`` (the worst one, or the worst array of the weights
+    and the state) and ``cause``. Each row is in the file when the call returns, so that ``tail -f`` shows it and a
+    crash keeps it. Two scalers may share a file: rows stay whole, but do not say which scaler wrote them.
 
     Parameters
     ----------
@@ -186,11 +182,9 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises
     ------
-    InvalidValueError
+    InvalidValueError, InvalidTypeError
         For a line that is malformed, with the file, the line's number and what is there; for a file that cannot be
-        read or holds no row.
-    InvalidTypeError
-        For a path of another type.
+        read or holds no row; for a path of another type.
 
     Examples
     --------

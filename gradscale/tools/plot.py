@@ -86,12 +86,8 @@ def history(
     Examples
     --------
     >>> import gradscale
-    >>> reasons = ["stepped"] * 4 + ["overflow"] + ["stepped"] * 5
-    >>> steps = [
-    ...     gradscale.StepReport(i == 5, 2.0 ** (16 - (i > 5)), int(i == 5), reason, i)
-    ...     for i, reason in enumerate(reasons, 1)
-    ... ]
-    >>> figure = gradscale.plot.history(steps)  # or a scaler's history, or a log; with a path it is saved
+    >>> reports = [gradscale.UpdateReport(i, 2.0 ** (16 - (i > 5)), i == 5, 0, ()) for i in range(1, 11)]
+    >>> figure = gradscale.plot.history(reports)  # or a scaler, or a log; with a path it is saved
     >>> figure.axes[0].get_title(loc="left")
     '1 of 10 steps skipped (10 %)'
     """
@@ -131,8 +127,8 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     Examples
     --------
     >>> import gradscale
-    >>> from gradscale.tools.simulation import recorded, simulate
-    >>> run = simulate(gradscale.presets.torch(), recorded("CCOC"), name="torch")
+    >>> from gradscale.tools.simulation import simulate
+    >>> run = simulate(gradscale.presets.torch(), "CCOC", name="torch")
     >>> gradscale.plot.simulation(run).axes[0].get_title(loc="left")
     'torch: 1 of 4 steps skipped (25 %)'
     """

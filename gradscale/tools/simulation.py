@@ -28,19 +28,13 @@ class Gradients:
     ----------
     largest : sequence of float
         The largest unscaled magnitude in each step; inf or NaN if it overflows whatever the scale, 0.0 if it never
-        does.
-
-    Raises
-    ------
-    InvalidValueError
-        For no step.
+        does. InvalidValueError for no step.
 
     Examples
     --------
     >>> from gradscale.tools.simulation import Gradients, simulate
     >>> from gradscale import presets
-    >>> gradients = Gradients(largest=[0.5, 1.0, 2.0])
-    >>> simulate(presets.torch(), gradients).skipped
+    >>> simulate(presets.torch(), Gradients(largest=[0.5, 1.0, 2.0])).skipped
     (False, True, True)
     """
 
@@ -82,8 +76,8 @@ class Simulation:
     Examples
     --------
     >>> from gradscale import presets
-    >>> from gradscale.tools.simulation import recorded, simulate
-    >>> run = simulate(presets.torch(), recorded("COO"))
+    >>> from gradscale.tools.simulation import simulate
+    >>> run = simulate(presets.torch(), "COO")
     >>> (run.steps, run.skipped_steps, run.final_scale)
     (3, 2, 16384.0)
     """
@@ -133,10 +127,8 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
 
     Raises
     ------
-    InvalidValueError
-        For another character, with its position, and when there is no step.
-    InvalidTypeError
-        For anything else than booleans.
+    InvalidValueError, InvalidTypeError
+        For another character, with its position, and when there is no step; for anything else than booleans.
 
     Examples
     --------
@@ -157,19 +149,18 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
 def measured(magnitudes: Iterable[float]) -> Gradients:
     """Return the gradients of a run whose largest unscaled magnitude is known for each step.
 
+    An inf or NaN overflows whatever the scale.
+
     Raises
     ------
-    InvalidValueError
-        For a negative magnitude, and when there is none. An inf or NaN overflows whatever the scale.
-    InvalidTypeError
-        For anything else than numbers.
+    InvalidValueError, InvalidTypeError
+        For a negative magnitude, and when there is none; for anything else than numbers.
 
     Examples
     --------
     >>> from gradscale import presets
     >>> from gradscale.tools.simulation import measured, simulate
-    >>> run = simulate(presets.torch(), measured([0.5, 2.0, 0.5]))  # 2.0 times 65536 overflows
-    >>> run.skipped
+    >>> simulate(presets.torch(), measured([0.5, 2.0, 0.5])).skipped  # 2.0 times 65536 overflows
     (False, True, False)
     """
     return Gradients(_magnitudes(magnitudes))
@@ -210,9 +201,8 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     Examples
     --------
     >>> from gradscale import presets
-    >>> from gradscale.tools.simulation import recorded, simulate
-    >>> run = simulate(presets.torch(growth_interval=2), recorded("CCOC"))
-    >>> run.scale
+    >>> from gradscale.tools.simulation import simulate
+    >>> simulate(presets.torch(growth_interval=2), "CCOC").scale
     (65536.0, 65536.0, 131072.0, 65536.0)
     """
     validation.policy(policy)

@@ -38,6 +38,13 @@ def test_a_history_and_its_log_are_drawn_alike(tmp_path: Path) -> None:
         assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_runs_that_are_drawn_in_one_ax_lie_within_its_limits() -> None:
+    ax = plot.history(REPORTS).axes[0]
+    plot.history([UpdateReport(4, 2.0**20, False, 0, ())], ax=ax)
+    assert ax.get_ylim()[0] < 8.0 / 3.0 < 2.0**20 < ax.get_ylim()[1]
+    assert ax.get_xlim()[0] <= 1 < 5 <= ax.get_xlim()[1]
+
+
 def test_each_panel_of_simulations_has_an_axis_for_its_own_scales() -> None:
     falling = simulate(DynamicScale(init_scale=2.0**100), "O" * 12, name="falling")
     figure = plot.simulation([falling, simulate(StaticScale(1024.0), "C" * 12, name="static")])
