@@ -84,24 +84,19 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
         self.path = _as_text(path)
         self.every_rank = validation.boolean("every_rank", every_rank)
         self._append = validation.boolean("append", append)
-        if _RANK in self.path:
-            # The rank comes with the first report.
-            with _opening(self.path):
-                tempfile.TemporaryFile(dir=Path(self.path.replace(_RANK, "0")).parent).close()
-        elif self.every_rank:
+        if self.every_rank and _RANK not in self.path:
             msg = f"path must have {_RANK} in it with every_rank=True, for a file of each rank, got {self.path!r}"
             raise InvalidValueError(msg)
-        else:
-            self._open(self.path)
+        self._open(self.path)
 
     def __call__(self, report: UpdateReport | StepReport) -> None:
         """Write a report's row. A StepReport, from ``on_skip``, has no rank."""
         row = row_of(report)
-        path = self.path.replace(_RANK, str(row["rank"]))
-        if self._file is None and row["rank"] is None:
+        path = self.path if row["rank"] is None else self.path.replace(_RANK, str(row["rank"]))
+        file = self._file or self._open(path)
+        if file is None:
             msg = f"a log with {_RANK} in its path must be on_update=, as on_skip= has no rank, got {self.path!r}"
             raise InvalidTypeError(msg)
-        file = self._file or self._open(path)
         line = json.dumps(row).encode() + b"\n"
         advice = ". The scaler's state is complete: catch this error, or take the log out of its callbacks, and go on"
         with _explained(LogWriteError, f"iteration {row['iteration']} cannot be written to {path!r}", advice):
@@ -127,8 +122,13 @@ class JSONLines(contextlib.AbstractContextManager["JSONLines"]):
 
     __del__ = close
 
-    def _open(self, path: str) -> BinaryIO:
-        with _opening(path):
+    def _open(self, path: str) -> BinaryIO | None:
+        """Open a file; without the rank that its path needs, see whether there can be one."""
+        advice = ". Make its folder with mkdir -p, or give a path in one that can be written"
+        with _explained(LogWriteError, f"the log cannot be written, got {path!r}", advice):
+            if _RANK in path:
+                tempfile.TemporaryFile(dir=Path(path.replace(_RANK, "0")).parent).close()
+                return None
             # Unbuffered, so that a crash loses no row; opened to append, so that lines of several writers stay whole.
             self._file = file = open(path, "a+b", buffering=0)  # noqa: SIM115, PTH123
             file.seek(0)
@@ -152,11 +152,6 @@ def _explained(kind: type[GradscaleError], what: str, advice: str = "") -> Itera
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         msg = f"{what}: {reason}{advice}"
         raise kind(msg) from error
-
-
-def _opening(path: str) -> contextlib.AbstractContextManager[None]:
-    advice = ". Make its folder with mkdir -p, or give a path in one that can be written"
-    return _explained(LogWriteError, f"the log cannot be written, got {path!r}", advice)
 
 
 def _as_text(path: object) -> str:
