@@ -111,6 +111,7 @@ class LogUpdates:
         if report.skipped and not any(step.skipped for step in report.steps):
             # The gradients were unscaled, and the loop did not call step().
             self._logger.log(self._skip_level, f"{at} gradients to be skipped at scale {report.scale:g}")
+        self._told = None
         if self._scale != report.scale:
             change = "grew" if self._scale > report.scale else "backed off"
             self._logger.log(self._level, f"{at} scale {change}, {report.scale:g} -> {self._scale:g}")

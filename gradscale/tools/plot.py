@@ -185,12 +185,13 @@ def _check(row: dict[str, Any], where: str) -> None:
         raise InvalidValueError(msg)
 
 
-def _panels(heights: Sequence[int], inches: float) -> tuple[Any, Any]:
+def _panels(heights: Sequence[int], inches: float) -> tuple[Figure, Sequence[Axes]]:
     with needs("gradscale.plot", "plot"):
         # Not pyplot's, which keeps its figures and may open windows.
         from matplotlib.figure import Figure
     figure = Figure(figsize=(10.0, inches), layout="constrained")
-    return figure, figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    return figure, figure.axes
 
 
 def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
