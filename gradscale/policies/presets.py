@@ -17,11 +17,11 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import AtMin, DynamicScale
-from gradscale.policies.rules import DelayedScale, GradualScale, WideningScale
+from gradscale.policies.rules import GradualScale
 
 __all__ = [
     *("apex", "apex_hysteresis", "chainer", "colossalai", "deepspeed", "deepspeed_stage0", "fairseq", "flax"),
-    *("guided_diffusion", "jmp", "keras", "megatron", "metaseq", "mindspore", "mpx", "mxnet", "named", "names"),
+    *("guided_diffusion", "jmp", "keras", "megatron", "mindspore", "mpx", "named", "names"),
     *("paddle", "paddle_static", "torch"),
 ]
 
@@ -187,30 +187,6 @@ def fairseq(
     )
 
 
-def metaseq(
-    *,
-    init_scale: float = 4.0,
-    growth_interval: int = 256,
-    tolerance: float = 0.0,
-    min_scale: float = 2.0**-5,
-    threshold: float | None = None,
-) -> WideningScale:
-    """Return the rule of metaseq's DynamicLossScaler (``metaseq/optim/dynamic_loss_scaler.py``).
-
-    Fairseq's, but growth also doubles the growth interval and backoff halves it, and a backoff that would pass below
-    ``min_scale`` leaves the scale and raises nothing. No setting of DynamicScale: the interval changes.
-
-    Not reproduced: a checkpoint that holds the scale alone; growth to inf.
-    """
-    smallest = validation.scale("min_scale", min_scale)
-    at_min: AtMin = "hold"
-    if threshold is not None and validation.scale("threshold", threshold) >= smallest:
-        smallest, at_min = threshold, "clamp"
-    return WideningScale(
-        init_scale=init_scale, growth_interval=growth_interval, tolerance=tolerance, min_scale=smallest, at_min=at_min
-    )
-
-
 def colossalai(
     *,
     init_scale: float = 2.0**16,
@@ -277,20 +253,6 @@ def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth
     """
     growth_factor, backoff_factor = _both(growth_factor)
     return DynamicScale(**locals(), min_scale=1.0)
-
-
-def mxnet(
-    *, init_scale: float = 2.0**16, growth_interval: int = 2000, max_scale: float | None = 2.0**24
-) -> DelayedScale:
-    """Return the rule of MXNet's LossScaler (``python/mxnet/contrib/amp/loss_scaler.py``).
-
-    It takes no arguments there. The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on
-    each overflow, both one step late. It is no setting of DynamicScale, because a change that is due is one thing more
-    to remember.
-
-    Not reproduced: a scale that reaches 0.
-    """
-    return DelayedScale(init_scale=init_scale, growth_interval=growth_interval, max_scale=max_scale)
 
 
 def chainer(
@@ -403,7 +365,7 @@ def names() -> list[str]:
     --------
     >>> from gradscale import presets
     >>> len(presets.names())
-    19
+    17
     >>> presets.names()[:3]
     ['apex', 'apex_hysteresis', 'chainer']
     """

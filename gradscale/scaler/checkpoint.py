@@ -18,14 +18,7 @@ __all__ = ["Loaded", "build", "parse"]
 
 VERSION = 1
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        policies.DynamicScale,
-        policies.StaticScale,
-        rules.DelayedScale,
-        rules.GradualScale,
-        rules.WideningScale,
-    )
+    kind.__name__: kind for kind in (policies.DynamicScale, policies.StaticScale, rules.GradualScale)
 }
 # Our names of the trackers, by the keys they are saved under; torch knows only the first.
 _TRACKERS = {

@@ -37,8 +37,6 @@ POLICIES = {
     ),
     "tolerance": DynamicScale(tolerance=0.3, growth_interval=3, at_min="raise"),
     "static": StaticScale(8.0),
-    "delayed": presets.mxnet(growth_interval=2),
-    "widening": presets.metaseq(growth_interval=3, tolerance=0.3),
     "gradual": presets.chainer(growth_interval=5, init_scale=64.0),
 }
 SEQUENCE = [1.0, math.nan, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0]

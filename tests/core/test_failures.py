@@ -168,7 +168,7 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [DynamicScale(), gradscale.StaticScale(), presets.mxnet(), presets.metaseq(), presets.chainer()],
+    [DynamicScale(), gradscale.StaticScale(), presets.chainer()],
     ids=lambda p: type(p).__name__,
 )
 def test_a_verdict_without_its_name_is_refused_with_the_reason(policy: Any) -> None:

@@ -15,7 +15,7 @@ from runs import follow, scales, start
 from tiers import examples, later
 
 from gradscale import DynamicScale, InvalidTypeError, InvalidValueError, presets
-from gradscale.policies.rules import DelayedScale, GradualScale, WideningScale
+from gradscale.policies.rules import GradualScale
 
 LONG = True
 
@@ -23,13 +23,12 @@ ALL = presets.names()
 LARGEST = float(np.finfo(np.float32).max)
 
 DEFAULTS = {
-    (2.0**16, 2000): "apex apex_hysteresis flax mxnet paddle paddle_static torch",
+    (2.0**16, 2000): "apex apex_hysteresis flax paddle paddle_static torch",
     (2.0**16, 1000): "colossalai deepspeed deepspeed_stage0",
     (2.0**15, 2000): "fairseq jmp keras mpx",
     (1.0, 1000): "chainer",
     (2.0**20, 1000): "guided_diffusion",
     (2.0**32, 1000): "megatron",
-    (4.0, 256): "metaseq",
     (2.0**24, 2000): "mindspore",
 }
 
@@ -140,55 +139,18 @@ def test_the_scale_stops_at_the_ends_of_float32(name: str, step: str) -> None:
     assert last >= 2.0**-126
 
 
-# Rules with a class of their own.
+# The rule with a class of its own.
 
 
 def test_any_scale_with_trackers_of_zero_is_continued(arrays: Library) -> None:
-    assert scales(arrays, DelayedScale(growth_interval=1), "CC", start(arrays, DelayedScale(), scale=3.0)) == [3.0, 6.0]
-    widening = WideningScale(growth_interval=2)
-    assert scales(arrays, widening, "CCCC", start(arrays, widening, scale=3.0)) == [3.0, 6.0, 6.0, 12.0]
     gradual = GradualScale(growth_interval=2)
     assert scales(arrays, gradual, "CCO", start(arrays, gradual, scale=3.0)) == [float(np.float32(18**0.5)), 6.0, 3.0]
 
 
-def test_backoff_voids_a_change_that_is_due_halves_the_interval_and_ends_a_fast_start(arrays: Library) -> None:
-    rule = DelayedScale(init_scale=8.0, growth_interval=1)
-    assert arrays.state(rule.backoff(follow(arrays, rule, "C")[0])) == (4.0, 0, 0, 0)
-    widening = WideningScale(init_scale=8.0, growth_interval=4, tolerance=1.0)
-    assert scales(arrays, widening, "CC", widening.backoff(start(arrays, widening))) == [4.0, 8.0]
+def test_backoff_ends_a_fast_start(arrays: Library) -> None:
     gradual = GradualScale(init_scale=8.0, growth_interval=1000, fast_start=True)
     after = scales(arrays, gradual, "C", gradual.backoff(start(arrays, gradual)))
     assert after == [float(np.float32(4.0 * 2.0**0.001))]
-
-
-def widening_by_hand(steps: str, scale: float, interval: int, tolerance: float, smallest: float) -> list[float]:
-    """Return the scales of metaseq's rule, with a Python int for each thing that it counts."""
-    since_overflow = since_change = overflows = 0
-    got = []
-    for step in steps:
-        since_overflow, since_change = since_overflow + 1, since_change + 1
-        if step == "O":
-            since_overflow, overflows = 0, overflows + 1
-            if overflows / since_change >= tolerance:
-                interval, since_change, overflows = max(interval // 2, 1), 0, 0
-                scale = scale / 2 if scale / 2 >= smallest else scale
-        elif since_overflow % interval == 0:
-            scale, interval, since_change = scale * 2, interval * 2, 0
-        got.append(scale)
-    return got
-
-
-@pytest.mark.numpy
-@pytest.mark.parametrize("interval", [3, *later("ranks", 1, 256), *later("all", 2, 7, 12)])
-@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("chance", [0.02, 0.3])
-def test_a_widening_interval_is_kept_through_every_halving(interval: int, tolerance: float, chance: float) -> None:
-    draws = np.random.default_rng(interval).random(600)
-    steps = "".join("O" if draw < chance else "C" for draw in draws)
-    rule: Any = presets.metaseq(init_scale=256.0, growth_interval=interval, tolerance=tolerance)
-    with opened("numpy") as library:
-        got = scales(library, rule, steps)
-    assert got == widening_by_hand(steps, 256.0, interval, tolerance, 2.0**-5)
 
 
 def gradual_by_hand(steps: str, rule: Any) -> list[float]:
