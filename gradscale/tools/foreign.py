@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from gradscale.core import validation
 from gradscale.core.messages import key_names, nearest, reading, shown
@@ -22,110 +22,83 @@ __all__ = ["ForeignState", "load_foreign_state"]
 
 _Fields: TypeAlias = Mapping[object, object]
 
-# The meaning of the keys, which is the same in all systems.
-_SCALE = ("scale", "cur_scale", "loss_scale", "dynamic_scale")
-_CLEAN_STEPS = ("_growth_tracker", "growth_tracker", "unskipped", "step_counter", "fin_steps", "counter")
-_OVERFLOWS_LEFT = ("_hysteresis_tracker", "hysteresis_tracker", "cur_hysteresis")
-_SETTINGS = {
-    "growth_factor": ("growth_factor", "scale_factor", "factor"),
-    "backoff_factor": ("backoff_factor", "scale_factor", "factor"),
-    "growth_interval": ("growth_interval", "scale_window", "period", "dynamic_growth_steps"),
-    "hysteresis": ("delayed_shift",),
-    "min_scale": ("min_scale", "minimum_scale", "min_loss_scale"),
-    "consecutive_hysteresis": ("consecutive_hysteresis",),
-    "raise_at_min": ("raise_error_at_min_scale",),
+
+def _overflows_left(key: str, value: object) -> int:
+    # Systems other than DeepSpeed count on below 0 while every overflow backs off.
+    least = 1 if key == "cur_hysteresis" else -validation.LARGEST_INT32
+    return validation.integer(key, value, least, validation.LARGEST_INT32)
+
+
+_growth_factor = partial(validation.number, above=1.0, at_most=validation.LARGEST_FLOAT32)
+_positive = partial(validation.integer, at_least=1, at_most=validation.LARGEST_INT32)
+_count = partial(validation.integer, at_least=0, at_most=validation.LARGEST_INT32)
+_iterations = partial(validation.integer, at_most=2**63 - 1)
+# Each number's check and its keys, which mean the same in all systems; "2" and "3" are Keras' variables as saved.
+_MEANINGS: dict[str, tuple[Callable[[str, object], float], str]] = {
+    "scale": (validation.scale, "scale cur_scale loss_scale dynamic_scale 3"),
+    "growth_factor": (_growth_factor, "growth_factor scale_factor factor"),
+    "backoff_factor": (partial(validation.number, above=0.0, below=1.0), "backoff_factor"),
+    "growth_interval": (_positive, "growth_interval scale_window period dynamic_growth_steps"),
+    "hysteresis": (_positive, "delayed_shift"),
+    "min_scale": (validation.scale, "min_scale minimum_scale min_loss_scale"),
+    "consecutive_hysteresis": (validation.boolean, "consecutive_hysteresis"),
+    "raise_at_min": (validation.boolean, "raise_error_at_min_scale"),
+    "is_dynamic": (validation.boolean, "dynamic dynamic_loss_scale"),
+    "clean_steps": (_count, "_growth_tracker growth_tracker unskipped step_counter fin_steps counter 2"),
+    "overflows_left": (_overflows_left, "_hysteresis_tracker hysteresis_tracker cur_hysteresis"),
+    "steps": (partial(_iterations, at_least=0), "cur_iter"),
+    "last_overflow": (partial(_iterations, at_least=-1), "last_overflow_iter"),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
+def _fp16_optimizer(*, init_scale: float, growth_interval: int) -> Policy:
+    return presets.apex(init_scale=init_scale, growth_interval=growth_interval, min_scale=1.0, max_scale=None)
+
+
+class _Layout(NamedTuple):
     """The keys under which a system saves its state."""
 
     system: str
     preset: Callable[..., Policy]
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)  # settings that the system does not have
-    assumed: Mapping[str, object] = dataclasses.field(default_factory=dict)  # for trackers that it does not save
+    required: str
+    optional: str = ""
+    note: str = ""  # of another system with the same keys
 
     @property
-    def vocabulary(self) -> set[str]:
+    def keys(self) -> list[str]:
         """Every key that it may have."""
-        return {*self.required, *self.optional}
+        return f"{self.required} {self.optional}".split()
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings of its preset, and their defaults."""
         parameters = inspect.signature(self.preset).parameters
         return {name: each.default for name, each in parameters.items() if name != "init_scale"}
 
-    def key(self, names: tuple[str, ...]) -> str:
-        """Return the one of some keys that it has, or an empty string."""
-        return next((name for name in names if name in self.vocabulary), "")
 
-
-_FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
-_TORCH = ("scale", *_FACTORS, "_growth_tracker")
-_ITERATIONS = ("cur_scale", "cur_iter", "last_overflow_iter")
-_WINDOW = ("scale_factor", "scale_window")
-_ZERO = (*_WINDOW, "min_scale", "delayed_shift", "consecutive_hysteresis", "raise_error_at_min_scale", "dynamic")
+_TORCH = "scale growth_factor backoff_factor growth_interval _growth_tracker"
+_ITERATIONS = "cur_scale cur_iter last_overflow_iter"
+_WINDOW = "scale_factor scale_window"
+_ZERO = f"{_WINDOW} min_scale delayed_shift consecutive_hysteresis raise_error_at_min_scale dynamic"
 _STAGE0_NOTE = "DeepSpeed's without ZeRO; apex's FP16_Optimizer saves the same keys: format='apex'"
 _AMP_NOTE = "amp's dynamic scaler; a static one saves the same keys: gradscale.StaticScale"
-_LOST = dict.fromkeys(("growth_tracker", "overflow_tracker", "rescale_tracker"), 0)
 _LAYOUTS = (
     _Layout("torch", presets.torch, _TORCH),
-    _Layout("nemo", presets.apex_hysteresis, (*_TORCH, "_hysteresis_tracker")),
-    _Layout("megatron", presets.megatron, ("scale", "growth_tracker", "hysteresis_tracker")),
-    _Layout("deepspeed", presets.deepspeed, (*_ITERATIONS, "cur_hysteresis"), _ZERO),
-    _Layout(
-        "deepspeed",
-        presets.deepspeed_stage0,
-        ("dynamic_loss_scale", *_ITERATIONS, *_WINDOW),
-        assumed={"system": _STAGE0_NOTE},
-    ),
-    _Layout("deepspeed", StaticScale, ("dynamic_loss_scale", "cur_scale", "cur_iter")),
-    _Layout("deepspeed", StaticScale, ("dynamic", "cur_scale")),
-    _Layout("apex", presets.apex, ("loss_scale", "unskipped"), assumed={"system": _AMP_NOTE}),
-    _Layout("apex", presets.apex, (*_ITERATIONS, *_WINDOW), fixed={"min_scale": 1.0, "max_scale": None}),
-    _Layout("fairseq", presets.fairseq, ("loss_scale",), assumed=_LOST),
-    _Layout("keras", presets.keras, ("dynamic_scale", "step_counter"), ("dynamic_growth_steps",)),
-    _Layout("flax", presets.flax, ("scale", "fin_steps"), (*_FACTORS, "minimum_scale")),
-    _Layout("jmp", presets.jmp, ("loss_scale", "counter"), ("factor", "period", "min_loss_scale")),
+    _Layout("nemo", presets.apex_hysteresis, f"{_TORCH} _hysteresis_tracker"),
+    _Layout("megatron", presets.megatron, "scale growth_tracker hysteresis_tracker"),
+    _Layout("deepspeed", presets.deepspeed, f"{_ITERATIONS} cur_hysteresis", _ZERO),
+    _Layout("deepspeed", presets.deepspeed_stage0, f"dynamic_loss_scale {_ITERATIONS} {_WINDOW}", note=_STAGE0_NOTE),
+    _Layout("deepspeed", StaticScale, "dynamic_loss_scale cur_scale cur_iter"),
+    _Layout("deepspeed", StaticScale, "dynamic cur_scale"),
+    _Layout("apex", presets.apex, "loss_scale unskipped", note=_AMP_NOTE),
+    _Layout("apex", _fp16_optimizer, f"{_ITERATIONS} {_WINDOW}"),
+    _Layout("keras", presets.keras, "dynamic_scale step_counter", "dynamic_growth_steps"),
+    _Layout("keras", presets.keras, "3 2"),
+    _Layout("flax", presets.flax, "scale fin_steps", "growth_factor backoff_factor growth_interval minimum_scale"),
+    _Layout("jmp", presets.jmp, "loss_scale counter", "factor period min_loss_scale"),
 )
 _SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
-_KNOWN_KEYS = frozenset(key for layout in _LAYOUTS for key in layout.vocabulary)
-# The numbers of Keras' variables; 0 and 1 are the iteration and the learning rate, which every optimizer has.
-_KERAS_POSITIONS = {"step_counter": "2", "dynamic_scale": "3"}
-
-
-def _recognise(fields: _Fields, system: str | None) -> _Layout:
-    """Return the layout of a mapping: the one that has its keys, all of them and no others that are known."""
-    got = f"got the keys {key_names(fields)}"
-    if not fields:
-        msg = (
-            "the state is empty, as a disabled scaler of torch and Megatron's constant one save it, and says no scale; "
-            "construct GradScaler(enabled=False), or GradScaler(policy=StaticScale(...)) with Megatron's --loss-scale"
-        )
-        raise StateDictError(msg)
-    if {"version", "_overflow_tracker"} <= fields.keys():
-        msg = f"the state is gradscale's own, {got}; pass it to GradScaler.load_state_dict"
-        raise StateDictError(msg)
-    candidates = [layout for layout in _LAYOUTS if system in (None, layout.system)]
-    found = [layout for layout in candidates if fields.keys() >= set(layout.required)]
-    if system is None:
-        # Other keys do not matter to somebody who names the format.
-        found = [layout for layout in found if fields.keys() & _KNOWN_KEYS <= layout.vocabulary]
-    if len(found) == 1 or (found and system):
-        return max(found, key=lambda layout: len(layout.required))
-    formats = "; ".join(f"{layout.system}: {', '.join(layout.required)}" for layout in candidates)
-    if system is not None:
-        msg = f"the {system} state is cut short, {got}; it must have these keys: {formats}"
-        raise StateDictError(msg)
-    msg = (
-        f"the state is of {'several formats' if found else 'no known format'}, {got}; pass the part of a checkpoint "
-        f"that is its scaler's, and name the format with format=; the formats have these keys: {formats}"
-    )
-    raise StateDictError(msg)
+_KNOWN_KEYS = {key for layout in _LAYOUTS for key in layout.keys}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,15 +136,11 @@ class ForeignState:
 
     def __str__(self) -> str:
         trackers = ", ".join(f"{key[1:]} {self.state_dict[key]}" for key in self.state_dict if key.endswith("_tracker"))
+        given = ", ".join(name for name in self.missing if name not in self.assumed)
         lines = [f"{self.format} state: scale {self.state_dict['scale']!r}, {trackers}", f"policy: {self.policy}"]
-        if self.assumed:
-            lines.append("not in the saved state, and assumed:")
-            lines += [f"    {name} = {value}" for name, value in self.assumed.items()]
-        given = [name for name in self.missing if name not in self.assumed]
-        if given:
-            lines.append(f"not in the saved state, and given by the caller: {', '.join(given)}")
-        if not self.missing:
-            lines.append("the saved state says everything; nothing was assumed")
+        lines += [f"not in the saved state, and assumed: {name} = {value}" for name, value in self.assumed.items()]
+        lines += [f"not in the saved state, and given by the caller: {given}"] if given else []
+        lines += [] if self.missing else ["the saved state says everything; nothing was assumed"]
         return "\n".join(lines)
 
 
@@ -195,12 +164,12 @@ def load_foreign_state(
     state : mapping
         Of torch (``state_dict()``; NeMo's, too), Megatron (``state_dict()``), DeepSpeed (the optimizer's without ZeRO,
         or ``vars()`` of its loss scaler), apex (``amp.state_dict()``, FP16_Optimizer's, or ``vars()`` of its loss
-        scaler), fairseq (the optimizer's), Keras (LossScaleOptimizer's variables by name, or by number as saved), flax
-        (``to_state_dict``, or ``vars()``), or jmp (``vars()``). Values are Python numbers or arrays of one element,
-        which are read from their device. Not modified.
+        scaler), Keras (LossScaleOptimizer's variables by name, or by number as saved), flax (``to_state_dict``, or
+        ``vars()``), or jmp (``vars()``). Values are Python numbers or arrays of one element, which are read from their
+        device. Not modified.
     format : str, optional
-        ``"torch"``, ``"nemo"``, ``"megatron"``, ``"deepspeed"``, ``"apex"``, ``"fairseq"``, ``"keras"``, ``"flax"`` or
-        ``"jmp"``. Default: recognised by the keys, if they are those of one format.
+        ``"torch"``, ``"nemo"``, ``"megatron"``, ``"deepspeed"``, ``"apex"``, ``"keras"``, ``"flax"`` or ``"jmp"``.
+        Default: recognised by the keys, if they are those of one format.
     loss_id : int, optional
         The number of one of apex's loss scalers; needed if there are several. Load each into a scaler of its own.
     **settings
@@ -229,30 +198,23 @@ def load_foreign_state(
     if format is not None and not (isinstance(format, str) and format in _SYSTEMS):
         msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{nearest(format, _SYSTEMS)}"
         raise InvalidValueError(msg)
-    if isinstance(state, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(state, "read"):
-        msg = (
-            f"state must be what was loaded from a file, got {shown(state)}; load it without running what it may hold: "
-            f"torch.load(path, weights_only=True), flax.serialization.msgpack_restore(data), "
-            f"numpy.load(path, allow_pickle=False), or h5py.File(path), and pass the part that is the scaler's"
-        )
-        raise InvalidTypeError(msg)
     if not isinstance(state, Mapping):
         msg = (
             f"state must be a mapping, got {shown(state)} of type {type(state).__name__}; pass its state_dict(), or "
-            f"vars() of it"
+            f"vars() of it, and of a file what torch.load(path, weights_only=True), numpy.load(path, "
+            f"allow_pickle=False), h5py.File(path) or flax.serialization.msgpack_restore(data) has loaded, which run "
+            f"nothing that it may hold: the part that is the scaler's"
         )
         raise InvalidTypeError(msg)
     fields: _Fields = validation.mapping("state", state)
-    # apex's amp numbers the scalers of its losses; Keras numbers its variables.
-    system, names = format, [key for key in fields if isinstance(key, str)]
-    if scalers := [name for name in names if re.fullmatch(r"loss_scaler\d+", name)]:
+    # apex's amp numbers the scalers of its losses.
+    system = format
+    if scalers := [key for key in fields if isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)]:
         system, fields = format or "apex", _scaler_of(fields, scalers, loss_id)
     elif loss_id is not None:
         which = "apex's 'loss_scaler0', 'loss_scaler1', ..."
         msg = f"loss_id= chooses among {which}, got {shown(loss_id)} and the keys {key_names(fields)}"
         raise InvalidValueError(msg)
-    elif len(names) == len(fields) and all(map(str.isdecimal, names)) and "3" in names:
-        fields = {name: fields.get(at) for name, at in _KERAS_POSITIONS.items()}
     return _translate(fields, _recognise(fields, system), settings)
 
 
@@ -270,106 +232,114 @@ def _scaler_of(fields: _Fields, names: list[str], loss_id: int | None) -> _Field
     return validation.mapping(name, fields[name])
 
 
-def _translate(fields: _Fields, layout: _Layout, settings: dict[str, object]) -> ForeignState:
+def _recognise(fields: _Fields, system: str | None) -> _Layout:
+    """Return the layout of a mapping: the one that has its keys, all of them and no others that are known."""
+    got = f"got the keys {key_names(fields)}"
+    if not fields:
+        msg = (
+            "the state is empty, as a disabled scaler of torch and Megatron's constant one save it, and says no scale; "
+            "construct GradScaler(enabled=False), or GradScaler(policy=StaticScale(...)) with Megatron's --loss-scale"
+        )
+        raise StateDictError(msg)
+    if {"version", "_overflow_tracker"} <= fields.keys():
+        msg = f"the state is gradscale's own, {got}; pass it to GradScaler.load_state_dict"
+        raise StateDictError(msg)
+    candidates = [layout for layout in _LAYOUTS if system in (None, layout.system)]
+    # Other keys do not matter to somebody who names the format.
+    known = set() if system else fields.keys() & _KNOWN_KEYS
+    found = [each for each in candidates if {*each.required.split()} <= fields.keys() and known <= {*each.keys}]
+    if found:
+        return max(found, key=lambda layout: len(layout.required))
+    formats = "; ".join(f"{layout.system}: {layout.required.replace(' ', ', ')}" for layout in candidates)
+    what = f"the {system} state is cut short" if system else "the state is of no known format"
+    msg = (
+        f"{what}, {got}; pass the part of a checkpoint that is its scaler's, and name the format with format=; the "
+        f"formats have these keys: {formats}"
+    )
+    raise StateDictError(msg)
+
+
+def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> ForeignState:
     """Return the result for a state of this layout, with the caller's settings for those that it does not hold."""
     # flax has None for no minimum.
-    said = {name: key for name, keys in _SETTINGS.items() if (key := layout.key(keys)) and fields.get(key) is not None}
-    missing = [name for name in layout.defaults if name not in (*said, *layout.fixed)]
-    for name, value in settings.items():
+    held = [key for key in layout.keys if key in layout.required.split() or fields.get(key) is not None]
+    keys = {name: key for name, (_, known) in _MEANINGS.items() for key in known.split() if key in held}
+    missing = {name: default for name, default in layout.settings.items() if name not in keys}
+    for name, value in given.items():
         if name not in missing:
             wanted = f"the settings that can be given are {', '.join(missing)}" if missing else "leave it out"
-            reason = f"says {name} itself" if name in said else f"has no setting {name!r}"
+            reason = f"says {name} itself" if name in keys else f"has no setting {name!r}"
             msg = f"this {layout.system} state {reason}, got {name}={shown(value)}; {wanted}{nearest(name, missing)}"
             raise InvalidValueError(msg)
     try:
-        return _read(fields, layout, said, missing, settings)
+        found = {name: _MEANINGS[name][0](key, _element(fields[key])) for name, key in keys.items()}
+        return _read(layout, keys, found, missing, given)
     except (InvalidTypeError, InvalidValueError) as error:
         msg = f"the {layout.system} state cannot be read: {error}"
         raise StateDictError(msg) from error
 
 
-def _read(
-    fields: _Fields, layout: _Layout, said: dict[str, str], missing: list[str], given: dict[str, object]
-) -> ForeignState:
-    """Return the result; ``said`` has the keys of the settings that the state holds."""
-    fields = {key: _scalar(value) if key in layout.vocabulary else value for key, value in fields.items()}
-    for flag in {"dynamic", "dynamic_loss_scale"} & {*layout.required}:
-        if layout.preset is StaticScale and validation.boolean(flag, fields[flag]):
-            msg = f"{flag} is True, and keys of a dynamic scale are missing, got the keys {key_names(fields)}"
-            raise InvalidValueError(msg)
-    assumed = {name: layout.defaults[name] for name in missing if name not in given}
-    left_key, left = layout.key(_OVERFLOWS_LEFT), 0
-    if left_key:
-        # Systems other than DeepSpeed count on below 0 while every overflow backs off.
-        least = 1 if layout.system == "deepspeed" else -validation.LARGEST_INT32
-        left = validation.integer(left_key, fields[left_key], least, validation.LARGEST_INT32)
-        if "hysteresis" in assumed:
-            # The default may be below the number that is still tolerated.
-            assumed["hysteresis"] = max(left, assumed["hysteresis"])
-    saved = {name: _setting(name, key, fields[key]) for name, key in said.items()}
-    chosen = {**layout.fixed, **saved, **given, **assumed}
-    scale_key = layout.key(_SCALE)
-    scale = validation.scale(scale_key, fields[scale_key])
-    passed = {name: value for name, value in chosen.items() if name in layout.defaults}
-    try:
-        policy: Any = layout.preset(init_scale=scale, **passed)
-    except InvalidValueError as error:
-        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
-        msg = f"{scale_key} {scale!r} does not go with the settings: {error}{remedy}"
-        raise InvalidValueError(msg) from error
-    # Settings that the state holds and the preset has no parameter for.
-    policy = dataclasses.replace(policy, **{name: chosen[name] for name in chosen.keys() - passed.keys()})
-    if left_key and left > policy.hysteresis:
-        msg = f"{left_key} must be at most the hysteresis, got {left!r} and {policy.hysteresis!r}"
-        raise InvalidValueError(msg)
-    overflows = policy.hysteresis - max(left, 0) if left_key and policy.hysteresis > 1 else 0
-    growth = _clean_steps(fields, layout, policy, "growth_interval" in said)
-    snapshot = {"scale": scale, "growth_tracker": growth, "overflow_tracker": overflows}
-    return ForeignState(
-        format=layout.system,
-        policy=policy,
-        state_dict=checkpoint.build(policy, snapshot, 1),
-        missing=(*missing, *layout.assumed),
-        assumed=MappingProxyType({**assumed, **layout.assumed}),
-    )
-
-
-def _scalar(value: Any) -> Any:
+def _element(value: Any) -> Any:
     """Return the element of an array of one, of any library or in a file, and any other value as it is."""
     shape = getattr(value, "shape", None)
     return value if shape is None or any(length != 1 for length in shape) else value[(0,) * len(shape)]
 
 
-def _setting(name: str, key: str, value: object) -> float:
-    """Return a saved setting as a Python number, or raise naming its key."""
-    if name in ("growth_interval", "hysteresis"):
-        return validation.integer(key, value, 1, validation.LARGEST_INT32)
-    if name in ("consecutive_hysteresis", "raise_at_min"):
-        return validation.boolean(key, value)
-    if name == "min_scale":
-        return validation.scale(key, value)
-    if key == "backoff_factor":
-        return validation.number(key, value, above=0.0, below=1.0)
-    factor = validation.number(key, value, above=1.0, at_most=validation.LARGEST_FLOAT32)
-    # One factor may serve both.
-    return 1.0 / factor if name == "backoff_factor" else factor
+def _read(
+    layout: _Layout, keys: dict[str, str], found: dict[str, Any], missing: dict[str, Any], given: dict[str, object]
+) -> ForeignState:
+    """Return the result for the numbers found under these keys; ``missing`` has the defaults of the other settings."""
+    if layout.preset is StaticScale and found["is_dynamic"]:
+        held = key_names(keys.values())
+        msg = f"{keys['is_dynamic']} is True, and keys of a dynamic scale are missing, got the keys {held}"
+        raise InvalidValueError(msg)
+    assumed = {name: default for name, default in missing.items() if name not in given}
+    left = found.get("overflows_left")
+    if left is not None and "hysteresis" in assumed:
+        # The default may be below the number that is still tolerated.
+        assumed["hysteresis"] = max(left, assumed["hysteresis"])
+    settings = {name: found[name] for name in layout.settings if name in found} | given | assumed
+    try:
+        policy: Any = layout.preset(init_scale=found["scale"], **settings)
+    except InvalidValueError as error:
+        remedy = f"; give those of {', '.join(missing)} that it was made with" if missing else ""
+        msg = f"{keys['scale']} {found['scale']!r} does not go with the settings: {error}{remedy}"
+        raise InvalidValueError(msg) from error
+    if "growth_factor" in found and "growth_factor" not in settings:
+        # One factor, for which the system's preset has no parameter.
+        factor = found["growth_factor"]
+        policy = dataclasses.replace(policy, growth_factor=factor, backoff_factor=1.0 / factor)
+    if left is not None and left > policy.hysteresis:
+        msg = f"{keys['overflows_left']} must be at most the hysteresis, got {left!r} and {policy.hysteresis!r}"
+        raise InvalidValueError(msg)
+    overflows = policy.hysteresis - max(left, 0) if left is not None and policy.hysteresis > 1 else 0
+    growth = _clean_steps(keys, found, policy)
+    note = {"system": layout.note} if layout.note else {}
+    snapshot = {"scale": policy.init_scale, "growth_tracker": growth, "overflow_tracker": overflows}
+    return ForeignState(
+        format=layout.system,
+        policy=policy,
+        state_dict=checkpoint.build(policy, snapshot, 1),
+        missing=(*missing, *note),
+        assumed=MappingProxyType(assumed | note),
+    )
 
 
-def _clean_steps(fields: _Fields, layout: _Layout, policy: Any, is_interval_said: bool) -> int:
+def _clean_steps(keys: dict[str, str], found: dict[str, Any], policy: Any) -> int:
     """Return the growth tracker."""
-    if "last_overflow_iter" in layout.required:
-        done = validation.integer("cur_iter", fields["cur_iter"], 0, 2**63 - 1)
-        run = done - 1 - validation.integer("last_overflow_iter", fields["last_overflow_iter"], -1, done - 1)
-        interval: int = policy.growth_interval
+    if "last_overflow" in found:
+        # An overflow is of an iteration before the next one.
+        last = validation.integer(keys["last_overflow"], found["last_overflow"], -1, found["steps"] - 1)
+        run: int = found["steps"] - 1 - last
         # DeepSpeed's first growth of a run comes after one step more, with which the next interval begins.
-        return (run - 1) % interval + 1 if run and policy.growth_after != "interval" else run % interval
-    key = layout.key(_CLEAN_STEPS)
-    if not key:
-        return 0
-    count = validation.integer(key, fields[key], 0, validation.LARGEST_INT32)
-    if not is_interval_said and count >= policy.growth_interval + (policy.growth_after != "interval"):
+        is_later = run > 0 and policy.growth_after != "interval"
+        interval: int = policy.growth_interval
+        return (run - 1) % interval + 1 if is_later else run % interval
+    count: int = found.get("clean_steps", 0)
+    is_assumed = count > 0 and "growth_interval" not in found
+    if is_assumed and count >= policy.growth_interval + (policy.growth_after != "interval"):
         msg = (
-            f"{key} must be below the interval after which the scale grows, got {count!r} and "
+            f"{keys['clean_steps']} must be below the interval after which the scale grows, got {count!r} and "
             f"{policy.growth_interval!r}, which the state does not say; give growth_interval="
         )
         raise InvalidValueError(msg)

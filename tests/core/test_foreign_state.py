@@ -28,15 +28,12 @@ DEEPSPEED = WINDOW | {
 }
 STAGE0 = WINDOW | {"dynamic_loss_scale": True}
 APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
-FAIRSEQ = {"loss_scale": 128.0}
 KERAS = {"dynamic_scale": 32768.0, "step_counter": 1}
 FLAX = {"scale": 65536.0, "fin_steps": 4}
 JMP = {"loss_scale": 32768.0, "counter": 3, "period": 2000, "factor": 2, "min_loss_scale": 1.0}
 
-TRACKERS = {"growth_tracker", "overflow_tracker", "rescale_tracker"}
 FACTORS = {"growth_factor", "backoff_factor"}
 OF_APEX = {"growth_interval", "min_scale", "max_scale", "system"}
-OF_FAIRSEQ = {*TRACKERS, "growth_factor", "growth_interval", "min_scale", "threshold", "tolerance"}
 # The state, its format, its scale, its growth and overflow trackers, and what is not in it.
 STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
     "torch": (TORCH, "torch", 1024.0, 5, 0, set()),
@@ -47,7 +44,6 @@ STATES: dict[str, tuple[Mapping[str, Any], str, float, int, int, set[str]]] = {
     "apex-amp": (APEX, "apex", 512.0, 3, 0, OF_APEX),
     "apex-one": (APEX["loss_scaler0"], "apex", 512.0, 3, 0, OF_APEX),
     "apex-fp16_utils": (WINDOW, "apex", 256.0, 2, 0, set()),
-    "fairseq": (FAIRSEQ, "fairseq", 128.0, 0, 0, OF_FAIRSEQ),
     "keras": (KERAS, "keras", 32768.0, 1, 0, {"growth_interval"}),
     "flax": (FLAX, "flax", 65536.0, 4, 0, {*FACTORS, "growth_interval", "min_scale"}),
     "jmp": (JMP, "jmp", 32768.0, 3, 0, set()),
@@ -72,7 +68,6 @@ def test_a_format_is_recognised_by_its_keys_and_translated(name: str) -> None:
         assert all(f"{setting} = {value}" in str(loaded) for setting, value in loaded.assumed.items())
         assert f"scale {scale!r}" in str(loaded)
         assert ("nothing was assumed" in str(loaded)) is (not missing)
-        assert all(loaded.assumed.get(tracker, 0) == 0 for tracker in TRACKERS)
     assert state == before
 
 
@@ -150,7 +145,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "True, and keys of a dynamic scale",
     ),
     "jmp-short": ({"loss_scale": 2.0, "period": 3, "factor": 2}, {}, "no known format.*jmp: loss_scale, counter$"),
-    # What is left of it alone could be fairseq's.
     "apex-short": ({"loss_scaler0": {"loss_scale": 2.0}}, {}, "apex state is cut short.*loss_scale, unskipped"),
     "below-its-own-minimum": (DEEPSPEED | {"cur_scale": 0.5}, {}, "cur_scale 0.5 does not go with.*max_scale=None$"),
     "two-formats": (MEGATRON | {"fin_steps": 3}, {}, "no known format.*name|several formats"),

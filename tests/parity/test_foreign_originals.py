@@ -1,7 +1,7 @@
 """Runs that another system began and gradscale goes on with: the scale after every step is what it would have been.
 
-jmp, flax and Keras themselves, cut at random points of random runs; Megatron, DeepSpeed, apex, NeMo and fairseq
-by the recorded traces.
+jmp, flax and Keras themselves, cut at random points of random runs; Megatron, DeepSpeed, apex and NeMo by the recorded
+traces.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ def test_a_run_that_the_original_began_goes_on_as_there(
 # Those of which there is nothing here but a record.
 
 WINDOW = {"scale_factor": 2.0, "scale_window": 4}
-FAIRSEQ = {"tol=0.3": {"tolerance": 0.3}, "threshold=8.0": {"threshold": 8.0}, "min=1.0": {"min_scale": 1.0}}
-SAVED_BY_RECORD = ("apex", "megatron", "deepspeed", "fairseq")
+SAVED_BY_RECORD = ("apex", "megatron", "deepspeed")
 RECORDED: dict[str, Any] = {
     name: variant["scale_after_each_step"]
     for name, variant in TRACES["implementations"].items()
@@ -189,10 +188,6 @@ def loaded_at(name: str, scales: list[float], before: str) -> ForeignState:
         smallest = {"min_scale": 1.0} if "min=1.0" in name else {}
         saved = {"loss_scaler0": {"loss_scale": scale, "unskipped": clean % 4}}
         return load_foreign_state(saved, growth_interval=4, max_scale=4096.0, **smallest)
-    if "fairseq" in name:
-        given: dict[str, Any] = {"growth_interval": 4, "tolerance": 0.0, "min_scale": 1e-4}
-        given |= next((said for text, said in FAIRSEQ.items() if text in name), {})
-        return load_foreign_state({"loss_scale": scale}, **given)
     if "contrib" in name or "stage0" in name:
         counted["dynamic_loss_scale"] = True
     return load_foreign_state(counted, format=name.partition(".")[0])
@@ -220,8 +215,7 @@ def test_a_recorded_run_goes_on_from_wherever_it_is_cut(name: str) -> None:
     for sequence, steps in SEQUENCES.items():
         scales = ["raised" if isinstance(scale, dict) else scale for scale in RECORDED[name][sequence]]
         stride = len(steps) // examples(len(steps))
-        # fairseq saves no trackers: where it is cut, it goes on in another way itself.
-        for cut in range(0, len(scales), stride) if "fairseq" not in name else [0]:
+        for cut in range(0, len(scales), stride):
             if "raised" not in scales[:cut]:
                 loaded = loaded_at(name, [256.0, *scales[:cut]], steps[:cut])
                 assert ours(loaded, steps[cut:]) == scales[cut:], (sequence, cut)
