@@ -8,15 +8,17 @@ bugs of the original that this preset does not copy.
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
+import functools
 import inspect
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
 
 from gradscale.core import validation
-from gradscale.core.messages import shown
+from gradscale.core.messages import nearest, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.dynamic import AtMin, DynamicScale
+from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.rules import GradualScale
 
 __all__ = [
@@ -25,45 +27,79 @@ __all__ = [
     *("paddle", "paddle_static", "torch"),
 ]
 
-
-def _both(growth_factor: float) -> tuple[float, float]:
-    """Return the growth and backoff factors of a system that has one number for both, a float32."""
-    factor = _single("growth_factor", growth_factor, above=1.0)
-    return factor, 1.0 / factor
+_Given = ParamSpec("_Given")
+_Rule = TypeVar("_Rule", bound=Policy)
 
 
-def _single(name: str, factor: float, above: float | None = None) -> float:
+class _Bounds(TypedDict, total=False):
+    """Settings of every rule, of which each preset takes some."""
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float | None
+
+
+class _Settings(_Bounds, total=False):
+    """Settings of a DynamicScale, of which each preset takes some."""
+
+    hysteresis: int
+    tolerance: float
+
+
+def _preset(**defaults: object) -> Callable[[Callable[_Given, _Rule]], Callable[_Given, _Rule]]:
+    """Let a preset take these settings with these defaults, and no others but its own; its signature shows them."""
+
+    def decorate(rule: Callable[_Given, _Rule]) -> Callable[_Given, _Rule]:
+        signature, hints = inspect.signature(rule, eval_str=True), get_type_hints(_Settings)
+        own = [each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
+        parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        shared = [parameter(name, default=default, annotation=hints[name]) for name, default in defaults.items()]
+        signature = signature.replace(parameters=[*shared, *own])
+
+        @functools.wraps(rule)
+        def preset(*args: _Given.args, **kwargs: _Given.kwargs) -> _Rule:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                msg = f"presets.{rule.__name__}: {error}; it has {', '.join(signature.parameters)}"
+                raise InvalidTypeError(msg) from None
+            for name, default in defaults.items():
+                kwargs.setdefault(name, default)
+            return rule(*args, **kwargs)
+
+        vars(preset)["__signature__"] = signature
+        return preset
+
+    return decorate
+
+
+def _float32(settings: _Settings, **fixed: Any) -> DynamicScale:
+    """Return the rule of a system whose factors are float32 numbers, or which has one such number for both."""
     largest = validation.LARGEST_FLOAT32
-    return validation.round_to_float32(validation.number(name, factor, above=above, at_most=largest))
+    factor = validation.number("growth_factor", settings["growth_factor"], above=1.0, at_most=largest)
+    fields: dict[str, Any] = {**settings, "growth_factor": validation.round_to_float32(factor), **fixed}
+    if "backoff_factor" in settings:
+        factor = validation.number("backoff_factor", settings["backoff_factor"], above=0.0, below=1.0)
+        return DynamicScale(**fields | {"backoff_factor": validation.round_to_float32(factor)})
+    return DynamicScale(**fields, backoff_factor=1.0 / fields["growth_factor"])
 
 
-def _each(growth_factor: float, backoff_factor: float) -> tuple[float, float]:
-    """Return the factors of a system that multiplies by float32 numbers."""
-    return _single("growth_factor", growth_factor), _single("backoff_factor", backoff_factor)
-
-
-# In each preset, locals() are its arguments, under the names that DynamicScale's fields have.
-
-
-def torch(
-    *, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000
-) -> DynamicScale:
+@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+def torch(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of torch.amp.GradScaler (torch 2.13, ``torch._amp_update_scale_``).
 
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0 after many overflows, and one that inf keeps.
     """
-    return DynamicScale(**locals())
+    return DynamicScale(**settings)
 
 
-def apex(
-    *,
-    init_scale: float = 2.0**16,
-    growth_interval: int = 2000,
-    min_scale: float = validation.SMALLEST_NORMAL,
-    max_scale: float | None = 2.0**24,
-) -> DynamicScale:
+@_preset(init_scale=2.0**16, growth_interval=2000, min_scale=validation.SMALLEST_NORMAL, max_scale=2.0**24)
+def apex(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of apex.amp (``apex/amp/scaler.py``), fp16_utils and contrib's FP16_Optimizer.
 
     The scale doubles after 2000 clean steps in a row, up to ``max_scale``, and halves on each overflow, down to
@@ -71,35 +107,22 @@ def apex(
 
     Not reproduced: without a minimum the scale went to 0, and its reciprocal raised ZeroDivisionError.
     """
-    return DynamicScale(**locals())
+    return DynamicScale(**settings)
 
 
-def apex_hysteresis(
-    *,
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    hysteresis: int = 1,
-) -> DynamicScale:
+@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1)
+def apex_hysteresis(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of apex's kernel ``update_scale_hysteresis`` (``csrc``), which NeMo's GradScaler has, too.
 
     Torch's rule, but only the ``hysteresis``-th of consecutive overflows and each after it back off. NeMo's defaults.
 
     Not reproduced: the scale may reach 0; NeMo loses the count of overflows in a checkpoint by a misspelt key.
     """
-    return DynamicScale(**locals(), hysteresis_refill=("clean_step",))
+    return DynamicScale(**settings, hysteresis_refill=("clean_step",))
 
 
-def megatron(
-    *,
-    init_scale: float = 2.0**32,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    min_scale: float = 1.0,
-) -> DynamicScale:
+@_preset(init_scale=2.0**32, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2, min_scale=1.0)
+def megatron(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of Megatron-core's DynamicGradScaler (``megatron/core/optimizer/grad_scaler.py``).
 
     Growth after 1000 clean steps in a row; the ``hysteresis``-th overflow since the last growth, and each after it,
@@ -107,18 +130,12 @@ def megatron(
 
     Not reproduced: growth to inf, which nothing there stops.
     """
-    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
-    return DynamicScale(**locals(), hysteresis_refill=("growth",))
+    return _float32(settings, hysteresis_refill=("growth",))
 
 
+@_preset(init_scale=2.0**16, growth_interval=1000, hysteresis=2, min_scale=1.0)
 def deepspeed(
-    *,
-    init_scale: float = 2.0**16,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    min_scale: float = 1.0,
-    consecutive_hysteresis: bool = False,
-    raise_at_min: bool = True,
+    *, consecutive_hysteresis: bool = False, raise_at_min: bool = True, **settings: Unpack[_Settings]
 ) -> DynamicScale:
     """Return the rule of DeepSpeed's DynamicLossScaler, which ZeRO uses (``deepspeed/runtime/fp16/loss_scaler.py``).
 
@@ -130,17 +147,15 @@ def deepspeed(
     """
     consecutive = validation.boolean("consecutive_hysteresis", consecutive_hysteresis)
     return DynamicScale(
-        init_scale=init_scale,
-        growth_interval=growth_interval,
+        **settings,
         growth_after="first_interval_plus_one",
-        hysteresis=hysteresis,
         hysteresis_refill=("clean_step",) if consecutive else ("growth",),
-        min_scale=min_scale,
         at_min="raise" if validation.boolean("raise_at_min", raise_at_min) else "clamp",
     )
 
 
-def deepspeed_stage0(*, init_scale: float = 2.0**16, growth_interval: int = 1000, min_scale: float = 1.0) -> Policy:
+@_preset(init_scale=2.0**16, growth_interval=1000, min_scale=1.0)
+def deepspeed_stage0(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of DeepSpeed without ZeRO (``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``).
 
     Growth as in :func:`deepspeed`; each overflow halves the scale, down to ``min_scale``, and none raises. With no
@@ -148,18 +163,11 @@ def deepspeed_stage0(*, init_scale: float = 2.0**16, growth_interval: int = 1000
 
     Not reproduced: gradients divided by the scale after the update, halved on each growth step; growth to inf.
     """
-    return DynamicScale(**locals(), growth_after="first_interval_plus_one")
+    return DynamicScale(**settings, growth_after="first_interval_plus_one")
 
 
-def fairseq(
-    *,
-    init_scale: float = 2.0**15,
-    growth_factor: float = 2.0,
-    growth_interval: int = 2000,
-    tolerance: float = 0.0,
-    min_scale: float = 1e-4,
-    threshold: float | None = None,
-) -> DynamicScale:
+@_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, tolerance=0.0, min_scale=1e-4)
+def fairseq(*, threshold: float | None = None, **settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of fairseq's DynamicLossScaler (``fairseq/optim/dynamic_loss_scaler.py``).
 
     Growth after 2000 clean steps in a row; an overflow backs off when the overflows are at least ``tolerance`` of the
@@ -169,53 +177,38 @@ def fairseq(
 
     Not reproduced: a checkpoint that holds the scale alone; growth to inf.
     """
-    growth_factor, backoff_factor = _both(growth_factor)
-    smallest = validation.number("min_scale", min_scale, at_least=0.0)
-    at_min: AtMin = "raise"
+    smallest = validation.number("min_scale", settings.pop("min_scale"), at_least=0.0)
     if threshold is not None and validation.scale("threshold", threshold) > smallest:
-        smallest, at_min = threshold, "clamp"
-    else:
-        smallest = validation.last_above(smallest, validation.scale("init_scale", init_scale), backoff_factor)
-    return DynamicScale(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        tolerance=tolerance,
-        min_scale=smallest,
-        at_min=at_min,
-    )
+        return _float32(settings, min_scale=threshold)
+    rule = _float32(settings)
+    smallest = validation.last_above(smallest, rule.init_scale, rule.backoff_factor)
+    return dataclasses.replace(rule, min_scale=smallest, at_min="raise")
 
 
-def colossalai(
-    *,
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    min_scale: float = validation.SMALLEST_NORMAL,
-    max_scale: float | None = None,
-) -> DynamicScale:
+@_preset(
+    init_scale=2.0**16,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=1000,
+    hysteresis=2,
+    min_scale=validation.SMALLEST_NORMAL,
+    max_scale=None,
+)
+def colossalai(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of ColossalAI's DynamicGradScaler (``colossalai/amp/naive_amp/grad_scaler``).
 
     Megatron's, with a maximum; a ``hysteresis`` of 0 is one of 1. The defaults are those of the class.
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
     """
-    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
-    hysteresis = max(validation.integer("hysteresis", hysteresis, 0, validation.LARGEST_INT32), 1)
-    return DynamicScale(**locals(), hysteresis_refill=("growth",))
+    settings["hysteresis"] = max(
+        validation.integer("hysteresis", settings["hysteresis"], 0, validation.LARGEST_INT32), 1
+    )
+    return _float32(settings, hysteresis_refill=("growth",))
 
 
-def paddle(
-    *,
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    hysteresis: int = 1,
-) -> DynamicScale:
+@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1)
+def paddle(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of paddle.amp.GradScaler (Paddle 3.3, ``python/paddle/amp/grad_scaler.py``).
 
     Growth after 2000 clean steps in a row; the ``hysteresis``-th of consecutive overflows backs off, and the count
@@ -223,41 +216,32 @@ def paddle(
 
     Not reproduced: a scale that reaches 0 or inf; with several optimizers, the last one's verdict alone.
     """
-    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
-    return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"))
+    return _float32(settings, hysteresis_refill=("clean_step", "backoff"))
 
 
-def paddle_static(
-    *,
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    hysteresis: int = 1,
-) -> DynamicScale:
+@_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1)
+def paddle_static(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of Paddle's kernel ``update_loss_scaling`` (Paddle 3.3, ``paddle.static.amp``).
 
     As :func:`paddle`, with a minimum of 1. The defaults are those of ``decorate(level=...)``; without
     ``level=`` they are 2**15, 0.8 as the backoff factor, 1000 and a hysteresis of 2.
     """
-    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
-    return DynamicScale(**locals(), hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
+    return _float32(settings, hysteresis_refill=("clean_step", "backoff"), min_scale=1.0)
 
 
-def mindspore(*, init_scale: float = 2.0**24, growth_factor: float = 2.0, growth_interval: int = 2000) -> DynamicScale:
+@_preset(init_scale=2.0**24, growth_factor=2.0, growth_interval=2000)
+def mindspore(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of MindSpore's DynamicLossScaleManager (MindSpore 2.10).
 
     Growth after 2000 clean steps in a row; each overflow backs off, down to 1.
 
     Not reproduced: RuntimeError after 1000 consecutive overflows, at which the scale has long been 1; growth to inf.
     """
-    growth_factor, backoff_factor = _both(growth_factor)
-    return DynamicScale(**locals(), min_scale=1.0)
+    return _float32(settings, min_scale=1.0)
 
 
-def chainer(
-    *, init_scale: float = 1.0, growth_interval: int = 1000, min_scale: float = 1.0, max_scale: float = 65504.0
-) -> GradualScale:
+@_preset(init_scale=1.0, growth_interval=1000, min_scale=1.0, max_scale=65504.0)
+def chainer(**settings: Unpack[_Bounds]) -> GradualScale:
     """Return the rule of Chainer's ``Optimizer.loss_scaling()`` (``chainer/optimizer.py``).
 
     From 1 the scale doubles on every clean step until the first overflow, and from then on in 1000 of them, by
@@ -265,10 +249,11 @@ def chainer(
 
     Not reproduced: rounding errors that add up over the steps; a scale that no checkpoint holds.
     """
-    return GradualScale(**locals(), fast_start=True)
+    return GradualScale(**settings, fast_start=True)
 
 
-def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000) -> GradualScale:
+@_preset(init_scale=2.0**20, growth_interval=1000)
+def guided_diffusion(**settings: Unpack[_Bounds]) -> GradualScale:
     """Return the rule of guided-diffusion's MixedPrecisionTrainer (``guided_diffusion/fp16_util.py``).
 
     The logarithm to base 2 starts at 20, rises by 1/1000 on each clean step and falls by 1 on an overflow. It is no
@@ -276,12 +261,11 @@ def guided_diffusion(*, init_scale: float = 2.0**20, growth_interval: int = 1000
 
     Not reproduced: rounding errors that add up in the logarithm; a scale that reaches 0; no checkpoint of it.
     """
-    return GradualScale(init_scale=init_scale, growth_interval=growth_interval)
+    return GradualScale(**settings)
 
 
-def jmp(
-    *, init_scale: float = 2.0**15, growth_factor: float = 2.0, growth_interval: float = 2000, min_scale: float = 1.0
-) -> DynamicScale:
+@_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, min_scale=1.0)
+def jmp(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of jmp.DynamicLossScale (jmp 0.0.4), which has no default scale; 2**15 is its documentation's.
 
     Growth after 2000 clean steps in a row; each overflow divides by ``growth_factor``, down to ``min_scale``. As jmp
@@ -289,20 +273,20 @@ def jmp(
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
     """
-    growth_factor, backoff_factor = _both(growth_factor)
-    min_scale = validation.number("min_scale", min_scale, at_least=0.0) or validation.SMALLEST_NORMAL
-    growth_interval = validation.whole(growth_interval)
-    return DynamicScale(**locals())
+    settings["growth_interval"] = validation.whole(settings["growth_interval"])
+    smallest = validation.number("min_scale", settings["min_scale"], at_least=0.0)
+    settings["min_scale"] = smallest or validation.SMALLEST_NORMAL
+    return _float32(settings)
 
 
-def flax(
-    *,
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    min_scale: float = validation.SMALLEST_NORMAL,
-) -> DynamicScale:
+@_preset(
+    init_scale=2.0**16,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    min_scale=validation.SMALLEST_NORMAL,
+)
+def flax(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of flax.training.dynamic_scale.DynamicScale (flax 0.12).
 
     Growth on the 2001st clean step of each run, up to float32's largest number; each overflow backs off, down to
@@ -310,52 +294,43 @@ def flax(
 
     Not reproduced: a scaled half-precision loss that is inf at the first scale of 65536; here it becomes float32.
     """
-    growth_factor, backoff_factor = _each(growth_factor, backoff_factor)
-    return DynamicScale(**locals(), growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
+    return _float32(settings, growth_after="interval_plus_one", max_scale=validation.LARGEST_FLOAT32)
 
 
-def mpx(
-    *,
-    init_scale: float = 2.0**15,
-    growth_factor: float = 2.0,
-    growth_interval: int = 2000,
-    min_scale: float = 1.0,
-    max_scale: float = 65504.0,
-) -> DynamicScale:
+@_preset(init_scale=2.0**15, growth_factor=2.0, growth_interval=2000, min_scale=1.0, max_scale=65504.0)
+def mpx(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of mpx.DynamicLossScaling: jmp's, with a maximum of 65504.
 
     It has no default scale; 2**15 is its documentation's. The maximum is no power of two, and so is no scale after it.
 
     Not reproduced: loss and gradients divided by the scale after the update, halved on each growth step.
     """
-    growth_factor, backoff_factor = _both(growth_factor)
-    return DynamicScale(**locals())
+    return _float32(settings)
 
 
-def keras(*, init_scale: float = 2.0**15, growth_interval: int = 2000) -> DynamicScale:
+@_preset(init_scale=2.0**15, growth_interval=2000)
+def keras(**settings: Unpack[_Settings]) -> DynamicScale:
     """Return the rule of keras.optimizers.LossScaleOptimizer (Keras 3.15).
 
     The scale doubles after 2000 clean steps in a row and halves on each overflow.
 
     Not reproduced: a scale that reaches 0, or inf, which halving leaves as it is.
     """
-    return DynamicScale(**locals())
+    return DynamicScale(**settings)
+
+
+_PRESETS: dict[str, Callable[..., Policy]] = {
+    name: globals()[name] for name in __all__ if name not in ("named", "names")
+}
 
 
 def __getattr__(name: str) -> NoReturn:
     """Raise AttributeError for a name that this module does not have, naming the nearest preset."""
-    if name.startswith("_"):
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
     raise AttributeError(_unknown(name))
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.lower(), _PRESETS, n=1, cutoff=0.0)
-    return f"no preset has this name, got {shown(name)}; did you mean {nearest[0]!r}? There are {', '.join(names())}"
-
-
-_PRESETS = {name: globals()[name] for name in __all__ if name not in ("named", "names")}
+    return f"no preset has this name, got {shown(name)}{nearest(name, _PRESETS)} (there are {', '.join(names())})"
 
 
 def names() -> list[str]:
@@ -392,10 +367,8 @@ def named(name: str, /, **settings: object) -> Policy:
         raise InvalidTypeError(msg)
     if name not in _PRESETS:
         raise InvalidValueError(_unknown(name))
-    known = list(inspect.signature(_PRESETS[name]).parameters)
-    unknown = [setting for setting in settings if setting not in known]
-    if unknown:
+    known = inspect.signature(_PRESETS[name]).parameters
+    if unknown := [setting for setting in settings if setting not in known]:
         msg = f"preset {name!r} has no setting {', '.join(unknown)}, got {shown(settings)}; it has {', '.join(known)}"
         raise InvalidValueError(msg)
-    policy: Policy = _PRESETS[name](**settings)
-    return policy
+    return _PRESETS[name](**settings)

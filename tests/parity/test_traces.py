@@ -9,6 +9,7 @@ equal; Chainer and guided-diffusion compute in float64, and theirs are not.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,7 @@ def system_of(name: str) -> str:
 def preset(name: str) -> Any:
     """Return the preset of a variant, with the parameters that it was recorded with."""
     system = system_of(name)
-    known = getattr(presets, system).__kwdefaults__
+    known = {name: each.default for name, each in inspect.signature(getattr(presets, system)).parameters.items()}
     settings = {} if system != "apex" else {"max_scale": None}
     for parameter, value in IMPLEMENTATIONS[name]["params"].items():
         setting = SETTINGS.get(parameter, parameter)
