@@ -1,157 +1,116 @@
 """Nested containers of arrays: list, tuple, namedtuple, dict, dataclass, and any subclass of them.
 
 A container is rebuilt as its own type; leaves are visited in the order in which the container holds them. ``None``
-is a leaf. Any other iterable (a generator, a deque) comes back as a list, because it can be walked only once. Trees may
-be deeper than Python's limit of recursion; one that holds itself is an error.
+is a leaf. Any other iterable (a generator, a deque) comes back as a list, because it can be walked only once. A tree
+that holds itself, or is deeper than Python recurses, is an error.
 """
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from gradscale.core.messages import reading, shown, unreadable
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array
-from gradscale.errors import GradscaleError, InvalidValueError
+from gradscale.errors import InvalidValueError
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 
-# A container that is nested deeper makes others for ever.
-_DEEPEST = 10_000
+_IsLeaf: TypeAlias = Callable[[Any], bool]
+# Of nodes side by side: None for a leaf; or a container, the keys of its children, and their plans.
+_Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 
-_Result = TypeVar("_Result")
-
-
-def _is_dataclass(node: object) -> bool:
-    return dataclasses.is_dataclass(node) and not isinstance(node, (type, list, tuple, Mapping))
-
-
-def _is_container(node: object) -> bool:
-    """Tell whether a node can be walked more than once, and rebuilt as its own type."""
-    return isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)
+_reading = reading("a container of arrays")
+_rebuilding = reading("a container of arrays, made anew with other leaves,")
 
 
 def _is_leaf(node: object) -> bool:
-    # Arrays are iterable.
-    if node is None or hasattr(node, "shape"):
+    # Arrays, text and sets are iterable, and no containers of gradients.
+    if node is None or hasattr(node, "shape") or isinstance(node, (str, bytes, bytearray, set, frozenset, type)):
         return True
-    # Text and sets are iterable, and no containers of gradients.
-    is_iterable = isinstance(node, Iterable) and not isinstance(node, (str, bytes, bytearray, set, frozenset, type))
-    return not is_iterable and not _is_container(node)
+    return not isinstance(node, Iterable) and not dataclasses.is_dataclass(node)
 
 
-def _values(node: Any) -> list[Any]:
-    """Return the children of a container."""
+def _is_dataclass(node: object) -> bool:
+    return dataclasses.is_dataclass(node) and not isinstance(node, (list, tuple, Mapping))
+
+
+def _opened(node: Array) -> tuple[Sequence[Hashable], list[object]]:
+    """Return the keys and the children of a container; a sequence's keys are numbers, a dataclass's ``.name``."""
     if isinstance(node, Mapping):
-        return list(node.values())
-    if not isinstance(node, (list, tuple)) and _is_dataclass(node):
-        return [getattr(node, field.name) for field in dataclasses.fields(node)]
-    return list(node)
-
-
-def _suffixes(node: Any, count: int) -> list[str]:
-    """Return the ends of the paths of a container's children."""
+        return list(node), list(node.values())
     if _is_dataclass(node):
-        return [f".{field.name}" for field in dataclasses.fields(node)]
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return [f".{name}" for name in node._fields]
-    return [f"[{shown(key)}]" for key in _keys(node, count)]
+        names = [field.name for field in dataclasses.fields(node)]
+        return [f".{name}" for name in names], [getattr(node, name) for name in names]
+    children = list(node)
+    return range(len(children)), children
 
 
-def _keys(node: Any, count: int) -> list[Hashable]:
-    """Return the keys of a container's children; those of a sequence are numbered."""
-    if _is_dataclass(node):
-        return [*_suffixes(node, count)]
-    return list(node if isinstance(node, Mapping) else range(count))
-
-
-def _rebuild(node: Any, children: list[Any]) -> Any:
+def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> object:
     """Return a container like ``node`` that holds ``children``."""
-    if isinstance(node, dict):
-        # A shallow copy keeps a subclass's default factory and attributes.
-        rebuilt = copy.copy(node)
-        for key, child in zip(node, children, strict=True):
-            rebuilt[key] = child
-        return rebuilt
-    if isinstance(node, Mapping):
-        return type(node)(dict(zip(node, children, strict=True)))  # type: ignore[call-arg]
     if isinstance(node, (list, tuple)):
         return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
-    if _is_dataclass(node):
-        rebuilt = copy.copy(node)
-        for field, child in zip(dataclasses.fields(node), children, strict=True):
-            # As dataclasses.replace does for frozen classes, without running __post_init__ on traced values.
-            object.__setattr__(rebuilt, field.name, child)
-        return rebuilt
-    return children
-
-
-class _Container(NamedTuple):
-    """A container, and the number of its children, which have been walked."""
-
-    node: object
-    size: int
-
-
-# A tree from the leaves up: None for the next leaf, or a container of so many of the nodes before it.
-_Plan = list[_Container | None]
-
-
-def _walked(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> tuple[list[Array], _Plan]:
-    """Return the leaves of a tree, and its plan; InvalidValueError for one that has no end."""
-    leaves: list[Array] = []
-    plan: _Plan = []
-    waiting: list[object] = [tree]
-    # The containers from the root to the present place.
-    above: set[int] = set()
-    try:
-        while waiting:
-            node = waiting.pop()
-            if type(node) is _Container:
-                above.discard(id(node.node))
-                plan.append(node)
-            elif node is None or hasattr(node, "shape") or is_leaf(node):
-                leaves.append(node)
-                plan.append(None)
-            elif id(node) in above:
-                raise _endless(node, "holds itself: build it without the way back")
-            elif len(above) >= _DEEPEST:
-                raise _endless(node, f"is below {_DEEPEST} others: make it anew from its own leaves")
+    by_key = dict(zip(keys, children, strict=True))
+    if isinstance(node, dict) or _is_dataclass(node):
+        # A shallow copy keeps a subclass's default factory and attributes.
+        rebuilt: Any = copy.copy(node)
+        for key, child in by_key.items():
+            if isinstance(node, dict):
+                rebuilt[key] = child
             else:
-                children = _values(node)
-                above.add(id(node))
-                waiting.append(_Container(node, len(children)))
-                waiting.extend(reversed(children))
-    except GradscaleError:
-        raise
-    except Exception as error:
-        refusal = unreadable("a container of arrays", error)
-        raise refusal from error
-    return leaves, plan
+                # As dataclasses.replace does for frozen classes, without running __post_init__ on traced values.
+                object.__setattr__(rebuilt, str(key)[1:], child)
+        return rebuilt
+    return type(node)(by_key) if isinstance(node, Mapping) else children  # type: ignore[call-arg]
+
+
+def _planned(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict[int, object]) -> _Plans:
+    """Return the plans of nodes that are below some containers, and append their leaves."""
+    plans: _Plans = []
+    for node in nodes:
+        if node is None or hasattr(node, "shape") or is_leaf(node):
+            leaves.append(node)
+            plans.append(None)
+        elif id(node) in above:
+            raise _endless(node, "holds itself: build it without the way back")
+        else:
+            above[id(node)] = node
+            keys, children = _opened(node)
+            plans.append((node, keys, _planned(children, is_leaf, leaves, above)))
+            del above[id(node)]
+    return plans
 
 
 def _endless(node: object, what: str) -> InvalidValueError:
     return InvalidValueError(f"nested containers of arrays must have an end, got a {type(node).__name__} that {what}")
 
 
-def _folded(plan: _Plan, leaves: Iterable[_Result], combine: Callable[[object, list[_Result]], _Result]) -> _Result:
-    """Return the root's result: ``combine`` of each container and its children's results."""
-    remaining = iter(leaves)
-    made: list[_Result] = []
-    for step in plan:
-        if step is None:
-            made.append(next(remaining))
-        else:
-            first = len(made) - step.size
-            made[first:] = [combine(step.node, made[first:])]
-    return made[0]
+def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Plans]:
+    """Return the leaves of a tree, and its plan."""
+    leaves: list[Array] = []
+    above: dict[int, object] = {}
+    with _reading:
+        try:
+            return leaves, _planned([tree], is_leaf, leaves, above)
+        except RecursionError as error:
+            deepest = next(reversed(above.values()), tree)
+            raise _endless(deepest, f"is below {len(above)} others: make it anew from its own leaves") from error
 
 
-def _built(plan: _Plan, leaves: Iterable[object]) -> Any:
+def _folded(plans: _Plans, leaves: Iterator[object], combine: Callable[..., object]) -> list[Any]:
+    """Return the leaves, and ``combine`` of each container, its keys and what has been made of its children."""
+    made: list[Any] = []
+    for plan in plans:
+        # A comprehension would be a frame more for each level, so that trees could be walked and not be made anew.
+        made.append(next(leaves) if plan is None else combine(*plan[:2], _folded(plan[2], leaves, combine)))
+    return made
+
+
+def _rebuilt(plans: _Plans, leaves: Iterable[object]) -> Any:
     """Return a tree as it was planned, with other leaves."""
-    with reading("a container of arrays, made anew with other leaves,"):
-        return _folded(plan, leaves, _rebuild)
+    with _rebuilding:
+        return _folded(plans, iter(leaves), _rebuild)[0]
 
 
 def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> Any:
@@ -169,7 +128,7 @@ def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> 
     Raises
     ------
     InvalidValueError
-        When a tree of ``rest`` has another structure, or a tree holds itself.
+        When a tree of ``rest`` has another structure, or a tree holds itself or is deeper than Python recurses.
 
     Examples
     --------
@@ -177,52 +136,42 @@ def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> 
     >>> gradscale.tree.map_leaves(lambda x, y: x + y, {"a": 1, "b": [2, 3]}, {"a": 10, "b": [20, 30]})
     {'a': 11, 'b': [22, 33]}
     """
-    leaves, plan = _walked(tree)
-    columns = []
-    if rest:
-        # Not the tree itself, which may be an iterator.
-        skeleton = _built(plan, leaves)
-        with reading("a container of arrays"):
-            columns = [_aligned(skeleton, other) for other in rest]
-    return _built(plan, list(map(function, leaves, *columns)))
+    leaves, plans = _walked(tree)
+    with _reading:
+        columns = [_beside(plans, [other]) for other in rest]
+    return _rebuilt(plans, list(map(function, leaves, *columns)))
 
 
-def _aligned(tree: object, other: object) -> list[Array]:
-    """Return the nodes of another tree in the places of this one's leaves."""
-    found = []
-    waiting = [(tree, other)]
-    while waiting:
-        node, counterpart = waiting.pop()
-        if _is_leaf(node):
-            found.append(counterpart)
-        else:
-            children = _values(node)
-            waiting.extend(
-                reversed([*zip(children, _matching_children(node, len(children), counterpart), strict=True)])
-            )
+def _beside(plans: _Plans, others: Iterable[object]) -> list[object]:
+    """Return the nodes of other trees in the places of the planned leaves."""
+    found: list[object] = []
+    for plan, other in zip(plans, others, strict=True):
+        if plan is None:
+            found.append(other)
+            continue
+        node, keys, below = plan
+        by_key = None if _is_leaf(other) else dict(zip(*_opened(other), strict=True))
+        if by_key is None or by_key.keys() != set(keys):
+            msg = f"trees must have one structure, got {_described(node)} beside {_described(other)}"
+            raise InvalidValueError(msg)
+        found += _beside(below, [by_key[key] for key in keys])
     return found
 
 
-def _matching_children(node: object, count: int, other: object) -> list[Array]:
-    """Return the children of ``other``, which must be a container with the keys of ``node``."""
-    keys = _keys(node, count)
-    if not _is_leaf(other):
-        values = _values(other)
-        by_key = dict(zip(_keys(other, len(values)), values, strict=True))
-        if by_key.keys() == set(keys):
-            return [by_key[key] for key in keys]
-    msg = f"trees must have one structure, got {_describe(node)} beside {_describe(other)}"
-    raise InvalidValueError(msg)
-
-
-def _describe(node: object) -> str:
+def _described(node: object) -> str:
     if _is_leaf(node):
         return f"a leaf of type {type(node).__name__}"
-    suffixes = _suffixes(node, len(_values(node))) if _is_container(node) else []
-    return f"a {type(node).__name__} with {shown(suffixes)}"
+    return f"a {type(node).__name__} with {shown(_suffixes(node, _opened(node)[0]))}"
 
 
-def leaves_with_paths(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -> list[tuple[str, Array]]:
+def _suffixes(node: object, keys: Sequence[Hashable]) -> list[str]:
+    """Return the ends of the paths of a container's children."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return [f".{name}" for name in node._fields]
+    return [str(key) if _is_dataclass(node) else f"[{shown(key)}]" for key in keys]
+
+
+def leaves_with_paths(tree: object, is_leaf: _IsLeaf = _is_leaf) -> list[tuple[str, Array]]:
     """Return (path, leaf) of every leaf in order; a path reads as the expression that reaches it, ``['w'][0]``.
 
     ``is_leaf`` is that of :func:`flatten`.
@@ -233,19 +182,17 @@ def leaves_with_paths(tree: object, is_leaf: Callable[[Any], bool] = _is_leaf) -
     >>> list(gradscale.tree.leaves_with_paths({"a": 1, "b": [2, 3]}))
     [("['a']", 1), ("['b'][0]", 2), ("['b'][1]", 3)]
     """
-    leaves, plan = _walked(tree, is_leaf)
+    leaves, plans = _walked(tree, is_leaf)
 
-    def below(node: object, children: list[list[tuple[str, Array]]]) -> list[tuple[str, Array]]:
-        suffixes = _suffixes(node, len(children))
-        return [(suffix + path, leaf) for suffix, found in zip(suffixes, children, strict=True) for path, leaf in found]
+    def below(node: object, keys: Sequence[Hashable], children: list[list[tuple[str, Array]]]) -> object:
+        located = zip(_suffixes(node, keys), children, strict=True)
+        return [(suffix + path, leaf) for suffix, found in located for path, leaf in found]
 
-    with reading("a container of arrays"):
-        return _folded(plan, ([("", leaf)] for leaf in leaves), below)
+    with _reading:
+        return list(_folded(plans, ([("", leaf)] for leaf in leaves), below)[0])
 
 
-def flatten(
-    tree: object, is_leaf: Callable[[Any], bool] = _is_leaf
-) -> tuple[list[Array], Callable[[Iterable[object]], Any]]:
+def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Callable[[Iterable[object]], Any]]:
     """Return the leaves in order, ``None`` among them, and a function that builds the tree from others.
 
     Parameters
@@ -265,7 +212,7 @@ def flatten(
     Raises
     ------
     InvalidValueError
-        For a tree that holds itself.
+        For a tree that holds itself, or is deeper than Python recurses.
     InvalidTypeError
         For a container that raises when it is read.
 
@@ -278,5 +225,5 @@ def flatten(
     >>> rebuild(leaf * 10 for leaf in leaves)
     {'a': 10, 'b': [20, 30]}
     """
-    leaves, plan = _walked(tree, is_leaf)
-    return leaves, functools.partial(_built, plan)
+    leaves, plans = _walked(tree, is_leaf)
+    return leaves, functools.partial(_rebuilt, plans)
