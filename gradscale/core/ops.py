@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, cast
 
@@ -9,9 +10,9 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
 from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, dtype_kind, kind_of, library_name
-from gradscale.core.messages import reading, shown, unreadable
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Namespace, ScaleState
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "select", "unscale"]
 
@@ -19,6 +20,7 @@ __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "sele
 _T = TypeVar("_T")
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
+_OTHERS = {Kind.INTEGRAL, Kind.UNKNOWN}
 _reading_leaves = reading("an array")
 
 
@@ -126,9 +128,9 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
     pairs: dict[int, Array] = {}
     tree.map_leaves(lambda grad, target: pairs.setdefault(id(grad), target), grads, out)
     outs = [pairs[id(grad)] for grad in chosen]
-    require_arrays(outs, what="out")
+    written = floating_leaves(outs, array_namespace(state.scale), what="out")
     for grad, target in zip(chosen, outs, strict=True):
-        if target is None or isinstance(target, int) or target.shape != grad.shape:
+        if getattr(target, "shape", None) != grad.shape:
             msg = (
                 f"out must hold an array of shape {tuple(grad.shape)} for a gradient of that shape, got {shown(target)}"
             )
@@ -136,7 +138,7 @@ def _matching_outs(grads: object, out: object, chosen: Sequence[Array], state: S
         if (kind_of(target) is Kind.COMPLEX) is not (kind_of(grad) is Kind.COMPLEX):
             msg = f"out must be complex for a complex gradient and for no other, got {target.dtype} for {grad.dtype}"
             raise InvalidValueError(msg)
-    if len(floating_leaves(outs, array_namespace(state.scale), what="out")) != len(outs):
+    if len(written) != len(outs):
         msg = "out must hold a floating array for each gradient, each once"
         raise InvalidValueError(msg)
     return outs
@@ -181,7 +183,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
     def choose(a: Array, b: Array) -> Array:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
             with _reading_leaves:
-                if a is b or (type(a) is type(b) and not is_array_api_obj(a) and a == b):
+                if a is b or (type(a) is type(b) and a == b):
                     return a
             msg = f"leaves that are no arrays must be equal in both trees, got {shown(a)} and {shown(b)}"
             raise InvalidValueError(msg)
@@ -199,26 +201,23 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
     return cast("_T", tree.map_leaves(choose, on_true, on_false))
 
 
-def require_arrays(leaves: Sequence[object], *, what: str, rebuild: _Rebuild | None = None) -> None:
-    """Require that every leaf is an array, None or a Python integer; the error names the place of the leaf."""
+def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None = None) -> None:
+    """Refuse leaves that are neither arrays nor None nor integers; the error names the place of the leaf."""
     with reading(what):
-        _require_arrays(leaves, what, rebuild)
+        for index, leaf in enumerate(leaves):
+            _require_array(leaf, functools.partial(_place, what, leaves, index, rebuild))
 
 
-def _require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None) -> None:
-    accepted: set[type] = {type(None), int, bool}
-    for index, leaf in enumerate(leaves):
-        if type(leaf) in accepted:
-            continue
-        if not is_array_api_obj(leaf):
-            msg = (
-                f"{what}{_path(leaves, index, rebuild)} must be an array of a library that follows the array API "
-                f"standard (or None), got {shown(leaf)} of type {type(leaf).__name__}"
-            )
-            if isinstance(leaf, float):
-                msg += f"; wrap it, such as np.float32({leaf})"
-            raise InvalidTypeError(msg)
-        accepted.add(type(leaf))
+def _require_array(leaf: object, place: Callable[[], str]) -> None:
+    if leaf is None or isinstance(leaf, int) or is_array_api_obj(leaf):
+        return
+    msg = (
+        f"{place()} must be an array of a library that follows the array API standard (or None), got {shown(leaf)} of "
+        f"type {type(leaf).__name__}"
+    )
+    if isinstance(leaf, float):
+        msg += f"; wrap it, such as np.float32({leaf})"
+    raise InvalidTypeError(msg)
 
 
 def first_floating(leaves: Sequence[object]) -> Array | None:
@@ -240,59 +239,48 @@ def floating_leaves(
     ``what`` is the name of a leaf in error messages, and ``rebuild`` builds the tree, to name the place of a bad one.
     Integers are left out, or refused; JAX's gradients of integers, which have no values, are left out.
     """
-    try:
-        if _all_floating(leaves, home):
-            # Thousands of gradients of one type are told by their few dtypes.
-            return leaves if len(set(map(id, leaves))) == len(leaves) else list({id(x): x for x in leaves}.values())
-        return _chosen_leaves(leaves, home, what, rebuild, takes_integers)
-    except GradscaleError:
-        raise
-    except Exception as error:
-        raise unreadable(what, error) from error
-
-
-def _chosen_leaves(
-    leaves: Sequence[Array], home: Namespace, what: str, rebuild: _Rebuild | None, takes_integers: bool
-) -> Sequence[Array]:
-    _require_arrays(leaves, what, rebuild)
-    chosen = {}
-    for index, leaf in enumerate(leaves):
-        if leaf is None or (takes_integers and isinstance(leaf, int)):
-            continue
-        kind = Kind.INTEGRAL if isinstance(leaf, int) else kind_of(leaf)
-        is_refused = kind is Kind.INTEGRAL and not takes_integers and "float0" not in str(getattr(leaf, "dtype", ""))
-        if is_refused or kind is Kind.UNKNOWN:
-            dtypes = "floating, complex, integer or bool" if takes_integers else "floating or complex"
-            got = shown(getattr(leaf, "dtype", leaf))
-            msg = f"{what}{_path(leaves, index, rebuild)} must have a {dtypes} dtype, got {got}"
-            raise InvalidTypeError(msg)
-        # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
-        xp = array_namespace(leaf)
-        if xp is not home and kind is not Kind.INTEGRAL:
-            msg = (
-                f"{what}{_path(leaves, index, rebuild)} must be an array of the library that the scale is in, "
-                f"{library_name(home)}, got one of {library_name(xp)}; use one scaler for each library"
-            )
-            raise InvalidTypeError(msg)
-        if kind is not Kind.INTEGRAL:
-            chosen[id(leaf)] = leaf
-    return list(chosen.values())
+    if not _all_floating(leaves, home):
+        with reading(what):
+            places = (functools.partial(_place, what, leaves, index, rebuild) for index in range(len(leaves)))
+            leaves = [x for x, at in zip(leaves, places, strict=True) if _is_floating(x, home, takes_integers, at)]
+    return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 
 def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
-    """Tell quickly whether leaves are floating arrays of one type and library."""
-    if len(set(map(type, leaves))) != 1 or not is_array_api_obj(leaves[0]) or array_namespace(leaves[0]) is not home:
+    """Tell thousands of floating arrays of one type and library by their few dtypes."""
+    try:
+        if len(set(map(type, leaves))) == 1 and is_array_api_obj(leaves[0]) and array_namespace(leaves[0]) is home:
+            return _OTHERS.isdisjoint([dtype_kind(dtype, home) for dtype in {x.dtype for x in leaves}])
+    except Exception:
+        # A look at each leaf says which one cannot be read.
         return False
-    for dtype in {x.dtype for x in leaves}:
-        kind = dtype_kind(dtype, home)
-        if kind is Kind.INTEGRAL or kind is Kind.UNKNOWN:
-            return False
-    return True
+    return False
 
 
-def _path(leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:
-    """Return the expression that reaches a leaf in its tree."""
+def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, place: Callable[[], str]) -> bool:
+    """Tell whether a leaf is a floating array, and not one to be left out; refuse any other leaf."""
+    _require_array(leaf, place)
+    if leaf is None or (takes_integers and isinstance(leaf, int)):
+        return False
+    dtype = getattr(leaf, "dtype", leaf)
+    kind = Kind.INTEGRAL if isinstance(leaf, int) else kind_of(leaf)
+    if kind is Kind.UNKNOWN or (kind is Kind.INTEGRAL and not takes_integers and "float0" not in str(dtype)):
+        dtypes = "floating, complex, integer or bool" if takes_integers else "floating or complex"
+        msg = f"{place()} must have a {dtypes} dtype, got {shown(dtype)}"
+        raise InvalidTypeError(msg)
+    # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
+    if kind is not Kind.INTEGRAL and array_namespace(leaf) is not home:
+        msg = (
+            f"{place()} must be an array of the library that the scale is in, {library_name(home)}, got one of "
+            f"{library_name(array_namespace(leaf))}; use one scaler for each library"
+        )
+        raise InvalidTypeError(msg)
+    return kind is not Kind.INTEGRAL
+
+
+def _place(what: str, leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:
+    """Return the name of a leaf, and its number or the expression that reaches it in its tree."""
     if rebuild is None:
-        return f" {index}"
+        return f"{what} {index}"
     path = tree.leaves_with_paths(rebuild(leaves))[index][0]
-    return f" at {path}" if path else ""
+    return f"{what} at {path}" if path else what
