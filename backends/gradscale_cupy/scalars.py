@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from gradscale import ScaleState
-from gradscale.core import clipping, vector
+from gradscale.core import arithmetic, validation, vector
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Policy
 from gradscale.policies.plain import Symbol, Trace, statements, trace_of
@@ -134,12 +134,12 @@ def _rule(trace: Trace) -> Rule:
 
 
 def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
-    """Do what :func:`gradscale.core.clipping.clip_factor` does, for a 0-d float64 of the current device."""
-    made = _launch(_clipping(), 3, squares, np.float64(clipping.largest_norm(max_norm)))
+    """Do what :func:`gradscale.core.arithmetic.clip_factor` does, for a 0-d float64 of the current device."""
+    made = _launch(_clipping(), 3, squares, np.float64(min(max_norm, validation.LARGEST_FLOAT32)))
     return made[0].view(np.float32), made[1].view(np.float32), made[2]
 
 
 @functools.cache
 def _clipping() -> cupy.RawKernel:
     squares, bound = Symbol("squares", (), "float64"), Symbol("bound", (), "float64")
-    return _kernel("clip_factor", (squares,), (bound,), clipping.clip_factor_within(squares, bound))
+    return _kernel("clip_factor", (squares,), (bound,), arithmetic.clip_factor_within(squares, bound))

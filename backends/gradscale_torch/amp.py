@@ -20,7 +20,7 @@ from torch.amp import GradScaler as TorchGradScaler
 
 from gradscale import registry
 from gradscale.core import validation
-from gradscale.core.clipping import checked_norm
+from gradscale.core.arithmetic import checked_norm
 from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError

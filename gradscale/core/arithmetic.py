@@ -1,4 +1,4 @@
-"""Arithmetic on arrays, without trees: unscale, the reciprocal and the fingerprint, as every adapter must have them.
+"""Arithmetic on arrays, without trees: unscale, clip and fingerprint, as every adapter must have them.
 
 Written against the Python array API standard. It casts explicitly, because libraries promote half precision
 differently, and reads nothing from the device, so that it runs under a tracing compiler. ``STANDARD_FUNCTIONS`` (with
@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 from array_api_compat import array_namespace, device, to_device
 
+from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.errors import InvalidValueError
 
 __all__ = [
+    "CLIPPING_FUNCTIONS",
     "STANDARD_DTYPES",
     "STANDARD_FUNCTIONS",
     "STANDARD_MEMBERS",
     "DeviceReplicas",
     "Kind",
+    "NormOver",
     "as_0d_array",
+    "checked_norm",
+    "clip_factor",
+    "clip_factor_of",
+    "clip_factor_within",
     "dtype_kind",
     "fingerprint",
     "float32_bits",
@@ -65,6 +74,8 @@ STANDARD_FUNCTIONS = (
     "zeros",
     "zeros_like",
 )
+CLIPPING_FUNCTIONS = ("imag", "sqrt", "sum")
+"""What clipping needs of a library besides."""
 # float64 only on devices whose __array_namespace_info__ has it.
 STANDARD_DTYPES = ("float32", "float64", "int32")
 # Of an array; to_device only where arrays are on several, and the conversion to int only for the host read.
@@ -74,6 +85,10 @@ STANDARD_MEMBERS = (
     *("__getitem__", "__int__"),
 )
 
+NormOver: TypeAlias = Literal["rank", "group"]
+
+# torch's clip_grad_norm_ adds it to the norm.
+_EPSILON = 1e-6
 _NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
 
 
@@ -188,6 +203,47 @@ def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     return [_narrowed(multiply(widened(x), there.on(x)), x.dtype) for x in arrays]
 
 
+def checked_norm(max_norm: object) -> float:
+    """Return a largest norm as a float that is not negative; infinity is allowed."""
+    return validation.number("max_norm", max_norm, at_least=0.0, is_finite=False)
+
+
+def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
+    """Return the norm, the factor to multiply arrays by (0-d float32), and whether that is an overflow (0-d int32).
+
+    The factor is ``max_norm / (norm + 1e-6)``, as in torch's ``clip_grad_norm_``, but at most 1; 1 for a norm that is
+    not finite. It is an overflow if the norm is not finite in float32, or the factor is so small that it loses bits.
+    """
+    # No finite norm is above the largest float32; beyond it the quotient would overflow.
+    bound = min(max_norm, validation.LARGEST_FLOAT32)
+    return clip_factor_within(squares, array_namespace(squares).full_like(squares, bound))
+
+
+def clip_factor_within(squares: Array, bound: Array) -> tuple[Array, Array, Array]:
+    """Do what ``clip_factor`` does for a largest norm that is 0-d, of the dtype of ``squares``."""
+    xp = array_namespace(squares)
+    wide = as_0d_array(xp, xp.sqrt(squares))
+    one = xp.full_like(wide, 1.0)
+    divisor = wide + xp.full_like(wide, _EPSILON)
+    norm = as_0d_array(xp, xp.astype(wide, xp.float32))
+    is_clipped = xp.logical_and(bound < divisor, xp.isfinite(norm))
+    wanted = xp.where(is_clipped, bound, one) / xp.where(is_clipped, divisor, one)
+    factor = as_0d_array(xp, xp.astype(wanted, xp.float32))
+    is_lost = xp.logical_and(xp.zeros_like(wanted) < wanted, wanted < xp.full_like(wanted, validation.SMALLEST_NORMAL))
+    overflows = xp.logical_or(xp.logical_not(xp.isfinite(norm)), is_lost)
+    return norm, factor, as_0d_array(xp, xp.astype(overflows, xp.int32))
+
+
+def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:
+    """Do what ``clip_factor`` does for a norm that the host has, in Python's floats, so that all ranks clip alike."""
+    xp = array_namespace(like)
+    rounded = validation.round_to_float32(norm)
+    wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0
+    overflows = not math.isfinite(rounded) or 0.0 < wanted < validation.SMALLEST_NORMAL
+    factor = validation.round_to_float32(min(wanted, 1.0))
+    return xp.full_like(like, rounded), xp.full_like(like, factor), xp.full_like(flag, 1 if overflows else 0)
+
+
 def check_real_dtype(like: Array, dtype: object) -> None:
     """Refuse a wanted dtype that is neither None nor real floating."""
     if dtype is None:
@@ -284,7 +340,7 @@ def multiply(x: Array, factor: Array) -> Array:
 
 def library_name(xp: Namespace) -> str:
     """Return the name of an array namespace's library as people write it: ``numpy``, ``jax``, ``dask``."""
-    return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
+    return str(xp.__name__).removeprefix("array_api_compat.").partition(".")[0]
 
 
 def lacks(like: Array) -> dict[str, list[str]]:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from array_api_compat import array_namespace, device, to_device
 
-from gradscale.core import arithmetic, clipping, summaries
+from gradscale.core import arithmetic, summaries
+from gradscale.core import arithmetic as clipping
 from gradscale.core.protocols import Array, Policy, ScaleState
 from gradscale.errors import BackendNotAvailableError
 

@@ -20,46 +20,8 @@ __all__ = [
 Array: TypeAlias = Any
 """An array of any library that follows the Python array API standard."""
 
-
-class Namespace(Protocol):
-    """What gradscale uses of an array library's namespace, as the array API standard has it."""
-
-    __name__: str
-    float32: object
-    float64: object
-    int32: object
-    __array_namespace_info__: Callable[[], Any]
-    abs: Callable[..., Array]
-    all: Callable[..., Array]
-    arange: Callable[..., Array]
-    asarray: Callable[..., Array]
-    astype: Callable[..., Array]
-    concat: Callable[..., Array]
-    finfo: Callable[..., Any]
-    full: Callable[..., Array]
-    full_like: Callable[..., Array]
-    imag: Callable[..., Array]
-    isdtype: Callable[..., bool]
-    isfinite: Callable[..., Array]
-    isnan: Callable[..., Array]
-    logical_and: Callable[..., Array]
-    logical_not: Callable[..., Array]
-    logical_or: Callable[..., Array]
-    max: Callable[..., Array]
-    maximum: Callable[..., Array]
-    minimum: Callable[..., Array]
-    ones: Callable[..., Array]
-    real: Callable[..., Array]
-    reshape: Callable[..., Array]
-    signbit: Callable[..., Array]
-    sqrt: Callable[..., Array]
-    stack: Callable[..., Array]
-    sum: Callable[..., Array]
-    where: Callable[..., Array]
-    zeros: Callable[..., Array]
-    zeros_like: Callable[..., Array]
-
-    def __hash__(self) -> int: ...
+Namespace: TypeAlias = Any
+"""An array library's namespace, as the array API standard has it."""
 
 
 class ScaleState(NamedTuple):

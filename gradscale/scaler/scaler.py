@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from gradscale.core import registry, validation
+from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
-from gradscale.core.clipping import NormOver, checked_norm
 from gradscale.core.messages import nearest, shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, Policy, ScaleState
 from gradscale.core.vector import Purpose, Verdict

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from gradscale.core import ops, validation
-from gradscale.core.arithmetic import as_0d_array, float32_bits
+from gradscale.core.arithmetic import as_0d_array, clip_factor_of, float32_bits
 from gradscale.core.backend import Backend
-from gradscale.core.clipping import clip_factor_of
 from gradscale.core.gradients import ListedParameters, collect_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState

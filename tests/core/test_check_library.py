@@ -11,12 +11,12 @@ from libraries import Library
 
 import gradscale
 from gradscale import BackendNotAvailableError, DynamicScale, InvalidTypeError, registry
-from gradscale.core import arithmetic, clipping, summaries
+from gradscale.core import arithmetic, summaries
 from gradscale.policies import spikes
 from gradscale.testing import check_library
 
-BESIDE = (clipping, summaries, spikes)
-FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *(name for part in BESIDE for name in part.STANDARD_FUNCTIONS)})
+BESIDE = (*arithmetic.CLIPPING_FUNCTIONS, *summaries.STANDARD_FUNCTIONS, *spikes.STANDARD_FUNCTIONS)
+FUNCTIONS = sorted({*arithmetic.STANDARD_FUNCTIONS, *BESIDE})
 # Of those that compare every Python object has one, and to_device is asked for where there are several devices.
 COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__ge__"}
 MEMBERS = sorted(set(arithmetic.STANDARD_MEMBERS) - COMPARISONS - {"to_device"})

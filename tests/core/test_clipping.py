@@ -14,7 +14,7 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler
-from gradscale.core import clipping
+from gradscale.core import arithmetic
 from gradscale.testing import run_ranks
 
 BAD = (math.inf, -math.inf, math.nan)
@@ -213,7 +213,7 @@ def test_the_sum_of_no_arrays_is_zero_and_that_of_subnormals_is_not(arrays: Libr
 @pytest.mark.parametrize("total", [0.0, 1e-30, 1.0, 1.7, 3e20, 3.4e38, 1e40, math.inf, math.nan])
 def test_a_norm_that_the_host_has_clips_alike_in_every_library(arrays: Library, total: float) -> None:
     like, flag = arrays.asarray(1.0), arrays.asarray(0, "int32")
-    norm, factor, overflows = clipping.clip_factor_of(total, 1.5, like, flag)
+    norm, factor, overflows = arithmetic.clip_factor_of(total, 1.5, like, flag)
     wanted = np.float32(min(1.0, 1.5 / (total + 1e-6))) if total <= 3.4e38 else np.float32(1.0)
     is_lost = 0.0 < wanted < 2.0**-126
     # JAX 0.7 makes no subnormal constants.

@@ -13,7 +13,7 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import DynamicScale, GradScaler, ShardedGradScaler, StaticScale, presets
-from gradscale.core import arithmetic, clipping, summaries
+from gradscale.core import arithmetic, summaries
 from gradscale.core.backend import Backend
 from gradscale.policies import spikes
 from gradscale.testing import run_ranks
@@ -194,7 +194,7 @@ def test_the_core_asks_for_the_listed_functions_and_members_and_no_others(strict
     ("use", "listed", "options"),
     [
         (diagnose, summaries.STANDARD_FUNCTIONS, {"diagnose": "on_overflow"}),
-        (clip, clipping.STANDARD_FUNCTIONS, {}),
+        (clip, arithmetic.CLIPPING_FUNCTIONS, {}),
         (skip, spikes.STANDARD_FUNCTIONS, {"skip": spikes.SkipSpikes(window=2)}),
     ],
     ids=["diagnosis", "clipping", "spikes"],

@@ -11,7 +11,7 @@ from typing import NoReturn
 from array_api_compat import array_namespace, is_array_api_obj
 from array_api_compat import device as device_of
 
-from gradscale.core import arithmetic, clipping, ops, registry, summaries, validation, vector
+from gradscale.core import arithmetic, ops, registry, summaries, validation, vector
 from gradscale.core.backend import Backend
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, ScaleState
@@ -171,7 +171,7 @@ def _check_clip_factor(backend: Backend, xp: ModuleType, device: object) -> None
         squares = xp.asarray(value, dtype=dtype, device=device)
         for max_norm in _MAX_NORMS:
             case = f"clip_factor of the sum {value} and at most {max_norm}"
-            pairs = zip(backend.clip_factor(squares, max_norm), clipping.clip_factor(squares, max_norm), strict=True)
+            pairs = zip(backend.clip_factor(squares, max_norm), arithmetic.clip_factor(squares, max_norm), strict=True)
             for got, expected in pairs:
                 _expect_arrays(backend, case, [got], [expected], [value])
 
@@ -447,7 +447,7 @@ def check_library(like: Array) -> None:
 def _require(xp: ModuleType, like: Array) -> None:
     """Raise for the names that are missing."""
     missing = arithmetic.lacks(like)
-    others = {*clipping.STANDARD_FUNCTIONS, *summaries.STANDARD_FUNCTIONS, *spikes.STANDARD_FUNCTIONS}
+    others = {*arithmetic.CLIPPING_FUNCTIONS, *summaries.STANDARD_FUNCTIONS, *spikes.STANDARD_FUNCTIONS}
     others -= set(missing.get("functions", ()))
     if absent := sorted(name for name in others if not hasattr(xp, name)):
         missing["functions for clipping, diagnoses and spikes"] = absent
@@ -515,7 +515,7 @@ def _check_clipping(xp: ModuleType, device: object) -> None:
     arrays = [xp.asarray(values, dtype=xp.float32, device=device) for values in ([3.0, 0.0], [-4.0])]
     state = DynamicScale(init_scale=1.0).init(arrays[0])
     unscaled, _, squares = _CORE.unscale_with_squares(arrays, state)
-    norm, factor, overflows = clipping.clip_factor(squares, 2.5)
+    norm, factor, overflows = arithmetic.clip_factor(squares, 2.5)
     clipped = _CORE.multiply_in_place(unscaled, factor)
     _expect_values(xp, "the norm of [3, 0] and [-4]", xp.reshape(norm, (1,)), [5.0])
     _expect_count(xp, "the overflow of a norm", overflows, 0)
