@@ -12,9 +12,9 @@ from array_api_compat import is_array_api_obj
 from gradscale.core import tree
 from gradscale.core.arithmetic import Kind, kind_of
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import reading, shown, unreadable
+from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Optimizer, OptimizerWithGrads, OptimizerWithGroups
-from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = [
     *("HeldArray", "ListedParameters", "NamedGradient"),
@@ -22,6 +22,8 @@ __all__ = [
 ]
 
 Assign = Callable[[dict[int, Array]], None]
+
+_reading_optimizer = reading("an optimizer")
 
 
 class NamedGradient(NamedTuple):
@@ -71,20 +73,15 @@ def collect_gradients(optimizer: Optimizer, known: IdentityMap[ListedParameters]
     ``known`` keeps the parameters of optimizers. The function takes new arrays by the ``id`` of the old ones, and
     assigns those that are other objects.
     """
-    try:
+    with _reading_optimizer:
         if hasattr(optimizer, "param_groups"):
             return _from_param_groups(cast("OptimizerWithGroups", optimizer), known)
         if hasattr(optimizer, "grads"):
             return _from_grads(optimizer)
-    except GradscaleError:
-        raise
-    except Exception as error:
-        refusal = unreadable("an optimizer", error)
-        raise refusal from error
-    raise _neither(optimizer)
+        raise _neither(optimizer)
 
 
-@reading("an optimizer")
+@_reading_optimizer
 def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
     """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
     if not hasattr(optimizer, "param_groups"):
@@ -215,7 +212,7 @@ def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, 
     """Return each group of ``param_groups`` and its parameters."""
     found = []
     groups = optimizer.param_groups
-    if type(groups) is not list and (isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable)):
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
         msg = f"param_groups of {type(optimizer).__name__} must be a list of dicts with 'params', got {shown(groups)}"
         raise InvalidTypeError(msg)
     for index, group in enumerate(groups):
@@ -226,16 +223,13 @@ def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, 
                 f"param_groups[{index}] of {type(optimizer).__name__} must be a dict with 'params', got {shown(group)}"
             )
             raise InvalidTypeError(msg) from None
-        if type(listed) is not list:
-            if hasattr(listed, "grad"):
-                listed = [listed]
-            elif isinstance(listed, Iterable) and not isinstance(listed, (str, bytes)):
-                listed = list(listed)
-            else:
-                of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
-                msg = f"{of} must be a list of parameters with .grad, got {shown(listed)}"
-                raise InvalidTypeError(msg)
-        found.append((group, listed))
+        if hasattr(listed, "grad"):
+            listed = [listed]
+        if isinstance(listed, (str, bytes)) or not isinstance(listed, Iterable):
+            of = f"param_groups[{index}]['params'] of {type(optimizer).__name__}"
+            msg = f"{of} must be a list of parameters with .grad, got {shown(listed)}"
+            raise InvalidTypeError(msg)
+        found.append((group, list(listed)))
     return found
 
 
@@ -270,9 +264,8 @@ def _from_param_groups(
 def _require_tree(optimizer: OptimizerWithGrads) -> object:
     """Return the ``grads`` of an optimizer, if they can be walked."""
     gradients = optimizer.grads
-    is_array = is_array_api_obj(gradients)
     # An iterator would be empty for the optimizer after the scaler has walked it.
-    if not is_array and (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)):
+    if not is_array_api_obj(gradients) and (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)):
         msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {shown(gradients)}"
         raise InvalidTypeError(msg)
     return gradients

@@ -64,15 +64,11 @@ class reading(contextlib.ContextDecorator):  # noqa: N801 - called as a function
 
 def unreadable(what: str, error: Exception) -> InvalidTypeError:
     """Return the error for an object that raises when it is read; raise it from the original."""
-    msg = (
-        f"{what} cannot be read, got {type(error).__name__} from it: {_text_of(error)}; pass plain Python values, "
-        f"arrays and containers"
-    )
-    return InvalidTypeError(msg)
-
-
-def _text_of(error: Exception) -> str:
     try:
-        return f"{error}"[:_LONGEST]
+        text = f"{error}"[:_LONGEST]
     except Exception:
-        return "an error without a text"
+        text = "an error without a text"
+    return InvalidTypeError(
+        f"{what} cannot be read, got {type(error).__name__} from it: {text}; pass plain Python values, arrays and "
+        f"containers"
+    )

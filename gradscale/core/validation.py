@@ -1,6 +1,7 @@
 """Checks of users' values: each returns the value as a plain Python one, or raises an error that names it."""
 
 import contextlib
+import ctypes
 import math
 import operator
 import struct
@@ -41,12 +42,18 @@ LARGEST_INT32 = 2**31 - 1
 # Backoffs by 0.0001 on the whole way through float32's range are 1.7 million, and take a second to follow.
 _LONGEST_WAY = 2_000_000
 
+_BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
+
 _Choice = TypeVar("_Choice")
 _Value = TypeVar("_Value")
 
 
 def _wrong_type(name: str, expected: str, value: object) -> InvalidTypeError:
     return InvalidTypeError(f"{name} must be {expected}, got {shown(value)} of type {type(value).__name__}")
+
+
+def _wrong_value(name: str, expected: str, value: object) -> InvalidValueError:
+    return InvalidValueError(f"{name} must be {expected}, got {shown(value)}")
 
 
 def number(
@@ -60,21 +67,14 @@ def number(
     is_finite: bool = True,
 ) -> float:
     """Return a real number within bounds as a float, never NaN; NumPy's numbers are fine, booleans and text are not."""
-    limits = {"above": above, "below": below, "at least": at_least, "at most": at_most}
-    wanted = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
-    expected = f"a {'finite ' if is_finite else ''}number{' ' if wanted else ''}{wanted}"
+    limits = zip(_BOUNDS.items(), (above, below, at_least, at_most), strict=True)
+    given = [(word, holds, limit) for (word, holds), limit in limits if limit is not None]
+    wanted = " and ".join(f"{word} {limit:g}" for word, _, limit in given)
+    expected = f"a {'finite ' * is_finite}number{' ' * bool(wanted)}{wanted}"
     converted = _as_float(name, value, expected)
-    outside = (
-        math.isnan(converted)
-        or (is_finite and math.isinf(converted))
-        or (above is not None and not converted > above)
-        or (below is not None and not converted < below)
-        or (at_least is not None and not converted >= at_least)
-        or (at_most is not None and not converted <= at_most)
-    )
-    if outside:
-        msg = f"{name} must be {expected}, got {shown(value)}"
-        raise InvalidValueError(msg)
+    is_number = not math.isnan(converted) and not (is_finite and math.isinf(converted))
+    if not is_number or not all(holds(converted, limit) for _, holds, limit in given):
+        raise _wrong_value(name, expected, value)
     return converted
 
 
@@ -86,16 +86,11 @@ def _as_float(name: str, value: Any, expected: str) -> float:
     if is_real and hasattr(type(value), "__float__"):
         # Tensors of several elements, or without a value, raise errors of their own; a user's object any.
         with contextlib.suppress(Exception):
-            return _nearest_float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                return -math.inf if value < 0 else math.inf
     raise _wrong_type(name, expected, value)
-
-
-def _nearest_float(value: Any) -> float:
-    """Return a number as a float; inf of its sign beyond every float."""
-    try:
-        return float(value)
-    except OverflowError:
-        return -math.inf if value < 0 else math.inf
 
 
 def _dtype_name(value: object, default: str) -> str:
@@ -111,19 +106,16 @@ def magnitude(name: str, value: object) -> float:
     expected = "a number from 0 on"
     converted = _as_float(name, value, expected)
     if converted < 0:
-        msg = f"{name} must be {expected}, got {shown(value)}"
-        raise InvalidValueError(msg)
+        raise _wrong_value(name, expected, value)
     return converted
 
 
 def scale(name: str, value: object) -> float:
     """Return a scale, rounded to float32: above zero, finite and no subnormal there."""
-    converted = number(name, value)
-    rounded = round_to_float32(converted)
+    rounded = round_to_float32(number(name, value))
     if not SMALLEST_NORMAL <= rounded <= LARGEST_FLOAT32:
         limits = f"{SMALLEST_NORMAL:g} to {LARGEST_FLOAT32:g}"
-        msg = f"{name} must be above 0 and within float32's normal range, {limits}, got {shown(value)}"
-        raise InvalidValueError(msg)
+        raise _wrong_value(name, f"above 0 and within float32's normal range, {limits}", value)
     return rounded
 
 
@@ -138,8 +130,7 @@ def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     except Exception:
         raise _wrong_type(name, expected, value) from None
     if not at_least <= converted <= at_most:
-        msg = f"{name} must be {expected}, got {shown(value)}"
-        raise InvalidValueError(msg)
+        raise _wrong_value(name, expected, value)
     return converted
 
 
@@ -150,8 +141,6 @@ def whole(value: _Value) -> _Value | int:
 
 def boolean(name: str, value: object) -> bool:
     """Return a bool; NumPy's is fine, numbers are not."""
-    if isinstance(value, bool):
-        return value
     if type(value).__name__ in ("bool_", "bool"):
         with contextlib.suppress(Exception):
             return bool(value)
@@ -169,13 +158,11 @@ def truth(name: str, value: object) -> bool:
 
 def choice(name: str, value: object, options: tuple[_Choice, ...]) -> _Choice:
     """Return the option that equals a value."""
-    if isinstance(value, str):
-        for option in options:
-            # Not by the operator, which a subclass may have given another meaning, or an array.
-            if str.__eq__(value, option) is True:
-                return option
-    msg = f"{name} must be one of {', '.join(map(repr, options))}, got {shown(value)}"
-    raise InvalidValueError(msg)
+    for option in options if isinstance(value, str) else ():
+        # Not by the operator, which a subclass may have given another meaning, or an array.
+        if str.__eq__(value, option) is True:
+            return option
+    raise _wrong_value(name, f"one of {', '.join(map(repr, options))}", value)
 
 
 def choices(name: str, value: object, options: tuple[_Choice, ...]) -> tuple[_Choice, ...]:
@@ -199,9 +186,7 @@ def mapping(name: str, value: object, wanted: str = "a mapping") -> dict[Any, An
 
 def timeout(value: object) -> float:
     """Return seconds to wait, above 0; infinity for ever."""
-    if isinstance(value, float) and value == math.inf:
-        return math.inf
-    return number("timeout", value, above=0.0)
+    return math.inf if isinstance(value, float) and value == math.inf else number("timeout", value, above=0.0)
 
 
 def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale")) -> Policy:
@@ -228,46 +213,36 @@ def is_power_of_two(value: float) -> bool:
 
 def round_to_float32(value: float) -> float:
     """Return the nearest float32, or an inf beyond its range."""
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return rounded
+    return ctypes.c_float(value).value
 
 
 def bits_of_float32(value: float) -> int:
     """Return the bits of the nearest float32 as an int32."""
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def float32_from_bits(bits: int) -> float:
     """Return the float32 that an int32 holds the bits of."""
-    value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
-    return value
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
 
 
 def largest_with_finite_product(factor: float) -> float:
     """Return the largest float32 whose product with a factor above 1 rounds to a finite float32."""
     # A product rounds to inf from half a unit above the largest float32 on.
     limit = 2.0**128 - 2.0**103
-    bits = bits_of_float32(min(limit / factor, LARGEST_FLOAT32))
+    bits = bits_of_float32(min(limit / factor, LARGEST_FLOAT32)) + 1
     while float32_from_bits(bits) * factor >= limit:
         bits -= 1
-    while bits < 0x7F7FFFFF and float32_from_bits(bits + 1) * factor < limit:
-        bits += 1
     return float32_from_bits(bits)
 
 
 def last_above(limit: float, scale: float, factor: float) -> float:
     """Return the last normal float32 above a limit on the way down from a scale by a factor; or the scale."""
-    lowered = round_to_float32(scale * factor)
-    steps = 0
-    # A factor that rounds to 1 leads nowhere.
-    while limit < lowered < scale and lowered >= SMALLEST_NORMAL:
-        scale, lowered = lowered, round_to_float32(lowered * factor)
-        steps += 1
-        if steps > _LONGEST_WAY:
-            msg = f"a factor of {factor!r} is too near to 1, got more than {_LONGEST_WAY} backoffs down to {limit!r}"
-            raise InvalidValueError(msg)
-    return scale
+    for _ in range(_LONGEST_WAY):
+        lowered = round_to_float32(scale * factor)
+        # A factor that rounds to 1 leads nowhere.
+        if not limit < lowered < scale or lowered < SMALLEST_NORMAL:
+            return scale
+        scale = lowered
+    msg = f"a factor of {factor!r} is too near to 1, got more than {_LONGEST_WAY} backoffs down to {limit!r}"
+    raise InvalidValueError(msg)
