@@ -18,23 +18,18 @@ Span = tuple[int, int]
 def span(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Span:
     """Return the span of an array that has elements; strides are in bytes, and may be negative."""
     reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
-    return address + sum(min(reach, 0) for reach in reaches), address + sum(
-        max(reach, 0) for reach in reaches
-    ) + itemsize
+    first = address + sum(min(reach, 0) for reach in reaches)
+    return first, first + sum(map(abs, reaches)) + itemsize
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
     """Tell whether elements of an array share memory, as after broadcasting; strides in the unit of ``itemsize``."""
     if 0 in shape:
         return False
-    axes = sorted(
-        ((abs(stride), length - 1) for stride, length in zip(strides, shape, strict=True) if length > 1), reverse=True
-    )
+    lengths = zip(strides, shape, strict=True)
+    axes = sorted(((abs(stride), length - 1) for stride, length in lengths if length > 1), reverse=True)
     # How far the axes behind each one reach.
-    reaches = [0]
-    for stride, most in reversed(axes):
-        reaches.append(reaches[-1] + stride * most)
-    reaches.reverse()
+    reaches = [sum(stride * most for stride, most in axes[position:]) for position in range(1, len(axes) + 1)]
     if axes and not axes[-1][0]:
         return True
 
@@ -43,7 +38,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int 
         if position == len(axes):
             return is_other
         stride, most = axes[position]
-        slack = reaches[position + 1] + itemsize - 1
+        slack = reaches[position] + itemsize - 1
         # A way back is one forward from the other element: the first step may as well be forward.
         lowest = max(-most if is_other else 0, -((slack + offset) // stride))
         highest = min(most, (slack - offset) // stride)
@@ -73,11 +68,9 @@ def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, in
         for _, other in open_spans:
             if min(number, other) < count and share(other, number):
                 first, second = sorted((other % count, number % count))
-                pair = f"gradients {first} and {second}, or what they are written to,"
-                one = f"gradient {first} and the array that it is written to"
-                msg = (
-                    f"{one if first == second else pair} share memory, which would be divided twice: pass one of them, "
-                    f"or a copy of it"
-                )
+                what = f"gradients {first} and {second}, or what they are written to,"
+                if first == second:
+                    what = f"gradient {first} and the array that it is written to"
+                msg = f"{what} share memory, which would be divided twice: pass one of them, or a copy of it"
                 raise SharedMemoryError(msg)
         open_spans.append((stop, number))

@@ -26,13 +26,8 @@ class IdentityMap(Generic[_Value]):
 
     def put(self, key: object, value: _Value) -> None:
         """Set the value of an object."""
-        identity = id(key)
-        known = self._entries.get(identity)
-        if known is not None:
-            self._entries[identity] = known[0], value
-            return
         # Weakly, because a cycle would keep the map and its arrays until the collector runs.
-        this = weakref.ref(self)
+        identity, this = id(key), weakref.ref(self)
 
         def forget(_: object) -> None:
             if (alive := this()) is not None:
@@ -42,10 +37,11 @@ class IdentityMap(Generic[_Value]):
             reference: object = weakref.ref(key, forget)
         except TypeError:
             reference = key
-            self._kept.append(identity)
-            if len(self._kept) > _MOST_KEPT:
-                del self._entries[self._kept.pop(0)]
+            if identity not in self._entries:
+                self._kept.append(identity)
         self._entries[identity] = (reference, value)
+        if len(self._kept) > _MOST_KEPT:
+            del self._entries[self._kept.pop(0)]
 
     def __contains__(self, key: object) -> bool:
         return id(key) in self._entries

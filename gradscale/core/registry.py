@@ -43,15 +43,15 @@ _backends: dict[type, Backend] = {}
 
 
 @cache
-def _entry_points() -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points by name, in a total order."""
+def _entry_points() -> dict[str, dict[str, EntryPoint]]:
+    """Return the entry points by name and value, in a total order."""
     # Imported here: it would be most of the time of `import gradscale`.
     from importlib.metadata import entry_points
 
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
         found.setdefault(entry.name, {})[entry.value] = entry
-    return {name: tuple(by_value.values()) for name, by_value in found.items()}
+    return found
 
 
 def names() -> list[str]:
@@ -100,17 +100,15 @@ def get(name: str) -> Any:
     >>> backend.name
     'numpy'
     """
-    candidates = _entry_points().get(name, ())
+    candidates = [*_entry_points().get(name, {}).values()]
     if not candidates:
         hint = remedy(_EXTRAS[name]) if name in _EXTRAS else "install the package that provides it"
         msg = f"no gradscale adapter is registered for {name!r}; {hint}. Registered: {', '.join(names()) or 'none'}"
         msg += nearest(name, names())
         raise BackendNotAvailableError(msg)
     if len(candidates) > 1:
-        both = " and ".join(
-            f"{entry.value} (from {entry.dist.name if entry.dist else 'an unknown distribution'})"
-            for entry in candidates
-        )
+        owners = [entry.dist.name if entry.dist else "an unknown distribution" for entry in candidates]
+        both = " and ".join(f"{entry.value} (from {owner})" for entry, owner in zip(candidates, owners, strict=True))
         msg = f"{len(candidates)} gradscale adapters are registered for {name!r}: {both}; uninstall all but one"
         raise BackendError(msg)
     entry = candidates[0]
@@ -254,9 +252,8 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
         if hasattr(group, "start_max") and hasattr(group, "rank") and hasattr(group, "size"):
             collectives: Collectives = group
             return collectives
-    kind: type = type(group)
-    name = _registered_name(kind)
-    backend = get(name) if name is not None else None
+    name = _registered_name(type(group))
+    backend = None if name is None else get(name)
     if isinstance(backend, GroupBackend):
         return backend.collectives(group, timeout=timeout)
     msg = (

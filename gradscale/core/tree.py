@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array
@@ -17,6 +17,8 @@ from gradscale.errors import InvalidValueError
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 
+_Made = TypeVar("_Made")
+_Located: TypeAlias = list[tuple[str, Array]]
 _IsLeaf: TypeAlias = Callable[[Any], bool]
 # Of nodes side by side: None for a leaf; or a container, the keys of its children, and their plans.
 _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
@@ -38,11 +40,10 @@ def _is_dataclass(node: object) -> bool:
 
 def _opened(node: Array) -> tuple[Sequence[Hashable], list[object]]:
     """Return the keys and the children of a container; a sequence's keys are numbers, a dataclass's ``.name``."""
+    if _is_dataclass(node):
+        node = {f".{field.name}": getattr(node, field.name) for field in dataclasses.fields(node)}
     if isinstance(node, Mapping):
         return list(node), list(node.values())
-    if _is_dataclass(node):
-        names = [field.name for field in dataclasses.fields(node)]
-        return [f".{name}" for name in names], [getattr(node, name) for name in names]
     children = list(node)
     return range(len(children)), children
 
@@ -98,9 +99,9 @@ def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Pl
             raise _endless(deepest, f"is below {len(above)} others: make it anew from its own leaves") from error
 
 
-def _folded(plans: _Plans, leaves: Iterator[object], combine: Callable[..., object]) -> list[Any]:
+def _folded(plans: _Plans, leaves: Iterator[_Made], combine: Callable[..., _Made]) -> list[_Made]:
     """Return the leaves, and ``combine`` of each container, its keys and what has been made of its children."""
-    made: list[Any] = []
+    made = []
     for plan in plans:
         # A comprehension would be a frame more for each level, so that trees could be walked and not be made anew.
         made.append(next(leaves) if plan is None else combine(*plan[:2], _folded(plan[2], leaves, combine)))
@@ -184,12 +185,12 @@ def leaves_with_paths(tree: object, is_leaf: _IsLeaf = _is_leaf) -> list[tuple[s
     """
     leaves, plans = _walked(tree, is_leaf)
 
-    def below(node: object, keys: Sequence[Hashable], children: list[list[tuple[str, Array]]]) -> object:
+    def below(node: object, keys: Sequence[Hashable], children: list[_Located]) -> _Located:
         located = zip(_suffixes(node, keys), children, strict=True)
         return [(suffix + path, leaf) for suffix, found in located for path, leaf in found]
 
     with _reading:
-        return list(_folded(plans, ([("", leaf)] for leaf in leaves), below)[0])
+        return _folded(plans, ([("", leaf)] for leaf in leaves), below)[0]
 
 
 def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Callable[[Iterable[object]], Any]]:

@@ -79,26 +79,18 @@ def number(
 
 
 def _as_float(name: str, value: Any, expected: str) -> float:
-    # One-element arrays convert as well: checkpoints in npz or msgpack hold numbers so. Those of booleans, complex
-    # numbers and text would convert, too.
-    dtype = _dtype_name(value, "float")
-    is_real = not isinstance(value, (bool, str, bytes, complex)) and ("float" in dtype or "int" in dtype)
-    if is_real and hasattr(type(value), "__float__"):
+    if not isinstance(value, (bool, str, bytes, complex)) and hasattr(type(value), "__float__"):
         # Tensors of several elements, or without a value, raise errors of their own; a user's object any.
         with contextlib.suppress(Exception):
-            try:
-                return float(value)
-            except OverflowError:
-                return -math.inf if value < 0 else math.inf
+            # One-element arrays convert as well: checkpoints in npz or msgpack hold numbers so. Those of booleans,
+            # complex numbers and text would convert, too.
+            dtype = str(getattr(value, "dtype", "float"))
+            if "float" in dtype or "int" in dtype:
+                try:
+                    return float(value)
+                except OverflowError:
+                    return -math.inf if value < 0 else math.inf
     raise _wrong_type(name, expected, value)
-
-
-def _dtype_name(value: object, default: str) -> str:
-    """Return the name of an array's dtype; a default if it has none, or raises."""
-    try:
-        return str(getattr(value, "dtype", default))
-    except Exception:
-        return default
 
 
 def magnitude(name: str, value: object) -> float:
@@ -122,10 +114,10 @@ def scale(name: str, value: object) -> float:
 def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     """Return an integer within bounds as an int; a float with an integral value is refused, as a bool is."""
     expected = f"an integer from {at_least} to {at_most}"
-    # NumPy's booleans can be an index, too.
-    if isinstance(value, (bool, str, bytes)) or "bool" in _dtype_name(value, ""):
-        raise _wrong_type(name, expected, value)
     try:
+        # Arrays of booleans can be an index, too.
+        if "bool" in str(getattr(value, "dtype", type(value).__name__)):
+            raise TypeError
         converted = operator.index(value)
     except Exception:
         raise _wrong_type(name, expected, value) from None
@@ -158,10 +150,11 @@ def truth(name: str, value: object) -> bool:
 
 def choice(name: str, value: object, options: tuple[_Choice, ...]) -> _Choice:
     """Return the option that equals a value."""
-    for option in options if isinstance(value, str) else ():
-        # Not by the operator, which a subclass may have given another meaning, or an array.
-        if str.__eq__(value, option) is True:
-            return option
+    if isinstance(value, str):
+        for option in options:
+            # Not by the operator, which a subclass may have given another meaning, or an array.
+            if str.__eq__(value, option) is True:
+                return option
     raise _wrong_value(name, f"one of {', '.join(map(repr, options))}", value)
 
 
