@@ -20,7 +20,7 @@ __all__ = ["first_floating", "floating_leaves", "require_arrays", "scale", "sele
 _T = TypeVar("_T")
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
-_OTHERS = {Kind.INTEGRAL, Kind.UNKNOWN}
+_OTHERS = (Kind.INTEGRAL, Kind.UNKNOWN)
 _reading_leaves = reading("an array")
 
 
@@ -250,7 +250,7 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     """Tell thousands of floating arrays of one type and library by their few dtypes."""
     try:
         if len(set(map(type, leaves))) == 1 and is_array_api_obj(leaves[0]) and array_namespace(leaves[0]) is home:
-            return _OTHERS.isdisjoint([dtype_kind(dtype, home) for dtype in {x.dtype for x in leaves}])
+            return not [dtype for dtype in {x.dtype for x in leaves} if dtype_kind(dtype, home) in _OTHERS]
     except Exception:
         # A look at each leaf says which one cannot be read.
         return False

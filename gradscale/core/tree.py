@@ -40,10 +40,10 @@ def _is_dataclass(node: object) -> bool:
 
 def _opened(node: Array) -> tuple[Sequence[Hashable], list[object]]:
     """Return the keys and the children of a container; a sequence's keys are numbers, a dataclass's ``.name``."""
-    if _is_dataclass(node):
-        node = {f".{field.name}": getattr(node, field.name) for field in dataclasses.fields(node)}
     if isinstance(node, Mapping):
         return list(node), list(node.values())
+    if _is_dataclass(node):
+        return _opened({f".{field.name}": getattr(node, field.name) for field in dataclasses.fields(node)})
     children = list(node)
     return range(len(children)), children
 
@@ -52,18 +52,18 @@ def _rebuild(node: object, keys: Sequence[Hashable], children: list[Any]) -> obj
     """Return a container like ``node`` that holds ``children``."""
     if isinstance(node, (list, tuple)):
         return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
-    by_key = dict(zip(keys, children, strict=True))
+    by_key = zip(keys, children, strict=True)
     if isinstance(node, dict) or _is_dataclass(node):
         # A shallow copy keeps a subclass's default factory and attributes.
         rebuilt: Any = copy.copy(node)
-        for key, child in by_key.items():
+        for key, child in by_key:
             if isinstance(node, dict):
                 rebuilt[key] = child
             else:
                 # As dataclasses.replace does for frozen classes, without running __post_init__ on traced values.
                 object.__setattr__(rebuilt, str(key)[1:], child)
         return rebuilt
-    return type(node)(by_key) if isinstance(node, Mapping) else children  # type: ignore[call-arg]
+    return type(node)(dict(by_key)) if isinstance(node, Mapping) else children  # type: ignore[call-arg]
 
 
 def _planned(nodes: list[Array], is_leaf: _IsLeaf, leaves: list[Array], above: dict[int, object]) -> _Plans:
