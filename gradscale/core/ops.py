@@ -241,8 +241,13 @@ def floating_leaves(
     """
     if not _all_floating(leaves, home):
         with reading(what):
-            places = (functools.partial(_place, what, leaves, index, rebuild) for index in range(len(leaves)))
-            leaves = [x for x, at in zip(leaves, places, strict=True) if _is_floating(x, home, takes_integers, at)]
+            kinds = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
+            known = {}
+            for kind in dict.fromkeys(kinds):
+                first = kinds.index(kind)
+                place = functools.partial(_place, what, leaves, first, rebuild)
+                known[kind] = _is_floating(leaves[first], home, takes_integers, place)
+            leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if known[kind]]
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 
