@@ -202,17 +202,17 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
 
 
 def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None = None) -> None:
-    """Refuse leaves that are neither arrays nor None nor integers; the error names the place of the leaf."""
+    """Raise for a leaf that is no array, None or integer; the error names its place."""
     with reading(what):
         for index, leaf in enumerate(leaves):
-            _require_array(leaf, functools.partial(_place, what, leaves, index, rebuild))
+            _require_array(leaf, functools.partial(_leaf_name, what, leaves, index, rebuild))
 
 
-def _require_array(leaf: object, place: Callable[[], str]) -> None:
+def _require_array(leaf: object, name: Callable[[], str]) -> None:
     if leaf is None or isinstance(leaf, int) or is_array_api_obj(leaf):
         return
     msg = (
-        f"{place()} must be an array of a library that follows the array API standard (or None), got {shown(leaf)} of "
+        f"{name()} must be an array of a library that follows the array API standard (or None), got {shown(leaf)} of "
         f"type {type(leaf).__name__}"
     )
     if isinstance(leaf, float):
@@ -237,7 +237,7 @@ def floating_leaves(
     """Return the floating arrays among leaves (arrays, None, integers), each object once; all must be of one library.
 
     ``what`` is the name of a leaf in error messages, and ``rebuild`` builds the tree, to name the place of a bad one.
-    Integers are left out, or refused; JAX's gradients of integers, which have no values, are left out.
+    Integers are left out, or an error; JAX's gradients of integers, which have no values, are left out.
     """
     if not _all_floating(leaves, home):
         with reading(what):
@@ -245,8 +245,8 @@ def floating_leaves(
             known = {}
             for kind in dict.fromkeys(kinds):
                 first = kinds.index(kind)
-                place = functools.partial(_place, what, leaves, first, rebuild)
-                known[kind] = _is_floating(leaves[first], home, takes_integers, place)
+                name = functools.partial(_leaf_name, what, leaves, first, rebuild)
+                known[kind] = _is_floating(leaves[first], home, takes_integers, name)
             leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if known[kind]]
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
@@ -262,28 +262,28 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     return False
 
 
-def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, place: Callable[[], str]) -> bool:
-    """Tell whether a leaf is a floating array, and not one to be left out; refuse any other leaf."""
-    _require_array(leaf, place)
+def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, name: Callable[[], str]) -> bool:
+    """Tell whether a leaf is a floating array, and not one to be left out; raise for any other leaf."""
+    _require_array(leaf, name)
     if leaf is None or (takes_integers and isinstance(leaf, int)):
         return False
     dtype = getattr(leaf, "dtype", leaf)
     kind = Kind.INTEGRAL if isinstance(leaf, int) else kind_of(leaf)
     if kind is Kind.UNKNOWN or (kind is Kind.INTEGRAL and not takes_integers and "float0" not in str(dtype)):
         dtypes = "floating, complex, integer or bool" if takes_integers else "floating or complex"
-        msg = f"{place()} must have a {dtypes} dtype, got {shown(dtype)}"
+        msg = f"{name()} must have a {dtypes} dtype, got {shown(dtype)}"
         raise InvalidTypeError(msg)
     # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
     if kind is not Kind.INTEGRAL and array_namespace(leaf) is not home:
         msg = (
-            f"{place()} must be an array of the library that the scale is in, {library_name(home)}, got one of "
+            f"{name()} must be an array of the library that the scale is in, {library_name(home)}, got one of "
             f"{library_name(array_namespace(leaf))}; use one scaler for each library"
         )
         raise InvalidTypeError(msg)
     return kind is not Kind.INTEGRAL
 
 
-def _place(what: str, leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:
+def _leaf_name(what: str, leaves: Sequence[object], index: int, rebuild: _Rebuild | None) -> str:
     """Return the name of a leaf, and its number or the expression that reaches it in its tree."""
     if rebuild is None:
         return f"{what} {index}"

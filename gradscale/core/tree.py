@@ -108,7 +108,7 @@ def _folded(plans: _Plans, leaves: Iterator[_Made], combine: Callable[..., _Made
     return made
 
 
-def _rebuilt(plans: _Plans, leaves: Iterable[object]) -> Any:
+def _built(plans: _Plans, leaves: Iterable[object]) -> Any:
     """Return a tree as it was planned, with other leaves."""
     with _rebuilding:
         return _folded(plans, iter(leaves), _rebuild)[0]
@@ -139,11 +139,11 @@ def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> 
     """
     leaves, plans = _walked(tree)
     with _reading:
-        columns = [_beside(plans, [other]) for other in rest]
-    return _rebuilt(plans, list(map(function, leaves, *columns)))
+        columns = [_aligned(plans, [other]) for other in rest]
+    return _built(plans, list(map(function, leaves, *columns)))
 
 
-def _beside(plans: _Plans, others: Iterable[object]) -> list[object]:
+def _aligned(plans: _Plans, others: Iterable[object]) -> list[object]:
     """Return the nodes of other trees in the places of the planned leaves."""
     found: list[object] = []
     for plan, other in zip(plans, others, strict=True):
@@ -153,13 +153,13 @@ def _beside(plans: _Plans, others: Iterable[object]) -> list[object]:
         node, keys, below = plan
         by_key = None if _is_leaf(other) else dict(zip(*_opened(other), strict=True))
         if by_key is None or by_key.keys() != set(keys):
-            msg = f"trees must have one structure, got {_described(node)} beside {_described(other)}"
+            msg = f"trees must have one structure, got {_describe(node)} beside {_describe(other)}"
             raise InvalidValueError(msg)
-        found += _beside(below, [by_key[key] for key in keys])
+        found += _aligned(below, [by_key[key] for key in keys])
     return found
 
 
-def _described(node: object) -> str:
+def _describe(node: object) -> str:
     if _is_leaf(node):
         return f"a leaf of type {type(node).__name__}"
     return f"a {type(node).__name__} with {shown(_suffixes(node, _opened(node)[0]))}"
@@ -227,4 +227,4 @@ def flatten(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], Cal
     {'a': 10, 'b': [20, 30]}
     """
     leaves, plans = _walked(tree, is_leaf)
-    return leaves, functools.partial(_rebuilt, plans)
+    return leaves, functools.partial(_built, plans)
