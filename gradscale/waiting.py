@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError
 
-__all__ = ["GroupWait", "on_fork", "poll", "refuse_forked"]
+__all__ = ["GroupWait", "call_within", "in_thread", "on_fork", "poll", "refuse_forked"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -57,6 +60,29 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
     return True
+
+
+def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
+    """Call something in a thread that does not keep the process alive."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="gradscale", daemon=True).start()
+    return future
+
+
+def call_within(call: Callable[[], _Result], timeout: float) -> _Result:
+    """Call something that may wait for ever; TimeoutError after some seconds, when its thread is left behind."""
+    future = in_thread(call)
+    if not poll(future.done, timeout):
+        msg = f"there was no answer within {timeout:g} s"
+        raise TimeoutError(msg)
+    return future.result()
 
 
 def on_fork(note: Callable[[int], object]) -> None:
@@ -172,6 +198,15 @@ class GroupWait:
         except BaseException as error:
             self.give_up(error)
             raise
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Let waits end after some seconds, if not before."""
+        timeout, self._timeout = self._timeout, min(self._timeout, seconds)
+        try:
+            yield
+        finally:
+            self._timeout = timeout
 
     def timed_out(self, operation: str = "the agreement on a step") -> CollectiveTimeoutError:
         """Return the error for the end of the time."""

@@ -11,9 +11,9 @@ from numpy.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
 from gradscale.core.arithmetic import check_real_dtype, multiply_arrays, sum_of_squares, unscale_arrays
-from gradscale.core.protocols import Array, Policy
+from gradscale.core.protocols import Array
 from gradscale.core.summaries import layout_of
-from gradscale_cupy import launch, scalars
+from gradscale_cupy import launch
 from gradscale_cupy.availability import explained, refuse_capture
 from gradscale_cupy.events import forget_all_over, is_over, keep_until
 
@@ -25,6 +25,8 @@ _device_id = operator.attrgetter("data.device_id")
 
 class HostCopy:
     """A 1-d int32 array on its way to pinned memory of the host, copied by the current stream of its device."""
+
+    is_replayed = False
 
     def __init__(self, x: Array) -> None:
         with explained("the verdict was sent to the host"), x.device:
@@ -88,37 +90,6 @@ class CupyBackend(Backend):
     def bits(self, x: Array, /) -> Array | None:
         """Return the bits of real values as signed integers; None for float8."""
         return x.view(f"i{x.dtype.itemsize}") if layout_of(x.dtype) is not None else None
-
-    def update(self, policy: Policy, state: ScaleState, nonfinite: Array, /) -> ScaleState:
-        """Return the state after a step, as the policy's ``update`` does: one launch. No host read."""
-        rule = scalars.rule_of(policy) if _is_beside(nonfinite, state.scale) else None
-        if rule is None:
-            return super().update(policy, state, nonfinite)
-        with explained("the scale was adapted"), state.scale.device:
-            return rule.update(state, nonfinite)
-
-    def pack(
-        self,
-        policy: Policy,
-        state: ScaleState,
-        nonfinite: Array,
-        about: Sequence[int],
-        /,
-        *,
-        has_gradients: bool = True,
-        code: Array | int = 0,
-    ) -> Array:
-        """Return the message of a state, as the pure core does: one launch. No host read."""
-        rule = scalars.rule_of(policy) if _is_beside(nonfinite, state.scale) else None
-        if rule is None or not isinstance(code, int):
-            return super().pack(policy, state, nonfinite, about, has_gradients=has_gradients, code=code)
-        with explained("a message was made"), state.scale.device:
-            return rule.pack(state, nonfinite, about, has_gradients=has_gradients, code=code)
-
-    def clip_factor(self, squares: Array, max_norm: float, /) -> tuple[Array, Array, Array]:
-        """Return norm, factor and overflow, as the pure core's ``clip_factor`` does: one launch. No host read."""
-        with explained("gradients were clipped"), squares.device:
-            return scalars.clip_factor(squares, max_norm)
 
     def unscale(
         self,
@@ -267,11 +238,6 @@ def _is_capturing(devices: Iterable[cupy.cuda.Device]) -> bool:
             if cupy.cuda.get_current_stream().is_capturing():
                 return True
     return False
-
-
-def _is_beside(nonfinite: Array, scale: Array) -> bool:
-    """Tell whether a kernel takes a count together with a state."""
-    return bool(nonfinite.dtype == np.int32 and _device_id(nonfinite) == _device_id(scale))
 
 
 def _by_device(arrays: Sequence[Array]) -> list[tuple[cupy.cuda.Device, list[int]]]:

@@ -15,7 +15,7 @@ from gradscale.core.protocols import Array
 from gradscale.errors import InvalidValueError
 from gradscale_cupy.plan import CHUNK, Arrays, plan, require_disjoint
 
-__all__ = ["Prepared", "clip", "kernel_source", "prepare", "unscale"]
+__all__ = ["Prepared", "clip", "prepare", "unscale"]
 
 # Threads of a block, as the kernels are compiled for.
 _THREADS = 256
@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
-def kernel_source() -> str:
+def _kernel_source() -> str:
     """Return the text of unscale.cu."""
     return resources.files("gradscale_cupy").joinpath("unscale.cu").read_text(encoding="utf-8")
 
@@ -59,7 +59,7 @@ def _kernel(name: str) -> cupy.RawKernel:
     if kind != "add":
         macros |= {"SOURCE": types[0], "TARGET": types[-1]}
     return cupy.RawKernel(
-        kernel_source(), name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items()))
+        _kernel_source(), name, ("-std=c++17", *(f"-DGRADSCALE_{key}={value}" for key, value in macros.items()))
     )
 
 

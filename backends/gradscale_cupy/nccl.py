@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -14,7 +13,7 @@ from array_api_compat import array_namespace
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait
+from gradscale.waiting import GroupWait, in_thread
 from gradscale_cupy.availability import explained, nccl_module, refuse_capture, require_nccl
 from gradscale_cupy.events import forget, is_over, keep_until
 
@@ -135,6 +134,10 @@ class NCCLCollectives:
 
         return finish
 
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Let waits end after some seconds, if not before."""
+        return self._group.within(seconds)
+
     def example(self) -> Array:
         """Return a 0-d float32 array on the communicator's device: a rank that never has one takes part with CuPy's."""
         with explained("an array was made on the communicator's device"), cupy.cuda.Device(self.device):
@@ -229,18 +232,11 @@ def _abort(comm: cupy.cuda.nccl.NcclCommunicator, device: int, error: BaseExcept
 
 def _in_thread(call: Callable[[], None], device: int) -> Future[None]:
     """Call something on a device, in a thread that does not keep the process alive."""
-    future: Future[None] = Future()
 
     def run() -> None:
         # Never set back: a new thread begins on device 0, and setting that would take memory there.
         with contextlib.suppress(Exception):
             cupy.cuda.Device(device).use()
-        try:
-            call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+        call()
 
-    threading.Thread(target=run, name="gradscale NCCL", daemon=True).start()
-    return future
+    return in_thread(run)

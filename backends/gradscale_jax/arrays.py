@@ -83,7 +83,7 @@ class JaxBackend(Backend):
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""
         home = self.placement(arrays[0])
-        return jnp.concatenate([_moved(_summary(x), home) for x in arrays])
+        return jnp.concatenate([_moved(_summarize_one(x), home) for x in arrays])
 
     def unscale(
         self,
@@ -212,12 +212,8 @@ _compiled = partial(jax.jit, static_argnums=2)(unscale_leaves)
 _multiply = jax.jit(multiply_arrays)
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
 _sum_of_squares = jax.jit(sum_of_squares)
-
-
-@jax.jit
-def _summary(x: jax.Array) -> jax.Array:
-    summary: jax.Array = summarize_arrays([x], JaxBackend().bits)
-    return summary
+# Some dozens of calls are one, and no array is made of the size of the gradient.
+_summarize_one = jax.jit(lambda x: summarize_arrays([x], JaxBackend().bits))
 
 
 def count_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:

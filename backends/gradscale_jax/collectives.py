@@ -14,27 +14,15 @@ import numpy as np
 from jax import lax
 
 from gradscale import ScaleState, registry
-from gradscale.core import validation
+from gradscale.core import claims, validation, vector
+from gradscale.core.claims import Call, Claim
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import (
-    FLAGS,
-    LENGTH,
-    Purpose,
-    Reason,
-    describe_differences,
-    identify,
-    position,
-    reason_code,
-)
+from gradscale.core.vector import Reason, reason_code
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale_jax import trees
 
 __all__ = ["AxisCollectives", "Verdict", "agree"]
-
-_FIELDS = (LENGTH - FLAGS) // 2
-# A verdict keeps so many; the others are the same in every step of a compiled program.
-_KEPT = 7
 
 
 class AxisCollectives:
@@ -175,11 +163,10 @@ class Verdict(NamedTuple):
             count = found.lowest.shape[-1]
             both = (found.lowest, found.highest)
             lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in both)
-            differing = describe_differences(
-                lowest.min(axis=0).tolist(), highest.max(axis=0).tolist(), None, policy, {}
-            )
+            differing = vector.spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
+            what = "; ".join(differing) or f"settings: compare the policy (here {policy!r})"
             msg = (
-                f"ranks hold different states: {differing}. No rank took this step. Load one checkpoint on every rank, "
+                f"ranks hold different states: {what}. No rank took this step. Load one checkpoint on every rank, "
                 f"and build the step with one policy everywhere"
             )
             raise ScaleDesyncError(msg)
@@ -210,7 +197,7 @@ def agree(
     policy : Policy
         The same on every rank. The compiler cannot raise its errors: ``verdict.check(policy)`` does, on the host.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 26 int32; CallOrderError if one is not bound. Default: none, the verdict
+        Axes to agree over, in one ``pmax`` of 18 int32; CallOrderError if one is not bound. Default: none, the verdict
         of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
     spike : array, optional
         0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns, or
@@ -228,7 +215,7 @@ def agree(
     """
     validation.policy(policy)
     state = trees.as_state(state)
-    about = position(0, purpose=Purpose.COMPILED)
+    words = claims.words(Claim(Call.COMPILED, settings=claims.identify(policy)))
     group = None if axis_name is None else AxisCollectives(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
@@ -241,14 +228,13 @@ def agree(
         of_rank = reason_code(Reason.SPIKE, 0) - jnp.asarray(0 if group is None else group.rank, jnp.int32)
         code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
     backend = registry.backend_for(state.scale)
-    vector = backend.pack(policy, state, nonfinite, (identify(policy), *about), code=code)
+    message = vector.of_arrays(backend, policy, state, nonfinite, words, code=code)
     if group is not None:
-        vector = group.start_max(vector)()
-    highest, lowest = vector[FLAGS : FLAGS + _FIELDS], -vector[FLAGS + _FIELDS :]
-    found = vector[0]
-    at_min_scale = jnp.logical_and(vector[1] != 0, found != 0)
-    desynced = jnp.any(highest != lowest)
+        message = group.start_max(message)()
+    found, (lowest, highest) = vector.found_in(message), vector.bounds_in(message)
+    is_bad, desynced = found.nonfinite != 0, jnp.any(highest != lowest)
+    at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)
     is_spike = jnp.zeros_like(desynced)
     if spike is not None:
-        is_spike = jnp.logical_and(vector[3] != 0, jnp.logical_not(jnp.logical_or(found != 0, desynced)))
-    return Verdict(found, desynced, at_min_scale, highest[:_KEPT], lowest[:_KEPT], is_spike)
+        is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
+    return Verdict(found.nonfinite, desynced, at_min_scale, highest, lowest, is_spike)

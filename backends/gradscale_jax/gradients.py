@@ -87,7 +87,7 @@ def value_and_grad(
     allow_int : bool, default False
         Whether to differentiate by integers too, whose gradients are float0 and pass through.
     axis_name : str or tuple of str, optional
-        Named axes whose ranks agree: all step, or none does. One ``pmax`` of 104 bytes.
+        Named axes whose ranks agree: all step, or none does. One ``pmax`` of 72 bytes.
     reduce : callable, optional
         Applied to the gradients while they are still scaled, such as
         ``lambda grads: jax.lax.pmean(grads, "data")``: sums of small float16 numbers then do not vanish, and a sum that

@@ -77,7 +77,7 @@ def scaled(
     policy : Policy
         Such as ``gradscale.DynamicScale()``.
     axis_name : str or tuple of str, optional
-        Named axes of ``jax.shard_map`` whose ranks agree: all step, or none does. One ``pmax`` of 104 bytes. Default:
+        Named axes of ``jax.shard_map`` whose ranks agree: all step, or none does. One ``pmax`` of 72 bytes. Default:
         none, which is right under plain jit, whose gradients are whole arrays.
     dtype : dtype, optional
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters, such

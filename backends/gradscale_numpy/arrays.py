@@ -15,8 +15,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
-from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
+from gradscale.core.aliasing import numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.summaries import Summary
 from gradscale.errors import InvalidValueError, SharedMemoryError
 from gradscale_numpy import kernels
 
@@ -41,8 +42,8 @@ class NumpyBackend(Backend):
     Parameters
     ----------
     fast : bool, optional
-        Whether to use the kernels compiled by numba (extra ``fast``); they are compiled at the
-        first call and cached on disk. Default: if numba is installed, unless the environment says
+        Whether to use the kernels compiled by numba (extra ``fast``) for float16 and bfloat16; they are compiled at
+        the first call and cached on disk. Default: if numba is installed, unless the environment says
         ``GRADSCALE_NUMPY_FAST=0``. Under ``NUMBA_DISABLE_JIT=1`` they are never used. Both give the same bits.
 
     Examples
@@ -55,27 +56,23 @@ class NumpyBackend(Backend):
     """
 
     name = "numpy"
-    computes_on_host = True
 
     def __init__(self, fast: bool | None = None) -> None:
         self._fast = fast
 
-    @functools.cached_property
+    @property
     def is_compiled(self) -> bool:
-        """Whether the kernels are those compiled by numba."""
-        is_wanted = os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
-        if not (is_wanted if self._fast is None else self._fast):
-            return False
-        from gradscale_numpy import fast as compiled
-
-        return compiled.is_enabled()
+        """Whether float16 and bfloat16 are unscaled by the kernels compiled by numba."""
+        return self._unscale_all is not kernels.unscale_all
 
     @functools.cached_property
     def _unscale_all(self) -> UnscaleAll:
-        if self.is_compiled:
+        is_wanted = os.environ.get(_FAST_VARIABLE, "1") != "0" and importlib.util.find_spec("numba") is not None
+        if is_wanted if self._fast is None else self._fast:
             from gradscale_numpy import fast as compiled
 
-            return compiled.unscale_all
+            if compiled.is_enabled():
+                return compiled.unscale_all
         return kernels.unscale_all
 
     def __reduce__(self) -> tuple[type[NumpyBackend], tuple[bool | None]]:
@@ -85,13 +82,19 @@ class NumpyBackend(Backend):
         """Return a 0-d float32 array."""
         return np.zeros((), dtype=np.float32)
 
+    def peek(self, arrays: Sequence[NumpyArray], /) -> list[Any]:
+        """Return the numbers in 0-d arrays."""
+        return [x.item() for x in arrays]
+
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""
         return kernels.bits(np.asarray(x))
 
-    def summarize(self, arrays: Sequence[NumpyArray], /) -> NumpyArray:
-        """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits of the arrays."""
-        return np.array([word for x in arrays for word in kernels.summarize(np.asarray(x))], dtype=np.int32)
+    def read_summaries(
+        self, arrays: Sequence[NumpyArray], others: Sequence[NumpyArray] = ()
+    ) -> tuple[list[Summary], list[list[int]]]:
+        """Summarize arrays from their bits, and read others, 1-d int32."""
+        return [kernels.summary_of(np.asarray(x)) for x in arrays], list(map(self.read, others))
 
     def scale(self, outputs: Sequence[NumpyArray], state: ScaleState, /) -> list[NumpyArray]:
         """Multiply arrays by the scale: new arrays of the same dtypes, but float32 for 0-d ones of half precision."""
@@ -108,7 +111,7 @@ class NumpyBackend(Backend):
         *,
         dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
-    ) -> tuple[Sequence[NumpyArray], NumpyArray | int]:
+    ) -> tuple[Sequence[NumpyArray], NumpyArray]:
         """Divide arrays by the scale and count those with a non-finite value, as :meth:`gradscale.Backend.unscale`.
 
         Parameters
@@ -126,8 +129,8 @@ class NumpyBackend(Backend):
         -------
         arrays : sequence of arrays
             ``out``, or new ones.
-        nonfinite : array or int
-            0-d int32; an int for a state of numbers.
+        nonfinite : array
+            0-d int32.
 
         Raises
         ------
@@ -141,7 +144,7 @@ class NumpyBackend(Backend):
             sources = [np.asarray(grad) for grad in grads]
             returned = targets = [np.empty_like(x, dtype=None if x.dtype.kind == "c" else dtype) for x in sources]
         elif out is not grads or not _own_their_memory(grads):
-            _require_disjoint(grads, out)
+            _forbid_shared_memory(grads, out)
             targets = [_writable(index, target) for index, target in enumerate(out)]
             # The kernels see by identity that they overwrite.
             sources = [
@@ -152,7 +155,7 @@ class NumpyBackend(Backend):
                 target if isinstance(given, np.generic) else given for given, target in zip(out, targets, strict=True)
             ]
         nonfinite = self._unscale_all(sources, targets, inverse)
-        return returned, nonfinite if isinstance(state.scale, float) else np.asarray(nonfinite, dtype=np.int32)
+        return returned, np.asarray(nonfinite, dtype=np.int32)
 
     def unscale_with_squares(
         self,
@@ -162,17 +165,16 @@ class NumpyBackend(Backend):
         *,
         dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
-    ) -> tuple[Sequence[NumpyArray], NumpyArray | int, NumpyArray]:
+    ) -> tuple[Sequence[NumpyArray], NumpyArray, NumpyArray]:
         """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
-        return unscaled, nonfinite, np.asarray(kernels.sum_of_squares([np.asarray(x) for x in unscaled]))
+        return unscaled, nonfinite, np.asarray(kernels.squared_norm([np.asarray(x) for x in unscaled]))
 
     def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> Sequence[NumpyArray]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written if it is 1."""
         if factor != 1:
             plain = [np.asarray(x) for x in arrays]
-            # Two lists, since these arrays may have any strides.
-            self._unscale_all(plain, [*plain], np.float32(factor))
+            self._unscale_all(plain, plain, np.float32(factor))
         return arrays
 
 
@@ -182,20 +184,15 @@ def _own_their_memory(arrays: Sequence[NumpyArray]) -> bool:
     return is_owner and len(set(map(id, arrays))) == len(arrays)
 
 
-def _require_disjoint(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
+def _forbid_shared_memory(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
     """Refuse arrays that share memory, part of which would be divided twice."""
     arrays = numbered(grads, out)
     spans = [
-        (_span(array), number) for number, array in arrays.items() if not isinstance(array, np.generic) and array.size
+        (span(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize), number)
+        for number, array in arrays.items()
+        if not isinstance(array, np.generic) and array.size
     ]
     require_disjoint(spans, lambda one, other: _share_memory(arrays[one], arrays[other]), len(out))
-
-
-def _span(array: NumpyArray) -> Span:
-    start: int = array.__array_interface__["data"][0]
-    if array.flags.c_contiguous:
-        return start, start + array.nbytes
-    return span(start, array.shape, array.strides, array.itemsize)
 
 
 def _share_memory(a: NumpyArray, b: NumpyArray) -> bool:

@@ -1,13 +1,12 @@
-"""Unscale and judge NumPy arrays in one pass, with loops that Numba compiles: the same bits as `kernels`.
+"""Unscale and judge NumPy arrays of float16 and bfloat16 in one pass, by loops that Numba compiles.
 
-float8, long double, strided and byte-swapped arrays, and casts to a narrower type are left to `kernels`.
+They give the same bits as ``kernels``, which serves all other arrays: NumPy has no vector instructions for these types.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +21,6 @@ __all__ = ["is_enabled", "unscale_all"]
 
 Array = NDArray[Any]
 
-# Elements copied at a time when the result goes to another array of the source's type: half a MiB of float32.
-_BLOCK = 1 << 17
-
-# Arrays of one call: the call takes longer than a small array.
-_TOGETHER = 32
-
-_ONLY_SINGLES = frozenset([np.dtype(np.float32)])
-_dtype = operator.attrgetter("dtype")
-
 _f4 = np.float32
 _u2 = np.uint16
 _u4 = np.uint32
@@ -41,14 +31,15 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def _compiled(function: _Function) -> _Function:
     """Compile a function at its first call; no fast-math, which assumes that there are no infinities and NaNs."""
     try:
-        return cast("_Function", numba.njit(function, cache=True, nogil=True))
+        compiled: _Function = numba.njit(function, cache=True, nogil=True)
     except RuntimeError:  # there is no folder to keep the machine code in
-        return cast("_Function", numba.njit(function, nogil=True))
+        compiled = numba.njit(function, nogil=True)
+    return compiled
 
 
 def is_enabled() -> bool:
     """Return whether Numba compiles at all, which ``NUMBA_DISABLE_JIT=1`` prevents."""
-    return hasattr(_scale_singles, "py_func")
+    return hasattr(_scale_halves, "py_func")
 
 
 @_compiled
@@ -86,37 +77,6 @@ def _single_to_bfloat(single: np.float32) -> np.uint16:
     bits = _f4(single).view(_u4)
     # A NaN stays one: it was a bfloat16, so that the lower half, which could carry over, is zero.
     return _u2((bits + _u4(0x7FFF) + ((bits >> _u4(16)) & _u4(1))) >> _u4(16))
-
-
-@_compiled
-def _scale_doubles(array: Array, factor: np.float64) -> bool:
-    nonfinite = False
-    for i in range(array.size):
-        value = array[i] * factor
-        array[i] = value
-        # Zero for a finite value and NaN for any other.
-        difference = value - value
-        nonfinite |= difference != difference
-    return nonfinite
-
-
-@_compiled
-def _scale_singles(array: Array, factor: np.float32) -> bool:
-    largest = _u4(0)
-    for i in range(array.size):
-        value = _f4(array[i] * factor)
-        array[i] = value
-        # By their bits, magnitudes are ordered as integers, infinity and NaN last: quicker here than a NaN test.
-        largest = max(largest, value.view(_u4) & _u4(0x7FFFFFFF))
-    return bool(largest >= _u4(0x7F800000))
-
-
-@_compiled
-def _scale_together(arrays: tuple[Array, ...], factor: np.float32) -> int:
-    nonfinite = 0
-    for array in arrays:
-        nonfinite += _scale_singles(array, factor)
-    return nonfinite
 
 
 @_compiled
@@ -161,81 +121,29 @@ def _widen_bfloats(source: Array, out: Array, factor: np.float32) -> bool:
     return nonfinite
 
 
-class _Loop(NamedTuple):
-    """A loop for a pair of types, and what it sees the arrays and the factor as."""
-
-    run: Callable[..., bool]
-    source_type: type[np.generic]
-    out_type: type[np.generic]
-    factor_type: type[np.float32 | np.float64] = np.float32
-
-
-_LOOPS = {
-    ("float32", "float32"): _Loop(_scale_singles, _f4, _f4),
-    ("complex64", "complex64"): _Loop(_scale_singles, _f4, _f4),
-    ("float64", "float64"): _Loop(_scale_doubles, np.float64, np.float64, np.float64),
-    ("complex128", "complex128"): _Loop(_scale_doubles, np.float64, np.float64, np.float64),
-    ("float16", "float16"): _Loop(_scale_halves, _u2, _u2),
-    ("bfloat16", "bfloat16"): _Loop(_scale_bfloats, _u2, _u2),
-    ("float16", "float32"): _Loop(_widen_halves, _u2, _f4),
-    ("bfloat16", "float32"): _Loop(_widen_bfloats, _u2, _f4),
-}
+# For a source's type: what overwrites an array, and what writes to one of float32.
+_LOOPS = {"float16": (_scale_halves, _widen_halves), "bfloat16": (_scale_bfloats, _widen_bfloats)}
 
 
 def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
-    """Do what `kernels.unscale_all` does.
-
-    If both sequences are one object, every array in it must be C-contiguous, aligned and writable.
-    """
-    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
-        return _scale_all(outs, inverse)
-    nonfinite = 0
-    small: list[tuple[Array, Array]] = []
-    with np.errstate(all="ignore"):
-        for source, out in zip(sources, outs, strict=True):
-            if out.size > kernels.SMALL:
-                nonfinite += _unscale_one(source, out, inverse)
-            else:
-                small.append((source, out))
-    return nonfinite + kernels.unscale_all([source for source, _ in small], [out for _, out in small], inverse)
+    """Do what `kernels.unscale_all` does."""
+    return kernels.unscale_all(sources, outs, inverse, _unscale_block)
 
 
-def _scale_all(singles: Sequence[Array], inverse: np.float32) -> int:
-    nonfinite = 0
-    is_flat = {1}.issuperset(map(operator.attrgetter("ndim"), singles))
-    flat = singles if is_flat else [array.reshape(-1) for array in singles]
-    whole = len(flat) - len(flat) % _TOGETHER
-    for start in range(0, whole, _TOGETHER):
-        nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
-    for array in flat[whole:]:
-        nonfinite += _scale_singles(array, inverse)
-    return nonfinite
+def _unscale_block(source: Array, out: Array, inverse: np.float32) -> bool | None:
+    """Unscale a block in a compiled loop and return whether it is then finite; None if there is no loop for it."""
+    if source.dtype.itemsize != 2 or source.dtype.name not in _LOOPS or not (_is_plain(source) and _is_plain(out)):
+        return None
+    overwrite, widen = _LOOPS[source.dtype.name]
+    if out.dtype == _f4:
+        return not widen(source.view(_u2), out, inverse)
+    if out.dtype != source.dtype:
+        return None
+    if out is not source:
+        out[...] = source
+    return not overwrite(out.view(_u2), inverse)
 
 
 def _is_plain(array: Array) -> bool:
-    return array.flags.aligned and array.dtype.isnative
-
-
-def _unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
-    """Unscale one pair, in a compiled loop if there is one, and return whether `out` is then not finite."""
-    loop = _LOOPS.get((source.dtype.name, out.dtype.name))
-    if loop is None or not (_is_plain(source) and _is_plain(out)):
-        return kernels.unscale_one(source, out, inverse)
-    if source.flags.c_contiguous and out.flags.c_contiguous:
-        values, results = source.reshape(-1), out.reshape(-1)
-    elif source.flags.f_contiguous and out.flags.f_contiguous:
-        values, results = source.T.reshape(-1), out.T.reshape(-1)
-    else:
-        return kernels.unscale_one(source, out, inverse)
-    values, results = values.view(loop.source_type), results.view(loop.out_type)
-    factor = loop.factor_type(inverse)
-    if source.dtype != out.dtype:
-        return loop.run(values, results, factor)
-    if source is out:
-        return loop.run(results, factor)
-    nonfinite = False
-    for start in range(0, results.size, _BLOCK):
-        block = results[start : start + _BLOCK]
-        block[...] = values[start : start + _BLOCK]
-        nonfinite |= loop.run(block, factor)
-    return nonfinite
+    flags = array.flags
+    return array.ndim == 1 and flags.c_contiguous and flags.aligned and array.dtype.isnative

@@ -1,4 +1,4 @@
-"""Unscale, judge and summarize NumPy arrays in bounded memory, with NumPy alone.
+"""Unscale and judge NumPy arrays in bounded memory, and count what they hold, with NumPy alone.
 
 A block is multiplied and judged while it is in the processor's cache, so that the verdict costs no second pass through
 memory and no temporary of the array's size. Small arrays of one type are judged together.
@@ -10,21 +10,24 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscale.core.summaries import Summary, count_block, layout_of, summarize_arrays, summary_of, words
+from gradscale.core.summaries import Summary, join, layout_of, summaries_of, summarize_arrays
 
-__all__ = ["SMALL", "bits", "sum_of_squares", "summarize", "unscale_all", "unscale_one"]
+__all__ = ["SMALL", "bits", "squared_norm", "summary_of", "unscale_all"]
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
+UnscaleBlock: TypeAlias = "Callable[[Array, Array, np.float32], bool | None]"
+"""A kernel for some blocks, which returns whether what it has written is finite; None for those that it leaves."""
+
 _T = TypeVar("_T")
 
-SMALL = 1 << 10
+SMALL = 1 << 13
 """The most elements of an array that is judged together with others."""
 
 # Elements of one block: two MiB of float32, which stay in a cache between the product and the verdict.
@@ -50,7 +53,9 @@ _HALF_INFINITY = 0x7C00
 _HALF_MINUS_INFINITY = 0xFC00
 
 
-def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
+def unscale_all(
+    sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32, unscale_block: UnscaleBlock | None = None
+) -> int:
     """Multiply each source by `inverse` into its out and count the outs that are then not finite.
 
     The product is formed in float32, or in the source's own type if that is wider, rounded once, and cast to the type
@@ -58,67 +63,59 @@ def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.flo
     shares no memory with any source; no two outs share memory.
     """
     nonfinite = 0
+    unscale_block = unscale_block or _widen_finite_half
     small: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], list[Pair]] = defaultdict(list)
     with np.errstate(all="ignore"):
-        if (
-            sources is outs
-            and _ONLY_SINGLES.issuperset(map(_dtype, outs))
-            and max(map(_size, outs), default=0) <= SMALL
-        ):
-            return sum(_scale_singles(part, np.asarray(inverse)) for part in _parts_of(outs))
+        if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
+            largest = max(map(_size, outs), default=0)
+            if largest <= SMALL:
+                return sum(_scale_singles(part, np.asarray(inverse)) for part in _parts_of(outs, largest))
         for source, out in zip(sources, outs, strict=True):
             if out.size > SMALL:
-                nonfinite += unscale_one(source, out, inverse)
+                nonfinite += not _unscale_one(source, out, inverse, unscale_block)
             else:
                 small[source.dtype, out.dtype].append((source, out))
         for pairs in small.values():
-            nonfinite += sum(_unscale_gathered(part, inverse) for part in _parts_of(pairs))
+            nonfinite += sum(_unscale_gathered(part, inverse, unscale_block) for part in _parts_of(pairs, SMALL))
     return nonfinite
 
 
-def unscale_one(source: Array, out: Array, inverse: np.float32) -> bool:
-    """Unscale one pair, under the caller's `numpy.errstate`, and return whether `out` is then not finite."""
-    if out.dtype.kind == "c":
-        source, out = _parts(source), _parts(out)
-    arithmetic = source.dtype.newbyteorder("=") if source.dtype.itemsize > _SINGLE.itemsize else _SINGLE
+def _unscale_one(source: Array, out: Array, inverse: np.float32, unscale_block: UnscaleBlock) -> bool:
+    """Unscale one pair, under the caller's `numpy.errstate`, and return whether `out` is then finite."""
+    pair = [_parts(x) for x in ([out] if out is source else [source, out])]
+    arithmetic = pair[0].dtype.newbyteorder("=") if pair[0].dtype.itemsize > _SINGLE.itemsize else _SINGLE
     factor = np.asarray(inverse, arithmetic)
-    widening = source.dtype == _HALF and out.dtype == _SINGLE and 0 < inverse < _HALF_LARGEST_INVERSE
     finite = True
-    for source_block, out_block in _blocks(source, out):
-        if widening and _multiply_finite_half(source_block, out_block, inverse):
-            continue
-        np.multiply(source_block, factor, out_block, dtype=arithmetic, casting="unsafe")
-        # One bad block decides, but every block is multiplied.
-        finite = finite and _is_finite(out_block)
-    return not finite
+    for blocks in _blocks(_BLOCK, *pair):
+        source_block, out_block = blocks[0], blocks[-1]
+        known = unscale_block(source_block, out_block, inverse)
+        if known is None:
+            np.multiply(source_block, factor, out_block, dtype=arithmetic, casting="unsafe")
+            # One bad block decides, but every block is multiplied.
+            known = finite and _is_finite(out_block)
+        finite = finite and known
+    return finite
 
 
-def sum_of_squares(arrays: Sequence[Array]) -> float:
+def squared_norm(arrays: Sequence[Array]) -> float:
     """Return the sum of the squares of all elements, computed in float64; of complex ones, of both parts."""
     total = 0.0
     small: defaultdict[np.dtype[Any], list[Array]] = defaultdict(list)
+    large: list[Array] = []
+    for array in arrays:
+        (small[array.dtype] if array.size <= SMALL else large).append(array)
     with np.errstate(all="ignore"):
-        for array in arrays:
-            if array.size <= SMALL:
-                small[array.dtype].append(array)
-                continue
-            flat = _parts(array) if array.dtype.kind == "c" else array
-            total += sum(_square(block) for block, _ in _blocks(flat, flat))
-        for group in small.values():
-            for part in _parts_of(group):
-                gathered = np.concatenate(part, axis=None)
-                total += _square(_parts(gathered) if gathered.dtype.kind == "c" else gathered)
+        gathered = (np.concatenate(part, axis=None) for group in small.values() for part in _parts_of(group, SMALL))
+        for array in itertools.chain(large, gathered):
+            for (block,) in _blocks(_BLOCK, _parts(array)):
+                wide = block.astype(_DOUBLE)
+                total += float(np.multiply(wide, wide, wide).sum())
     return total
 
 
-def _square(block: Array) -> float:
-    wide = block.astype(_DOUBLE)
-    return float(np.multiply(wide, wide, wide).sum())
-
-
-def _parts_of(small: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Cut a list of small arrays where they fill a block."""
-    step = _BLOCK // SMALL
+def _parts_of(small: Sequence[_T], largest: int) -> Iterator[Sequence[_T]]:
+    """Cut a list of small arrays where they may fill a block."""
+    step = _BLOCK // max(1, largest)
     return (small[start : start + step] for start in range(0, len(small), step))
 
 
@@ -129,14 +126,15 @@ def _scale_singles(arrays: Sequence[Array], factor: Array) -> int:
     return 0 if _is_finite(np.concatenate(arrays, axis=None)) else _nonfinite_among(arrays)
 
 
-def _unscale_gathered(pairs: Sequence[Pair], inverse: np.float32) -> int:
+def _unscale_gathered(pairs: Sequence[Pair], inverse: np.float32, unscale_block: UnscaleBlock) -> int:
     """Unscale small arrays of the same types as one."""
     gathered = np.concatenate([source for source, _ in pairs], axis=None)
-    result = np.empty(gathered.size, pairs[0][1].dtype)
-    is_finite = not unscale_one(gathered, result, inverse)
+    source_type, out_type = (x.dtype for x in pairs[0])
+    result = gathered if source_type == out_type else np.empty(gathered.size, out_type)
+    is_finite = _unscale_one(gathered, result, inverse, unscale_block)
     start = 0
     for _, out in pairs:
-        out.flat[:] = result[start : start + out.size]
+        out[...] = result[start : start + out.size].reshape(out.shape)
         start += out.size
     return 0 if is_finite else _nonfinite_among([out for _, out in pairs])
 
@@ -146,42 +144,46 @@ def _nonfinite_among(arrays: Sequence[Array]) -> int:
 
 
 def _parts(array: Array) -> Array:
-    """View a complex array as its real and imaginary parts, along a new last axis."""
+    """View a complex array as its real and imaginary parts, along a new last axis, and return any other as it is."""
     # An axis of one element can be split in two whatever the strides of the others are.
-    return array[..., np.newaxis].view(np.empty(0, array.dtype).real.dtype)
+    return array[..., np.newaxis].view(np.empty(0, array.dtype).real.dtype) if array.dtype.kind == "c" else array
 
 
-def _blocks(source: Array, out: Array) -> Iterator[Pair]:
-    """Cut a pair into blocks of at most `_BLOCK` elements, along the axis with the longest stride first."""
-    if source.flags.c_contiguous and out.flags.c_contiguous:
-        source, out = source.reshape(-1), out.reshape(-1)
-    elif source.flags.f_contiguous and out.flags.f_contiguous:
-        source, out = source.T.reshape(-1), out.T.reshape(-1)
-    if out.size <= _BLOCK:
-        yield source, out
+def _blocks(size: int, *arrays: Array) -> Iterator[Sequence[Array]]:
+    """Cut arrays of one shape into blocks of at most `size` elements, along the axis with the longest stride first."""
+    if all(x.flags.c_contiguous for x in arrays):
+        arrays = tuple(x.reshape(-1) for x in arrays)
+    elif all(x.flags.f_contiguous for x in arrays):
+        arrays = tuple(x.T.reshape(-1) for x in arrays)
+    out = arrays[-1]
+    if out.size <= size:
+        yield arrays
         return
     longer = [axis for axis in range(out.ndim) if out.shape[axis] > 1]
     axis = max(longer, key=lambda axis: abs(out.strides[axis]))
     length = out.shape[axis]
-    step = max(1, length * _BLOCK // out.size)
+    step = max(1, length * size // out.size)
     for start in range(0, length, step):
         block = (slice(None),) * axis + (slice(start, start + step),)
+        blocks = tuple(x[block] for x in arrays)
         if out.ndim == 1:
-            yield source[block], out[block]
+            yield blocks
         else:
-            yield from _blocks(source[block], out[block])
+            yield from _blocks(size, *blocks)
 
 
-def _multiply_finite_half(source: Array, out: Array, inverse: np.float32) -> bool:
-    """Store float16 times `inverse` in a float32 array if all of the source is finite; return whether it is.
+def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool | None:
+    """Store float16 times `inverse` in a float32 array and return True, if all of the source is finite; else None.
 
     NumPy converts float16 one element at a time. Moved into place as integers, the bits of a finite float16 are exactly
     the float32 of 2**-112 times its value. The missing power of two goes into the factor, which stays exact.
     """
+    if source.dtype != _HALF or out.dtype != _SINGLE or not 0 < inverse < _HALF_LARGEST_INVERSE:
+        return None
     bits = source.view(np.int16)
     # The initial value is there for an empty source.
     if bits.max(initial=0) >= _HALF_INFINITY or bits.view(np.uint16).max(initial=0) >= _HALF_MINUS_INFINITY:
-        return False
+        return None
     moved = out.view(np.int32)
     moved[...] = bits
     np.left_shift(moved, _HALF_SHIFT, moved)
@@ -211,56 +213,32 @@ def bits(x: Array) -> Array | None:
     return x.view(np.dtype(f"i{x.itemsize}").newbyteorder(x.dtype.byteorder))
 
 
-def summarize(array: Array) -> list[int]:
-    """Return the words of ``gradscale.core.summaries.summarize_arrays`` for one array, counted block by block."""
+def summary_of(array: Array) -> Summary:
+    """Return what an array holds, counted block by block."""
     if array.dtype.type is np.longdouble:
         # Taking its largest magnitude apart takes longer than counting a block.
-        found: list[int] = summarize_arrays([array]).tolist()
-        return found
-    return words(map(_summarize_block, _contiguous_blocks(array)))
+        return _compared(array)
+    # In the order of the memory, which needs no copy if that has no gaps.
+    flat = array.ravel(order="K").astype(array.dtype.newbyteorder("="), copy=False)
+    return join(_counted(flat[start : start + _COUNTED_BLOCK]) for start in range(0, flat.size, _COUNTED_BLOCK))
 
 
-def _contiguous_blocks(array: Array) -> Iterator[Array]:
-    """Yield the elements in blocks that are contiguous and native."""
-    if array.flags.forc and array.flags.aligned and array.dtype.isnative:
-        flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
-        for start in range(0, flat.size, _COUNTED_BLOCK):
-            yield flat[start : start + _COUNTED_BLOCK]
-        return
-    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
-    needs: Any = [["readonly", "nbo", "aligned", "contig"]]
-    walk: Any = np.nditer(array, flags, needs, order="K", buffersize=_COUNTED_BLOCK)
-    for block in walk:
-        if block.size:
-            yield np.ascontiguousarray(block)
-
-
-def _summarize_block(block: Array) -> Summary:
+def _counted(block: Array) -> Summary:
+    """Count in the bits by comparisons and reductions, of which ``min`` takes twice as long as any other."""
     layout = layout_of(block.dtype)
     if layout is None:
-        return summary_of(block.size, summarize_arrays([block], bits).tolist())
-    return count_block(block.view(f"i{block.itemsize}"), layout, _Counting(layout.mask))
+        return _compared(block)
+    x = block.view(f"i{block.itemsize}") & layout.mask
+    small = int(np.count_nonzero(x < layout.smallest_normal))
+    zeros = x.size - int(np.count_nonzero(x)) if small else 0
+    finite, inf, greatest = x.size, 0, int(x.max())
+    if greatest >= layout.infinity:
+        finite, inf = (int(np.count_nonzero(flags)) for flags in (x < layout.infinity, x == layout.infinity))
+        # Without a sign, where they wrap, those below infinity are above all others.
+        np.subtract(x, layout.infinity, out=x)
+        greatest = int(x.view(f"u{x.itemsize}").max()) - (1 << 8 * x.itemsize) + layout.infinity if finite else 0
+    return Summary(x.size, inf, x.size - finite - inf, zeros, small - zeros, layout.value(greatest))
 
 
-class _Counting:
-    """Counts by comparisons and reductions, of which ``min`` takes twice as long as any other."""
-
-    def __init__(self, mask: int) -> None:
-        self._mask = mask
-
-    def magnitudes(self, bits: Array) -> Array:
-        return bits & self._mask
-
-    def extent(self, x: Array, limit: int) -> tuple[int, int, int]:
-        small = int(np.count_nonzero(x < limit))
-        zeros = x.size - int(np.count_nonzero(x)) if small else 0
-        return zeros, small, int(x.max())
-
-    def around(self, x: Array, limit: int) -> tuple[int, int, int]:
-        below, equal = int(np.count_nonzero(x < limit)), int(np.count_nonzero(x == limit))
-        if not below:
-            return 0, equal, 0
-        # Without a sign, where they wrap, those below the limit are above all others.
-        np.subtract(x, limit, out=x)
-        greatest = int(x.view(f"u{x.itemsize}").max()) - (1 << 8 * x.itemsize) + limit
-        return below, equal, greatest
+def _compared(array: Array) -> Summary:
+    return summaries_of([array], summarize_arrays([array], bits).tolist())[0]

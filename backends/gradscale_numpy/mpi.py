@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import array
-import dataclasses
 import functools
-from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
 from gradscale import registry
-from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
@@ -32,14 +29,6 @@ with needs("gradscale_numpy.mpi", "mpi"):
 __all__ = ["MPIBackend", "MPICollectives", "backend"]
 
 _Vector: TypeAlias = NDArray[Any]
-_Buffer: TypeAlias = "_Vector | array.array[int]"
-_B = TypeVar("_B", bound="_Buffer")
-_R = TypeVar("_R")
-
-# DLPack's number of the host.
-_HOST = 1
-# Seconds between two looks at a device that is still busy.
-_LONGEST_PAUSE = 2e-4
 
 # Requests that are not done, also if they were given up, with the buffers that MPI still reads and writes.
 _under_way: dict[int, tuple[object, ...]] = {}
@@ -85,26 +74,15 @@ class _Duplicate:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self.is_given_up = False
-        # Those that were started and wait for their device, in the order that all ranks send them in.
-        self.unsent: deque[_Reduction] = deque()
 
     def give_up(self, _: BaseException) -> None:
         """Keep what is under way, and send nothing more."""
         self.is_given_up = True
-        self.unsent.clear()
 
     def free(self) -> None:
         """Free the communicator, unless a rank has been lost, since freeing waits for all of them."""
         if not self.is_given_up and not MPI.Is_finalized():
             self.comm.Free()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Reduction:
-    """An all-reduce of what the host does not have yet: its copy and, once it is sent, its request and result."""
-
-    copy: HostRead
-    sent: tuple[MPI.Request, _Vector] | None = None
 
 
 @functools.cache
@@ -160,7 +138,6 @@ class MPICollectives:
         comm.Set_attr(_attribute(), self._group.group)
 
     def _use(self, duplicate: _Duplicate) -> None:
-        self._unsent = duplicate.unsent
         self._comm = duplicate.comm
         where = f"rank {self.rank} of {self.size}"
         self._group = GroupWait(
@@ -177,29 +154,24 @@ class MPICollectives:
     def __repr__(self) -> str:
         return f"MPICollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
-    takes_lists = True
-    """``start_max`` takes lists, too."""
-
     @property
     def identity(self) -> object:
         """An object that lives as long as the communicator, and that its other collectives share."""
         return self._group.group
 
-    def start_max(self, x: Array | list[int], /) -> Callable[[], Array | list[int]]:
+    def start_max(self, x: Array, /) -> Callable[[], Array]:
         """Begin an element-wise MAX all-reduce; the returned call finishes it.
 
         Parameters
         ----------
-        x : array or list of int
-            1-d int32 of any library, or numbers that int32 holds; not to be modified until the call has returned.
-            Arrays of other libraries pass through the host. Those of a device whose adapter copies without a wait are
-            sent when the host has to wait for them anyway: in the call, or before the next array is sent.
+        x : array
+            1-d int32 of any library. An array of a device is read now: the host waits for the device.
 
         Returns
         -------
         callable
-            Returns a new array of the same library and device, or a list. It raises CollectiveTimeoutError when some
-            rank does not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
+            Returns a new array of the same library and device. It raises CollectiveTimeoutError when some rank does
+            not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
 
         Raises
         ------
@@ -210,73 +182,27 @@ class MPICollectives:
         """
         _require_not_finalized()
         self._group.require_usable()
-        if isinstance(x, list):
-            numbers = array.array("i", x)
-            return self._start(numbers, numbers[:], array.array.tolist)
         is_host = isinstance(x, np.ndarray)
         if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
             msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
-        send = np.ascontiguousarray(x) if is_host else _shared_with_host(x)
-        if send is None:
-            return self._start_from_device(x, registry.backend_for(x).start_read(x))
-        return self._start(send, np.empty_like(send), lambda received: received if is_host else _like(received, x))
-
-    def _start(self, send: _B, receive: _B, finished: Callable[[_B], _R]) -> Callable[[], _R]:
-        if self._unsent:
-            self._send_until(None)
-        request = self._send(send, receive)
-
-        def finish() -> _R:
-            self._wait(request, "the agreement on a step")
-            return finished(receive)
-
-        return finish
-
-    def _start_from_device(self, x: Array, copy: HostRead) -> Callable[[], Array]:
-        """Queue an array that is on its way to the host."""
-        reduction = _Reduction(copy)
-        self._unsent.append(reduction)
-        if isinstance(copy, DoneRead):
-            self._send_until(None)
-
-        def finish() -> Array:
-            if reduction.sent is None:
-                self._group.require_usable()
-                self._send_until(reduction)
-            assert reduction.sent is not None
-            request, receive = reduction.sent
-            self._wait(request, "the agreement on a step")
-            return _like(receive, x)
-
-        return finish
-
-    def _send_until(self, last: _Reduction | None) -> None:
-        """Send the queued ones in order, up to one of them, or all.
-
-        One that Ctrl-C interrupts stays in its place. One that fails takes the group with it: the other ranks send it.
-        """
-        while self._unsent and (last is None or last.sent is None):
-            first = self._unsent[0]
-            try:
-                what = "its own device, before the agreement on a step"
-                self._group.until(first.copy.is_done, what, longest_pause=_LONGEST_PAUSE)
-                send = np.asarray(first.copy(), dtype=np.int32)
-                receive = np.empty_like(send)
-                first.sent = self._send(send, receive), receive
-            except Exception as error:
-                self._group.give_up(error)
-                raise
-            self._unsent.popleft()
-
-    def _send(self, send: _Buffer, receive: _Buffer) -> MPI.Request:
-        """Return the request of an all-reduce."""
+        send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
+        receive = np.empty_like(send)
         try:
             request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
         except MPI.Exception as error:
             raise self._group.failure(error) from error
         _under_way[id(request)] = (request, send, receive)
-        return request
+
+        def finish() -> Array:
+            self._wait(request, "the agreement on a step")
+            return receive if is_host else _like(receive, x)
+
+        return finish
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Let waits end after some seconds, if not before."""
+        return self._group.within(seconds)
 
     def example(self) -> _Vector:
         """Return a 0-d float32 array: a rank that never has an array takes part with NumPy's."""
@@ -287,16 +213,6 @@ class MPICollectives:
         _require_not_finalized()
         self._group.run(self._group.until, request.Test, operation)
         _under_way.pop(id(request), None)
-
-
-def _shared_with_host(x: Array) -> _Vector | None:
-    """Return an array of another library as NumPy's, if its memory is the host's; else None."""
-    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _HOST:
-        return None
-    try:
-        return np.ascontiguousarray(np.from_dlpack(x))
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
-        return None
 
 
 def _like(values: _Vector, x: Array) -> Array:

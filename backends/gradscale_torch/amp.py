@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -20,26 +19,27 @@ from torch.amp import GradScaler as TorchGradScaler
 
 from gradscale import registry
 from gradscale.core import validation
-from gradscale.core.arithmetic import checked_norm
 from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
+from gradscale.core.unscaling import Request
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.spikes import SkipSpikes
-from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.iteration import Parts, Stage
+from gradscale.scaler.iteration import Stage
+from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
 from gradscale.scaler.overflow import OverflowReport
-from gradscale.scaler.parts import Pending
-from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate, Reports, StepReport
+from gradscale.scaler.reports import OnSkip, OnUpdate, StepReport
 from gradscale.scaler.scaler import (
-    DEFAULT_TIMEOUT,
     agree_over,
     call_of,
-    checked_arguments,
-    chosen_policy,
     iteration_of,
+    record_disabled,
     scaler_of,
-    watching,
+    step_of,
 )
+from gradscale.scaler.state import LiveState
+from gradscale.scaler.stepper import Step
+from gradscale_torch import devices
+from gradscale_torch.backend import ScalerBackend
+from gradscale_torch.devices import Flags, moved
 from gradscale_torch.groups import is_lookalike
 from gradscale_torch.hosts import (
     OptimizerStates,
@@ -50,10 +50,6 @@ from gradscale_torch.hosts import (
     untraced,
     untraced_but_for_calls,
 )
-from gradscale_torch.state import TensorScaling, TensorState, copied_into
-from gradscale_torch.stepping import Step
-from gradscale_torch.unscaler import Request, TensorUnscaler
-from gradscale_torch.verdicts import Flags, TensorVerdict, would_wait
 
 __all__ = ["GradScaler"]
 
@@ -169,7 +165,7 @@ class GradScaler(TorchGradScaler):
     # Whether it keeps the dtype of a loss, and torch's function takes float16, as torch's ShardedGradScaler does.
     _is_sharded = False
 
-    @checked_arguments
+    @takes(Watching)
     def __init__(
         self,
         device: Device = "cuda",
@@ -182,37 +178,30 @@ class GradScaler(TorchGradScaler):
         group: object = None,
         allow_fp16_grads: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
-        policy: Policy | None = None,
-        on_skip: OnSkip | None = None,
-        on_update: OnUpdate | None = None,
-        diagnose: Diagnose | None = None,
-        history_size: int = HISTORY_SIZE,
-        skip: SkipSpikes | None = None,
+        **options: Unpack[Watching],
     ) -> None:
         _require_no_overrides(type(self))
         is_enabled = _available(device, enabled)
         self._device = device  # type: ignore[assignment]
         self._timeout = validation.timeout(timeout)
-        reports: Reports[Pending] = Reports(on_skip, on_update, diagnose=diagnose, history_size=history_size)
-        factors = _factors(policy, is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval))
-        parts = Parts(
-            live=TensorState(chosen_policy(policy, factors), device),
-            scaling=TensorScaling(keeps_dtype=self._is_sharded),
-            unscaler=TensorUnscaler(device, allows_fp16=allow_fp16_grads, timeout=self._timeout),
-            agreement=Agreement(None, diagnoses=reports.diagnoses, skip=skip, own_rank=_own_rank),
-            reports=reports,
-            begin_verdict=TensorVerdict,
-            spikes=watching(skip, copied_into),
+        factors = _factors(
+            options.get("policy"), is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval)
         )
-        self._scaler = scaler_of(parts, enabled=is_enabled)
+        backend = ScalerBackend(
+            device,
+            allows_fp16=allow_fp16_grads,
+            keeps_dtype=self._is_sharded,
+            timeout=self._timeout,
+            is_enabled=is_enabled,
+        )
+        self._scaler = scaler_of(backend, {**options, **factors}, enabled=is_enabled, own_rank=_own_rank)
         self.set_group(group)
 
     def __repr__(self) -> str:
         live = _live(self)
-        state = live.tensors()
         # A device is not waited for.
-        home = None if state is None else state.scale.device
-        scale = live.scale() if home is None or not would_wait(home) else f"<on {home}>"
+        home = None if live.state is None else live.state.scale.device
+        scale = live.scale() if home is None or not devices.would_wait(home) else f"<on {home}>"
         return f"{type(self).__name__}(policy={live.policy!r}, scale={scale}, enabled={self._enabled})"
 
     # The iteration.
@@ -244,7 +233,7 @@ class GradScaler(TorchGradScaler):
         return scaled
 
     @untraced
-    @checked_arguments
+    @takes()
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
 
@@ -279,24 +268,8 @@ class GradScaler(TorchGradScaler):
         UserWarning
             Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
         """
-        largest = None if max_norm is None else checked_norm(max_norm)
-        scaler = self._scaler
-        if scaler.is_enabled():
-            is_inside = iteration_of(scaler).is_inside_closure
-            with contextlib.nullcontext() if is_inside else call_of(scaler, "unscale_()"):
-                # Another thread's update may have begun it while this one waited for the lock.
-                iteration = iteration_of(scaler)
-                request = None
-                if largest is not None:
-                    is_alone = iteration.agreement.is_alone
-                    cast(TensorUnscaler, iteration.unscaler).require_norm(optimizer, is_alone=is_alone)
-                    request = Request(largest, iteration=iteration)
-                norm: Tensor | None = iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
-            return norm
-        if largest is None:
-            return None
-        unscaler = cast(TensorUnscaler, iteration_of(scaler).unscaler)
-        return unscaler.clip_unscaled(optimizer, largest, _live(self))
+        norm: Tensor | None = self._scaler.unscale_(optimizer, max_norm=max_norm)
+        return norm
 
     @untraced_but_for_calls
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -332,13 +305,16 @@ class GradScaler(TorchGradScaler):
         A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
         BackendError; ``load_state_dict`` begins the iteration again.
         """
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            record_disabled(scaler, optimizer)
+            return optimizer.step(*args, **kwargs)
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
-        unscale = None if is_own else self.unscale_
-        with call_of(self._scaler, "step()") if self._scaler.is_enabled() else contextlib.nullcontext():
-            step = Step(self, self._scaler, optimizer, args, kwargs, unscale)
+        with call_of(scaler, "step()"):
+            step = step_of(scaler, optimizer, args, kwargs, self, None if is_own else self.unscale_)
             try:
-                with step:
+                with _Untraced(step):
                     if step.is_made:
                         # From a frame that the compiler has not left, so that it compiles the optimizer.
                         step.returned = optimizer.step(*step.args, **step.kwargs)
@@ -514,7 +490,7 @@ class GradScaler(TorchGradScaler):
     @property
     def _scale(self) -> Tensor | None:
         """The scale, 0-d float32; None before the first ``scale``. Kept by identity through ``update``."""
-        state = _live(self).tensors()
+        state = _live(self).state
         return None if state is None else state.scale
 
     @_scale.setter
@@ -524,7 +500,7 @@ class GradScaler(TorchGradScaler):
     @property
     def _growth_tracker(self) -> Tensor | None:
         """The number of clean steps in a row, 0-d int32; None before the first ``scale``."""
-        state = _live(self).tensors()
+        state = _live(self).state
         return None if state is None else state.growth_tracker
 
     @_growth_tracker.setter
@@ -558,7 +534,7 @@ class GradScaler(TorchGradScaler):
 
     @property
     def _init_growth_tracker(self) -> int:
-        return int(_live(self).first["growth_tracker"])
+        return int(_live(self).first.get("growth_tracker", 0))
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, value: int) -> None:
@@ -576,7 +552,7 @@ class GradScaler(TorchGradScaler):
         """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
         live = _live(self)
         live.current(torch.empty((), device=dev))
-        live.is_scaled_unseen = True
+        live.warned_of_unscaled_loss = True
 
     def _judge(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
@@ -586,7 +562,7 @@ class GradScaler(TorchGradScaler):
             # It raises: a part of them may be divided.
             iteration.verdict(turn)
         stage = turn.stage
-        request = Request(judges_only=True, takes_fp16=True, are_scaled=stage is Stage.READY)
+        request = Request(judges_only=True, are_scaled=stage is Stage.READY)
         iteration.unscale(turn, optimizer, request, is_look=not iteration.is_inside_closure)
         # It counts in place of one that the optimizer was stepped by, as in torch.
         turn.stage, turn.verdict = stage, None
@@ -656,12 +632,33 @@ def _wrapped(group: object, timeout: float) -> object:
 
 
 def _replace_field(replacement: GradScaler, name: str, value: Tensor) -> None:
-    _live(replacement).replace_field(name, value)
+    """Put a tensor of a framework's in the place of a field, by identity if it fits."""
+    if not isinstance(value, Tensor):
+        msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
+        raise InvalidTypeError(msg)
+    iteration, live = iteration_of(replacement._scaler), _live(replacement)
+    field: Tensor = getattr(live.current(value), name)
+    fitting = moved(value, field.device, dtype=field.dtype)
+    live.replace_field(name, fitting.reshape(()) if fitting.shape else fitting)
     # Gradients under way are unscaled with it, as by torch's scalers.
-    iteration = iteration_of(replacement._scaler)
     if iteration.state is not None:
-        iteration.state = _live(replacement).tensors()
+        iteration.state = live.state
 
 
-def _live(replacement: GradScaler) -> TensorState:
-    return cast(TensorState, iteration_of(replacement._scaler).live)
+def _live(replacement: GradScaler) -> LiveState:
+    return iteration_of(replacement._scaler).live
+
+
+class _Untraced:
+    """A step whose two halves the compiler does not look into."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @untraced
+    def __enter__(self) -> None:
+        self._step.__enter__()
+
+    @untraced
+    def __exit__(self, *error: Any) -> bool:
+        return self._step.__exit__(*error)

@@ -10,12 +10,14 @@ import torch
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
+from gradscale.core.backend import DoneRead, HostRead
 from gradscale.core.protocols import Collectives
-from gradscale.core.summaries import count_block, layout_of, summarize_arrays, words
+from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.errors import InvalidTypeError
+from gradscale_torch import devices
+from gradscale_torch.devices import Flags, TensorRead, combined, integers, moved, refuse_capture
+from gradscale_torch.gradients import kernel_view, require_values
 from gradscale_torch.kernels import count_nonfinite, group_tensors, inverse_of, overlap, unscale_in_place
-from gradscale_torch.unscaler import kernel_view, require_values
-from gradscale_torch.verdicts import Flags, TensorFound, integers, moved, refuse_capture
 
 __all__ = ["TorchBackend"]
 
@@ -63,9 +65,17 @@ class TorchBackend(Backend):
         values: list[int] = x.tolist()
         return values
 
-    def placement(self, like: Tensor, /) -> torch.device:
-        """Return the device of a tensor."""
-        return like.device
+    def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
+        """Return the numbers in 0-d tensors of the CPU; None if one is on a device."""
+        return None if any(devices.would_wait(x.device) for x in arrays) else [x.item() for x in arrays]
+
+    def start_read(self, x: Tensor, /) -> HostRead:
+        """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""
+        return DoneRead(x.tolist()) if x.device.type == "cpu" else TensorRead(x)
+
+    def placement(self, like: Tensor, /) -> torch.device | None:
+        """Return the device of a tensor; a loss may be of another library."""
+        return like.device if isinstance(like, Tensor) else None
 
     def move(self, x: Tensor, like: Tensor, /) -> Tensor:
         """Return a 0-d tensor on the device of another one; the CPU waits only for those that come to it."""
@@ -84,29 +94,16 @@ class TorchBackend(Backend):
         # A lazily negated tensor has no view of another type.
         return x.resolve_neg().view(_WORDS[x.dtype]) if x.dtype in _WORDS else None
 
-    def summarize(self, arrays: Sequence[Tensor], /) -> Tensor:
-        """Summarize dense tensors, as :meth:`gradscale.Backend.summarize` does."""
+    def read_summaries(
+        self, arrays: Sequence[Tensor], others: Sequence[Tensor] = ()
+    ) -> tuple[list[Summary], list[list[int]]]:
+        """Summarize dense tensors and read others: one host read, and none for IEEE numbers of the CPU."""
         with torch.no_grad():
-            found = [self._summary(array.detach()) for array in arrays]
-            devices = {one.device for one in found}
-            # Each copy to the CPU is a wait.
-            together = {where: torch.cat([one for one in found if one.device == where]) for where in devices}
-            home, length = arrays[0].device, found[0].shape[0]
-            rows = {where: iter(torch.split(moved(one, home), length)) for where, one in together.items()}
-            return torch.cat([next(rows[one.device]) for one in found])
-
-    def _summary(self, tensor: Tensor) -> Tensor:
-        """Return 1-d int32: of the CPU's IEEE numbers block by block, of all others without a wait."""
-        layout = layout_of(tensor.dtype)
-        if layout is None or tensor.device.type != "cpu":
-            summary: Tensor = summarize_arrays([tensor], self.bits)
-            return summary
-        # In the order of the memory, which needs no copy if that has no gaps.
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        integers = tensor.permute(order).reshape(-1).resolve_neg().view(_WORDS[tensor.dtype])
-        blocks = torch.split(integers, _BLOCK // tensor.element_size()) if tensor.numel() else ()
-        found = [count_block(block, layout, _Counting(layout.mask)) for block in blocks]
-        return torch.tensor(words(found), dtype=torch.int32, device="cpu")
+            counted = [_counted(array.detach()) for array in arrays]
+            uncounted = [array.detach() for array, one in zip(arrays, counted, strict=True) if one is None]
+            found, values = super().read_summaries(uncounted, others)
+        remaining = iter(found)
+        return [next(remaining) if one is None else one for one in counted], values
 
     def unscale(
         self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
@@ -164,8 +161,10 @@ class TorchBackend(Backend):
             # Reading the scale of a device would be a host read; a second look is none.
             judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
             unscale_in_place(tensors, inverse_of(state.scale), flags, judge_again=judge_again)
-            nonfinite = TensorFound(flags, state.scale.device, count_nonfinite(flags, tensors)).nonfinite
-        return out, nonfinite
+            count, home = count_nonfinite(flags, tensors), state.scale.device
+            if count is None:
+                return out, combined(flags, home).to(torch.int32)
+            return out, torch.full((), count, dtype=torch.int32, device=home)
 
 
 def _fits(grad: Tensor, target: Tensor) -> bool:
@@ -211,23 +210,28 @@ def _addresses(x: Tensor) -> Tensor:
     return found.reshape(-1)
 
 
-class _Counting:
-    """Counts in integers by ``count_nonzero``, torch's fastest way."""
+def _counted(tensor: Tensor) -> Summary | None:
+    """Return what a tensor of IEEE numbers of the CPU holds, counted block by block; None for any other."""
+    layout = layout_of(tensor.dtype)
+    if layout is None or tensor.device.type != "cpu":
+        return None
+    # In the order of the memory, which needs no copy if that has no gaps.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    integers = tensor.permute(order).reshape(-1).resolve_neg().view(_WORDS[tensor.dtype])
+    blocks = torch.split(integers, _BLOCK // tensor.element_size()) if tensor.numel() else ()
+    return join(_block(block, layout) for block in blocks)
 
-    def __init__(self, mask: int) -> None:
-        self._mask = mask
 
-    def magnitudes(self, bits: Tensor) -> Tensor:
-        return bits & self._mask
-
-    def extent(self, x: Tensor, limit: int) -> tuple[int, int, int]:
-        least, greatest = map(int, torch.aminmax(x))
-        small = int(torch.count_nonzero(x < limit)) if least < limit else 0
-        zeros = x.numel() - int(torch.count_nonzero(x)) if least == 0 else 0
-        return zeros, small, greatest
-
-    def around(self, x: Tensor, limit: int) -> tuple[int, int, int]:
+def _block(bits: Tensor, layout: Layout) -> Summary:
+    """Count in integers, above all by ``count_nonzero``, torch's fastest way."""
+    x, size, infinity = bits & layout.mask, bits.numel(), layout.infinity
+    least, greatest = map(int, torch.aminmax(x))
+    small = int(torch.count_nonzero(x < layout.smallest_normal)) if least < layout.smallest_normal else 0
+    zeros = size - int(torch.count_nonzero(x)) if least == 0 else 0
+    finite, inf = size, 0
+    if greatest >= infinity:
         # As numbers of the same type, which torch multiplies the fastest.
-        below = torch.lt(x, limit, out=torch.empty_like(x))
-        equal = x.numel() - int(torch.count_nonzero(x - limit))
-        return int(torch.count_nonzero(below)), equal, int(x.mul_(below).amax())
+        below = torch.lt(x, infinity, out=torch.empty_like(x))
+        finite, inf = int(torch.count_nonzero(below)), size - int(torch.count_nonzero(x - infinity))
+        greatest = int(x.mul_(below).amax())
+    return Summary(size, inf, size - finite - inf, zeros, small - zeros, layout.value(greatest))

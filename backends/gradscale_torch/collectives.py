@@ -6,10 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import hashlib
 import math
-import struct
-import threading
 import types
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,15 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
-from gradscale.core import vector
 from gradscale.core.protocols import Array
-from gradscale.core.vector import FLAGS, LENGTH
 from gradscale.errors import BackendError, InvalidValueError
-from gradscale.waiting import GroupWait, poll
+from gradscale.waiting import GroupWait, in_thread, poll
 from gradscale_torch import groups
-from gradscale_torch.verdicts import MOST_COUNTED, integers, is_capturing, refuse_capture
+from gradscale_torch.devices import integers, is_capturing, refuse_capture
 
-__all__ = ["Reduction", "TorchCollectives", "short_form", "told_flags"]
+__all__ = ["Reduction", "TorchCollectives"]
 
 Tensor = torch.Tensor
 
@@ -52,12 +47,6 @@ _under_way: dict[int, tuple[dist.Work, Tensor, dist.ProcessGroup]] = {}
 _OF_THE_DEVICE = "agree over a group of this device, such as one of NCCL, on gradients that are on it"
 _CPU = torch.device("cpu")
 _CPU_IN_DLPACK = 1
-_HASH_BITS, _COUNT_BITS = 47, 15
-# Of the lowest ranks a short form has room for.
-_SHORT_RANK_BITS = 12
-_LAST_SHORT = (1 << _SHORT_RANK_BITS) - 1
-# Says that a count does not fit: all bits.
-_TOO_MANY = (1 << _COUNT_BITS) - 1
 
 
 @atexit.register
@@ -85,9 +74,6 @@ class TorchCollectives:
     group is aborted when it is given up. What the CPU never reads is left to the library's own watchdog.
     """
 
-    takes_lists = True
-    """That ``start_max`` takes lists, too."""
-
     @property
     def identity(self) -> object:
         """The process group, or an object that stands for the default group while there is none."""
@@ -112,8 +98,8 @@ class TorchCollectives:
         """Whether the group that was looked up has not been destroyed."""
         return self._group is not None and groups.is_alive(self._group.group)
 
-    def start_max(self, x: Array | list[int], /) -> Reduction:
-        """Begin an element-wise MAX all-reduce of 1-d int32 or of a list of ints; calling the result finishes it.
+    def start_max(self, x: Array, /) -> Reduction:
+        """Begin an element-wise MAX all-reduce of 1-d int32; calling the result finishes it.
 
         The buffer is on the array's own device if the group carries it, else on the CPU or the group's accelerator.
         """
@@ -122,18 +108,26 @@ class TorchCollectives:
         if sent.dtype != torch.int32 or sent.ndim != 1:
             msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
             raise InvalidValueError(msg)
-        came_from = sent.device
-        where = groups.travels_on(self._carriers, came_from, group.group)
-        if where != came_from:
-            refuse_capture(where if came_from.type == "cpu" else came_from, _OF_THE_DEVICE)
-        whole: list[int] | None = None
-        if where.type == "cpu" and self._is_gloo_on_cpu and len(sent) == LENGTH:
-            whole = sent.tolist()
-            buffer = torch.tensor(short_form(whole), dtype=torch.int64, device=_CPU)
-        else:
-            # It is sent, and then receives the result.
-            buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
-        return Reduction(self, group, self.reduce(group, buffer), buffer, x, whole)
+        where = self._travels_on(sent.device, group)
+        # It is sent, and then receives the result.
+        buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
+        return Reduction(self, group, self.reduce(group, buffer), buffer, x)
+
+    def _travels_on(self, device: torch.device, group: GroupWait) -> torch.device:
+        """Return where what is on a device travels; no graph may be captured there."""
+        where = groups.travels_on(self._carriers, device, group.group)
+        if where != device:
+            refuse_capture(where if device.type == "cpu" else device, _OF_THE_DEVICE)
+        return where
+
+    @property
+    def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
+        """Lets waits end after some seconds, if not before; those of what only looks like a group have no end."""
+        group = self._usable()
+        if self._is_lookalike:
+            msg = "what only looks like a process group waits for ever"
+            raise AttributeError(msg)
+        return group.within
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a 0-d float64 tensor over the ranks, on its device; every rank calls it."""
@@ -234,17 +228,14 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
     if abort is None or not any(kind != "cpu" and one not in groups.HOST_BACKENDS for kind, one in carriers.items()):
         return
 
-    def end() -> None:
-        try:
-            abort()
-        except Exception as failure:
-            error.add_note(f"the process group could not be aborted: {failure}: end this process")
-
-    thread = threading.Thread(target=end, name="gradscale abort", daemon=True)
-    thread.start()
-    thread.join(_ABORTING)
-    if thread.is_alive():
+    # In a thread, which may be left behind.
+    aborted = in_thread(abort)
+    try:
+        aborted.result(_ABORTING)
+    except TimeoutError:
         error.add_note(f"the process group was not aborted within {_ABORTING:g} s: end this process")
+    except Exception as failure:
+        error.add_note(f"the process group could not be aborted: {failure}: end this process")
 
 
 def _is_over(work: dist.Work) -> bool:
@@ -257,12 +248,9 @@ def _is_over(work: dist.Work) -> bool:
 
 
 class Reduction:
-    """A reduction under way. Calling it finishes it and returns the result.
+    """A reduction under way. Calling it finishes it and returns the result."""
 
-    Over gloo two int64 travel for the agreement's ``vector``.
-    """
-
-    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_vector", "_work", "_x")
+    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_work", "_x")
 
     def __init__(
         self,
@@ -270,11 +258,10 @@ class Reduction:
         group: GroupWait,
         work: dist.Work,
         buffer: Tensor,
-        x: Array | list[int],
-        whole: list[int] | None = None,
+        x: Array,
     ) -> None:
         self._collectives, self._group, self._work = collectives, group, work
-        self._buffer, self._x, self._vector = buffer, x, whole
+        self._buffer, self._x = buffer, x
         self._is_done = False
         self._result: Array = None
 
@@ -286,25 +273,14 @@ class Reduction:
                 self.wait()
             elif not self._is_done:
                 self._order()
-            self._result = _like(self._buffer, x) if self._vector is None else _list_like(self._vector, x)
+            self._result = _like(self._buffer, x)
             self._x = None
         return self._result
 
     def wait(self) -> None:
         """Make the CPU wait for the ranks, on any device."""
         if not self._is_done:
-            collectives, group = self._collectives, self._group
-            collectives.finish(group, self._work, self._buffer.device)
-            if self._vector is not None:
-                told = told_flags(self._buffer.tolist())
-                if told is not None:
-                    count, has_gradients, code = told
-                    self._vector = [count, self._vector[1], has_gradients, code, *self._vector[FLAGS:]]
-                else:
-                    # As every rank sees.
-                    self._buffer = integers(self._vector, _CPU)
-                    collectives.finish(group, collectives.reduce(group, self._buffer), _CPU)
-                    self._vector = self._buffer.tolist()
+            self._collectives.finish(self._group, self._work, self._buffer.device)
             self._is_done = True
 
     def _order(self) -> None:
@@ -317,41 +293,6 @@ class Reduction:
         _under_way.pop(id(self._work), None)
 
 
-def short_form(sent: list[int]) -> list[int]:
-    """Return two int64 whose MAX tells that of vectors which differ in count, ``has_gradients`` and code at most.
-
-    For more elements gloo sends more messages: over 3 ranks 25 take five times as long as 2. The greatest and the least
-    hash of the other numbers tell whether the ranks hold the same; below one hash is the count, below the other the
-    code, if they fit.
-    """
-    count, at_min_scale, has_gradients, code, *fields = sent
-    packed = struct.pack(f"<{1 + len(fields)}i", at_min_scale, *fields)
-    number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
-    # 0 without gradients, else one more than the count.
-    fits, short = 0 <= count <= MOST_COUNTED and has_gradients in (0, 1), 0
-    if code:
-        reason, rank = vector.reason_and_rank(code)
-        fits = fits and rank <= _LAST_SHORT
-        short = reason << _SHORT_RANK_BITS | max(_LAST_SHORT - rank, 0)
-    found = count + has_gradients if fits else _TOO_MANY
-    return [number << _COUNT_BITS | found, -number << _COUNT_BITS | short]
-
-
-def told_flags(agreed: list[int]) -> tuple[int, bool, int] | None:
-    """Return the greatest count, whether any rank has gradients, and the greatest code, from the MAX of short forms.
-
-    None, on every rank, if the vectors have to be sent.
-    """
-    most, minus_least = agreed
-    found, short = most & _TOO_MANY, minus_least & _TOO_MANY
-    if most >> _COUNT_BITS != -(minus_least >> _COUNT_BITS) or found == _TOO_MANY:
-        return None
-    code = 0
-    if short:
-        code = vector.reason_code(vector.Reason(short >> _SHORT_RANK_BITS), _LAST_SHORT - (short & _LAST_SHORT))
-    return max(found - 1, 0), found > 0, code
-
-
 def _forget_what_is_done() -> None:
     for key, (work, _, _) in list(_under_way.items()):
         # If the device has failed, whoever waits for it will see that.
@@ -361,10 +302,8 @@ def _forget_what_is_done() -> None:
                 _under_way.pop(key, None)
 
 
-def _as_tensor(x: Array | list[int]) -> Tensor:
-    """Return an array of another library, or a list, as a tensor, by DLPack or through the CPU."""
-    if isinstance(x, list):
-        return integers(x, _CPU)
+def _as_tensor(x: Array) -> Tensor:
+    """Return an array of another library as a tensor, by DLPack or through the CPU."""
     xp = array_namespace(x)
     if x.dtype != xp.int32 or x.ndim != 1:
         msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
@@ -375,19 +314,11 @@ def _as_tensor(x: Array | list[int]) -> Tensor:
     return from_dlpack(xp.asarray(x, copy=True))
 
 
-def _like(values: Tensor, x: Array | list[int]) -> Array:
-    """Return a tensor as an array of the library and device of ``x``, or as a list."""
+def _like(values: Tensor, x: Array) -> Array:
+    """Return a tensor as an array of the library and device of ``x``."""
     if isinstance(x, Tensor):
         return values.to(x.device)
-    if isinstance(x, list) or values.device.type == "cpu":
-        return _list_like(values.tolist(), x)
-    return array_namespace(x).from_dlpack(values)
-
-
-def _list_like(values: list[int], x: Array | list[int]) -> Array:
-    """Return numbers as an array of the library and device of ``x``, or as they are."""
-    if isinstance(x, list):
-        return values
-    if isinstance(x, Tensor):
-        return integers(values, x.device)
-    return array_namespace(x).asarray(values, dtype=x.dtype, device=registry.backend_for(x).placement(x))
+    xp = array_namespace(x)
+    if values.device.type == "cpu":
+        return xp.asarray(values.tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))
+    return xp.from_dlpack(values)

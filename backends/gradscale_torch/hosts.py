@@ -14,10 +14,13 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 import gradscale
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
+from gradscale.core.unscaling import Found
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.scaler import iteration_of
-from gradscale_torch.verdicts import Flags, TensorVerdict
+from gradscale.scaler.verdict import Pending
+from gradscale_torch.devices import Flags, combined, moved
+from gradscale_torch.stepping import flag_of
 
 __all__ = [
     "OptimizerState",
@@ -112,16 +115,44 @@ def _is_torchs(policy: Policy) -> bool:
     return policy == gradscale.DynamicScale(**factors)
 
 
+class Shown:
+    """A verdict by device, which frameworks look at and may write to: what they write takes the verdict's place."""
+
+    def __init__(self, flags: Flags, home: torch.device) -> None:
+        self.flags, self._home = flags, home
+
+    def __call__(self) -> torch.Tensor | None:
+        """Return whether to skip the step, 0-d float32, exactly 0 or 1; None without any flag."""
+        return (combined(self.flags, self._home) != 0).to(torch.float32) if self.flags else None
+
+
 def found_by_device(iteration: Iteration, turn: Turn) -> Flags:
     """Return the agreed verdict for each device of an optimizer's gradients, or for the scale's without any."""
-    if turn.pending is None:
-        if not iteration.live.is_made:
-            return _NO_FLAGS
-        turn.pending = TensorVerdict.unjudged(iteration)
-    pending = cast(TensorVerdict, turn.pending)
-    if pending.is_read_by_cpu:
-        iteration.verdict(turn)
-    return pending.show()
+    shown = shown_of(iteration, turn)
+    return _NO_FLAGS if shown is None else shown.flags
+
+
+def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
+    """Return the verdict on an optimizer as one that a framework may replace; None before there is a state."""
+    pending, live = turn.pending, iteration.live
+    if pending is None:
+        if live.state is None:
+            return None
+        turn.found, turn.state = Found(0, has_gradients=False, flags={}), live.state
+        pending = turn.pending = Pending(live, iteration.agreement, turn.found, live.state, (), None, iteration.number)
+        pending.is_judged = False
+    if not isinstance(pending.override, Shown):
+        assert turn.state is not None
+        assert turn.found is not None
+        home, flags = turn.state.scale.device, dict(turn.found.flags or {})
+        if turn.groups and home.type == "cpu" and not pending.is_late:
+            iteration.verdict(turn)
+        if turn.groups or turn.is_refused or not isinstance(turn.code, int) or turn.code:
+            flag = flag_of(pending, home)
+            flags = {device: moved(flag, device).clone() for device in flags or [home]}
+        pending.override = Shown(flags, home)
+    assert isinstance(pending.override, Shown)
+    return pending.override
 
 
 class OptimizerState(Mapping[str, Any]):
@@ -156,8 +187,9 @@ class OptimizerState(Mapping[str, Any]):
         elif name == "stage":
             turn.stage, turn.verdict = Stage(value.value), None
         else:
-            found_by_device(self._iteration, turn)
-            cast(TensorVerdict, turn.pending).override(value)
+            override = shown_of(self._iteration, turn)
+            if override is not None:
+                override.flags = value
 
     def __iter__(self) -> Iterator[str]:
         return iter(("stage", "found_inf_per_device"))

@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import arithmetic
 from gradscale.errors import SharedMemoryError
-from gradscale_torch.verdicts import Flags, moved
+from gradscale_torch.devices import Flags, moved
 
 __all__ = [
     "Groups",

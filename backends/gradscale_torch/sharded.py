@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 # Looked up once: a framework may put the class of this file in the place of torch's name.
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Collectives, Policy
+from gradscale.core.protocols import Collectives
 from gradscale.errors import InvalidValueError
-from gradscale.policies.spikes import SkipSpikes
-from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
-from gradscale.scaler.scaler import DEFAULT_TIMEOUT, checked_arguments
+from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.collectives import TorchCollectives
 
@@ -46,7 +44,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     Notes
     -----
     ``policy``, ``diagnose`` and ``skip`` are the same on every rank. Each optimizer costs one all-reduce in an
-    iteration, of 104 bytes (over gloo 16), on every rank, whatever it found and even if it holds no gradients.
+    iteration, of 72 bytes, on every rank, whatever it found and even if it holds no gradients.
     ``scale`` keeps the dtype of a half-precision loss, as torch's does.
 
     Examples
@@ -65,7 +63,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     process_group: Any = None
     _is_sharded = True
 
-    @checked_arguments
+    @takes(Watching)
     def __init__(
         self,
         device: Device = "cuda",
@@ -79,12 +77,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
         group: object = None,
         allow_fp16_grads: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
-        policy: Policy | None = None,
-        on_skip: OnSkip | None = None,
-        on_update: OnUpdate | None = None,
-        diagnose: Diagnose | None = None,
-        history_size: int = HISTORY_SIZE,
-        skip: SkipSpikes | None = None,
+        **options: Unpack[Watching],
     ) -> None:
         if process_group is not None and group is not None:
             msg = f"give process_group or group=, not both, got {shown(process_group)} and {shown(group)}"
@@ -100,12 +93,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             group=process_group if group is None else group,
             allow_fp16_grads=allow_fp16_grads,
             timeout=timeout,
-            policy=policy,
-            on_skip=on_skip,
-            on_update=on_update,
-            diagnose=diagnose,
-            history_size=history_size,
-            skip=skip,
+            **options,
         )
 
     def _default_groups(self, timeout: float) -> Sequence[Collectives]:

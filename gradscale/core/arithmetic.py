@@ -32,12 +32,12 @@ __all__ = [
     "checked_norm",
     "clip_factor",
     "clip_factor_of",
-    "clip_factor_within",
     "dtype_kind",
     "fingerprint",
     "float32_bits",
     "has_float64",
     "inverse_factors",
+    "is_floating",
     "kind_of",
     "lacks",
     "library_name",
@@ -132,6 +132,11 @@ def kind_of(x: Array) -> Kind:
     return dtype_kind(x.dtype, array_namespace(x))
 
 
+def is_floating(x: Array) -> bool:
+    """Tell whether an array holds real or complex floating numbers."""
+    return kind_of(x) not in (Kind.INTEGRAL, Kind.UNKNOWN)
+
+
 def widened(x: Array) -> Array:
     """Return an array narrower than float32 as float32, which is exact, and any other as it is."""
     return array_namespace(x).astype(x, array_namespace(x).float32) if kind_of(x) is Kind.HALF else x
@@ -214,14 +219,9 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
     The factor is ``max_norm / (norm + 1e-6)``, as in torch's ``clip_grad_norm_``, but at most 1; 1 for a norm that is
     not finite. It is an overflow if the norm is not finite in float32, or the factor is so small that it loses bits.
     """
-    # No finite norm is above the largest float32; beyond it the quotient would overflow.
-    bound = min(max_norm, validation.LARGEST_FLOAT32)
-    return clip_factor_within(squares, array_namespace(squares).full_like(squares, bound))
-
-
-def clip_factor_within(squares: Array, bound: Array) -> tuple[Array, Array, Array]:
-    """Do what ``clip_factor`` does for a largest norm that is 0-d, of the dtype of ``squares``."""
     xp = array_namespace(squares)
+    # No finite norm is above the largest float32; beyond it the quotient would overflow.
+    bound = xp.full_like(squares, min(max_norm, validation.LARGEST_FLOAT32))
     wide = as_0d_array(xp, xp.sqrt(squares))
     one = xp.full_like(wide, 1.0)
     divisor = wide + xp.full_like(wide, _EPSILON)

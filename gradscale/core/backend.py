@@ -1,22 +1,31 @@
-"""Backend: the pure functions, of which an array library's adapter overrides those that its library does faster."""
+"""Backend: the pure functions and the hooks of a scaler, of which an adapter overrides what its library does better."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from array_api_compat import array_namespace, device, to_device
 
-from gradscale.core import arithmetic, summaries
-from gradscale.core import arithmetic as clipping
-from gradscale.core.protocols import Array, Policy, ScaleState
-from gradscale.errors import BackendNotAvailableError
+from gradscale.core import arithmetic, summaries, tree
+from gradscale.core.leaves import first_floating, floating_leaves, require_arrays
+from gradscale.core.messages import shown
+from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.unscaling import Collected, Gradients, Listed, Request
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError
 
-__all__ = ["Backend", "DoneRead", "HostRead"]
+__all__ = ["Backend", "DoneRead", "HostRead", "require_values"]
+
+_State = TypeVar("_State", bound=tuple[Any, ...])
+_Multiply = Callable[[Sequence[Array]], Sequence[Array]]
 
 
 class HostRead(Protocol):
     """A 1-d int32 array on its way to the host."""
+
+    is_replayed: bool
+    """Whether a captured graph writes it at each replay."""
 
     def is_done(self) -> bool:
         """Tell whether the host has it; no wait."""
@@ -36,10 +45,10 @@ class Backend:
     ----------
     name : str
         The entry point's name.
-    computes_on_host : bool
-        Whether arrays are the host's, which computes with them at once. Then a state may be one of Python numbers,
-        which a policy updates in a fraction of the time: ``scale`` takes it, and ``unscale`` and
-        ``unscale_with_squares``, which return the count as an int for it.
+    is_shared : bool
+        Whether others may write to the arrays of a scaler's state, which therefore stay the same ones.
+    is_replayed : bool
+        Whether a captured graph scales or adapts the state, so that the host does not see what happens.
 
     Examples
     --------
@@ -54,7 +63,8 @@ class Backend:
     """
 
     name: str = "generic"
-    computes_on_host: bool = False
+    is_shared: bool = False
+    is_replayed: bool = False
 
     def read(self, x: Array, /) -> list[int]:
         """Return a 1-d int32 array as Python ints: the one place where the host waits for the device.
@@ -67,6 +77,10 @@ class Backend:
         if hasattr(x, "tolist"):
             return [int(value) for value in x.tolist()]
         return [int(x[index]) for index in range(x.shape[0])]
+
+    def peek(self, arrays: Sequence[Array], /) -> list[Any] | None:  # noqa: ARG002
+        """Return the numbers in 0-d arrays if the host has them; None if it would have to wait, and by default."""
+        return None
 
     def start_read(self, x: Array, /) -> HostRead:
         """Begin what ``read`` does, without making the host wait if the library can; by default it waits here."""
@@ -118,48 +132,6 @@ class Backend:
         """Return the state after a step, as the policy's ``update`` does. No host read."""
         return policy.update(state, nonfinite=nonfinite)
 
-    def pack(
-        self,
-        policy: Policy,
-        state: ScaleState,
-        nonfinite: Array,
-        about: Sequence[int],
-        /,
-        *,
-        has_gradients: bool = True,
-        code: Array | int = 0,
-    ) -> Array:
-        """Return the vector of a state that ranks agree on, as ``gradscale.core.vector`` has it. No host read.
-
-        Parameters
-        ----------
-        policy, state, nonfinite : Policy, ScaleState, array
-            This rank's; the count is 0-d int32.
-        about : sequence of int
-            The policy's number, and the position of the message.
-        has_gradients, code : bool, array or int
-            What else this rank has found; an array is 0-d int32.
-
-        Returns
-        -------
-        array
-            1-d int32.
-        """
-        xp = array_namespace(state.scale)
-        at_min_scale = policy.at_min_scale(state)
-        flags = [xp.reshape(nonfinite, (1,))]
-        if at_min_scale is None:
-            known = [0, has_gradients]
-        else:
-            flags.append(xp.reshape(xp.astype(at_min_scale, xp.int32), (1,)))
-            known = [has_gradients]
-        if isinstance(code, int):
-            flags.append(self.integers([*known, code], state.scale))
-        else:
-            flags += [self.integers(known, state.scale), xp.reshape(code, (1,))]
-        fields = xp.concat([self.fingerprint(state), self.integers(about, state.scale)])
-        return xp.concat([*flags, fields, -fields])
-
     def scale(self, outputs: Sequence[Array], state: ScaleState, /) -> list[Array]:
         """Multiply floating arrays by the scale.
 
@@ -170,7 +142,7 @@ class Backend:
 
     def unscale(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
-    ) -> tuple[Sequence[Array], Array | int]:
+    ) -> tuple[Sequence[Array], Array]:
         """Divide floating arrays by the scale and count those that are not finite afterwards.
 
         Parameters
@@ -190,15 +162,14 @@ class Backend:
         -------
         arrays : sequence of arrays
             ``out``, or new ones.
-        nonfinite : array or int
-            0-d int32; an int for a state of numbers. A kernel that judges many arrays at once may understate it, but
-            never to 0. No host read.
+        nonfinite : array
+            0-d int32. A kernel that judges many arrays at once may understate it, but never to 0. No host read.
         """
         return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
 
     def unscale_with_squares(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
-    ) -> tuple[Sequence[Array], Array | int, Array]:
+    ) -> tuple[Sequence[Array], Array, Array]:
         """Do what ``unscale`` does, and also return the sum of the squares of all unscaled elements.
 
         It is 0-d float64 on the state's device, or float32 if there is no float64. No host read.
@@ -207,8 +178,8 @@ class Backend:
         return unscaled, nonfinite, arithmetic.sum_of_squares(unscaled, state.scale)
 
     def clip_factor(self, squares: Array, max_norm: float, /) -> tuple[Array, Array, Array]:
-        """Return norm, factor and overflow, as ``gradscale.core.clipping.clip_factor`` does. No host read."""
-        return clipping.clip_factor(squares, max_norm)
+        """Return norm, factor and overflow, as ``gradscale.core.arithmetic.clip_factor`` does. No host read."""
+        return arithmetic.clip_factor(squares, max_norm)
 
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1, rounded once to their dtypes.
@@ -239,9 +210,95 @@ class Backend:
         found = values.pop(0) if arrays else []
         return summaries.summaries_of(arrays, found), values
 
+    # The hooks of a scaler: what a library or its own scalers do in another way than plain arrays.
+
+    def first_state(self, policy: Policy, numbers: Mapping[str, float], like: Array) -> ScaleState:
+        """Return a policy's first state beside an array, with some fields set to numbers."""
+        require_values(like)
+        return self.with_numbers(policy.init(like), numbers)
+
+    def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
+        """Return a state with some fields replaced by numbers, in the library and on the device of the others."""
+        xp, where = array_namespace(state.scale), self.placement(state.scale)
+        return state._replace(
+            **{name: xp.asarray(x, dtype=getattr(state, name).dtype, device=where) for name, x in numbers.items()}
+        )
+
+    def adapt(self, policy: Policy, state: ScaleState, nonfinite: Array | int, held: Array | None) -> ScaleState:
+        """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""
+        xp = array_namespace(state.scale)
+        if isinstance(nonfinite, int):
+            nonfinite = xp.asarray(nonfinite, dtype=xp.int32)
+        new = self.update(policy, state, nonfinite)
+        return new if held is None else ScaleState._make(map(xp.where, [held] * len(new), state, new))
+
+    def put(self, old: _State, new: _State) -> _State:  # noqa: ARG002
+        """Return a state that takes the place of another, perhaps in the other's arrays."""
+        return new
+
+    def map_outputs(self, outputs: Any, home_for: Callable[[Array], Any], multiply: _Multiply) -> Any:
+        """Return what ``scale`` was called with, its floating arrays multiplied all at once.
+
+        ``home_for`` makes the state beside an array, if there is none, and returns the state's namespace.
+        """
+        if isinstance(outputs, int):
+            msg = (
+                f"outputs must be an array or nested containers of arrays, got {shown(outputs)}; wrap it, such as "
+                f"np.float32({shown(outputs)})"
+            )
+            raise InvalidTypeError(msg)
+        leaves, rebuild = tree.flatten(outputs)
+        like = first_floating(leaves)
+        if like is None:
+            require_arrays(leaves, what="output", rebuild=rebuild)
+            return rebuild(leaves)
+        chosen = floating_leaves(leaves, home_for(like), what="output", rebuild=rebuild)
+        by_identity = {id(old): new for old, new in zip(chosen, multiply(chosen), strict=True)}
+        return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
+
+    def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:
+        """Return an optimizer's gradients; nothing is modified. ``listed`` keeps the parameters of optimizers."""
+        return Gradients(optimizer, listed, request)
+
+    def stepping(self, step: Any) -> contextlib.AbstractContextManager[None] | None:  # noqa: ARG002
+        """Return a context to make a ``Step`` in of an optimizer that skips by itself; None if the scaler decides."""
+        return None
+
+    def was_left_scaled(self, optimizer: Any, listed: Listed) -> bool:  # noqa: ARG002
+        """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
+        return False
+
+    def groups_of(self, optimizer: Any) -> Sequence[Collectives]:  # noqa: ARG002
+        """Return the groups that an optimizer's parameters themselves are spread over."""
+        return ()
+
+    def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:  # noqa: ARG002
+        """Return over what the norm of an optimizer's gradients is taken; None if the user has to say so."""
+        return None
+
+    def values_of(self, x: Array) -> Array | None:
+        """Return the array that holds an array's values on this rank; None if it has none."""
+        return x
+
+    def shape_of(self, x: Array) -> tuple[int, ...]:
+        """Return the shape of an array on this rank."""
+        return tuple(x.shape)
+
+
+def require_values(like: Array | None) -> None:
+    """Raise InvalidTypeError for a tensor on torch's meta device, where a state would have no values."""
+    if getattr(getattr(like, "device", None), "type", None) == "meta":
+        msg = (
+            f"the state cannot be made beside a tensor without values, got {shown(like)}: materialize the model, and "
+            f"scale its loss on a device that computes"
+        )
+        raise InvalidTypeError(msg)
+
 
 class DoneRead:
     """Values that the host has already."""
+
+    is_replayed = False
 
     def __init__(self, values: list[int]) -> None:
         self._values = values

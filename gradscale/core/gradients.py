@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple, cast
 from array_api_compat import is_array_api_obj
 
 from gradscale.core import tree
-from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.arithmetic import is_floating
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Optimizer, OptimizerWithGrads, OptimizerWithGroups
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = [
-    *("HeldArray", "ListedParameters", "NamedGradient"),
+    *("HeldArray", "ListedParameters"),
     *("collect_gradients", "held_arrays", "name_gradients", "named_gradients"),
 ]
 
@@ -26,24 +26,19 @@ Assign = Callable[[dict[int, Array]], None]
 _reading_optimizer = reading("an optimizer")
 
 
-class NamedGradient(NamedTuple):
-    """A gradient, None if there is none; its parameter, None in a ``grads`` tree; and its name.
+class HeldArray(NamedTuple):
+    """What an optimizer has for a parameter: its gradient, None if there is none, its weight, or an array of the state.
 
-    The name is the optimizer's (``param_names``, which torch keeps), else the expression that reaches it.
+    The name of a gradient is the optimizer's for the parameter (``param_names``, which torch keeps), else the
+    expression that reaches it. What no parameter has is called ``state``, with the path as key.
     """
 
+    kind: Literal["gradient", "weight", "state"]
     name: str
-    parameter: object
-    gradient: object
-
-
-class HeldArray(NamedTuple):
-    """A weight, or an array of the state: of the parameter of this name, or called ``state``, with the path as key."""
-
-    kind: Literal["weight", "state"]
-    name: str
-    key: str
     array: Array
+    parameter: object = None
+    """None in a ``grads`` tree, and of what is searched."""
+    key: str = ""
 
 
 class ListedParameters:
@@ -81,13 +76,13 @@ def collect_gradients(optimizer: Optimizer, known: IdentityMap[ListedParameters]
         raise _neither(optimizer)
 
 
-@_reading_optimizer
-def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
+@reading("an optimizer")
+def named_gradients(optimizer: Optimizer) -> list[HeldArray]:
     """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
     if not hasattr(optimizer, "param_groups"):
         if not hasattr(optimizer, "grads"):
             raise _neither(optimizer)
-        return [NamedGradient(path, None, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
+        return [HeldArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
     parameters: dict[int, tuple[str, object]] = {}
     for index, (group, listed) in enumerate(_parameter_lists(cast("OptimizerWithGroups", optimizer))):
         paths = [f"param_groups[{index}]['params'][{place}]" for place in range(len(listed))]
@@ -96,11 +91,12 @@ def named_gradients(optimizer: Optimizer) -> list[NamedGradient]:
         for name, parameter in zip(names, listed, strict=True):
             parameters.setdefault(id(parameter), (str(name), parameter))
     gradients = _gradients_of(optimizer, [parameter for _, parameter in parameters.values()])
-    return [NamedGradient(*found, gradient) for found, gradient in zip(parameters.values(), gradients, strict=True)]
+    found = zip(parameters.values(), gradients, strict=True)
+    return [HeldArray("gradient", name, gradient, parameter) for (name, parameter), gradient in found]
 
 
 @reading("names")
-def name_gradients(located: Sequence[NamedGradient], names: object) -> list[NamedGradient]:
+def name_gradients(located: Sequence[HeldArray], names: object) -> list[HeldArray]:
     """Return an optimizer's gradients under the names that a user gives; None keeps their own.
 
     Names are pairs of name and parameter (torch's ``named_parameters()``) or a mapping from one to the other, with all
@@ -118,18 +114,12 @@ def name_gradients(located: Sequence[NamedGradient], names: object) -> list[Name
             msg = f"names must be one for each of the optimizer's {len(located)} parameters, got {len(listed)}; {usage}"
             raise InvalidValueError(msg)
         return [one._replace(name=name) for one, name in zip(located, listed, strict=True)]
-    by_parameter: dict[int, str] = {}
-    # If there are strings and something else, report what is no string.
-    for item in sorted(listed, key=lambda item: isinstance(item, str)):
-        if (
-            not isinstance(item, tuple)
-            or len(item) != 2
-            or not isinstance(item[0], str)
-            or not hasattr(item[1], "grad")
-        ):
-            msg = f"names must be pairs of a string and a parameter with .grad, got {shown(item)} among them; {usage}"
-            raise InvalidValueError(msg)
-        by_parameter[id(item[1])] = item[0]
+    if bad := [item for item in listed if not _is_pair(item)]:
+        # If there are strings and something else, report what is no string.
+        item = shown(min(bad, key=lambda item: isinstance(item, str)))
+        msg = f"names must be pairs of a string and a parameter with .grad, got {item} among them; {usage}"
+        raise InvalidValueError(msg)
+    by_parameter = {id(parameter): name for name, parameter in listed}
     unnamed = [one.name for one in located if one.parameter is None or id(one.parameter) not in by_parameter]
     if unnamed:
         rest = f" and {len(unnamed) - 3} more" * (len(unnamed) > 3)
@@ -141,16 +131,20 @@ def name_gradients(located: Sequence[NamedGradient], names: object) -> list[Name
     return [one._replace(name=by_parameter[id(one.parameter)]) for one in located]
 
 
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and hasattr(item[1], "grad")
+
+
 @reading("the weights and the state of an optimizer")
 def held_arrays(
-    optimizer: Optimizer, located: Sequence[NamedGradient], names: Mapping[str, str], params: object, state: object
+    optimizer: Optimizer, located: Sequence[HeldArray], named: Sequence[HeldArray], params: object, state: object
 ) -> list[HeldArray]:
     """Return an optimizer's weights and the arrays of its state, but for integers.
 
-    ``located`` are its gradients, and ``names`` what the user calls those that are known by their paths. ``params`` and
-    ``state`` are containers of arrays; None and True stand for what optimizers of torch's kind have.
+    ``located`` are its gradients under its own names, and ``named`` the same under the user's. ``params`` and ``state``
+    are containers of arrays; None and True stand for what optimizers of torch's kind have.
     """
-    parameters = {id(one.parameter): one.name for one in located if is_array_api_obj(one.parameter)}
+    parameters = {id(one.parameter): one.name for one in named if is_array_api_obj(one.parameter)}
     own = getattr(optimizer, "state", None)
     if state is True and not (isinstance(own, Mapping) and (parameters or params is not None or not located)):
         msg = (
@@ -160,30 +154,27 @@ def held_arrays(
         )
         raise InvalidTypeError(msg)
     if params is None:
-        found = [HeldArray("weight", one.name, "", one.parameter) for one in located]
+        found = [HeldArray("weight", one.name, one.parameter) for one in named]
     else:
+        names = {one.name: renamed.name for one, renamed in zip(located, named, strict=True)}
         leaves = _leaves("params", tree.leaves_with_paths(params))
-        found = [HeldArray("weight", names.get(path, path) or "params", "", leaf) for path, leaf in leaves]
+        found = [HeldArray("weight", names.get(path, path) or "params", leaf) for path, leaf in leaves]
     if state is not None and state is not False:
         found += _in_state(own if state is True else state, parameters)
-    return [one for one in found if _is_searched(one.array)]
-
-
-def _is_searched(x: Array) -> bool:
-    return is_array_api_obj(x) and kind_of(x) not in (Kind.INTEGRAL, Kind.UNKNOWN)
+    return [one for one in found if is_array_api_obj(one.array) and is_floating(one.array)]
 
 
 def _in_state(state: object, parameters: Mapping[int, str]) -> Iterator[HeldArray]:
     """Yield what a container or torch's mapping of parameters holds; no iterator in it is read."""
     if not isinstance(state, Mapping) or all(isinstance(key, (str, int)) for key in state):
         for path, leaf in _leaves("state", tree.leaves_with_paths(state, _is_leaf)):
-            yield HeldArray("state", "state", path, leaf)
+            yield HeldArray("state", "state", leaf, key=path)
         return
     for parameter, held in state.items():
         name = parameters.get(id(parameter), parameter if isinstance(parameter, str) else type(parameter).__name__)
         for key, value in held.items() if isinstance(held, Mapping) else [("", held)]:
             for path, leaf in tree.leaves_with_paths(value, _is_leaf):
-                yield HeldArray("state", name, f"{key}{path}", leaf)
+                yield HeldArray("state", name, leaf, key=f"{key}{path}")
 
 
 def _is_leaf(node: object) -> bool:

@@ -10,6 +10,7 @@ __all__ = [
     "Collectives",
     "GroupBackend",
     "Namespace",
+    "Numbers",
     "Optimizer",
     "OptimizerWithGrads",
     "OptimizerWithGroups",
@@ -26,8 +27,6 @@ Namespace: TypeAlias = Any
 
 class ScaleState(NamedTuple):
     """Scale and trackers; a pytree as it stands, every field a 0-d array of one library on one device.
-
-    Inside of a scaler whose arrays are the host's, they are Python numbers instead.
 
     A fresh state has trackers of zero whatever the policy, so that a state of any policy, or of a
     system that keeps only a scale, can be continued by another.
@@ -58,6 +57,15 @@ class ScaleState(NamedTuple):
     growth_tracker: Array
     overflow_tracker: Array
     rescale_tracker: Array
+
+
+class Numbers(NamedTuple):
+    """The numbers of a :class:`ScaleState`, on the host."""
+
+    scale: float
+    growth_tracker: int = 0
+    overflow_tracker: int = 0
+    rescale_tracker: int = 0
 
 
 class Collectives(Protocol):

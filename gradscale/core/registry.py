@@ -155,7 +155,7 @@ def backend_for(x: Array) -> Backend:
     # A plain dictionary: compilers that trace Python look into functions behind a cache.
     if kind not in _backends:
         name = _registered_name(kind)
-        # The symbols that trace a policy have only what policies need.
+        # The numbers that stand for arrays have only what policies need.
         if name is None and kind.__module__.partition(".")[0] != "gradscale":
             _require_standard(x)
         _backends[kind] = _PURE if name is None else array_backend(name)

@@ -8,71 +8,61 @@ subnormals for 0; if not, the magnitudes are, by the same comparisons.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import operator
-import struct
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
-from array_api_compat import array_namespace, device, is_array_api_obj, to_device
+from array_api_compat import array_namespace, device, to_device
 
-from gradscale.core import tree
-from gradscale.core.arithmetic import Kind, kind_of, nonfinite_flag, significand_and_exponent, widened
+from gradscale.core.arithmetic import Kind, kind_of, significand_and_exponent, widened
 from gradscale.core.protocols import Array, Namespace
+from gradscale.core.validation import bits_of_float32
 
 __all__ = [
     "STANDARD_FUNCTIONS",
-    "Counting",
     "Layout",
     "Summary",
-    "count_block",
-    "count_nonfinite",
+    "join",
     "layout_of",
     "smallest_normal",
     "summaries_of",
     "summarize_arrays",
-    "summary_of",
-    "value_of",
-    "words",
 ]
 
 STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
 """What a diagnosis needs of a library besides what the core needs."""
 
-# Words of one array: four counts of two, and the magnitude's exponent and halves.
-_LENGTH = 11
-# What the low word of a count holds, and how many elements are counted at once, so that no int32 wraps.
-_COUNT_BITS = 30
+# How many elements are counted at once, so that no int32 wraps.
+_PIECE = 2**30
+# Words of one piece: four counts, and the magnitude's exponent and halves.
+_LENGTH = 7
 _HALF_BITS = 26
-_MANTISSA_BITS = 53  # of a Python float
-
-# Of types that not every library has a finfo for, by what their names end in.
-_SMALLEST_NORMAL = {
-    "bfloat16": 2.0**-126,
-    "float8_e3m4": 2.0**-2,
-    "float8_e4m3": 2.0**-6,
-    "float8_e4m3b11fnuz": 2.0**-10,
-    "float8_e4m3fn": 2.0**-6,
-    "float8_e4m3fnuz": 2.0**-7,
-    "float8_e5m2": 2.0**-14,
-    "float8_e5m2fnuz": 2.0**-15,
-    "float8_e8m0fnu": 2.0**-127,
-    "float6_e2m3fn": 1.0,
-    "float6_e3m2fn": 2.0**-2,
-    "float4_e2m1fn": 1.0,
-}
 
 _Bits: TypeAlias = Callable[[Array], "Array | None"]
 
 
 class Layout(NamedTuple):
-    """The bits of a real type: infinity and the smallest normal number are bits or, without fraction_bits, numbers."""
+    """The bits of a real type: those of a magnitude, of infinity and of the smallest normal number."""
 
     mask: int
-    infinity: Any
-    smallest_normal: Any
+    infinity: int
+    smallest_normal: int
     fraction_bits: int
+
+    def value(self, bits: int) -> float:
+        """Return the finite number that has these bits, without a sign."""
+        return _number(*self.fields(bits))
+
+    def fields(self, bits: Array) -> tuple[Array, Array, Array]:
+        """Return (exponent, high, low) of bits without a sign, an int or array: (high * 2**26 + low) * 2**exponent."""
+        biased = bits >> self.fraction_bits
+        is_normal = -(-biased >> 16)  # 1 where there is an exponent, else 0
+        mantissa = (bits & self.smallest_normal - 1) | (is_normal << self.fraction_bits)
+        bias = (self.mask >> self.fraction_bits + 1) + self.fraction_bits
+        return biased + 1 - is_normal - bias, mantissa >> _HALF_BITS, mantissa & (1 << _HALF_BITS) - 1
 
 
 def _layout(width: int, fraction_bits: int) -> Layout:
@@ -103,12 +93,18 @@ class Summary(NamedTuple):
         largest float64.
     """
 
-    size: int
-    inf: int
-    nan: int
-    zeros: int
-    subnormals: int
-    largest: float
+    size: int = 0
+    inf: int = 0
+    nan: int = 0
+    zeros: int = 0
+    subnormals: int = 0
+    largest: float = 0.0
+
+
+def join(parts: Iterable[Summary]) -> Summary:
+    """Return the summary of an array from those of its parts."""
+    size, inf, nan, zeros, subnormals, largest = zip(Summary(), *parts, strict=True)
+    return Summary(sum(size), sum(inf), sum(nan), sum(zeros), sum(subnormals), max(largest))
 
 
 def layout_of(dtype: object) -> Layout | None:
@@ -120,177 +116,97 @@ def _name(dtype: object) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+def smallest_normal(dtype: object, xp: Namespace) -> float | Array:
+    """Return the smallest normal number of a real floating dtype; of float8 and others without a finfo by its name."""
+    found = re.search(r"_e(\d)m(\d)(?:b(\d+))?(?:fn)?(uz)?u?$", _name(dtype).replace("bfloat16", "_e8m7"))
+    if found is None:
+        return xp.finfo(dtype).smallest_normal
+    exponent_bits, fraction_bits, bias, has_one_zero = found.groups()
+    known = int(bias) if bias else 2 ** (int(exponent_bits) - 1) - 1 + (has_one_zero is not None)
+    # Without a fraction the lowest exponent is that of a normal number.
+    return 2.0 ** ((fraction_bits != "0") - known)
+
+
 def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Array:
     """Return what at least one array holds: what the ``summarize`` of an adapter must equal.
 
-    It is 1-d int32 on the device of the first, 11 words for each array, for ``Backend.read_summaries``. Subnormals are
-    those of each array's own dtype. XLA takes those of 32 bits for 0, and so needs ``bits``, which is ``Backend.bits``.
+    It is 1-d int32 on the device of the first, 7 words for each 2**30 elements of an array, which ``summaries_of``
+    reads. Subnormals are those of each array's own dtype. XLA and CuPy take those of 32 bits for 0, and so need
+    ``bits``, which is ``Backend.bits``.
     """
     home = device(arrays[0])
-    found = [_examine(x, bits) for x in arrays]
-    moved = [x if device(x) == home else to_device(x, home) for x in found]
-    return moved[0] if len(moved) == 1 else array_namespace(moved[0]).concat(moved)
+    found = [_words(piece, bits) for x in arrays for piece in _pieces(x)]
+    return array_namespace(*found).concat([x if device(x) == home else to_device(x, home) for x in found])
 
 
-def words(blocks: Iterable[Summary]) -> list[int]:
-    """Return the words of one array whose blocks an adapter has summarized on the host."""
-    _, *counts, magnitudes = [*zip(*blocks, strict=True)] or [(0,)] * 6
-    fraction, exponent = math.frexp(max(magnitudes))
-    mantissa = math.floor(math.ldexp(fraction, _MANTISSA_BITS))
-    counted = [word for count in counts for word in divmod(sum(count), 2**_COUNT_BITS)]
-    return [*counted, exponent - _MANTISSA_BITS, *divmod(mantissa, 2**_HALF_BITS)]
-
-
-class Counting(Protocol):
-    """How a library counts in a block of integers that the host has, of at least one element."""
-
-    def magnitudes(self, bits: Array) -> Array:
-        """Return the bits without the sign, in memory that may be used again for the next block."""
-
-    def extent(self, x: Array, limit: int) -> tuple[int, int, int]:
-        """Return how many magnitudes are 0 and how many less than a limit, and the greatest of all."""
-
-    def around(self, x: Array, limit: int) -> tuple[int, int, int]:
-        """Return how many magnitudes are less than a limit and how many equal it, and the greatest of the former, or 0.
-
-        ``x`` may be overwritten.
-        """
-
-
-def count_block(bits: Array, layout: Layout, counting: Counting) -> Summary:
-    """Count in a 1-d block of integers that the host has; most numbers, which are neither small nor infinite, fast."""
-    size, magnitudes = bits.shape[0], counting.magnitudes(bits)
-    zeros, small, greatest = counting.extent(magnitudes, layout.smallest_normal)
-    finite, inf = size, 0
-    if greatest >= layout.infinity:
-        finite, inf, greatest = counting.around(magnitudes, layout.infinity)
-    return Summary(size, inf, size - finite - inf, zeros, small - zeros, value_of(greatest, layout))
-
-
-def value_of(bits: int, layout: Layout) -> float:
-    """Return the finite number that has these bits, without a sign."""
-    exponent, high, low = _fields(bits, layout)
-    return math.ldexp(high * 2**_HALF_BITS + low, exponent)
-
-
-def summaries_of(arrays: Sequence[Array], found: Sequence[int]) -> list[Summary]:
+def summaries_of(arrays: Sequence[Array], found: Iterable[int]) -> list[Summary]:
     """Return the summaries in the words of ``summarize_arrays`` that the host has read."""
-    rows = [found[start : start + _LENGTH] for start in range(0, len(found), _LENGTH)]
-    return [summary_of(math.prod(x.shape), row) for x, row in zip(arrays, rows, strict=True)]
+    words = iter(found)
+    return [join(_summary(part, itertools.islice(words, _LENGTH)) for part in _sizes(x)) for x in arrays]
 
 
-def summary_of(size: int, row: Sequence[int]) -> Summary:
-    """Return the summary in the words of an array of ``size`` elements."""
-    inf, nan, zeros, subnormals = (row[k] * 2**_COUNT_BITS + row[k + 1] for k in (0, 2, 4, 6))
-    exponent, high, low = row[8:]
+def _sizes(x: Array) -> list[int]:
+    """Return the sizes of the pieces in which an array is counted."""
+    size = math.prod(x.shape)
+    return [min(_PIECE, size - start) for start in range(0, max(size, 1), _PIECE)]
+
+
+def _pieces(x: Array) -> list[Array]:
+    sizes = _sizes(x)
+    if len(sizes) == 1:
+        return [x]
+    flat = array_namespace(x).reshape(x, (-1,))
+    return [flat[index * _PIECE : index * _PIECE + size] for index, size in enumerate(sizes)]
+
+
+def _summary(size: int, words: Iterable[int]) -> Summary:
+    inf, nan, zeros, subnormals, exponent, high, low = words
+    return Summary(size, inf, nan, zeros, subnormals, _number(exponent, high, low))
+
+
+def _number(exponent: int, high: int, low: int) -> float:
     try:
-        largest = math.ldexp(high * 2**_HALF_BITS + low, exponent)
+        return math.ldexp(high * 2**_HALF_BITS + low, exponent)
     except OverflowError:
-        largest = sys.float_info.max
-    return Summary(size, inf, nan, zeros, subnormals, largest)
+        return sys.float_info.max
 
 
-def _examine(x: Array, bits: _Bits | None) -> Array:
-    """Return the words of one array."""
+def _words(x: Array, bits: _Bits | None) -> Array:
+    """Return the words of one piece of an array."""
     xp = array_namespace(x)
-    zero = xp.zeros((), dtype=xp.int32, device=device(x))
-    totals = [zero] * 8
-    largest = None
-    for chunk in _chunks(xp, x):
-        magnitudes, layout = _magnitudes(xp, chunk, bits)
-        highest, counts = _judge(xp, magnitudes, layout)
-        largest = highest if largest is None else xp.maximum(largest, highest)
-        carried = []
-        for high, low, count in zip(totals[::2], totals[1::2], counts, strict=True):
-            total = low + count
-            carry = xp.astype(total >= xp.full_like(total, 2**_COUNT_BITS), xp.int32)
-            carried += [high + carry, total - carry * xp.full_like(carry, 2**_COUNT_BITS)]
-        totals = carried
-    if layout.fraction_bits:
-        wide = xp.astype(largest, xp.int32) if layout.mask < 2**31 else largest
-        fields = [xp.astype(field, xp.int32) for field in _fields(xp.asarray(wide), layout)]
-    else:
-        fields = _dissect(xp.asarray(largest))
-    return xp.stack([xp.asarray(word) for word in (*totals, *fields)])
-
-
-def _chunks(xp: Namespace, x: Array) -> Iterator[Array]:
-    """Yield an array whole, or in pieces that are few enough to count in int32."""
-    size, most = math.prod(x.shape), 2**_COUNT_BITS
-    if size <= most:
-        yield x
-        return
-    flat = xp.reshape(x, (-1,))
-    for start in range(0, size, most):
-        # The standard leaves it open what a slice beyond the end is.
-        yield flat[start : min(start + most, size)]
-
-
-def _magnitudes(xp: Namespace, x: Array, bits: _Bits | None) -> tuple[list[Array], Layout]:
-    """Return what is judged of each part of an array: its bits, or the magnitude; and where it is cut."""
-    parts = [xp.real(x), xp.imag(x)] if kind_of(x) is Kind.COMPLEX else [x]
+    wide = widened(x)
+    parts = [xp.real(wide), xp.imag(wide)] if kind_of(x) is Kind.COMPLEX else [wide]
     layout = layout_of(parts[0].dtype)
-    tiny = smallest_normal(x.dtype, parts[0].dtype, xp)
-    if layout is None and kind_of(x) is Kind.HALF:
-        # Their bits are arranged in many ways, and widening them is exact.
-        parts = [widened(x)]
-        layout = _LAYOUTS["float32"]._replace(smallest_normal=struct.unpack("<i", struct.pack("<f", tiny))[0])
-    words = [None if bits is None or layout is None else bits(part) for part in parts]
-    if layout is not None and words[0] is not None:
-        return [word & xp.full_like(word, layout.mask) for word in words], layout
-    return [xp.abs(widened(part)) for part in parts], Layout(0, math.inf, tiny, 0)
+    is_narrow = wide.dtype != x.dtype
+    tiny, infinity = smallest_normal(x.dtype if is_narrow else parts[0].dtype, xp), math.inf
+    integers: list[Array] = [None if bits is None else bits(part) for part in parts]
+    if layout is None or integers[0] is None:
+        largest, counts = _judge([xp.abs(part) for part in parts], tiny, infinity)
+        fields = _fields(largest)
+    else:
+        tiny = bits_of_float32(tiny) if is_narrow else layout.smallest_normal
+        largest, counts = _judge([part & layout.mask for part in integers], tiny, layout.infinity)
+        fields = layout.fields(largest)
+    return xp.stack([xp.astype(xp.asarray(word), xp.int32) for word in (*counts, *fields)])
 
 
-def _judge(xp: Namespace, magnitudes: Sequence[Array], layout: Layout) -> tuple[Array, list[Array]]:
+def _judge(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tuple[Array, list[Array]]:
     """Return the largest finite magnitude of all parts, and how many elements are inf, NaN, zero and subnormal."""
-    worst = functools.reduce(xp.maximum, magnitudes)
-    infinity, zero = xp.full_like(worst, layout.infinity), xp.zeros_like(worst)
-    tiny = xp.full_like(worst, layout.smallest_normal)
-    small = functools.reduce(xp.logical_or, [xp.logical_and(zero < part, part < tiny) for part in magnitudes])
-    kept = functools.reduce(xp.maximum, [xp.where(part < infinity, part, zero) for part in magnitudes])
+    xp = array_namespace(*parts)
+    worst = functools.reduce(xp.maximum, parts)
+    is_small = functools.reduce(xp.logical_or, [xp.logical_and(part != 0, part < tiny) for part in parts])
     # No NaN is at most infinity.
-    flags = [worst == infinity, xp.logical_not(worst <= infinity), worst == zero]
-    flags.append(xp.logical_and(small, worst < infinity))
-    counts = [xp.sum(xp.astype(flag, xp.int32), dtype=xp.int32) for flag in flags]
-    highest = xp.zeros((), dtype=worst.dtype, device=device(worst)) if 0 in worst.shape else xp.max(kept)
-    return highest, counts
+    flags = [worst == infinity, xp.logical_not(worst <= infinity), worst == 0]
+    flags.append(xp.logical_and(is_small, worst < infinity))
+    kept = functools.reduce(xp.maximum, [xp.where(part < infinity, part, xp.zeros_like(part)) for part in parts])
+    largest = xp.zeros((), dtype=worst.dtype, device=device(worst)) if 0 in worst.shape else xp.max(kept)
+    return largest, [xp.sum(xp.astype(flag, xp.int32), dtype=xp.int32) for flag in flags]
 
 
-def smallest_normal(dtype: object, part_dtype: object, xp: Namespace) -> float | Array:
-    """Return the smallest normal number of a dtype that is computed in ``part_dtype``."""
-    name = _name(dtype)
-    if name in _SMALLEST_NORMAL:
-        return _SMALLEST_NORMAL[name]
-    is_complex = xp.isdtype(dtype, "complex floating")
-    return xp.finfo(part_dtype if is_complex else dtype).smallest_normal
-
-
-def _fields(bits: int | Array, layout: Layout) -> tuple[Array, Array, Array]:
-    """Return (exponent, high, low) of bits without sign, an int or an array: (high * 2**26 + low) * 2**exponent."""
-    fraction_bits = layout.fraction_bits
-    biased = bits >> fraction_bits
-    is_normal = -(-biased >> 16)  # 1 where there is an exponent, else 0
-    mantissa = (bits & (1 << fraction_bits) - 1) | (is_normal << fraction_bits)
-    bias = (layout.mask >> fraction_bits + 1) + fraction_bits
-    return biased + 1 - is_normal - bias, mantissa >> _HALF_BITS, mantissa & (1 << _HALF_BITS) - 1
-
-
-def _dissect(x: Array) -> list[Array]:
-    """Return a 0-d float that is finite and not negative as ``_fields`` does, as int32."""
+def _fields(x: Array) -> tuple[Array, Array, Array]:
+    """Return what ``Layout.fields`` does of a 0-d float that is finite and not negative."""
     xp = array_namespace(x)
-    significand, exponent = significand_and_exponent(x)
-    half = xp.full_like(x, 2.0**_HALF_BITS)
-    high = xp.astype(significand * half, xp.int32)
-    low = xp.astype((significand * half - xp.astype(high, x.dtype)) * half, xp.int32)
-    zero = xp.zeros_like(high)
-    return [xp.where(high == zero, zero, exponent - xp.full_like(zero, 2 * _HALF_BITS)), high, low]
-
-
-def count_nonfinite(outputs: object) -> Array | None:
-    """Return how many floating arrays of nested containers hold an inf or NaN, 0-d int32; None without any."""
-    leaves = filter(is_array_api_obj, tree.flatten(outputs)[0])
-    floating = [leaf for leaf in leaves if kind_of(leaf) not in (Kind.INTEGRAL, Kind.UNKNOWN)]
-    if not floating:
-        return None
-    flags = [nonfinite_flag(x, device(floating[0])) for x in floating]
-    return array_namespace(flags[0]).asarray(functools.reduce(operator.add, flags))
+    significand, exponent = significand_and_exponent(xp.asarray(x))
+    scaled = significand * 2.0**_HALF_BITS
+    high = xp.astype(scaled, xp.int32)
+    return exponent - 2 * _HALF_BITS, high, (scaled - xp.astype(high, scaled.dtype)) * 2.0**_HALF_BITS

@@ -14,6 +14,7 @@ from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = [
+    "LARGEST_FLOAT16",
     "LARGEST_FLOAT32",
     "LARGEST_INT32",
     "SMALLEST_NORMAL",
@@ -35,6 +36,7 @@ __all__ = [
     "whole",
 ]
 
+LARGEST_FLOAT16 = 65504.0
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_INT32 = 2**31 - 1

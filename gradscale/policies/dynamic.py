@@ -16,7 +16,7 @@ from array_api_compat import array_namespace, device, is_array_api_obj, to_devic
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, has_float64
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, ScaleState
+from gradscale.core.protocols import Array, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "is_reached",
     "new_state",
     "next_count",
+    "next_numbers",
     "overflow_flag",
     "times",
     "verdict_by_name",
@@ -284,6 +285,41 @@ class DynamicScale(BoundedScale):
         scale = self.next_scale(xp, state.scale, backoff, grow)
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
+    def next_numbers(self, state: Numbers, nonfinite: int) -> Numbers:
+        """Return the numbers of the state after a step, bit for bit those that ``update`` gives."""
+        rounded = validation.round_to_float32
+        scale, growth_tracker, overflow_tracker, rescale_tracker = state
+        overflow = nonfinite != 0
+        threshold = self.growth_interval + (self.growth_after != "interval")
+        run = min(growth_tracker, threshold - 1) + 1
+        grow = not overflow and run >= threshold
+        restart = 1 if self.growth_after == "first_interval_plus_one" else 0
+        limit = self.hysteresis if self.tolerance is None else validation.LARGEST_INT32
+        overflows, steps = min(overflow_tracker, limit - 1) + 1, min(rescale_tracker, validation.LARGEST_INT32 - 1) + 1
+        is_due = overflows >= limit
+        if self.tolerance is not None:
+            is_due = rounded(rounded(overflows) / rounded(steps)) >= rounded(self.tolerance)
+        backoff = overflow and is_due
+        counted = overflows if overflow else overflow_tracker
+        if self.tolerance is not None:
+            counted, steps = 0 if backoff else counted, 0 if backoff or grow else steps
+        else:
+            steps = rescale_tracker
+            events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
+            if self.hysteresis == 1:
+                counted = overflow_tracker
+            elif any(events[name] for name in self.hysteresis_refill):
+                counted = 0
+        if backoff:
+            lowered, floor = rounded(scale * self.backoff_factor), rounded(self.min_scale)
+            scale = max(lowered, floor) if self.at_min != "hold" or lowered >= floor else scale
+        elif grow:
+            largest = scale if self.max_scale is None else rounded(self.max_scale)
+            fits = scale <= rounded(validation.largest_with_finite_product(self.growth_factor))
+            scale = rounded(scale * self.growth_factor) if fits else largest
+            scale = scale if self.max_scale is None else min(scale, largest)
+        return Numbers(scale, 0 if overflow else restart if grow else run, counted, steps)
+
     def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
 
@@ -365,6 +401,14 @@ class StaticScale:
     def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
+
+
+def next_numbers(policy: object, state: Numbers, nonfinite: int) -> Numbers | None:
+    """Return the numbers of the state after a step; None for a policy whose rule is written for arrays alone."""
+    if type(policy) is StaticScale:
+        return state
+    # A class derived from it may have another rule.
+    return policy.next_numbers(state, nonfinite) if type(policy) is DynamicScale else None
 
 
 def _first_state(scale: float, like: Array) -> ScaleState:

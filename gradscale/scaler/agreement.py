@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
+import json
+import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import NamedTuple
 
-from gradscale.core import registry, vector
+from gradscale.core import claims, registry, vector
 from gradscale.core.backend import Backend
+from gradscale.core.claims import Claim
 from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import Outcome, Verdict
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
 from gradscale.policies.spikes import SkipSpikes
-from gradscale.scaler.parts import LiveState
+from gradscale.scaler.state import LiveState
+from gradscale.waiting import call_within
 
-__all__ = ["Agreement", "Ballot", "take_lists", "whereabouts"]
+__all__ = ["Agreement", "Ballot", "gather_numbers", "gather_texts", "whereabouts"]
+
+_LOWEST_INT32 = -(2**31)
+
+# Seconds in which the other ranks answer one that tells what it holds.
+_PATIENCE = 5.0
 
 
 # How many scalers each group has had, by the library's own group.
@@ -52,8 +64,8 @@ class Met(NamedTuple):
     """In the order in which the scaler meets them."""
     size: int
     """How many ``param_groups`` it has."""
-    kind: int
-    """A hash of its class, this number and its name."""
+    kind: str
+    """Its class and this number, or its name."""
 
 
 class Agreement:
@@ -76,10 +88,6 @@ class Agreement:
         Why the ranks could not agree; the iteration can only be abandoned.
     steps : int
         How many steps the scaler has made over its groups.
-    takes_lists : bool
-        Whether all groups take lists of int as well as arrays.
-    kinds : dict of int to str
-        What the hashes of kinds of optimizers stand for, for errors.
     """
 
     def __init__(
@@ -98,7 +106,6 @@ class Agreement:
         self._lost: BackendError | CollectiveTimeoutError | None = None
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._had: IdentityMap[int] = IdentityMap()
-        self.kinds: dict[int, str] = {}
         self._names: IdentityMap[str] = IdentityMap()
         # As for all scalers, but of groups that cannot be referenced weakly.
         self._greeted: IdentityMap[bool] = IdentityMap()
@@ -107,7 +114,6 @@ class Agreement:
     def _begin_to_count(self) -> None:
         """Reset what depends on the groups, as every rank does that joins one."""
         self._forget_counts()
-        self.takes_lists = take_lists(self._groups or ())
         # By the collectives, the number of this scaler over the group.
         self._own_numbers: IdentityMap[int] = IdentityMap()
         self._policy: Policy | None = None
@@ -223,11 +229,15 @@ class Agreement:
     def identify(self, policy: Policy) -> int:
         """Return the number that tells policies and rules apart, and whether the scaler diagnoses."""
         if self._policy is not policy:
-            rule = 0 if self._skip is None else vector.identify(self._skip)
-            self._identity = vector.identify(policy) ^ rule ^ self._diagnoses
+            rule = 0 if self._skip is None else claims.identify(self._skip)
+            self._identity = claims.identify(policy) ^ rule ^ self._diagnoses
             # Another kind may change in place.
-            self._policy = policy if vector.is_fixed(policy) else None
+            self._policy = policy if claims.is_fixed(policy) else None
         return self._identity
+
+    def settings(self, policy: Policy) -> str:
+        """Return in words what :meth:`identify` returns as a number."""
+        return f"{shown(policy)}, diagnose={self._diagnoses}, skip={shown(self._skip)}"
 
     def met(self, optimizer: object) -> Met:
         """Return what of an optimizer is compared with the other ranks'."""
@@ -243,8 +253,7 @@ class Agreement:
             name = self._names.by_id(id(optimizer))
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             # With a name, ranks may hold other parts of a model, such as the stages of a pipeline.
-            known = Met(number, size, zlib.crc32(ascii(name or kind).encode()) & 0x7FFFFFFF)
-            self.kinds[known.kind] = kind if name is None else f"{kind}, named {name!r}"
+            known = Met(number, size, kind if name is None else f"named {name!r}")
             self._optimizers.put(optimizer, known)
         return known
 
@@ -267,19 +276,52 @@ class Agreement:
             self._own_numbers.put(collectives, number)
         return number
 
-    def greet(self, collectives: Collectives, like: Array, number: int) -> None:
+    # Messages.
+
+    def send(self, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None = None) -> Ballot:
+        """Start a message over the groups of a list in turn.
+
+        Over groups that are new this waits for the ranks, which compare their versions first.
+
+        Parameters
+        ----------
+        groups : sequence of Collectives
+            In one order on every rank; of none, the answer is what is sent.
+        sent : array
+            What this rank sends.
+        number : int
+            Of the iteration, for errors.
+        claim : Claim, optional
+            What the ranks must hold in common, of which ``sent`` has the hash over the first group.
+        """
+        with self.sending(number):
+            for one in groups:
+                self._greet(one, sent, number)
+            return Ballot(self, groups, sent, number, claim)
+
+    @contextlib.contextmanager
+    def sending(self, number: int) -> Iterator[None]:
+        """Use the groups no more if a message may have been started on some ranks and not on others."""
+        try:
+            yield
+        except (BackendError, CollectiveTimeoutError) as error:
+            self.lose(error, number)
+            raise
+        except GradscaleError:
+            raise
+        except BaseException as error:
+            self.break_off(error, number)
+            raise
+
+    def _greet(self, collectives: Collectives, like: Array, number: int) -> None:
         """Compare versions over a group before the first message of any scaler over it; ``like`` is that message."""
         group = getattr(collectives, "identity", collectives)
         if group in _greeted or group in self._greeted:
             return
         own = vector.greeting()
-        backend = None if isinstance(like, list) else registry.backend_for(like)
-        finish = collectives.start_max(own if backend is None else backend.integers(own, like))
-        agreed = finish()
-        _wait_for_ranks(finish)
-        vector.require_one_version(
-            agreed if backend is None else backend.read(agreed), own, whereabouts([collectives], number)
-        )
+        backend = registry.backend_for(like)
+        agreed = _agreed(collectives, backend.integers(own, like))
+        vector.require_one_version(backend.read(agreed), own, whereabouts([collectives], number))
         (_greeted if _is_weak(group) else self._greeted).put(group, True)
 
     def __getstate__(self) -> dict[str, object]:
@@ -294,7 +336,7 @@ class Agreement:
         copied._lost = self._lost
         # The same numbers, since some ranks may go on with a copy and others with the original.
         copied.steps, copied._optimizers, copied._count = self.steps, self._optimizers, self._count
-        copied._names, copied.kinds = self._names, self.kinds
+        copied._names = self._names
         copied._own_numbers, copied._had, copied._greeted = self._own_numbers, self._had, self._greeted
         return copied
 
@@ -306,43 +348,33 @@ class Agreement:
 class Ballot:
     """One message over the groups of a list in turn, from its start until the CPU has the answer.
 
-    Parameters
-    ----------
-    agreement : Agreement
-        The scaler's; it keeps why the ranks could not agree.
-    groups : sequence of Collectives
-        In one order on every rank; of none, the answer is what was sent.
-    sent : array or list of int
-        What this rank sends.
-    number : int
-        Of the iteration, for errors.
+    :meth:`Agreement.send` makes it, and says what its parameters are.
     """
 
-    def __init__(self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        groups: Sequence[Collectives],
+        sent: Array,
+        number: int,
+        claim: Claim | None,
+    ) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
-        self._shifts = vector.shifts([agreement.number_over(one) for one in groups]) if len(groups) > 1 else []
+        self._claims = [] if claim is None else [claim]
+        self._hashes: list[tuple[int, ...]] = []
+        if self._claims and len(groups) > 1:
+            numbers = map(agreement.number_over, groups)
+            self._claims = [self._claims[0]._replace(scaler=one, group=k) for k, one in enumerate(numbers)]
+            self._hashes = [claims.words(one) for one in self._claims]
+        self._failure: GradscaleError | None = None
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
         self._answers: list[Array] = []
         if groups:
-            self._start(groups[0], sent)
-
-    def _start(self, group: Collectives, sent: Array) -> None:
-        agreement = self._agreement
-        try:
-            agreement.greet(group, sent, self._number)
-            self._begun.append(group.start_max(sent))
-        except (BackendError, CollectiveTimeoutError) as error:
-            agreement.lose(error, self._number)
-            raise
-        except GradscaleError:
-            raise
-        except BaseException as error:
-            agreement.break_off(error, self._number)
-            raise
+            self._begun.append(groups[0].start_max(sent))
 
     def agreed(self, *, is_read: bool = False) -> Array:
-        """Finish the message, at the first call, and return the MAX over all ranks: an array or a list, as sent.
+        """Finish the message, at the first call, and return the MAX over all ranks.
 
         For a read, let the CPU wait for the ranks, as long as it can still give up.
         """
@@ -351,12 +383,13 @@ class Ballot:
             # After Ctrl-C this goes on where it was.
             while len(answers) < len(self._groups):
                 if len(self._begun) == len(answers):
-                    backend = None if isinstance(answers[-1], list) else registry.backend_for(answers[-1])
-                    shifted = vector.shifted(backend, answers[-1], self._shifts[len(answers) - 1])
-                    self._start(self._groups[len(answers)], shifted)
+                    backend = registry.backend_for(answers[-1])
+                    shifted = vector.shifted(backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1])
+                    with self._agreement.sending(self._number):
+                        self._begun.append(self._groups[len(answers)].start_max(shifted))
                 answers.append(self._begun[-1]())
             agreed = answers[-1] if answers else self.sent
-            if is_read and not isinstance(agreed, list):
+            if is_read:
                 for finish in self._begun:
                     _wait_for_ranks(finish)
         except (BackendError, CollectiveTimeoutError) as error:
@@ -365,22 +398,146 @@ class Ballot:
         return agreed
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
-        """Return the answer and what this rank has sent: one host read, none of lists."""
+        """Return the answer and what this rank has sent: one host read."""
         agreed = self.agreed(is_read=True)
-        if isinstance(agreed, list):
-            return agreed, self.sent
         return vector.read_both(backend_for(agreed), agreed, self.sent)
 
-    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy) -> Verdict:
-        """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ."""
-        return vector.read_verdict(
-            agreed,
-            sent,
-            policy,
-            lambda: whereabouts(self._groups, self._number),
-            sum(self._shifts),
-            self._agreement.kinds,
+    def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False) -> Verdict:
+        """Return the verdict from an answer that was read.
+
+        Raises
+        ------
+        ScaleDesyncError
+            If the ranks differ: they tell their claims, unless ``is_late``, since ranks then read it at other times.
+        """
+        return vector.verdict_of(agreed, self.require_one(agreed, sent, policy, is_late=is_late))
+
+    def require_one(
+        self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False
+    ) -> Sequence[int]:
+        """Raise ScaleDesyncError, as :meth:`verdict` does, or return what this rank has sent over the last group."""
+        if self._failure is not None:
+            raise self._failure
+        own = vector.shifted(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
+        found = vector.outcome(agreed, own)
+        if found is not Outcome.ONE_STATE:
+            self._failure = self._error(found, agreed, own, policy, is_late=is_late)
+            raise self._failure
+        return own
+
+    def _error(
+        self, found: Outcome, agreed: Sequence[int], own: Sequence[int], policy: Policy, *, is_late: bool
+    ) -> ScaleDesyncError:
+        where = whereabouts(self._groups, self._number)
+        if found is Outcome.FOREIGN:
+            return vector.foreign_message(where)
+        if found is Outcome.FAILED:
+            return ScaleDesyncError(
+                f"rank {vector.failed_rank(agreed)} has refused its gradients, seen by {where}: the error on that rank "
+                f"says why. No rank takes this step. Once they are right, load one checkpoint on every rank, or call "
+                f"set_group()"
+            )
+        settings = self._agreement.settings(policy)
+        differing, ending = "", ""
+        if found is Outcome.DIFFERENT and not is_late:
+            try:
+                differing = self._told(own, settings)
+            except (BackendError, TimeoutError) as error:
+                ending = f". Call set_group() with another group, too, since some rank has not told its own: {error}"
+                self._agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
+        if not differing:
+            claim = ", ".join(f"{name}={value!r}" for name, value in self._claims[-1]._asdict().items())
+            here = f"what this rank holds is {claim}, {settings}"
+            before = "a message before this one, of which the other ranks tell; " * (found is Outcome.TOLD)
+            differing = "; ".join([*vector.spread_of(agreed, own), f"{before}{here}"])
+        return ScaleDesyncError(
+            f"ranks hold different states, seen by {where}: {differing}. No rank takes this step. Load "
+            f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
+            f"update() for the same optimizers in the same order everywhere (a list of them, not a set){ending}"
         )
+
+    def _told(self, own: Sequence[int], settings: str) -> str:
+        """Tell the other ranks this rank's claim, and return in what they differ; empty if some rank tells nothing.
+
+        All ranks have seen the difference in the same answer. But some may have sent other messages since then, so each
+        first says that it tells, until all say so at once.
+        """
+        before = ""
+        for collectives, claim in zip(self._groups, self._claims, strict=True):
+            asking = vector.telling()
+            while (found := vector.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
+                if found is not Outcome.DIFFERENT:
+                    return before
+            carry = functools.partial(self._carry, collectives)
+            ranks = [gather_numbers(one.rank, collectives, carry) for one in self._groups]
+            told = json.dumps([vector.told(own, claim, settings), before]).encode()
+            # What several ranks tell is sent once.
+            hashes = gather_numbers(zlib.crc32(told) & 0x7FFFFFFF, collectives, carry)
+            firsts = [hashes.index(one) for one in hashes]
+            texts = gather_texts(told if collectives.rank in firsts else b"", collectives, carry)
+            received = [json.loads(texts[first]) for first in firsts]
+            differing = claims.difference(
+                {rank: one for rank, (one, _) in zip(zip(*ranks, strict=True), received, strict=True)}
+            )
+            # Others may have differed over the groups before.
+            before = claims.joined([differing, *(text for _, text in received)])
+        return before
+
+    def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
+        sent = vector.carrying(claims.words(None), values)
+        agreed = self._answer(collectives, sent)
+        if vector.outcome(agreed, sent) is not Outcome.ONE_STATE:
+            msg = "another message came in between"
+            raise BackendError(msg)
+        return vector.carried(agreed)
+
+    def _answer(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
+        """Send a message whose answer comes within seconds, and return it."""
+        backend = registry.backend_for(self.sent)
+        sent = backend.integers(values, self.sent)
+
+        def call() -> list[int]:
+            return backend.read(_agreed(collectives, sent))
+
+        within: Callable[[float], contextlib.AbstractContextManager[None]] | None
+        within = getattr(collectives, "within", None)
+        if within is None:
+            return call_within(call, _PATIENCE)
+        with within(_PATIENCE):
+            return call()
+
+
+def gather_numbers(number: int, collectives: Collectives, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
+    """Return an int32 of each rank; ``carry`` sends some values, and returns the MAX of each over the ranks."""
+    return _gather([number], collectives.rank, collectives.size, carry)
+
+
+def gather_texts(sent: bytes, collectives: Collectives, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[bytes]:
+    """Return the bytes of each rank, by rounds of ``carry``."""
+    lengths = gather_numbers(len(sent), collectives, carry)
+    counts = [-(-length // 4) for length in lengths]
+    ends = list(itertools.accumulate(counts))
+    mine = struct.unpack(f"<{counts[collectives.rank]}i", sent + bytes(-len(sent) % 4))
+    agreed = _gather(mine, ends[collectives.rank] - len(mine), ends[-1], carry)
+    packed = struct.pack(f"<{ends[-1]}i", *agreed)
+    begins = [4 * (end - count) for end, count in zip(ends, counts, strict=True)]
+    return [packed[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
+
+
+def _gather(mine: Sequence[int], begin: int, total: int, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
+    """Return int32 of all ranks, of which this rank has those from ``begin`` on, and all others the lowest there."""
+    before = [_LOWEST_INT32] * begin
+    values = [*before, *mine, *[_LOWEST_INT32] * (total + vector.CARRIED - begin - len(mine))]
+    rounds = (carry(values[start : start + vector.CARRIED]) for start in range(0, total, vector.CARRIED))
+    return list(itertools.chain.from_iterable(rounds))[:total]
+
+
+def _agreed(collectives: Collectives, sent: Array) -> Array:
+    """Send an array, and return the MAX over the ranks once the CPU has waited for it."""
+    finish = collectives.start_max(sent)
+    agreed = finish()
+    _wait_for_ranks(finish)
+    return agreed
 
 
 def _wait_for_ranks(finish: Callable[[], Array]) -> None:
@@ -388,11 +545,6 @@ def _wait_for_ranks(finish: Callable[[], Array]) -> None:
     wait: Callable[[], None] | None = getattr(finish, "wait", None)
     if wait is not None:
         wait()
-
-
-def take_lists(groups: Sequence[Collectives]) -> bool:
-    """Tell whether groups take lists of int as well as arrays: all of them have a true attribute ``takes_lists``."""
-    return all(getattr(collectives, "takes_lists", False) for collectives in groups)
 
 
 def whereabouts(groups: Sequence[Collectives], number: int) -> str:

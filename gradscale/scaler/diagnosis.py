@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import cmath
 import dataclasses
+import functools
+import json
+import operator
 import sys
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import array_namespace, device, is_array_api_obj
 
-from gradscale.core import ops, registry, tree, validation
-from gradscale.core.arithmetic import Kind, kind_of, library_name
-from gradscale.core.gradients import HeldArray, NamedGradient, held_arrays, name_gradients, named_gradients
+from gradscale.core import registry, tree, validation
+from gradscale.core.arithmetic import Kind, is_floating, kind_of, library_name, nonfinite_flag
+from gradscale.core.claims import Call
+from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
+from gradscale.core.leaves import first_floating, require_arrays
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.summaries import Summary, count_nonfinite
-from gradscale.core.vector import Purpose, Verdict
-from gradscale.errors import GradscaleError, InvalidTypeError
+from gradscale.core.summaries import Summary
+from gradscale.core.vector import Verdict
+from gradscale.errors import BackendError, GradscaleError, InvalidTypeError
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
-from gradscale.scaler.overflow import gather as gather_reports
 
 __all__ = ["Asked", "Diagnosis"]
 
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
 _SUSPICIOUS = 3
+# A gathered report lists so many entries of all ranks together, or so many of each, whichever is more: all of 3000
+# parameters on 512 ranks would be some 200 MB on every one of them.
+_GATHERED = 4096
+_GATHERED_OF_EACH = 8
+_LOWEST_INT32 = -(2**31)
 
 
 class Asked(NamedTuple):
@@ -57,7 +67,8 @@ class Diagnosis:
     """
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
-        self._live, _, self._unscaler, self._agreement, self._reports, *_ = parts
+        self._live, self._agreement, self._reports = parts.live, parts.agreement, parts.reports
+        self._hooks, self._listed = parts.live.hooks, parts.listed
         self._enabled = enabled
         # How many of the last steps of an optimizer have overflowed.
         self._overflows: IdentityMap[int] = IdentityMap()
@@ -77,7 +88,10 @@ class Diagnosis:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
         minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
-        groups = self._groups_for(optimizer, turn) if gather and self._enabled else ()
+        groups: Sequence[Collectives] = ()
+        if gather and self._enabled:
+            groups = iteration.groups_for(optimizer)
+            groups = groups if turn is None else turn.groups or groups
         if not groups:
             return OverflowReport.of([self._look(optimizer, iteration, turn, asked)], minimum)
         failure: Exception | None = None
@@ -85,103 +99,91 @@ class Diagnosis:
             own = self._look(optimizer, iteration, turn, asked)
         except Exception as error:
             # Any error, also one of the library or of a user's iterator: the other ranks wait for this one.
-            failure, own = error, RankReport((), failure=f"{type(error).__name__}: {error}")
-        like = self._like_any(optimizer, iteration)
-        exchanges: IdentityMap[Exchange] = IdentityMap()
-        for index, group in enumerate(groups):
-            exchanges.put(group, Exchange(iteration, group, Purpose.DIAGNOSIS, optimizer, index=index))
-
-        def agree(collectives: Collectives, values: list[int]) -> list[int]:
-            return exchanges[collectives].maximum(values, like)
-
-        reports = gather_reports(own, groups, agree)
+            failure, own = error, RankReport(failure=f"{type(error).__name__}: {error}")
+        exchanges = [
+            Exchange(iteration, group, Call.DIAGNOSIS, optimizer, index=index) for index, group in enumerate(groups)
+        ]
+        reports = _gather(own, exchanges, self._like_any(optimizer, iteration))
         if failure is not None:
             raise failure
         return OverflowReport.of(reports, minimum)
 
     def count_nonfinite(self, leaves: Sequence[object]) -> Array | None:
-        """Return how many arrays, of those on this rank, are not finite; None without any. No host read."""
-        return count_nonfinite([self._unscaler.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)])
-
-    def _groups_for(self, optimizer: Optimizer, turn: Turn | None) -> Sequence[Collectives]:
-        """Return the groups to gather over; empty for a process alone."""
-        given = self._agreement.usable_groups()
-        agreed_over = () if turn is None or turn.pending is None else turn.pending.groups
-        return self._unscaler.groups_for(optimizer, agreed_over or given)
+        """Return how many arrays, of those on this rank, are not finite, 0-d int32; None without any. No host read."""
+        found = [self._hooks.values_of(leaf) for leaf in leaves if is_array_api_obj(leaf)]
+        floating = [x for x in found if x is not None and is_floating(x)]
+        if not floating:
+            return None
+        flags = [nonfinite_flag(x, device(floating[0])) for x in floating]
+        return array_namespace(flags[0]).asarray(functools.reduce(operator.add, flags))
 
     def _holds_scaled(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None) -> bool:
         """Tell whether an optimizer's gradients are still scaled."""
         if _is_ready(turn) and self._enabled and iteration.scaled:
             return True
         if turn is not None and turn.stage is Stage.UNSCALED:
-            return turn.pending is not None and turn.pending.is_scaled
-        if not self._unscaler.was_left_scaled(optimizer):
+            return turn.found is not None and turn.found.is_scaled
+        if not self._hooks.was_left_scaled(optimizer, self._listed):
             return False
         # An optimizer that unscales by itself does so only where it steps.
         verdict = _known(turn)
-        return self._reports.last(optimizer).skipped if verdict is None else verdict.is_skipped
+        return self._reports.last(optimizer).skipped if verdict is None else verdict.reason > 0
 
     def _look(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, asked: Asked) -> RankReport:
         """Look at what this rank holds: one host read."""
-        unnamed = named_gradients(optimizer)
-        located = name_gradients(unnamed, asked.names)
-        chosen = self._choose(optimizer, located)
-        paths = {one.name: named.name for one, named in zip(unnamed, located, strict=True)}
-        held = self._held(optimizer, located, paths, asked) if asked.searches else None
-        arrays = [x for _, _, x in chosen if x is not None] + [x for _, x in held or ()]
+        located = named_gradients(optimizer)
+        named = name_gradients(located, asked.names)
+        looked, is_searched = self._choose(optimizer, named), asked.searches
+        if is_searched:
+            try:
+                held = held_arrays(optimizer, located, named, asked.params, asked.state)
+                values = [(one, self._hooks.values_of(one.array)) for one in held]
+                looked += [(index, one, x) for index, (one, x) in enumerate(values) if x is not None]
+            except GradscaleError:
+                if not asked.is_by_itself:
+                    raise
+                is_searched = False
         is_scaled = self._holds_scaled(optimizer, iteration, turn)
         # Whether the gradients are those of an earlier iteration, or no scaler's.
         is_over = _is_ready(turn) and not (self._enabled and iteration.scaled)
         scale, state, number = self._scale_of(optimizer, iteration, turn, is_over=is_over)
         counts, lost = self._judge_loss(asked.loss, [] if is_over else list(iteration.loss_nonfinite))
-        knows_loss = asked.loss is not None or len(counts) > 0
         others = [array_namespace(count).reshape(count, (1,)) for count in counts]
         if state is not None:
             others.append(self._live.backend_for(state.scale).fingerprint(state))
-        summaries: list[Summary] = []
-        if arrays or others:
-            summaries, values = self._read(arrays, others)
-            if state is not None:
-                scale = validation.float32_from_bits(values.pop()[0])
-            lost += sum(value for (value,) in values)
+        summaries, numbers = self._read([x for _, _, x in looked if x is not None], others)
+        if state is not None:
+            scale = validation.float32_from_bits(numbers.pop()[0])
         remaining = iter(summaries)
-        divisor = scale if is_scaled else 1.0
-        entries = [
+        reports = [
             ParameterReport(one.name, index=index, missing=True)
             if x is None
-            else _entry(index, one.name, self._unscaler.shape_of(one.gradient), x, next(remaining), divisor)
-            for index, one, x in chosen
+            else self._report(index, one, x, next(remaining), scale if is_scaled and one.kind == "gradient" else 1.0)
+            for index, one, x in looked
         ]
-        entries.sort(key=lambda entry: entry.badness)
-        searched = []
-        for index, (one, x) in enumerate(held or ()):
-            entry = _entry(index, one.name, self._unscaler.shape_of(one.array), x, next(remaining), 1.0)
-            searched.append(dataclasses.replace(entry, kind=one.kind, key=one.key))
-        broken = sorted((entry for entry in searched if entry.nonfinite), key=lambda entry: entry.badness)
+        reports.sort(key=lambda report: report.badness)
+        broken = tuple(report for report in reports if report.kind != "gradient" and report.nonfinite)
         return RankReport(
-            rank=(),
-            entries=tuple(entries),
-            broken=None if held is None else tuple(broken),
+            entries=tuple(report for report in reports if report.kind == "gradient"),
+            broken=broken if is_searched else None,
             scale=scale,
             iteration=number,
             is_scaled=is_scaled,
-            loss_nonfinite=lost if knows_loss else None,
+            loss_nonfinite=lost + sum(map(sum, numbers)) if counts or asked.loss is not None else None,
         )
 
-    def _held(
-        self, optimizer: Optimizer, located: Sequence[NamedGradient], paths: Mapping[str, str], asked: Asked
-    ) -> list[tuple[HeldArray, Array]] | None:
-        """Return the weights and the arrays of the state with their values; None if the scaler knows of none."""
-        try:
-            held = held_arrays(optimizer, located, paths, asked.params, asked.state)
-        except GradscaleError:
-            if asked.is_by_itself:
-                return None
-            raise
-        return [(one, x) for one in held if (x := self._unscaler.values_of(one.array)) is not None]
+    def _report(self, index: int, one: HeldArray, x: Array, found: Summary, divisor: float) -> ParameterReport:
+        has_finite = found.largest > 0.0 or found.inf + found.nan < found.size
+        # Divided by a scale below 1 it may be beyond float64.
+        largest = min(found.largest / divisor, sys.float_info.max) if has_finite else None
+        counted = found._asdict() | {"largest": largest, "dtype": str(x.dtype).rpartition(".")[2]}
+        shape = self._hooks.shape_of(one.array)
+        return ParameterReport(one.name, index=index, shape=shape, kind=one.kind, key=one.key, **counted)
 
     def _read(self, arrays: list[Array], others: list[Array]) -> tuple[list[Summary], list[list[int]]]:
         """Summarize arrays and read others: one host read, and one for each array of another library than the first."""
+        if not arrays and not others:
+            return [], []
         first = (arrays or others)[0]
         foreign = [k for k, x in enumerate(arrays) if array_namespace(x) is not array_namespace(first)]
         own = [x for k, x in enumerate(arrays) if k not in foreign]
@@ -190,22 +192,20 @@ class Diagnosis:
             summaries[k:k] = registry.backend_for(arrays[k]).read_summaries([arrays[k]])[0]
         return summaries, values
 
-    def _choose(
-        self, optimizer: Optimizer, located: Sequence[NamedGradient]
-    ) -> list[tuple[int, NamedGradient, Array | None]]:
+    def _choose(self, optimizer: Optimizer, named: Sequence[HeldArray]) -> list[tuple[int, HeldArray, Array | None]]:
         """Return the floating gradients with their positions and values, and those that are missing."""
         what = f"gradient of {type(optimizer).__name__}"
-        ops.require_arrays([one.gradient for one in located], what=what)
+        require_arrays([one.array for one in named], what=what)
         chosen = []
         library = None
-        for index, one in enumerate(located):
-            if isinstance(one.gradient, int) or (one.gradient is not None and kind_of(one.gradient) is Kind.INTEGRAL):
+        for index, one in enumerate(named):
+            if isinstance(one.array, int) or (one.array is not None and kind_of(one.array) is Kind.INTEGRAL):
                 continue
-            values = None if one.gradient is None else self._unscaler.values_of(one.gradient)
+            values = None if one.array is None else self._hooks.values_of(one.array)
             if values is not None:
                 xp = array_namespace(values)
                 library = library or xp
-                if kind_of(values) is Kind.UNKNOWN or xp is not library:
+                if not is_floating(values) or xp is not library:
                     msg = (
                         f"{what} {one.name} must be a floating array of one library, {library_name(library)}, got "
                         f"one of {library_name(xp)} with dtype {values.dtype!r}"
@@ -218,7 +218,7 @@ class Diagnosis:
         """Return the counts of arrays of the unscaled loss that are not finite, on the device, and that of floats."""
         if loss is None:
             return remembered, 0
-        leaves = [leaf for _, leaf in tree.leaves_with_paths(loss)]
+        leaves = tree.flatten(loss)[0]
         # NumPy's float64 is both a number and an array.
         numbers = [leaf for leaf in leaves if leaf is not None and not is_array_api_obj(leaf)]
         for number in numbers:
@@ -246,21 +246,20 @@ class Diagnosis:
         if not self._live.is_made and iteration.state is None:
             return self._live.scale(), None, number
         state = iteration.in_force()
-        if isinstance(state.scale, float):
-            return state.scale, None, number
-        return 1.0, state, number
+        scale = self._live.backend.peek(state[:1])
+        return (1.0, state, number) if scale is None else (scale[0], None, number)
 
     def _like_any(self, optimizer: Optimizer, iteration: Iteration) -> Array:
         """Return an array of the library that this rank agrees in."""
         if self._live.is_made:
-            return self._live.arrays(self._live.current()).scale
+            return self._live.current().scale
         try:
-            gradients = [one.gradient for one in named_gradients(optimizer) if one.gradient is not None]
-            found = [self._unscaler.values_of(gradient) for gradient in gradients]
+            gradients = [one.array for one in named_gradients(optimizer) if one.array is not None]
+            found = [self._hooks.values_of(gradient) for gradient in gradients]
         except Exception:
             # Looking at them has raised the same error, which diagnose raises once all ranks know.
             found = []
-        like = ops.first_floating(found)
+        like = first_floating(found)
         if like is None:
             like = self._live.example()
         return self._agreement.example(self._live, iteration.number) if like is None else like
@@ -275,20 +274,38 @@ def _is_ready(turn: Turn | None) -> bool:
     return turn is None or turn.stage is Stage.READY
 
 
-def _entry(
-    index: int, name: str, shape: tuple[int, ...], values: Array, summary: Summary, divisor: float
-) -> ParameterReport:
-    has_finite = summary.largest > 0.0 or summary.inf + summary.nan < summary.size
-    return ParameterReport(
-        name=name,
-        index=index,
-        shape=shape,
-        dtype=str(values.dtype).rpartition(".")[2],
-        size=summary.size,
-        inf=summary.inf,
-        nan=summary.nan,
-        zeros=summary.zeros,
-        subnormals=summary.subnormals,
-        # Divided by a scale below 1 it may be beyond float64.
-        largest=min(summary.largest / divisor, sys.float_info.max) if has_finite else None,
-    )
+def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list[RankReport]:
+    """Return the reports of all ranks, the same on every rank, by two all-reduces for each group.
+
+    If a rank could not look at its gradients, as its report's ``failure`` says, the other ranks raise a BackendError.
+    """
+    # A rank is known by its ranks in all groups: the report of one may arrive over two of them.
+    rank = tuple(exchange.rank for exchange in exchanges)
+    reports = {rank: dataclasses.replace(own, rank=rank)}
+    for exchange in exchanges:
+        limit = max(_GATHERED_OF_EACH, _GATHERED // (exchange.size * len(reports)))
+        sent = _pack([report.worst(limit) for report in reports.values()])
+        received = exchange.texts(sent, like)
+        reports = {report.rank: report for message in received for report in _unpack(message)}
+    failed = [report for report in reports.values() if report.failure]
+    if failed and not own.failure:
+        where = ", ".join("/".join(map(str, report.rank)) for report in failed)
+        msg = f"the diagnosis failed on rank {where}, and so on all: {failed[0].failure}"
+        raise BackendError(msg)
+    return list(reports.values())
+
+
+def _pack(reports: Sequence[RankReport]) -> bytes:
+    return zlib.compress(json.dumps([dataclasses.astuple(report) for report in reports]).encode())
+
+
+def _unpack(message: bytes) -> list[RankReport]:
+    reports = []
+    # What is behind the end of what was compressed is left out.
+    for rank, entries, broken, *rest in json.loads(zlib.decompressobj().decompress(message)):
+        first, second = (
+            tuple(ParameterReport(name, tuple(rank), k, tuple(shape), *more) for name, _, k, shape, *more in rows)
+            for rows in (entries, broken or ())
+        )
+        reports.append(RankReport(tuple(rank), first, None if broken is None else second, *rest))
+    return reports

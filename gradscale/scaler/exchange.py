@@ -1,60 +1,61 @@
-"""Exchange: a MAX of a few integers over one group, for the norms and diagnoses of one iteration."""
+"""Exchange: what each rank of one group holds, for the norms and diagnoses of one iteration."""
 
 from __future__ import annotations
 
-from gradscale.core import vector
+import functools
+from collections.abc import Sequence
+
+from gradscale.core import claims, vector
+from gradscale.core.claims import Call, Claim
 from gradscale.core.protocols import Array, Collectives, Optimizer
-from gradscale.core.vector import Purpose
-from gradscale.scaler.agreement import Ballot, take_lists
+from gradscale.scaler.agreement import gather_numbers, gather_texts
 from gradscale.scaler.iteration import Iteration
 
 __all__ = ["Exchange"]
 
 
 class Exchange:
-    """A MAX of a few integers over one group, after a message of the usual length that announces it.
+    """Values of each rank of one group, in rounds of messages of the usual form; arrays are of the library of ``like``.
 
-    ``index`` is the position of the group in the scaler's list.
+    If some rank makes another call, the first round is a ScaleDesyncError on every rank. ``index`` is the position of
+    the group in the scaler's list.
     """
 
     def __init__(
         self,
         iteration: Iteration,
         collectives: Collectives,
-        purpose: Purpose,
+        call: Call,
         optimizer: Optimizer,
         *,
         max_norm: float | None = None,
         index: int = 0,
     ) -> None:
         self.rank, self.size = collectives.rank, collectives.size
-        self._iteration, self._groups = iteration, [collectives]
-        self._about = self._groups, optimizer, max_norm, purpose, index
-        self._is_announced = False
+        self._iteration, self._group = iteration, collectives
+        self._about = [collectives], optimizer, max_norm, call, index
+        self._claim: Claim | None = None
 
     def announce(self, like: Array) -> None:
-        """Tell the other ranks what comes; ScaleDesyncError on every rank if one comes by another call.
+        """Tell the other ranks that a collective of another kind comes next."""
+        self._carry(like, [0] * vector.CARRIED)
 
-        That is seen before messages of different lengths meet. One collective, one host read.
-        """
+    def numbers(self, number: int, like: Array) -> list[int]:
+        """Return the int32 of each rank; a round, and a host read, for each 8 of them."""
+        return gather_numbers(number, self._group, functools.partial(self._carry, like))
+
+    def texts(self, sent: bytes, like: Array) -> list[bytes]:
+        """Return the bytes of each rank; a round, and a host read, for each 32 of them."""
+        return gather_texts(sent, self._group, functools.partial(self._carry, like))
+
+    def _carry(self, like: Array, values: Sequence[int]) -> list[int]:
         iteration = self._iteration
-        sent = vector.announcement(iteration.position(*self._about))
-        with iteration.agreement.failing():
-            ballot, agreed = self._send(sent, like)
-            ballot.verdict(agreed, sent, iteration.live.policy)
-        self._is_announced = True
-
-    def maximum(self, values: list[int], like: Array) -> list[int]:
-        """Return the element-wise MAX over the group, sent in the library of ``like``; the first one is announced."""
-        if not self._is_announced:
-            self.announce(like)
-        with self._iteration.agreement.failing():
-            return self._send(values, like)[1]
-
-    def _send(self, values: list[int], like: Array) -> tuple[Ballot, list[int]]:
-        iteration = self._iteration
-        backend = iteration.live.backend_for(like)
-        sent = values if take_lists(self._groups) else backend.integers(values, like)
-        ballot = Ballot(iteration.agreement, self._groups, sent, iteration.number)
-        agreed = ballot.agreed(is_read=True)
-        return ballot, agreed if isinstance(agreed, list) else backend.read(agreed)
+        agreement, live = iteration.agreement, iteration.live
+        # One for all rounds, of which other rows of a grid of ranks may have more.
+        self._claim = claim = self._claim or iteration.claim(*self._about)
+        sent = live.backend_for(like).integers(vector.carrying(claims.words(claim), values), like)
+        with agreement.failing():
+            ballot = agreement.send([self._group], sent, iteration.number, claim)
+            agreed, own = ballot.read(live.backend_for)
+            ballot.require_one(agreed, own, live.policy)
+        return vector.carried(agreed)

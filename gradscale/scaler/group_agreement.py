@@ -7,18 +7,19 @@ from typing import overload
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core import registry, validation, vector
+from gradscale.core import claims, registry, validation, vector
 from gradscale.core.arithmetic import as_0d_array
+from gradscale.core.claims import Call, Claim
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.vector import Purpose, Reason
+from gradscale.core.vector import Reason
 from gradscale.errors import (
     BackendError,
     InvalidTypeError,
     ScaleUnderflowError,
 )
-from gradscale.scaler.agreement import Agreement, Ballot, whereabouts
-from gradscale.scaler.scaler import DEFAULT_TIMEOUT
+from gradscale.scaler.agreement import Agreement, whereabouts
+from gradscale.scaler.options import DEFAULT_TIMEOUT
 
 __all__ = ["GroupAgreement"]
 
@@ -126,18 +127,18 @@ class GroupAgreement:
         backend = registry.backend_for(state.scale)
         backend.refuse_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
-        scaler = agreement.number_over(self._groups[0])
-        position = vector.position(self._calls, purpose=Purpose.GROUP_AGREEMENT, scaler=scaler)
         # Ranks of which some skip spikes would train on apart.
-        about = (agreement.identify(self._policy) ^ (spike is not None), *position)
+        call = Call.GROUP_AGREEMENT if spike is None else Call.GROUP_AGREEMENT_ON_SPIKES
+        scaler, settings = agreement.number_over(self._groups[0]), agreement.identify(self._policy)
+        claim = Claim(call, self._calls, scaler=scaler, settings=settings)
         code: Array | int = 0
         if spike is not None:
             # No product with a Python number: NumPy 1 would make it int64.
             number = xp.full_like(spike, vector.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
             code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
-        sent = backend.pack(self._policy, state, nonfinite, about, code=code)
+        sent = vector.of_arrays(backend, self._policy, state, nonfinite, claims.words(claim), code=code)
         with agreement.failing():
-            ballot = Ballot(agreement, self._groups, sent, self._calls)
+            ballot = agreement.send(self._groups, sent, self._calls, claim)
             verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
         self._calls += 1
         if verdict.nonfinite and verdict.at_min_scale:
@@ -147,8 +148,7 @@ class GroupAgreement:
                 f"for inf or NaN in the unscaled loss, the data or the weights"
             )
             raise ScaleUnderflowError(msg)
-        # Not by index, for which NumPy gives a scalar.
-        agreed = xp.reshape(ballot.agreed()[:1], ())
+        agreed = vector.found_in(ballot.agreed()).nonfinite
         if spike is None:
             return agreed
         return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=xp.bool)

@@ -10,10 +10,12 @@ from typing import NamedTuple, NoReturn
 
 from array_api_compat import array_namespace
 
-from gradscale.core import vector
+from gradscale.core import claims, vector
+from gradscale.core.claims import Call, Claim
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.vector import Position, Purpose, Reason, Verdict
+from gradscale.core.unscaling import Found, Listed, Request
+from gradscale.core.vector import HELD, Reason, Verdict
 from gradscale.errors import (
     BackendError,
     CallOrderError,
@@ -22,15 +24,18 @@ from gradscale.errors import (
     InvalidTypeError,
     InvalidValueError,
     ScaleDesyncError,
+    ScaleUnderflowError,
 )
+from gradscale.policies.dynamic import next_numbers
 from gradscale.policies.spikes import SpikeState
-from gradscale.scaler.agreement import Agreement, Ballot, take_lists
+from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.overflow import NO_GRADIENTS
-from gradscale.scaler.parts import LiveState, Pending, Request, Scaling, Unscaler
-from gradscale.scaler.reports import Reports, StepReport
+from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.spikes import Judged, Losses, Spikes
+from gradscale.scaler.state import LiveState, checked_scale
+from gradscale.scaler.verdict import Pending
 
-__all__ = ["Iteration", "Parts", "Stage", "Turn"]
+__all__ = ["Iteration", "Outcome", "Parts", "Stage", "Turn"]
 
 _ORDER = (
     "The right order in each iteration: scale(loss) and the backward pass; then, for each optimizer, "
@@ -43,18 +48,17 @@ _INCOMPLETE = (
 )
 
 _NO_LOSSES = Losses()
+_UNSCALING = Request()
 
 
 class Parts(NamedTuple):
-    """What a scaler is made of: the array scaler's own parts, or those that an adapter brings."""
+    """What a scaler is made of."""
 
     live: LiveState
-    scaling: Scaling
-    unscaler: Unscaler
     agreement: Agreement
-    reports: Reports[Pending]
-    begin_verdict: Callable[..., Pending]
-    """Starts the agreement on one optimizer: the class PendingVerdict, or an adapter's."""
+    reports: Reports
+    listed: Listed
+    """The parameters of optimizers, kept from call to call."""
     spikes: Spikes | None = None
     """What judges losses and norms; None if nothing does."""
 
@@ -74,8 +78,14 @@ class Turn:
     ----------
     stage : Stage
         How far it has come.
+    found : Found or None
+        What this rank has found in its gradients, once they are unscaled.
+    state : ScaleState or None
+        What they were unscaled with.
+    groups : sequence of Collectives
+        What is agreed over; empty for a process that decides alone.
     pending : Pending or None
-        The verdict on its gradients, once they are unscaled.
+        The verdict on its gradients.
     verdict : Verdict or None
         What the optimizer was stepped by, if that was read.
     by_closure : bool
@@ -94,6 +104,9 @@ class Turn:
     """
 
     stage = Stage.READY
+    found: Found | None = None
+    state: ScaleState | None = None
+    groups: Sequence[Collectives] = ()
     pending: Pending | None = None
     verdict: Verdict | None = None
     by_closure = has_begun_to_step = is_refused = False
@@ -110,6 +123,15 @@ class Turn:
     def is_judged(self) -> bool:
         """Whether the gradients have been judged, so that the verdict counts in the update."""
         return self.pending is not None and self.pending.is_begun
+
+
+class Outcome(NamedTuple):
+    """What an iteration has come to."""
+
+    report: Callable[[], UpdateReport] | None
+    """Returns the report of the update; None if nobody wants it."""
+    underflow: ScaleUnderflowError | None
+    """What is to be raised."""
 
 
 class Iteration:
@@ -149,7 +171,7 @@ class Iteration:
     def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
         self.parts = parts
-        self.live, _, self.unscaler, self.agreement, self.reports, self._begin_verdict, self._spikes = parts
+        self.live, self.agreement, self.reports, self._listed, self._spikes = parts
         self.scaled = self.is_of_replaced_state = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
@@ -235,7 +257,7 @@ class Iteration:
     def lower(self) -> bool:
         """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
         state = self.lowered or self.state or self.live.current()
-        self.lowered = self.live.lowered(state)
+        self.lowered = self.live.policy.backoff(state)
         return self.lowered is not state
 
     # An optimizer's way.
@@ -249,7 +271,8 @@ class Iteration:
             self.wrong_order("unscale_() has already been called on this optimizer since the last update()")
         if turn.stage is Stage.STEPPED:
             self.wrong_order("unscale_() is being called after step() on this optimizer")
-        self.catch_up()
+        if self.reports.under_way:
+            self.catch_up()
         return turn
 
     def begin_step(self, optimizer: Optimizer) -> Turn:
@@ -259,25 +282,23 @@ class Iteration:
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order("step() has already been called on this optimizer since the last update()")
-        if turn.stage is Stage.READY:
+        if turn.stage is Stage.READY and self.reports.under_way:
             self.catch_up()
         return turn
 
     def catch_up(self) -> None:
         """Look at the late verdicts that have arrived: ranks may differ, and the scale is known for a while."""
-        if self.reports.under_way:
-            for pending in self.reports.poll():
-                with self.agreement.failing():
-                    verdict = pending.verdict()
-                self.live.observe(verdict.scale, pending.version)
-                if not verdict.has_gradients and not verdict.code:
-                    # No error: each rank would raise it at another call, and the others would wait for it.
-                    warn_caller(
-                        f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
-                    )
+        for pending in self.reports.poll():
+            with self.agreement.failing():
+                verdict = pending.read()
+            if verdict.reason is Reason.NO_GRADIENTS:
+                # No error: each rank would raise it at another call, and the others would wait for it.
+                warn_caller(
+                    f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
+                )
 
     def unscale(
-        self, turn: Turn, optimizer: Optimizer, request: Request | None = None, *, is_look: bool = False
+        self, turn: Turn, optimizer: Optimizer, request: Request = _UNSCALING, *, is_look: bool = False
     ) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
 
@@ -298,7 +319,7 @@ class Iteration:
         live, agreement = self.live, self.agreement
         groups = agreement.usable_groups()
         try:
-            gradients = self.unscaler.collect(optimizer, request)
+            gradients = live.hooks.collect(optimizer, self._listed, request)
         except (InvalidTypeError, InvalidValueError):
             self._tell_of_refusal(optimizer)
             raise
@@ -316,23 +337,22 @@ class Iteration:
             if like is None:
                 like = agreement.example(live, self.number)
         # Over a group another rank may have the loss.
-        if not self.scaled and not groups and not live.is_scaled_unseen:
+        if not self.scaled and not groups and not live.warned_of_unscaled_loss and not live.hooks.is_replayed:
             warn_caller(
                 f"scale() was not called in iteration {self.number}, and the gradients of {type(optimizer).__name__} "
                 f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
                 f"from before update(), which may have changed the scale, call step() before update(). If you have "
                 f"multiplied the loss by get_scale(), all is well. (Said once.)"
             )
-            live.is_scaled_unseen = True
-        max_norm = None if request is None else request.max_norm
+            live.warned_of_unscaled_loss = True
         is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_judged
         if self._spikes is not None and not groups and not is_seen:
-            self._spikes.warn_of_nothing(self.losses, has_norm=max_norm is not None)
+            self._spikes.warn_of_nothing(self.losses, has_norm=request.max_norm is not None)
         state = self.in_force(like)
         before = turn.stage, turn.pending
         turn.stage, turn.pending = Stage.UNSCALED, None
         try:
-            found = self.unscaler.unscale(gradients, live, state)
+            found = gradients.unscale(live, state)
         except BaseException as error:
             # After a failure some gradients may be divided already, but not after a refusal or in a second look.
             if not gradients.is_touched:
@@ -344,7 +364,9 @@ class Iteration:
             # If gradients are judged a second time their norm is not known any longer.
             if turn.is_refused or (before[0] is Stage.READY and self._spikes is not None):
                 turn.code = self._reason_code(turn, optimizer, found.norm, state)
-            turn.pending = self._begin_verdict(self, found, state, groups, optimizer, max_norm, turn.code)
+            claim = self.claim(groups, optimizer, request.max_norm) if groups else None
+            turn.found, turn.state, turn.groups = found, state, groups
+            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code)
         except GradscaleError as error:
             agreement.failure = error
             raise
@@ -359,7 +381,7 @@ class Iteration:
             self.wrong_order("refuse() is being called after step() on this optimizer")
         # In a closure an evaluation before may have left its verdict.
         pending = turn.pending if turn.stage is Stage.UNSCALED else None
-        if pending is not None and pending.groups:
+        if pending is not None and turn.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
         turn.is_refused = True
         if pending is not None:
@@ -373,8 +395,7 @@ class Iteration:
             return vector.reason_code(Reason.REFUSED, self.agreement.rank())
         if self._spikes is None or turn.has_begun_to_step:
             return 0
-        live = self.live
-        found = self._spikes.judge(optimizer, losses, norm, lambda: live.arrays(state).scale)
+        found = self._spikes.judge(optimizer, losses, norm, lambda: state.scale)
         if found is None:
             return 0
         is_spike, turn.judged = found
@@ -392,16 +413,15 @@ class Iteration:
         agreement, live = self.agreement, self.live
         # What fails now is not what is wrong.
         with contextlib.suppress(Exception):
-            groups = self.unscaler.groups_for(optimizer, agreement.usable_groups())
+            groups = self.groups_for(optimizer)
             if not groups or agreement.failure is not None:
                 return
-            sent: Array = vector.refusal(self.position(groups, optimizer), agreement.rank())
-            if not take_lists(groups):
-                is_known = self.state is not None or live.is_made
-                like = live.arrays(self.in_force(None if is_known else agreement.example(live, self.number))).scale
-                sent = live.backend_for(like).integers(sent, like)
+            claim = self.claim(groups, optimizer)
+            if self.state is None and not live.is_made:
+                self.in_force(agreement.example(live, self.number))
+            sent = live.backend.integers(vector.refusal(claims.words(claim), agreement.rank()), live.current().scale)
             with agreement.failing():
-                ballot = Ballot(agreement, groups, sent, self.number)
+                ballot = agreement.send(groups, sent, self.number, claim)
                 ballot.verdict(*ballot.read(live.backend_for), live.policy)
 
     def verdict(self, turn: Turn) -> Verdict:
@@ -415,11 +435,12 @@ class Iteration:
             If the ranks differ or do not come. The iteration can then only be abandoned.
         """
         pending = turn.pending
-        if pending is None or not pending.is_begun or self.agreement.failure is not None:
+        is_begun = pending is not None and (pending.is_judged or pending.is_begun)
+        if pending is None or not is_begun or self.agreement.failure is not None:
             self.require_sound()
             self.wrong_order(_INCOMPLETE)
         try:
-            return pending.verdict()
+            return pending.read()
         except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
             self.agreement.failure = error
             raise
@@ -429,7 +450,7 @@ class Iteration:
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         verdict = self.verdict(turn)
-        if not verdict.has_gradients and not verdict.code:
+        if verdict.reason and verdict.reason is Reason.NO_GRADIENTS:
             self.refuse_without_gradients(turn, optimizer, verdict)
         return verdict
 
@@ -443,61 +464,141 @@ class Iteration:
             f"Nothing was stepped"
         )
 
+    # The end of the iteration.
+
+    def close(self, new_scale: float | Array | None = None) -> Outcome:
+        """Adapt the state to the verdicts, or set a scale; no host read but for what somebody wants to be told.
+
+        Raises
+        ------
+        CallOrderError
+            If there is no verdict and no new scale, or a step was refused and not made.
+        ScaleDesyncError, CollectiveTimeoutError
+            For an agreement that no step has finished.
+        """
+        live, reports = self.live, self.reports
+        self.require_sound()
+        if new_scale is None:
+            self._require_made_steps()
+        wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
+        pending, verdicts = self.judged()
+        if wanted is None and self.lowered is None and not pending:
+            self._refuse_update()
+        steps, before = [*self.steps], None
+        if reports.wants_updates:
+            # Somebody wants them since a step whose verdict was to be read later.
+            with self.agreement.failing():
+                steps += [step_report(one.read(), self.number) for one in pending if one.is_late]
+            # Without a verdict the scale has to be read.
+            before = steps[0].scale if steps else verdicts[0].scale if verdicts else live.scale()
+        underflow = None
+        for verdict in verdicts:
+            if verdict.at_min_scale and verdict.nonfinite and wanted is None:
+                underflow = ScaleUnderflowError(
+                    f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
+                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
+                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
+                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
+                    f"{shown(live.policy)}"
+                )
+                break
+
+        def report() -> UpdateReport:
+            assert before is not None
+            # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
+            is_read = len(verdicts) == len(pending) > 0 and not any(step.retries for step in self.steps)
+            known = pending[-1].numbers if is_read and self.lowered is None and not self.is_of_replaced_state else None
+            if wanted is not None:
+                after = wanted
+            else:
+                # Computed from what was read, which spares a read.
+                read = [verdict.nonfinite for verdict in verdicts if verdict.reason not in HELD]
+                new = known if known is None or not read else next_numbers(live.policy, known, max(read))
+                after = live.scale() if new is None else new.scale
+            skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
+            return UpdateReport(self.number, before, skipped, self.agreement.rank(), tuple(steps), after)
+
+        if self._spikes is not None:
+            self._learn(self._spikes)
+        if wanted is not None:
+            live.replace_scale(wanted)
+        elif self.lowered is not None:
+            live.take(self.lowered)
+        else:
+            counts: list[Array | int] = []
+            held: list[Array | bool] = []
+            for one in pending:
+                if (count := one.count()) is not None:
+                    counts.append(count)
+                    # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
+                    if one.is_late and (flag := one.held()) is not False:
+                        held.append(flag)
+            if reports.under_way:
+                self.catch_up()
+            if counts:
+                live.advance(counts, held if len(held) == len(counts) else ())
+        return Outcome(None if before is None else report, underflow)
+
     def judged(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
         pending, verdicts = [], []
         for turn in self.turns:
             one = turn.pending
-            if one is not None and one.is_begun:
-                verdict = None if one.is_read_later else turn.verdict or self.verdict(turn)
-                if verdict is not None and not verdict.has_gradients and not verdict.code:
+            if one is not None and (one.is_judged or one.is_begun):
+                verdict = None if one.is_late else turn.verdict or self.verdict(turn)
+                if verdict is not None and verdict.reason and verdict.reason is Reason.NO_GRADIENTS:
                     continue
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
         return pending, verdicts
 
-    def held(self) -> list[Array]:
-        """Return for the verdicts that are read later whether they leave the scale as it is, if they may do so."""
-        late = [turn.pending for turn in self.turns if turn.pending is not None and turn.pending.is_read_later]
-        return [flag for one in late if (flag := one.held()) is not False]
-
-    def learn(self) -> None:
+    def _learn(self, spikes: Spikes) -> None:
         """Let the windows learn what was judged, once."""
-        if self._spikes is None:
-            return
         for turn in self.turns:
             if turn.judged is not None and turn.pending is not None:
                 # An update that was interrupted may have replaced the state already, and may do so again.
                 if turn.learned is None:
-                    turn.learned = self._spikes.learned(turn.judged, turn.pending.reason())
-                self._spikes.keep(turn.judged, turn.learned)
+                    turn.learned = spikes.learned(turn.judged, turn.pending.reason())
+                spikes.keep(turn.judged, turn.learned, self.live.backend.put)
                 turn.judged = None
 
     # Messages.
 
-    def position(
+    def groups_for(self, optimizer: Optimizer) -> Sequence[Collectives]:
+        """Return the groups that an optimizer's ranks agree over, before its gradients are looked at."""
+        groups = self.agreement.usable_groups() or self.live.hooks.groups_of(optimizer)
+        for collectives in groups:
+            # The default group is looked up when it is first needed.
+            resolve: Callable[[], None] | None = getattr(collectives, "resolve", None)
+            if resolve is not None:
+                resolve()
+        return groups
+
+    def claim(
         self,
         groups: Sequence[Collectives],
         optimizer: object,
         max_norm: float | None = None,
-        purpose: Purpose = Purpose.STEP,
+        call: Call = Call.STEP,
         index: int = 0,
-    ) -> Position:
-        """Return the position of the next message of this iteration."""
+    ) -> Claim:
+        """Return what the ranks must hold in common in the next message of this iteration."""
         self._messages += 1
         agreement = self.agreement
         met = agreement.met(optimizer)
-        return vector.position(
+        is_step = call is Call.STEP
+        return Claim(
+            call,
             self.number,
             self._messages - 1,
-            purpose=purpose,
-            optimizer=met.number,
-            scaler=agreement.number_over(groups[0]),
-            group=index,
-            steps=agreement.steps if purpose is Purpose.STEP else 0,
-            max_norm=max_norm,
-            kind=met.kind,
+            met.number,
+            agreement.number_over(groups[0]),
+            index,
+            agreement.identify(self.live.policy) if is_step else 0,
+            agreement.steps if is_step else 0,
+            max_norm,
+            met.kind,
         )
 
     # Errors of ranks and callers.
@@ -507,15 +608,16 @@ class Iteration:
         if self.agreement.failure is not None:
             raise self.agreement.failure
 
-    def require_made_steps(self) -> None:
+    def _require_made_steps(self) -> None:
         """Raise CallOrderError if a step was refused, and neither unscaled nor made."""
-        if any(turn.is_refused and turn.stage is Stage.READY for turn in self.turns):
-            self.wrong_order(
-                "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the same "
-                "object, which then makes no step, or end the iteration with update(get_scale())"
-            )
+        for turn in self.turns:
+            if turn.is_refused and turn.stage is Stage.READY:
+                self.wrong_order(
+                    "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
+                    "same object, which then makes no step, or end the iteration with update(get_scale())"
+                )
 
-    def refuse_update(self) -> NoReturn:
+    def _refuse_update(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
         if self.is_incomplete:
             self.wrong_order(_INCOMPLETE)

@@ -1,22 +1,16 @@
-"""OverflowReport: which parameters hold inf or NaN, on which rank, and whether the scale or the model is at fault.
-
-``gather`` gets the reports of all ranks by all-reduces with MAX alone.
-"""
+"""OverflowReport: which parameters hold inf or NaN, on which rank, and whether the scale or the model is at fault."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from gradscale.core import validation
-from gradscale.core.protocols import Collectives
-from gradscale.errors import BackendError
 
-__all__ = ["NO_GRADIENTS", "Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause", "gather"]
+__all__ = ["NO_GRADIENTS", "Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause"]
 
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 NO_GRADIENTS = (
@@ -30,12 +24,6 @@ _SUBNORMAL_SHARE = 0.1
 _ZERO_SHARE = 0.99
 _LONGEST_NAME = 48
 _LISTED_RANKS = 8
-# A gathered report lists so many entries of all ranks together, or so many of each, whichever is more: all of 3000
-# parameters on 512 ranks would be some 200 MB on every one of them.
-_GATHERED = 4096
-_GATHERED_OF_EACH = 8
-
-_LOWEST_INT32 = -(2**31)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,31 +125,26 @@ class ParameterReport:
 class RankReport:
     """A rank's own report, as it is sent to the others; the fields of these names are OverflowReport's."""
 
-    rank: tuple[int, ...]  # in each group gathered over
+    rank: tuple[int, ...] = ()  # in each group gathered over
     entries: tuple[ParameterReport, ...] = ()
     broken: tuple[ParameterReport, ...] | None = None
-    omitted_nonfinite: int = 0
-    omitted_finite: int = 0
+    omitted: tuple[int, ...] = (0, 0, 0)  # of the entries, with inf or NaN and finite ones, and of what is broken
     scale: float = 1.0
     iteration: int = 0
     is_scaled: bool = False  # whether the gradients still are
     loss_nonfinite: int | None = None
-    omitted_broken: int = 0
     failure: str = ""  # why this rank could not look at its gradients
 
     def worst(self, limit: int) -> RankReport:
         """Return the report with at most so many entries."""
-        omitted, broken = self.entries[limit:], self.broken or ()
-        if not omitted and len(broken) <= limit:
-            return self
-        nonfinite = sum(entry.nonfinite > 0 for entry in omitted)
+        rest, broken = self.entries[limit:], self.broken or ()
+        nonfinite = sum(entry.nonfinite > 0 for entry in rest)
+        more = nonfinite, len(rest) - nonfinite, len(broken[limit:])
         return dataclasses.replace(
             self,
             entries=self.entries[:limit],
-            omitted_nonfinite=self.omitted_nonfinite + nonfinite,
-            omitted_finite=self.omitted_finite + len(omitted) - nonfinite,
             broken=self.broken and broken[:limit],
-            omitted_broken=self.omitted_broken + len(broken[limit:]),
+            omitted=tuple(map(operator.add, self.omitted, more)),
         )
 
 
@@ -222,18 +205,18 @@ class OverflowReport:
         parts = sorted(ranks, key=lambda part: part.rank)
         # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
         first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
-        entries = tuple(sorted((entry for part in parts for entry in part.entries), key=lambda entry: entry.badness))
+        entries = _sorted(part.entries for part in parts)
+        broken = _sorted(part.broken or () for part in parts)
         counts = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
-        omitted = sum(part.omitted_nonfinite for part in parts)
         loss_nonfinite = sum(counts) if counts else None
         is_scaled = any(part.is_scaled for part in parts)
-        searched = [part.broken for part in parts if part.broken is not None]
-        broken = tuple(sorted((entry for held in searched for entry in held), key=lambda entry: entry.badness))
         cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, broken, is_scaled=is_scaled)
-        omitted_finite = sum(part.omitted_finite for part in parts)
-        report = cls(entries, first.scale, first.iteration, cause, explanation, omitted, omitted_finite, loss_nonfinite)
-        omitted_broken = sum(part.omitted_broken for part in parts)
-        return dataclasses.replace(report, broken=broken if searched else None, omitted_broken=omitted_broken)
+        nonfinite, finite, of_broken = map(sum, zip(*(part.omitted for part in parts), strict=True))
+        return cls(
+            *(entries, first.scale, first.iteration, cause, explanation, nonfinite, finite, loss_nonfinite),
+            broken=broken if any(part.broken is not None for part in parts) else None,
+            omitted_broken=of_broken,
+        )
 
     @property
     def nonfinite(self) -> tuple[ParameterReport, ...]:
@@ -259,11 +242,11 @@ class OverflowReport:
             f"cause: {self.cause}. {self.explanation}",
         ]
         if self.broken:
-            lines += ["", "weights and optimizer state with inf or NaN", *_aligned(_rows(self.broken[:limit]))]
+            lines += ["", "weights and optimizer state with inf or NaN", *_table(self.broken[:limit])]
             more_broken = len(self.broken[limit:]) + self.omitted_broken
             lines += [f"... and {more_broken} more"] * (more_broken > 0)
         if shown:
-            lines += ["", *_aligned(_rows(shown))]
+            lines += ["", *_table(shown)]
         more_bad = bad - sum(entry.nonfinite > 0 for entry in shown)
         more_finite = total - bad - sum(entry.nonfinite == 0 for entry in shown)
         more = [f"{more_bad} more with inf or NaN"] * (more_bad > 0)
@@ -328,15 +311,23 @@ def find_cause(
     return "none", "All gradients are finite."
 
 
+def _sorted(lists: Iterable[Sequence[ParameterReport]]) -> tuple[ParameterReport, ...]:
+    """Return all entries, the worst first."""
+    return tuple(sorted(itertools.chain.from_iterable(lists), key=lambda entry: entry.badness))
+
+
 def _rank(entry: ParameterReport) -> str:
     return "/".join(map(str, entry.rank))
 
 
-def _rows(entries: Sequence[ParameterReport]) -> list[list[str]]:
-    """Return the cells of a table and its header; ranks only if there are any."""
+def _table(entries: Sequence[ParameterReport]) -> list[str]:
+    """Return a table's lines, words to the left and numbers to the right; with ranks only if there are any."""
     header = ["parameter", "rank", "shape", "dtype", "inf", "nan", "largest", "zeros", "subnormal"]
-    rows = [header, *(_cells(entry) for entry in entries)]
-    return rows if any(entry.rank for entry in entries) else [[row[0], *row[2:]] for row in rows]
+    columns = [*zip(header, *map(_cells, entries), strict=True)]
+    columns = columns if any(columns[1][1:]) else [columns[0], *columns[2:]]
+    sides = "<" * (len(columns) - 5) + ">" * 5
+    formats = [f"{side}{max(map(len, column))}" for side, column in zip(sides, columns, strict=True)]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _cells(entry: ParameterReport) -> list[str]:
@@ -349,68 +340,3 @@ def _cells(entry: ParameterReport) -> list[str]:
     shares = [f"{100 * share:.1f} %" for share in (entry.zero_fraction, entry.subnormal_fraction)]
     shape = "x".join(map(str, entry.shape)) or "0-d"
     return [name, _rank(entry), shape, entry.dtype, str(entry.inf), str(entry.nan), largest, *shares]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines: words to the left, numbers to the right."""
-    columns = list(zip(*rows, strict=True))
-    sides = "<" * (len(columns) - 5) + ">" * 5
-    formats = [f"{side}{max(map(len, column))}" for side, column in zip(sides, columns, strict=True)]
-    return ["  ".join(map(format, row, formats)).rstrip() for row in rows]
-
-
-def gather(
-    own: RankReport, groups: Sequence[Collectives], agree: Callable[[Collectives, list[int]], list[int]]
-) -> list[RankReport]:
-    """Return the reports of all ranks, the same on every rank, by two all-reduces for each group.
-
-    ``agree`` returns the element-wise MAX over a group of a list of int32. If a rank could not look at its gradients,
-    as its report's ``failure`` says, the other ranks raise a BackendError.
-    """
-    # A rank is known by its ranks in all groups: the report of one may arrive over two of them.
-    rank = tuple(collectives.rank for collectives in groups)
-    reports = {rank: dataclasses.replace(own, rank=rank)}
-    for collectives in groups:
-        limit = max(_GATHERED_OF_EACH, _GATHERED // (collectives.size * len(reports)))
-        sent = _pack([report.worst(limit) for report in reports.values()])
-        received = _all_gather(sent, collectives, agree)
-        reports = {report.rank: report for message in received for report in _unpack(message)}
-    failed = [report for report in reports.values() if report.failure]
-    if failed and not own.failure:
-        where = ", ".join("/".join(map(str, report.rank)) for report in failed)
-        msg = f"the diagnosis failed on rank {where}, and so on all: {failed[0].failure}"
-        raise BackendError(msg)
-    return list(reports.values())
-
-
-def _all_gather(
-    sent: bytes, collectives: Collectives, agree: Callable[[Collectives, list[int]], list[int]]
-) -> list[bytes]:
-    """Return the bytes of every rank: each fills its own slot, and all others hold the lowest int32 there."""
-    padded = struct.pack("<I", len(sent)) + sent + bytes(-len(sent) % 4)
-    mine = list(struct.unpack(f"<{len(padded) // 4}i", padded))
-    (slot,) = agree(collectives, [len(mine)])
-    begin = collectives.rank * slot
-    vector = [_LOWEST_INT32] * (slot * collectives.size)
-    vector[begin : begin + len(mine)] = mine
-    agreed = agree(collectives, vector)
-    slots = [
-        struct.pack(f"<{slot}i", *agreed[start : start + slot]) for start in range(0, slot * collectives.size, slot)
-    ]
-    return [packed[4 : 4 + struct.unpack_from("<I", packed)[0]] for packed in slots]
-
-
-def _pack(reports: Sequence[RankReport]) -> bytes:
-    rows = [dataclasses.astuple(report) for report in reports]
-    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())
-
-
-def _unpack(message: bytes) -> list[RankReport]:
-    reports = []
-    for rank, entries, broken, *rest in json.loads(zlib.decompress(message)):
-        first, second = (
-            tuple(ParameterReport(name, tuple(rank), k, tuple(shape), *more) for name, _, k, shape, *more in rows)
-            for rows in (entries, broken or ())
-        )
-        reports.append(RankReport(tuple(rank), first, None if broken is None else second, *rest))
-    return reports

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from gradscale.core import validation, vector
 from gradscale.core.identity import IdentityMap
@@ -105,7 +104,8 @@ OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[Upda
 HISTORY_SIZE = 1024
 
 
-_REASONS: dict[vector.Reason, Literal["overflow", "spike", "refused"]] = {
+_REASONS: dict[vector.Reason, Literal["overflow", "spike", "refused", "no gradients"]] = {
+    vector.Reason.NO_GRADIENTS: "no gradients",
     vector.Reason.OVERFLOW: "overflow",
     vector.Reason.SPIKE: "spike",
     vector.Reason.REFUSED: "refused",
@@ -122,47 +122,44 @@ class Deferrable(Protocol):
     def has_arrived(self) -> bool:
         """Tell whether it can be read without waiting."""
 
-    def verdict(self) -> Verdict:
+    def read(self) -> Verdict:
         """Read it."""
 
 
-_Pending = TypeVar("_Pending", bound=Deferrable)
 _Report = TypeVar("_Report")
 
 
-class Deferred(NamedTuple, Generic[_Pending]):
+class Deferred(NamedTuple):
     """A step whose verdict the CPU has not read yet."""
 
-    pending: _Pending
+    pending: Deferrable
     iteration: int
 
     def report(self) -> StepReport:
         """Read the verdict, and return the report of the step."""
-        return step_report(self.pending.verdict(), self.iteration)
+        return step_report(self.pending.read(), self.iteration)
 
 
-class Reports(Generic[_Pending]):
-    """The reports of a scaler's steps; some of their verdicts are read only when somebody asks for the report."""
+class Reports:
+    """The reports of a scaler's steps; some of their verdicts are read only when somebody asks for the report.
 
-    def __init__(
-        self,
-        on_skip: OnSkip | None = None,
-        on_update: OnUpdate | None = None,
-        *,
-        diagnose: Diagnose | None = None,
-        history_size: int = HISTORY_SIZE,
-    ) -> None:
-        if diagnose is not None:
-            validation.choice("diagnose", diagnose, ("on_overflow", None))
-        self._diagnose, self.diagnoses = diagnose, diagnose is not None
-        self._on_skip = _as_tuple("on_skip", on_skip)
-        self._on_update = _as_tuple("on_update", on_update)
-        self._note_wishes()
-        self._size = validation.integer("history_size", history_size, 0, validation.LARGEST_INT32)
-        self._last: IdentityMap[StepReport | Deferred[_Pending]] = IdentityMap()
-        self._history: collections.deque[StepReport | Deferred[_Pending]] = collections.deque(maxlen=self._size)
+    ``options`` are a scaler's, of which these are ``on_skip``, ``on_update``, ``diagnose`` and ``history_size``.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        # What a pickle keeps: no callbacks.
+        self._kept = {"diagnose": options.get("diagnose"), "history_size": options.get("history_size", HISTORY_SIZE)}
+        self.diagnoses = self._kept["diagnose"] is not None
+        if self.diagnoses:
+            validation.choice("diagnose", self._kept["diagnose"], ("on_overflow", None))
+        self._on_skip = _as_tuple("on_skip", options.get("on_skip"))
+        self._on_update = _as_tuple("on_update", options.get("on_update"))
+        self._update_listeners()
+        size = validation.integer("history_size", self._kept["history_size"], 0, validation.LARGEST_INT32)
+        self._last: IdentityMap[StepReport | Deferred] = IdentityMap()
+        self._history: collections.deque[StepReport | Deferred] = collections.deque(maxlen=size)
         # Steps whose verdicts are on their way to the CPU.
-        self.under_way: collections.deque[Deferred[_Pending]] = collections.deque()
+        self.under_way: collections.deque[Deferred] = collections.deque()
 
     @property
     def on_skip(self) -> OnSkip | None:
@@ -172,7 +169,7 @@ class Reports(Generic[_Pending]):
     @on_skip.setter
     def on_skip(self, callbacks: OnSkip | None) -> None:
         self._on_skip = _as_tuple("on_skip", callbacks)
-        self._note_wishes()
+        self._update_listeners()
 
     @property
     def on_update(self) -> OnUpdate | None:
@@ -182,9 +179,9 @@ class Reports(Generic[_Pending]):
     @on_update.setter
     def on_update(self, callbacks: OnUpdate | None) -> None:
         self._on_update = _as_tuple("on_update", callbacks)
-        self._note_wishes()
+        self._update_listeners()
 
-    def _note_wishes(self) -> None:
+    def _update_listeners(self) -> None:
         # Whether each step's verdict is read within that step, and whether each update is reported.
         self.wants_updates = len(self._on_update) > 0
         self.wants_each_step = self.diagnoses or self.wants_updates or len(self._on_skip) > 0
@@ -224,7 +221,7 @@ class Reports(Generic[_Pending]):
         if report.skipped and self._on_skip and rank is not None:
             _call(self._on_skip, report, rank())
 
-    def record_later(self, optimizer: object, iteration: int, pending: _Pending) -> None:
+    def record_later(self, optimizer: object, iteration: int, pending: Deferrable) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
         entry = Deferred(pending, iteration)
         self._last.put(optimizer, entry)
@@ -232,7 +229,7 @@ class Reports(Generic[_Pending]):
             self.under_way.append(entry)
             self._history.append(entry)
 
-    def poll(self) -> Iterator[_Pending]:
+    def poll(self) -> Iterator[Deferrable]:
         """Yield the deferred verdicts that have arrived since the last call, in order, without waiting."""
         while self.under_way and self.under_way[0].pending.has_arrived():
             yield self.under_way.popleft().pending
@@ -241,20 +238,19 @@ class Reports(Generic[_Pending]):
         """Call ``on_update`` with the report of an iteration."""
         _call(self._on_update, report, report.rank)
 
-    def __reduce__(self) -> tuple[Callable[[], Reports[_Pending]], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Reports], tuple[dict[str, Any]]]:
         """Pickle the settings: no reports, and no callbacks."""
-        return functools.partial(type(self), diagnose=self._diagnose, history_size=self._size), ()
+        return type(self), (self._kept,)
 
 
 def step_report(
     verdict: Verdict, iteration: int, retries: int = 0, overflow: OverflowReport | None = None
 ) -> StepReport:
     """Return the report of a step that was made or skipped, by its verdict."""
-    nonfinite, local_nonfinite, _, scale, *_ = verdict
-    if not verdict.code and not nonfinite:
+    why, by, nonfinite, local_nonfinite, _, scale = verdict
+    if not why:
         return StepReport(False, scale, 0, "stepped", iteration, retries)
-    reason = _REASONS[verdict.reason]
-    return StepReport(True, scale, nonfinite, reason, iteration, retries, local_nonfinite, overflow, verdict.by)
+    return StepReport(True, scale, nonfinite, _REASONS[why], iteration, retries, local_nonfinite, overflow, by)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

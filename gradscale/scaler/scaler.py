@@ -4,141 +4,73 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
-from gradscale.core.messages import nearest, shown
-from gradscale.core.protocols import Array, Collectives, Optimizer, Policy, ScaleState
-from gradscale.core.vector import Purpose, Verdict
-from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleUnderflowError
-from gradscale.policies.dynamic import DynamicScale
-from gradscale.policies.plain import plain_rule
-from gradscale.policies.spikes import SkipSpikes, SpikeState
-from gradscale.scaler import checkpoint, stepper
+from gradscale.core.claims import Call
+from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown, unreadable
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.core.unscaling import Request
+from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import StaticScale
+from gradscale.policies.spikes import SkipSpikes
+from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
-from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
-from gradscale.scaler.live_state import ArrayState, checked_scale, numbers_of
+from gradscale.scaler.iteration import Iteration, Parts, Stage
+from gradscale.scaler.options import DEFAULT_TIMEOUT, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
-from gradscale.scaler.parts import LiveState, Pending
-from gradscale.scaler.reports import (
-    HISTORY_SIZE,
-    Diagnose,
-    OnSkip,
-    OnUpdate,
-    Reports,
-    StepReport,
-    UpdateReport,
-    step_report,
-)
-from gradscale.scaler.scaling import ArrayScaling
+from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
 from gradscale.scaler.spikes import Spikes, checked_loss, is_loss
-from gradscale.scaler.unscaler import ArrayUnscaler, Clip
-from gradscale.scaler.verdict import PendingVerdict
+from gradscale.scaler.state import LiveState
+from gradscale.scaler.stepper import Step
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
     "GradScaler",
     "ShardedGradScaler",
     "agree_over",
     "call_of",
-    "checked_arguments",
-    "chosen_policy",
-    "end_step",
     "iteration_of",
+    "record_disabled",
     "scaler_of",
+    "step_of",
     "watching",
 ]
 
 _Outputs = TypeVar("_Outputs")
-_Arguments = ParamSpec("_Arguments")
-_Returned = TypeVar("_Returned")
 
-DEFAULT_TIMEOUT = 1800.0
-
-# Arguments of torch's scalers alone.
-_OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
-_SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
-_POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
+_UNSCALING = Request()
+# Dividing by it changes nothing.
+_ONE = StaticScale(1.0)
 
 
-def checked_arguments(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
-    """Let a constructor or method refuse arguments that it does not take with an InvalidTypeError of its options."""
-    signature = inspect.signature(function)
-    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "optimizer")]
-    options = [one.name for one in parameters]
-    named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    by_position = len(signature.parameters) - len(named)
-    owner = "a scaler" if function.__name__ == "__init__" else f"{function.__name__}()"
-
-    @functools.wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                what = str(error)
-            else:
-                raise
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        unnamed = args[by_position:]
-        if unknown:
-            what = f"unexpected keyword arguments {unknown}"
-        elif unnamed:
-            what = f"{owner} takes its options by name, such as {named[0]}=, got {shown(unnamed)}"
-        settings = {name: value for name, value in kwargs.items() if name in _SETTINGS}
-        msg = f"{what}; the options of {owner} are {options}"
-        if "policy" in options and not settings.keys().isdisjoint(unknown):
-            given = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
-            msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
-        elif by_position == 1 and "group" in unknown:
-            msg += "; group= is taken by gradscale.ShardedGradScaler"
-        elif unknown:
-            msg += nearest(unknown[0], options)
-        if by_position == 1 and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
-            msg += "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
-        raise InvalidTypeError(msg) from None
-
-    return call
-
-
-def watching(skip: object, replace: Callable[[SpikeState, SpikeState], SpikeState] | None = None) -> Spikes | None:
+def watching(skip: object) -> Spikes | None:
     """Return the windows of a rule; None without a rule."""
     if skip is None:
         return None
     if not isinstance(skip, SkipSpikes):
         msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {shown(skip)}"
         raise InvalidTypeError(msg)
-    return Spikes(skip) if replace is None else Spikes(skip, replace)
+    return Spikes(skip)
 
 
-def chosen_policy(policy: Policy | None, factors: Mapping[str, float | None]) -> Policy:
-    """Return a policy, or a DynamicScale of the factors that are given.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        For a policy together with a factor, what is no policy, or a factor that is out of range.
-    """
-    given = {name: value for name, value in factors.items() if value is not None}
-    if policy is None:
-        return DynamicScale(**given)  # type: ignore[arg-type]
-    if given:
-        either = f"policy= or {', '.join(f'{name}=' for name in given)}"
-        msg = f"give {either}, not both, got {shown(policy)} and {shown(given)}"
-        raise InvalidValueError(msg)
-    found: Policy = validation.policy(policy, _POLICY_MEMBERS)
-    return found
+def parts_of(
+    options: Mapping[str, Any],
+    backend: str | Backend | None,
+    groups: Sequence[Collectives] | None = (),
+    own_rank: Callable[[], int | None] | None = None,
+) -> Parts:
+    """Return what a scaler with these options is made of."""
+    live, reports, skip = LiveState(policy_of(options), backend), Reports(options), options.get("skip")
+    agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
+    return Parts(live, agreement, reports, IdentityMap(), watching(skip))
 
 
 class GradScaler:
@@ -191,39 +123,15 @@ class GradScaler:
     ('overflow', 512.0)
     """
 
-    @checked_arguments
-    def __init__(
-        self,
-        *,
-        init_scale: float | None = None,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-        policy: Policy | None = None,
-        enabled: bool = True,
-        backend: str | Backend | None = None,
-        on_skip: OnSkip | None = None,
-        on_update: OnUpdate | None = None,
-        diagnose: Diagnose | None = None,
-        history_size: int = HISTORY_SIZE,
-        skip: SkipSpikes | None = None,
-    ) -> None:
-        factors = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
-        live = ArrayState(chosen_policy(policy, factors), backend)
-        is_enabled = validation.boolean("enabled", enabled)
-        reports: Reports[Pending] = Reports(on_skip, on_update, diagnose=diagnose, history_size=history_size)
-        agreement = Agreement(diagnoses=reports.diagnoses, skip=skip)
-        spikes = watching(skip)
-        parts = Parts(live, ArrayScaling(), ArrayUnscaler(), agreement, reports, PendingVerdict, spikes)
-        self._assemble(parts, is_enabled)
+    @takes(Options)
+    def __init__(self, **options: Unpack[Options]) -> None:
+        parts = parts_of(options, options.get("backend"))
+        self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
 
     def _assemble(self, parts: Parts, enabled: bool) -> None:
         self._parts, self._enabled = parts, enabled
+        # Types and dtypes of single arrays that are floating ones of the state's library.
+        self._met: set[tuple[type, Any]] = set()
         # Held by the call that is under way.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
@@ -265,14 +173,25 @@ class GradScaler:
         look = self._count_nonfinite if parts.reports.diagnoses else None
         if spikes is not None and loss is None:
             look = self._look
-        scaled: _Outputs = parts.scaling.scale(outputs, lambda: self._iteration, look)
+        try:
+            kind = type(outputs), getattr(outputs, "dtype", None)
+            is_met = kind in self._met
+        except Exception as error:
+            refusal = unreadable("outputs", error)
+            raise refusal from error
+        scaled: _Outputs
+        if is_met:
+            (scaled,) = self._multiplied(look, None, (outputs,))
+        else:
+            multiply = functools.partial(self._multiplied, look, outputs)
+            scaled = parts.live.hooks.map_outputs(outputs, self._home_for, multiply)
         if given is not None:
             self._note_loss(given)
         elif loss is False and not self._iteration.losses.number:
             self._iteration.losses = self._iteration.losses._replace(is_judged=True)
         return scaled
 
-    @checked_arguments
+    @takes()
     def unscale_(
         self, optimizer: Optimizer, *, max_norm: float | None = None, norm_over: NormOver | None = None
     ) -> Array | None:
@@ -311,15 +230,15 @@ class GradScaler:
         UserWarning
             Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
         """
-        clip = None
-        if max_norm is not None or norm_over is not None:
-            clip = self._checked_clip(optimizer, max_norm, norm_over)
         if not self._enabled:
-            parts = self._parts
-            return None if clip is None else parts.unscaler.clip_unscaled(optimizer, clip.max_norm, parts.live)
-        iteration = self._iteration
-        with contextlib.nullcontext() if iteration.is_inside_closure else call_of(self, "unscale_()"):
-            return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, clip)
+            return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
+        with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "unscale_()"):
+            request = _UNSCALING
+            if max_norm is not None or norm_over is not None:
+                request = self._checked_request(optimizer, max_norm, norm_over)
+            # Another thread's update may have begun it while this one waited for the lock.
+            iteration = self._iteration
+            return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
@@ -353,14 +272,12 @@ class GradScaler:
         One host read, whatever the number of devices, dtypes and parameters; one for each evaluation of a closure.
         """
         if not self._enabled:
-            end_step(self, optimizer)
+            record_disabled(self, optimizer)
             return optimizer.step(*args, **kwargs)
-        with call_of(self, "step()"):
-            iteration = self._iteration
-            turn = iteration.begin_step(optimizer)
-            returned, verdict, retries = stepper.step(iteration, turn, optimizer, args, kwargs)
-            end_step(self, optimizer, turn, verdict, retries)
-        return returned
+        with call_of(self, "step()"), Step(self._iteration, optimizer, args, kwargs, self._record) as step:
+            if step.is_made:
+                step.returned = optimizer.step(*step.args, **step.kwargs)
+        return step.returned
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Skip the next step of an optimizer on all ranks.
@@ -412,55 +329,15 @@ class GradScaler:
         if not self._enabled:
             return
         with call_of(self, "update()"):
-            live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
-            ended = self._iteration
-            ended.require_sound()
-            if new_scale is None:
-                ended.require_made_steps()
-            wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
-            pending, verdicts = ended.judged()
-            if wanted is None and ended.lowered is None and not pending:
-                ended.refuse_update()
-            steps = tuple(ended.steps)
-            if reports.wants_updates:
-                # Somebody wants them since a step whose verdict was to be read later.
-                with agreement.failing():
-                    steps += tuple(step_report(one.verdict(), ended.number) for one in pending if one.is_read_later)
-            judged: list[StepReport | Verdict] = [*steps, *verdicts]
-            before = None
-            if reports.wants_updates:
-                # Without a verdict it has to be read.
-                before = judged[0].scale if judged else live.scale()
+            parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
-            following = Iteration(ended.number + 1, self._parts)
-            ended.learn()
-            if wanted is not None:
-                live.replace_scale(wanted)
-            elif ended.lowered is not None:
-                live.take(ended.lowered)
-            else:
-                counts = [count for one in pending if (count := one.count()) is not None]
-                # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
-                held = () if len(verdicts) == len(pending) else ended.held()
-                ended.catch_up()
-                if counts:
-                    live.advance(counts, held if len(held) == len(counts) else ())
+            following = Iteration(ended.number + 1, parts)
+            outcome = ended.close(new_scale)
             self._iteration = following
-            underflow = None
-            at_minimum = [verdict.scale for verdict in verdicts if verdict.at_min_scale and verdict.nonfinite]
-            if wanted is None and at_minimum:
-                underflow = ScaleUnderflowError(
-                    f"gradients overflow although the scale is at its minimum, {at_minimum[0]!r}: the cause is not "
-                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
-                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
-                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
-                    f"{shown(live.policy)}"
-                )
+            underflow = outcome.underflow
             try:
-                if before is not None:
-                    after = self._scale_after(ended, pending, verdicts, before, wanted)
-                    skipped = any(one.skipped if isinstance(one, StepReport) else one.is_skipped for one in judged)
-                    reports.tell_update(UpdateReport(ended.number, before, skipped, agreement.rank(), steps, after))
+                if outcome.report is not None:
+                    parts.reports.tell_update(outcome.report())
             except Exception as error:
                 if underflow is not None:
                     # All ranks raise it; a callback may fail on one of them.
@@ -469,31 +346,6 @@ class GradScaler:
                 raise
             if underflow is not None:
                 raise underflow
-
-    def _scale_after(
-        self,
-        ended: Iteration,
-        pending: Sequence[Pending],
-        verdicts: Sequence[Verdict],
-        before: float,
-        wanted: float | None,
-    ) -> float:
-        """Return the scale that an update has left, computed from what was read if that spares a read."""
-        live = self._parts.live
-        if wanted is not None:
-            return wanted
-        if ended.is_of_replaced_state:
-            return live.scale()
-        if ended.lowered is None and all(verdict.is_held for verdict in verdicts) and len(verdicts) == len(pending):
-            return before
-        # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
-        is_plain = ended.lowered is None and not any(step.retries for step in ended.steps)
-        known = pending[-1].numbers if pending and is_plain else None
-        rule = None if known is None or len(verdicts) < len(pending) else plain_rule(live.policy)
-        if known is None or rule is None:
-            return live.scale()
-        after: float = rule.update(known, max(verdict.nonfinite for verdict in verdicts)).scale
-        return after
 
     # Reports.
 
@@ -740,7 +592,7 @@ class GradScaler:
         reports.under_way.clear()
         live.load(loaded.policy, loaded.snapshot, keep=is_under_way)
         if self._parts.spikes is not None:
-            self._parts.spikes.load(loaded.spikes)
+            self._parts.spikes.load(loaded.spikes, live.hooks.put)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: settings and numbers, without arrays, groups, callbacks and reports.
@@ -753,16 +605,21 @@ class GradScaler:
         iteration, live = self._iteration, self._parts.live
         iteration.require_boundary("pickling or copying a scaler")
         before = iteration.state
-        if before is not None and before.scale is not live.current().scale and _scale_of(before, live) != live.scale():
+        if (
+            before is not None
+            and before.scale is not live.current().scale
+            and live.numbers_of(before).scale != live.scale()
+        ):
             iteration.wrong_order(
                 "a scaler is to be pickled or copied between load_state_dict() and unscale_() or step() of gradients "
                 "that were scaled before: the copy would divide them by the loaded scale. Copy it before "
                 "load_state_dict() or after update()"
             )
         # Each part says by itself what of it is kept.
-        parts = Parts._make(map(copy.copy, self._parts))
+        parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))
         position = iteration.number, iteration.scaled, iteration.losses.as_numbers()
-        return self.__dict__ | {"_parts": parts, "_iteration": position, "_diagnosis": None, "_busy": None}
+        forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
+        return self.__dict__ | {"_parts": parts, "_iteration": position} | forgotten
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
@@ -773,6 +630,29 @@ class GradScaler:
 
     # The parts put together.
 
+    def _multiplied(
+        self, look: Callable[[Sequence[Array]], None] | None, outputs: Any, arrays: Sequence[Array]
+    ) -> Sequence[Array]:
+        """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
+        iteration = self._iteration
+        live = iteration.live
+        state = iteration.in_force(arrays[0])
+        live.backend.refuse_tracing("scale()")
+        products = live.backend.scale(arrays, state)
+        iteration.note_scaled(state)
+        if look is not None:
+            look(arrays)
+        if outputs is arrays[0]:
+            self._met.add((type(outputs), outputs.dtype))
+        return products
+
+    def _home_for(self, like: Array) -> Any:
+        """Return the namespace of the state, made beside an array if there is none yet."""
+        live = self._parts.live
+        live.backend_for(like).refuse_tracing("scale()")
+        self._iteration.in_force(like)
+        return live.home
+
     def _look(self, outputs: Sequence[object]) -> None:
         """Look at what is scaled, for a diagnosis and for spikes."""
         if self._parts.reports.diagnoses:
@@ -781,7 +661,7 @@ class GradScaler:
             self._note_loss(loss)
 
     def _note_loss(self, loss: Array | float) -> None:
-        value = loss if isinstance(loss, float) else self._parts.unscaler.values_of(loss)
+        value = loss if isinstance(loss, float) else self._parts.live.hooks.values_of(loss)
         if value is not None:
             self._iteration.losses = self._iteration.losses.plus(value)
 
@@ -790,7 +670,19 @@ class GradScaler:
         if count is not None:
             self._iteration.loss_nonfinite += (count,)
 
-    def _checked_clip(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Clip | None:
+    def _clip_unscaled(self, optimizer: Optimizer, request: Request) -> Array | None:
+        """Clip gradients that are not scaled, and return their norm; None without any."""
+        if request.max_norm is None:
+            return None
+        live = self._parts.live
+
+        def one(like: Array) -> tuple[LiveState, ScaleState]:
+            unscaled = LiveState(_ONE, live.backend_for(like))
+            return unscaled, unscaled.current(like)
+
+        return live.hooks.collect(optimizer, self._parts.listed, request).clip(one)
+
+    def _checked_request(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Request:
         """Check the arguments before anything is modified, and return the norm to clip to.
 
         Raises
@@ -805,7 +697,7 @@ class GradScaler:
             if norm_over is not None:
                 msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"
                 raise InvalidValueError(msg)
-            return None
+            return _UNSCALING
         largest = checked_norm(max_norm)
         if not self._enabled and norm_over == "group":
             msg = (
@@ -813,12 +705,14 @@ class GradScaler:
                 "train in float32 with a scaler that does"
             )
             raise InvalidValueError(msg)
+        agreement = self._parts.agreement
+        over = self._parts.live.hooks.norm_groups(optimizer, is_alone=not self._enabled or agreement.is_alone)
         if not self._enabled:
-            return Clip(largest)
-        groups = self._parts.unscaler.groups_for(optimizer, self._parts.agreement.usable_groups())
+            return Request(largest)
+        groups = agreement.usable_groups() if over is None else over
         if not groups or norm_over == "rank":
-            return Clip(largest)
-        if norm_over is None:
+            return Request(largest)
+        if over is None and norm_over is None:
             msg = (
                 'max_norm= over a group needs norm_over=, since gradients may be parts or copies: "group" where each '
                 'rank holds a part of the gradients, "rank" where each holds all of them, the same ones'
@@ -830,14 +724,31 @@ class GradScaler:
                 f"call unscale_(optimizer), and clip the gradients by a norm of your own"
             )
             raise InvalidValueError(msg)
-        return Clip(largest, Exchange(self._iteration, groups[0], Purpose.NORM, optimizer, max_norm=largest))
+        return Request(largest, Exchange(self._iteration, groups[0], Call.NORM, optimizer, max_norm=largest))
+
+    def _record(self, step: Step) -> None:
+        """Record a step, with its verdict or without one that is read later."""
+        iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
+        turn.stage, turn.verdict = Stage.STEPPED, step.verdict
+        agreement = self._parts.agreement
+        agreement.steps += 1
+        if step.verdict is None:
+            assert turn.pending is not None
+            reports.record_later(optimizer, iteration.number, turn.pending)
+            return
+        overflow = None
+        if step.verdict.nonfinite and reports.diagnoses:
+            overflow = self._diagnosis.of_overflow(optimizer, iteration)
+        report = step_report(step.verdict, iteration.number, step.retries, overflow)
+        iteration.steps.append(report)
+        reports.record(optimizer, report, agreement.rank)
 
 
 class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of at most 104 bytes for each optimizer, iteration and group, on every rank, whatever it
+    parallelism. One collective of 72 bytes for each optimizer, iteration and group, on every rank, whatever it
     found and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has
     drifted is an error on every rank instead of a silent divergence.
 
@@ -882,39 +793,9 @@ class ShardedGradScaler(GradScaler):
     [(None, 'overflow'), (None, 'overflow')]
     """
 
-    @checked_arguments
-    def __init__(
-        self,
-        *,
-        group: object,
-        timeout: float = DEFAULT_TIMEOUT,
-        init_scale: float | None = None,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-        policy: Policy | None = None,
-        enabled: bool = True,
-        backend: str | Backend | None = None,
-        on_skip: OnSkip | None = None,
-        on_update: OnUpdate | None = None,
-        diagnose: Diagnose | None = None,
-        history_size: int = HISTORY_SIZE,
-        skip: SkipSpikes | None = None,
-    ) -> None:
-        super().__init__(
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            policy=policy,
-            enabled=enabled,
-            backend=backend,
-            on_skip=on_skip,
-            on_update=on_update,
-            diagnose=diagnose,
-            history_size=history_size,
-            skip=skip,
-        )
+    @takes(Options)
+    def __init__(self, *, group: object, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[Options]) -> None:
+        super().__init__(**options)
         self._timeout = validation.timeout(timeout)
         self.set_group(group)
 
@@ -939,10 +820,12 @@ class ShardedGradScaler(GradScaler):
 # For adapters, whose scalers hold one of these: functions, so that a user's scaler does not show them.
 
 
-def scaler_of(parts: Parts, *, enabled: bool = True) -> GradScaler:
-    """Return a scaler made of the parts that an adapter brings."""
+def scaler_of(
+    backend: Backend, options: Mapping[str, Any], *, enabled: bool, own_rank: Callable[[], int | None]
+) -> GradScaler:
+    """Return a scaler with the hooks of an adapter, which has not joined its groups yet."""
     made = GradScaler.__new__(GradScaler)
-    made._assemble(parts, enabled)
+    made._assemble(parts_of(options, backend, None, own_rank), enabled)
     return made
 
 
@@ -963,39 +846,22 @@ def iteration_of(scaler: GradScaler) -> Iteration:
     return scaler._iteration
 
 
-def end_step(
+def step_of(
     scaler: GradScaler,
     optimizer: Optimizer,
-    turn: Turn | None = None,
-    verdict: Verdict | None = None,
-    retries: int = 0,
-) -> None:
-    """Record a step: with its verdict, without one that is read later, or without a turn for a disabled scaler."""
-    iteration, reports = scaler._iteration, scaler._parts.reports
-    if turn is None:
-        reports.record(optimizer, StepReport(False, 1.0, 0, "disabled", iteration.number))
-        return
-    turn.stage, turn.verdict = Stage.STEPPED, verdict
-    agreement, pending = scaler._parts.agreement, turn.pending
-    agreement.steps += 1
-    if pending is not None and pending.is_scaled:
-        scaler._parts.unscaler.remember_left_scaled(optimizer)
-    if verdict is None:
-        assert pending is not None
-        reports.record_later(optimizer, iteration.number, pending)
-        return
-    overflow = None
-    if verdict.nonfinite and reports.diagnoses:
-        overflow = scaler._diagnosis.of_overflow(optimizer, iteration)
-    report = step_report(verdict, iteration.number, retries, overflow)
-    iteration.steps.append(report)
-    reports.record(optimizer, report, agreement.rank)
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    owner: object,
+    unscale: Callable[[Any], object] | None,
+) -> Step:
+    """Return the context in which an adapter's own frame calls ``optimizer.step``."""
+    return Step(scaler._iteration, optimizer, args, kwargs, scaler._record, owner, unscale)
 
 
-def _scale_of(state: ScaleState, live: LiveState) -> float:
-    """Return the scale of a state as a number: one host read of arrays."""
-    scale: float | Array = state.scale
-    return scale if isinstance(scale, float) else numbers_of(state, live.backend_for(scale))["scale"]
+def record_disabled(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Record the step of a disabled scaler."""
+    report = StepReport(False, 1.0, 0, "disabled", scaler._iteration.number)
+    scaler._parts.reports.record(optimizer, report)
 
 
 def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:

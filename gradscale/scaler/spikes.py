@@ -23,6 +23,7 @@ __all__ = ["Judged", "Losses", "SavedWindows", "Spikes", "checked_loss", "checke
 
 SavedWindows: TypeAlias = list[dict[str, dict[str, Any]]]
 """By optimizer and quantity, the values of a window and the count of skipped steps."""
+_Put: TypeAlias = Callable[[SpikeState, SpikeState], SpikeState]
 
 
 class Judged(NamedTuple):
@@ -51,8 +52,8 @@ class Losses(NamedTuple):
         """Return them with one more; a number if the CPU computes with its library's arrays anyway."""
         if not is_array_api_obj(loss):
             loss = validation.round_to_float32(loss)
-        elif registry.backend_for(loss).computes_on_host:
-            loss = validation.round_to_float32(float(array_namespace(loss).reshape(loss, ())))
+        elif (known := registry.backend_for(loss).peek((array_namespace(loss).reshape(loss, ()),))) is not None:
+            loss = validation.round_to_float32(known[0])
         else:
             loss = _beside(loss, loss)
         if self.number == 0 or self.is_judged:
@@ -92,24 +93,14 @@ def checked_loss(loss: object) -> Array | float:
 _MANY = 64
 
 
-def _replaced(_: SpikeState, new: SpikeState) -> SpikeState:
-    return new
-
-
 class Spikes:
     """Judges losses and norms by a rule, with a window for each optimizer, which learns in the update.
 
-    Parameters
-    ----------
-    rule : SkipSpikes
-        The rule.
-    replace : callable, optional
-        Returns the state that takes the place of an old one, such as the old arrays with new values in them.
+    What is called ``put`` returns the state that takes the place of an old one, such as the old arrays with new values.
     """
 
-    def __init__(self, rule: SkipSpikes, replace: Callable[[SpikeState, SpikeState], SpikeState] = _replaced) -> None:
+    def __init__(self, rule: SkipSpikes) -> None:
         self.rule = rule
-        self._replace = replace
         # In the order in which optimizers are met.
         self._numbers: IdentityMap[int] = IdentityMap()
         self._windows: list[SpikeState] = []
@@ -143,7 +134,7 @@ class Spikes:
         state = self._windows[number]
         xp = array_namespace(state.values)
         values = [math.nan if found[name] is None else found[name] for name in self.rule.of]
-        on_host = registry.backend_for(state.values).computes_on_host
+        on_host = registry.backend_for(state.values).peek((state.values[0, 0],)) is not None
         if on_host:
             judged = xp.asarray([float(value) for value in values], dtype=xp.float32)
         else:
@@ -178,9 +169,9 @@ class Spikes:
             skipped = reason == Reason.SPIKE
         return self.rule.learn(old, values, skipped=skipped)
 
-    def keep(self, judged: Judged, state: SpikeState) -> None:
+    def keep(self, judged: Judged, state: SpikeState, put: _Put) -> None:
         """Put what was learned in the place of an optimizer's state."""
-        self._windows[judged.number] = self._replace(self._windows[judged.number], state)
+        self._windows[judged.number] = put(self._windows[judged.number], state)
 
     def numbers(self) -> SavedWindows:
         """Return the windows as plain values. Two host reads for each."""
@@ -204,11 +195,11 @@ class Spikes:
             for name, end, count, skipped in zip(self.rule.of, ends, counts[:size], counts[size:], strict=True)
         }
 
-    def load(self, saved: SavedWindows) -> None:
+    def load(self, saved: SavedWindows, put: _Put) -> None:
         """Go on with saved windows, those of optimizers that have been met in the same arrays."""
         self._saved = saved
         for number, state in enumerate(self._windows):
-            self._windows[number] = self._replace(state, self._restored(number, state.values))
+            self._windows[number] = put(state, self._restored(number, state.values))
 
     def _restored(self, number: int, like: Array) -> SpikeState:
         """Return the saved window of an optimizer, or an empty one."""
@@ -235,14 +226,12 @@ class Spikes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the rule and numbers, without arrays and optimizers."""
-        return _with_windows, (self.rule, self._replace, self.numbers())
+        return _with_windows, (self.rule, self.numbers())
 
 
-def _with_windows(
-    rule: SkipSpikes, replace: Callable[[SpikeState, SpikeState], SpikeState], saved: SavedWindows
-) -> Spikes:
-    made = Spikes(rule, replace)
-    made.load(saved)
+def _with_windows(rule: SkipSpikes, saved: SavedWindows) -> Spikes:
+    made = Spikes(rule)
+    made._saved = saved
     return made
 
 

@@ -1,29 +1,56 @@
-"""How an optimizer is stepped: plainly, or with a closure that is evaluated again at a lower scale."""
+"""Step: what comes before and after the call of ``optimizer.step``, plainly, by itself, or with a closure."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 from gradscale.core.protocols import Optimizer
-from gradscale.core.vector import Verdict
+from gradscale.core.vector import HELD, Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
-__all__ = ["evaluating", "find_closure", "step"]
+__all__ = ["Step", "find_closure", "within_the_step"]
 
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
 
 
-def step(
-    iteration: Iteration, turn: Turn, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[object, Verdict | None, int]:
-    """Step an optimizer unless the verdict is to skip it. One host read, or one for each evaluation of a closure.
+class Step:
+    """A context in which to call ``optimizer.step(*args, **kwargs)`` if ``is_made``, from a frame that a compiler sees.
 
-    Returns the result of ``optimizer.step`` (None for a skipped step), the verdict, and how often a closure was
-    evaluated again.
+    One host read, or one for each evaluation of a closure; none if an optimizer skips by itself on a device.
+
+    LBFGS and SAM call a closure several times in one step, so the scaler cannot skip the step from outside. After each
+    evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure called
+    again, until the scale cannot fall or enough has been tried. Then the step is skipped, by an exception that this
+    context ends.
+
+    Parameters
+    ----------
+    iteration : Iteration
+        The present one.
+    optimizer, args, kwargs : Optimizer, tuple, dict
+        What to step, and with what.
+    record : callable
+        Called with this step once it is over.
+    owner : object, optional
+        The scaler that the user has called, for optimizers that ask it.
+    unscale : callable, optional
+        To be called with the optimizer in place of the scaler's own ``unscale_``, which a class may have overridden.
+
+    Attributes
+    ----------
+    returned : object
+        What ``optimizer.step`` has returned.
+    verdict : Verdict or None
+        None if it is read later.
+    retries : int
+        How often a closure was evaluated again.
+    around : ExitStack or None
+        What is open during the call.
 
     Raises
     ------
@@ -32,85 +59,83 @@ def step(
     ClosureOverflowError
         If the closure overflows at every scale after its first evaluation was fine.
     """
-    if (args or kwargs) and find_closure(args, kwargs) is not None:
-        with evaluating(iteration, turn, optimizer, args, kwargs) as evaluation:
-            evaluation.returned = optimizer.step(*evaluation.args, **evaluation.kwargs)
-        return evaluation.returned, evaluation.verdict, evaluation.retries
-    verdict = iteration.verdict_for_step(turn, optimizer)
-    return None if verdict.nonfinite or verdict.code else optimizer.step(*args, **kwargs), verdict, 0
 
+    is_made = True
+    returned: Any = None
+    verdict: Verdict | None = None
+    retries = 0
+    turn: Turn
+    closure: Callable[..., object] | None = None
+    around: contextlib.ExitStack | None = None
+    # How many evaluations were fine.
+    _completed = 0
 
-@contextlib.contextmanager
-def evaluating(
-    iteration: Iteration,
-    turn: Turn,
-    optimizer: Optimizer,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    unscale: Callable[[Any], object] | None = None,
-) -> Iterator[Evaluation]:
-    """Give the arguments for ``optimizer.step`` with its closure wrapped, and catch the exception that skips the step.
+    def __init__(
+        self,
+        iteration: Iteration,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        record: Callable[[Step], None],
+        owner: object = None,
+        unscale: Callable[[Any], object] | None = None,
+    ) -> None:
+        self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
+        self._record, self.owner, self._unscale = record, owner, unscale
+        if args or kwargs:
+            self.closure = find_closure(args, kwargs)
 
-    ``unscale`` is called with the optimizer after each evaluation, if the scaler's class may have overridden it.
+    def __enter__(self) -> Step:
+        iteration, optimizer = self.iteration, self.optimizer
+        own = iteration.live.hooks.stepping(self)
+        turn = self.turn = iteration.begin_step(optimizer)
+        if self.closure is not None:
+            if turn.stage is Stage.UNSCALED and not turn.by_closure:
+                iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
+            # A step that failed may have begun.
+            turn.has_begun_to_step, turn.judged = False, None
+            if "closure" in self.kwargs:
+                self.kwargs = {**self.kwargs, "closure": self._evaluate}
+            else:
+                self.args = (self._evaluate, *self.args[1:])
+        if own is not None:
+            self.around = contextlib.ExitStack()
+            self.around.enter_context(own)
+        elif self.closure is None:
+            if self._unscale is not None and turn.stage is Stage.READY:
+                with within_the_step(iteration):
+                    self._unscale(optimizer)
+                turn.stage = Stage.UNSCALED
+            self.verdict = iteration.verdict_for_step(turn, optimizer)
+            self.is_made = not self.verdict.reason
+        return self
 
-    LBFGS and SAM call the closure several times in one step, so the scaler cannot skip the step from outside. After
-    each evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure
-    called again, until the scale cannot fall or enough has been tried. Then the step is skipped.
-    """
-    if turn.stage is Stage.UNSCALED and not turn.by_closure:
-        iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
-    closure = find_closure(args, kwargs)
-    assert closure is not None
-    # A step that failed may have begun.
-    turn.has_begun_to_step, turn.judged = False, None
-    evaluation = Evaluation(iteration, turn, optimizer, closure)
-    evaluation.unscale = unscale
-    by_name = "closure" in kwargs
-    evaluation.args = args if by_name else (evaluation, *args[1:])
-    evaluation.kwargs = {**kwargs, "closure": evaluation} if by_name else kwargs
-    try:
-        with contextlib.suppress(_SkippedStepError):
-            yield evaluation
-    finally:
-        # It is held by what it is called with.
-        evaluation.args, evaluation.kwargs = (), {}
-    if evaluation.verdict is None:
-        msg = (
-            f"{type(optimizer).__name__}.step() did not call its closure, so its gradients were neither unscaled "
-            f"nor judged: step it without a closure"
-        )
-        raise CallOrderError(msg)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        is_over = error is None
+        if self.around is not None:
+            # It holds this step.
+            around, self.around = self.around, None
+            around.__exit__(kind, error, trace)
+        if self.closure is not None:
+            # They hold this step, too.
+            self.args, self.kwargs = (), {}
+            is_over = is_over or isinstance(error, _SkippedStepError)
+            if is_over and self.verdict is None:
+                msg = (
+                    f"{type(self.optimizer).__name__}.step() did not call its closure, so its gradients were neither "
+                    f"unscaled nor judged: step it without a closure"
+                )
+                raise CallOrderError(msg)
+        if is_over:
+            self._record(self)
+        return is_over
 
-
-def find_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object] | None:
-    """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
-    candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
-    return candidate if callable(candidate) else None
-
-
-class _SkippedStepError(GradscaleError):
-    """Leaves ``optimizer.step`` when its first evaluation overflows at every scale; never reaches the user."""
-
-
-class Evaluation:
-    """The closure as the optimizer sees it: its gradients are unscaled and finite when it returns."""
-
-    unscale: Callable[[Any], object] | None = None
-
-    def __init__(self, iteration: Iteration, turn: Turn, optimizer: Optimizer, closure: Callable[..., object]) -> None:
-        self._closure = closure
-        self._iteration = iteration
-        self._turn = turn
-        self._optimizer = optimizer
-        self._completed = 0
-        self.verdict: Verdict | None = None
-        self.retries = 0
-        self.args: tuple[object, ...] = ()
-        self.kwargs: dict[str, object] = {}
-        self.returned: object = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        iteration, turn = self._iteration, self._turn
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
+        iteration, turn, closure = self.iteration, self.turn, self.closure
+        assert closure is not None
         turn.by_closure = True
         before = iteration.lowered
         previous_scale = None
@@ -118,21 +143,22 @@ class Evaluation:
             self.retries += attempt > 0
             turn.stage = Stage.READY
             with iteration.inside_closure():
-                loss = self._closure(*args, **kwargs)
-                if self.unscale is not None and turn.stage is Stage.READY:
-                    self.unscale(self._optimizer)
+                loss = closure(*args, **kwargs)
+                if self._unscale is not None and turn.stage is Stage.READY:
+                    self._unscale(self.optimizer)
                     turn.stage = Stage.UNSCALED
-                verdict = self.verdict = iteration.verdict_for_step(turn, self._optimizer)
-            if verdict.is_held and self._completed:
+                verdict = self.verdict = iteration.verdict_for_step(turn, self.optimizer)
+            is_held = verdict.reason in HELD
+            if is_held and self._completed:
                 by = "" if iteration.agreement.is_alone else f" on rank {verdict.by}"
                 iteration.wrong_order(
                     f"refuse() was called{by} in evaluation {self._completed + 1} of a closure, and the optimizer has "
                     f"begun its step: restore its parameters from a copy or a checkpoint, and refuse a step in the "
                     f"closure's first evaluation"
                 )
-            if verdict.is_held:
+            if is_held:
                 raise _SkippedStepError
-            if not verdict.nonfinite:
+            if not verdict.reason:
                 self._completed += 1
                 turn.has_begun_to_step = True
                 return loss
@@ -149,3 +175,23 @@ class Evaluation:
             f"its parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
+
+
+@contextlib.contextmanager
+def within_the_step(iteration: Iteration) -> Iterator[None]:
+    """Take calls of the scaler for calls of the step that is under way."""
+    iteration.is_inside_closure = True
+    try:
+        yield
+    finally:
+        iteration.is_inside_closure = False
+
+
+def find_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object] | None:
+    """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
+    candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
+    return candidate if callable(candidate) else None
+
+
+class _SkippedStepError(GradscaleError):
+    """Leaves ``optimizer.step`` when its first evaluation overflows at every scale; never reaches the user."""

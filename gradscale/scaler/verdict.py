@@ -1,126 +1,228 @@
-"""PendingVerdict: the verdict on one optimizer's gradients, from the start of the agreement until the host has it."""
+"""Pending: the verdict on one optimizer's gradients, from the start of the agreement until the host has it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
 
 from array_api_compat import array_namespace
 
-from gradscale.core import vector
-from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.validation import float32_from_bits
-from gradscale.core.vector import Reason, Verdict
-from gradscale.scaler.agreement import Ballot
-from gradscale.scaler.iteration import Iteration
+from gradscale.core import claims, vector
+from gradscale.core.backend import HostRead
+from gradscale.core.claims import Claim
+from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
+from gradscale.core.unscaling import Found
+from gradscale.core.vector import HELD, LENGTH, Reason, Verdict, judged
+from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.state import LiveState
 
-__all__ = ["PendingVerdict"]
+__all__ = ["Pending"]
 
 
-class PendingVerdict:
-    """The verdict on one optimizer's gradients; see :class:`gradscale.scaler.parts.Pending`.
+class Pending:
+    """The verdict on one optimizer's gradients.
 
     Parameters
     ----------
-    iteration : Iteration
-        Not kept.
-    found : ArrayFound
-        By the scaler's unscaler.
-    state : ScaleState
-        What the gradients were unscaled with.
-    groups : sequence of Collectives
-        What to agree over; empty for a process that decides alone.
-    optimizer : object
-        Whose gradients; not kept.
-    max_norm : float, optional
-        What they are clipped to.
+    found, state : Found, ScaleState
+        What this rank has found, and what it has unscaled with.
+    groups, claim : sequence of Collectives, Claim or None
+        What to agree over, and what the ranks must hold in common; none for a process that decides alone.
+    number : int
+        Of the iteration.
     code : array or int, default 0
         Why this rank skips the step, other than for an overflow.
+
+    Attributes
+    ----------
+    known : Verdict or None
+        The verdict, once it is read; of a process alone at once, if its host knows what was found.
+    numbers : Numbers or None
+        The state that was unscaled with, if it was read with the verdict.
+    override : callable or None
+        Returns 0-d what a framework has put in the verdict's place, 0 to make the step; None if it says nothing.
+    is_judged : bool
+        Whether the scaler has judged the gradients, and not a framework alone.
+    is_late : bool
+        Whether the optimizer acts on it by itself, so that it is read only when somebody asks.
+    is_captured : bool
+        Whether a captured graph writes it at each replay.
     """
 
-    is_begun = True
-    is_read_later = is_scaled = is_captured = False
     known: Verdict | None = None
-    numbers: ScaleState | None = None
+    numbers: Numbers | None = None
+    override: Callable[[], Array | None] | None = None
+    is_judged = True
+    is_late = is_captured = False
+    _copy: HostRead | None = None
 
     def __init__(
         self,
-        iteration: Iteration,
-        found: Any,
+        live: LiveState,
+        agreement: Agreement,
+        found: Found,
         state: ScaleState,
         groups: Sequence[Collectives],
-        optimizer: Optimizer,
-        max_norm: float | None = None,
+        claim: Claim | None,
+        number: int,
         code: Array | int = 0,
     ) -> None:
-        live: Any = iteration.live
-        self.groups, self.version = groups, live.version
-        count = found.nonfinite
-        self._is_plain = isinstance(count, int)
-        at_min_scale = self._is_plain and live.at_min_scale(state) is True
-        agreement = iteration.agreement
-        if self._is_plain and count:
+        count, has_gradients = found.nonfinite, found.has_gradients
+        # The state as numbers, if the host knows them; alone, of the scale.
+        numbers = live.backend.peek(state if groups else state[:1])
+        if not isinstance(code, int):
+            (code,) = live.backend.peek((code,)) or (code,)
+        if isinstance(count, int) and count:
             code = vector.reason_code(Reason.OVERFLOW, agreement.rank())
-        if self._is_plain and not groups:
-            self.known = Verdict(count, count, at_min_scale, state.scale, found.has_gradients, cast(int, code))
-            return
-        self._live, self._state, self._rank = live, state, agreement.rank
-        about = (0,) * vector.ABOUT
-        if groups:
-            about = (agreement.identify(live.policy), *iteration.position(groups, optimizer, max_norm))
-        if self._is_plain:
-            sent: Array | list[int] = vector.pack_plain(
-                state, count, at_min_scale, about, has_gradients=found.has_gradients, code=cast(int, code)
-            )
-            if not agreement.takes_lists:
-                sent = live.home.asarray(sent, dtype=live.home.int32)
+        self._live, self._code, self._count, self._groups = live, code, count, groups
+        words = claims.words(claim)
+        if numbers is not None and isinstance(count, int) and isinstance(code, int):
+            at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
+            if not groups:
+                live.require_possible(numbers[0])
+                self.known = judged(count, count, at_min_scale, numbers[0], has_gradients, code)
+                return
+            values = vector.of_numbers(Numbers(*numbers), words, count, at_min_scale, has_gradients, code)
+            sent = live.backend.integers(values, state.scale)
         else:
-            sent = live.backend.pack(live.policy, state, count, about, has_gradients=found.has_gradients, code=code)
-        self._ballot = Ballot(agreement, groups, sent, iteration.number)
+            xp = live.home
+            if isinstance(count, int):
+                self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
+            sent = vector.of_arrays(
+                live.backend, live.policy, state, count, words, has_gradients=has_gradients, code=code
+            )
+        self._found, self._state, self._rank, self._updates = found, state, agreement.rank, live.updates
+        self._ballot = agreement.send(groups, sent, number, claim)
 
-    def verdict(self) -> Verdict:
-        """Finish the agreement and read its verdict: the one host read of a step."""
-        if self.known is None:
-            live, ballot = self._live, self._ballot
+    @property
+    def is_begun(self) -> bool:
+        """Whether the gradients have been judged, by a framework at least."""
+        return self.is_judged or (self.override is not None and self.override() is not None)
+
+    def read(self) -> Verdict:
+        """Return the verdict, read now if it is not yet (one host read), or what a framework has put in its place."""
+        found = self.known or self._read()
+        shown = None if self.override is None else self.override()
+        if shown is None:
+            return found
+        xp = array_namespace(shown)
+        is_bad = self._live.backend.read(xp.reshape(xp.astype(shown, xp.int32), (1,)))[0] > 0
+        if found.reason is Reason.NO_GRADIENTS or is_bad != (found.reason > 0):
+            reason = Reason.OVERFLOW if is_bad else Reason.STEPPED
+            return found._replace(reason=reason, by=None, nonfinite=1 if is_bad else 0)
+        return found
+
+    def _read(self) -> Verdict:
+        ballot, copy, live = self._ballot, self._copy, self._live
+        if copy is None:
             agreed, sent = ballot.read(live.backend_for)
-            if not self.groups:
-                # No other rank has contributed, so an impossible value is the array library's fault.
-                live.checked(agreed[vector.FLAGS : vector.FLAGS + 4])
-            if not self._is_plain:
-                scale, *trackers = sent[vector.FLAGS : vector.FLAGS + 4]
-                self.numbers = ScaleState(float32_from_bits(scale), *trackers)
-                self._count = ballot.agreed()[0]
-                if hasattr(ballot.agreed(), "compute"):
-                    # A lazy library would compute all that it depends on once more in the update.
-                    xp = array_namespace(ballot.agreed())
-                    self._count = xp.asarray(agreed, dtype=xp.int32)[0]
-                    live.settle(self._state, agreed[vector.FLAGS : vector.FLAGS + 4])
-            found = ballot.verdict(agreed, sent, live.policy)
-            if found.nonfinite and not self.groups:
-                found = found._replace(code=vector.reason_code(Reason.OVERFLOW, self._rank()))
+        else:
+            if not self.is_captured and not copy.is_done():
+                # A device would wait for the ranks for ever.
+                ballot.agreed(is_read=True)
+            values = copy()
+            agreed, sent = values[:LENGTH], values[LENGTH:] or values
+        found = self._decoded(agreed, sent)
+        live.require_possible(found.scale)
+        if not self.is_captured:
             self.known = found
-        return self.known
+            live.note_scale(found.scale, self._updates)
+        return found
+
+    def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
+        live, fields = self._live, vector.state_bits(sent)
+        self.numbers = vector.state_of(sent)
+        if hasattr(self._state.scale, "compute"):
+            # A lazy library would compute all that it depends on once more in the update.
+            self._count = live.home.asarray(agreed[0], dtype=live.home.int32)
+            live.settle(self._state, fields)
+        if self._groups:
+            return self._ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
+        # No other rank has contributed, so an impossible value is the array library's fault.
+        live.checked(fields)
+        found = vector.verdict_of(agreed, sent)
+        if isinstance(self._code, int) and self._code:
+            # A refusal after the message was made.
+            found = judged(found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, True, self._code)
+        if found.nonfinite:
+            found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
+        return found
+
+    def start_reading(self) -> None:
+        """Send the verdict on its way to the host, which does not wait for it."""
+        agreed, sent = self._ballot.agreed(), self._ballot.sent
+        both = agreed if agreed is sent else array_namespace(agreed).concat([agreed, sent])
+        self._copy = self._live.backend.start_read(both)
+        self.is_captured = self._copy.is_replayed
+
+    def has_arrived(self) -> bool:
+        """Tell whether it can be read without waiting."""
+        return self._copy is None or self._copy.is_done()
 
     def count(self) -> Array | int | None:
-        """Return the agreed count, 0-d int32, or an int for a state of numbers; None if it does not count."""
+        """Return the agreed count for the update of the state, 0-d if the host does not know it; no host read.
+
+        None for a known spike or refusal, which moves no scale.
+        """
         known = self.known
-        if known is not None and known.is_held:
+        if known is not None and known.reason in HELD and self.read().reason in HELD:
             return None
-        return known.nonfinite if self._is_plain and known is not None else self._count
+        shown = None if self.override is None else self.override()
+        if shown is None:
+            return self._overflow()
+        code = 0 if known is not None else self._agreed_code()
+        return shown if isinstance(code, int) else array_namespace(shown).where(code != 0, self._overflow(), shown)
 
-    def reason(self) -> Reason:
-        """Return why the ranks have skipped the step, or that they have not."""
-        return self.verdict().reason
+    def _overflow(self) -> Array | int:
+        """Return the agreed count, 0-d, or 1 for any number."""
+        if isinstance(self._count, int):
+            return self.known.nonfinite if self.known is not None else self._read().nonfinite
+        if not self._groups or hasattr(self._state.scale, "compute"):
+            return self._count
+        agreed = self._ballot.agreed()
+        count = vector.found_in(agreed).nonfinite
+        if self.known is not None:
+            return count
+        # If ranks differ no rank steps, until the host sees it.
+        xp = array_namespace(agreed)
+        least, most = vector.bounds_in(agreed)
+        return xp.astype(xp.logical_or(count != 0, xp.any(least != most)), xp.int32)
 
-    def held(self) -> bool:
-        """Return whether the scale stays as it is."""
-        return self.verdict().is_held
+    def _agreed_code(self) -> Array | int:
+        """Return why a rank skips the step, other than for an overflow that the host does not know."""
+        return vector.found_in(self._ballot.agreed()).code if self._groups else self._code
+
+    def skips(self) -> Array | bool:
+        """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
+        shown = None if self.override is None else self.override()
+        if shown is not None:
+            return shown
+        if self.known is not None:
+            return self.known.reason > 0
+        own, code = self._overflow(), self._agreed_code()
+        if isinstance(code, int):
+            return array_namespace(own).ones_like(own) if code else own
+        return (own != 0) | (code != 0)
+
+    def held(self) -> Array | bool:
+        """Return for a late verdict whether the scale stays as it is; 0-d if the host does not know."""
+        code = self._agreed_code()
+        if isinstance(code, int) and code == 0:
+            return False
+        is_clean = self._overflow() == 0
+        return is_clean if isinstance(code, int) else is_clean & (code != 0)
+
+    def reason(self) -> Reason | Array:
+        """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
+        if self.known is not None or not self.is_late:
+            return self.read().reason
+        own, given = self._overflow(), vector.reason_number(self._agreed_code())
+        xp = array_namespace(own)
+        number = xp.full_like(own, given, dtype=xp.int32) if isinstance(given, int) else given
+        return xp.where(own != 0, xp.full_like(number, Reason.OVERFLOW), number)
 
     def refuse(self, code: int) -> None:
         """Skip the step of a process that decides alone."""
-        found = self.verdict()
-        self.known = found if found.nonfinite else found._replace(code=code)
-
-    def has_arrived(self) -> bool:
-        """Return True: the step has read it."""
-        return True
+        self._code, self.override = code, None
+        if self.known is not None and not self.known.nonfinite:
+            reason, by = vector.reason_and_rank(code)
+            self.known = self.known._replace(reason=reason, by=by)

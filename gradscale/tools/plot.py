@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
+from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
-from gradscale.policies.plain import LARGEST_FLOAT16
 from gradscale.scaler.reports import StepReport, UpdateReport
 from gradscale.tools.logs import read_log, row_of
 from gradscale.tools.simulation import Simulation

@@ -1,4 +1,4 @@
-"""simulate: run a policy over recorded overflows or gradient magnitudes, a million steps in seconds.
+"""simulate: run a policy over recorded overflows or gradient magnitudes; a million steps in seconds by a DynamicScale.
 
 What a run does to the scale depends on one number for each step: the largest magnitude among its gradients. The step
 is skipped when that times the scale is above fp16's largest number, 65504.
@@ -6,16 +6,20 @@ is skipped when that times the scale is above fp16's largest number, 65504.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 from gradscale.core import validation
 from gradscale.core.messages import reading, shown
-from gradscale.core.protocols import Policy
+from gradscale.core.protocols import Numbers, Policy, ScaleState
+from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.plain import LARGEST_FLOAT16, first_state, traced_rule
+from gradscale.extras import needs
+from gradscale.policies.dynamic import next_numbers
 
 __all__ = ["Gradients", "Simulation", "measured", "recorded", "simulate"]
 
@@ -208,22 +212,86 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     validation.policy(policy)
     if not isinstance(gradients, Gradients):
         gradients = recorded(gradients)
-    rule, state, raised = traced_rule(policy), first_state(policy), False
+    run, raised = _Run(policy), False
     scales: list[float] = []
     skipped: list[bool] = []
     for magnitude in gradients.largest:
         # Not the opposite comparison: a NaN is an overflow.
-        overflow = not magnitude * state.scale <= LARGEST_FLOAT16
-        scales.append(state.scale)
+        overflow = not magnitude * run.scale <= LARGEST_FLOAT16
+        scales.append(run.scale)
         skipped.append(overflow)
-        if overflow and rule.at_min_scale is not None and rule.at_min_scale(state):
+        if overflow and run.is_at_min_scale():
             raised = True
             break
-        state = rule.update(state, overflow)
+        run.advance(overflow)
     return Simulation(
         name=repr(policy) if name is None else name,
         scale=tuple(scales),
         skipped=tuple(skipped),
-        final_scale=state.scale,
+        final_scale=run.scale,
         raised_at=len(scales) if raised else None,
     )
+
+
+class _Run:
+    """A policy and its state: numbers for the rules that are written for them, and NumPy's arrays for all others."""
+
+    def __init__(self, policy: Policy) -> None:
+        with needs("simulate()", "numpy"):
+            import numpy as np
+        self._policy, self._found = policy, (np.zeros((), np.int32), np.ones((), np.int32))
+        # An array that cannot be asked for its value.
+        hidden = type("Hidden", (np.ndarray,), dict.fromkeys(("__bool__", "__int__", "__float__", "__index__"), _hide))
+        with self._explained():
+            self._state = policy.init(np.zeros((), np.float32))
+            self._numbers = _numbers_of(self._state)
+            # What a rule asks of arrays does not depend on their values.
+            unseen = ScaleState._make(x.view(hidden) for x in self._state)
+            _numbers_of(policy.update(unseen, nonfinite=self._found[1].view(hidden)))
+            self._is_raising = policy.at_min_scale(self._state) is not None
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            msg = (
+                f"the policy must be pure functions of 0-d arrays of the array API standard to be simulated, got "
+                f"{shown(self._policy)}, and trying it failed with {type(error).__name__}: {error}"
+            )
+            raise InvalidTypeError(msg) from error
+
+    @property
+    def scale(self) -> float:
+        """The present scale."""
+        return self._numbers.scale
+
+    def is_at_min_scale(self) -> bool:
+        """Tell whether an overflow now is raised."""
+        if not self._is_raising:
+            return False
+        state = ScaleState(*(x.dtype.type(y) for x, y in zip(self._state, self._numbers, strict=True)))
+        found = self._policy.at_min_scale(state)
+        return found is not None and bool(found)
+
+    def advance(self, overflow: bool) -> None:
+        """Go on to the next step."""
+        numbers = next_numbers(self._policy, self._numbers, overflow)
+        if numbers is None:
+            with self._explained():
+                self._state = self._policy.update(self._state, nonfinite=self._found[overflow])
+                numbers = _numbers_of(self._state)
+        self._numbers = numbers
+
+
+def _hide(*_: object) -> NoReturn:
+    msg = "it asks for the value of an array, where it must choose by where()"
+    raise InvalidTypeError(msg)
+
+
+def _numbers_of(state: object) -> Numbers:
+    """Return the numbers of a state of NumPy's arrays; ValueError for anything else."""
+    if type(state) is not ScaleState or [x.dtype.name for x in state] != ["float32", *["int32"] * (len(state) - 1)]:
+        msg = f"it must return a ScaleState of float32 and int32, got {shown(state)}"
+        raise ValueError(msg)
+    return Numbers(*(x.item() for x in state))

@@ -51,10 +51,9 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture
-def small_blocks(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the blocks, so that arrays of a few thousand elements have several of them and a tail."""
-    for each in {kernels, module}:
-        monkeypatch.setattr(each, "_BLOCK", BLOCK)
+    monkeypatch.setattr(kernels, "_BLOCK", BLOCK)
     monkeypatch.setattr(kernels, "_ROW", ROW)
     monkeypatch.setattr(kernels, "SMALL", 32)
 

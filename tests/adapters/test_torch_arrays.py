@@ -16,7 +16,7 @@ from gradscale import DynamicScale
 from gradscale.core.arithmetic import unscale_arrays
 from gradscale.core.summaries import Summary
 from gradscale.testing import check_backend
-from gradscale_torch.unscaler import values_of
+from gradscale_torch.gradients import values_of
 
 pytestmark = pytest.mark.torch
 

@@ -40,7 +40,7 @@ def test_magnitudes_are_those_of_the_true_gradients_at_every_stage(
     monkeypatch: pytest.MonkeyPatch, name: str, scale: float, explicit: bool, late: bool
 ) -> None:
     # Late is a verdict that the host reads when it is asked for it, as those of a device are.
-    monkeypatch.setattr("gradscale_torch.verdicts.would_wait", lambda _: late)
+    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: late)
     run = named(GradScaler("cpu", init_scale=scale), name)
     for value in (1.0, math.nan, math.inf, 2.0):
         current = run.scaler.get_scale()

@@ -110,12 +110,16 @@ def test_counts_and_magnitude_are_those_of_the_bits(arrays: Library, name: str, 
 
 
 def test_counts_beyond_one_word_do_not_wrap(monkeypatch: pytest.MonkeyPatch, arrays: Library) -> None:
-    monkeypatch.setattr(summaries, "_COUNT_BITS", 3)
+    monkeypatch.setattr(summaries, "_PIECE", 8)
     x = arrays.asarray([0.0] * 70 + [math.nan] * 9 + [math.inf] * 8)
     assert summarize(Backend(), x) == [Summary(87, 8, 9, 70, 0, 0.0)]
 
 
-@pytest.mark.parametrize("kind", summaries._SMALLEST_NORMAL)
+NARROW = ["bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"]
+NARROW += [f"float8_{kind}" for kind in ("e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
+
+
+@pytest.mark.parametrize("kind", NARROW)
 def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind: str) -> None:
     import array_api_compat.numpy as xp
 
@@ -123,12 +127,19 @@ def test_the_smallest_normal_numbers_of_narrow_types_are_those_of_ml_dtypes(kind
     if not hasattr(ml_dtypes, kind):
         pytest.skip(f"this ml_dtypes has no {kind}")
     dtype = np.dtype(getattr(ml_dtypes, kind))
-    assert summaries.smallest_normal(dtype, np.float32, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
+    assert summaries.smallest_normal(dtype, xp) == float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
-def test_a_words_row_says_what_was_counted() -> None:
-    for largest in (0.0, 65504.0, 2.0**-1074, 1.7976931348623157e308):
-        blocks = [Summary(2**40, 2**30, 2**31 - 1, 3, 2**40, largest), Summary(2**40, 1, 1, 0, 0, largest / 2)]
-        row = summaries.words(blocks)
-        assert summaries.summary_of(2**41, row) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, largest)
-        assert all(-(2**31) <= word < 2**31 for word in row)
+def test_words_say_what_was_counted() -> None:
+    for largest in (65504.0, 2.0**-1074, 1.7976931348623157e308, 0.0):
+        x = np.array([largest, 0.0, math.nan, math.inf, math.inf])
+        words = summaries.summarize_arrays([x, x[:0], x[2:]], lambda part: part.view(np.int64)).tolist()
+        is_small = largest == 2.0**-1074
+        found = [Summary(5, 2, 1, 1 + (largest == 0.0), int(is_small), largest), Summary(), Summary(3, 2, 1)]
+        assert summaries.summaries_of([x, x[:0], x[2:]], words) == found
+
+
+def test_the_summary_of_an_array_is_that_of_its_parts() -> None:
+    parts = [Summary(2**40, 2**30, 2**31 - 1, 3, 2**40, 0.5), Summary(2**40, 1, 1, 0, 0, 7.0)]
+    assert summaries.join(parts) == Summary(2**41, 2**30 + 1, 2**31, 3, 2**40, 7.0)
+    assert summaries.join([]) == Summary()

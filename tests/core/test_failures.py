@@ -11,13 +11,11 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
+from gradscale.core.claims import Call, Claim
+from gradscale.core.unscaling import Found
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.iteration import Iteration, Parts
-from gradscale.scaler.live_state import ArrayState
-from gradscale.scaler.reports import Reports
-from gradscale.scaler.scaling import ArrayScaling
-from gradscale.scaler.unscaler import ArrayFound, ArrayUnscaler
-from gradscale.scaler.verdict import PendingVerdict
+from gradscale.scaler.state import LiveState
+from gradscale.scaler.verdict import Pending
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.numpy
@@ -197,16 +195,15 @@ def test_ranks_of_a_grid_of_groups_have_numbers_of_their_own() -> None:
 @pytest.mark.numpy
 def test_a_verdict_of_before_a_loaded_state_ends_no_later_iteration() -> None:
     def rank(group: Any) -> Any:
-        agreement, live = Agreement([group]), ArrayState(DynamicScale(init_scale=4.0 * (1 + group.rank)))
+        agreement, live = Agreement([group]), LiveState(DynamicScale(init_scale=4.0 * (1 + group.rank)))
         state = live.current(np.float32(1.0))
-        parts = Parts(live, ArrayScaling(), ArrayUnscaler(), agreement, Reports(), PendingVerdict)
-        old = PendingVerdict(Iteration(1, parts), ArrayFound(0, None), state, agreement.groups, Tree())
+        old = Pending(live, agreement, Found(0), state, agreement.groups, Claim(Call.STEP), 1)
         for _ in range(2):
             with pytest.raises(gradscale.ScaleDesyncError):
-                old.verdict()
+                old.read()
             agreement.recover()
         with pytest.raises(gradscale.ScaleDesyncError):
-            old.verdict()
+            old.read()
         return agreement.failure
 
     assert run_ranks(2, rank) == [None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 from typing import Any
@@ -13,11 +14,10 @@ from optimizers import Tree, iterate
 from runs import start
 
 import gradscale
-from gradscale import BackendError, DynamicScale, GradScaler, presets
+from gradscale import BackendError, DynamicScale, GradScaler, ScaleState, StaticScale, presets
 from gradscale.core.backend import Backend
 from gradscale.core.validation import LARGEST_INT32, bits_of_float32
-from gradscale.core.vector import FLAGS
-from gradscale.scaler.live_state import largest_trackers, numbers_of
+from gradscale.scaler.state import LiveState
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 65536.0, 0.1, (2.0 - 2.0**-23) * 2.0**127])
@@ -45,8 +45,8 @@ class Misplacing(Backend):
         values = super().read(x)
         if self.values is None:
             return values
-        # A verdict's vector holds flags before the numbers of the state.
-        before = values[:FLAGS] if len(values) > 4 else []
+        # A message holds others before the numbers of the state.
+        before = values[:5] if len(values) > 4 else []
         return [*before, *self.values, *values[len(before) + 4 :]]
 
 
@@ -108,7 +108,7 @@ def test_what_was_loaded_or_set_may_be_beyond_a_threshold(strict: Library) -> No
 @pytest.mark.parametrize("name", presets.names())
 def test_no_rule_passes_what_it_says_its_trackers_reach(name: str) -> None:
     policy = presets.named(name, growth_interval=3)
-    largest = largest_trackers(policy)
+    largest = policy.largest_trackers
     reached = [0, 0, 0]
     state = policy.init(np.float32(1.0))
     generator = np.random.default_rng(5)
@@ -116,12 +116,16 @@ def test_no_rule_passes_what_it_says_its_trackers_reach(name: str) -> None:
         state = policy.update(state, nonfinite=np.asarray(int(bad)))
         reached = [max(int(tracker), most) for tracker, most in zip(state[1:], reached, strict=True)]
     assert all(most <= limit for most, limit in zip(reached, largest, strict=True)), (reached, largest)
-    assert numbers_of(state, gradscale.registry.backend_for(state.scale), largest)["scale"] == float(state.scale)
+    assert LiveState(policy).numbers_of(state).scale == float(state.scale)
 
 
 def test_a_policy_that_does_not_say_may_use_all_of_int32() -> None:
-    class Own:
-        pass
+    @dataclasses.dataclass(frozen=True)
+    class Own(StaticScale):
+        def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+            return state._replace(growth_tracker=np.asarray(LARGEST_INT32, np.int32))
 
-    assert largest_trackers(Own()) == (LARGEST_INT32,) * 3  # type: ignore[arg-type]
-    assert largest_trackers(DynamicScale(hysteresis=3), [5, 1, 2]) == (2000, 3, 2)
+    live = LiveState(Own())
+    live.current(np.float32(1.0))
+    live.advance([0])
+    assert live.numbers()["growth_tracker"] == LARGEST_INT32

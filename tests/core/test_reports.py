@@ -156,8 +156,8 @@ def test_copies_and_pickles_come_without_callbacks_and_history(strict: Library) 
 
 def test_whoever_wants_reports_has_each_step_read_in_that_step() -> None:
     for options in ({"on_skip": print}, {"on_update": print}, {"diagnose": "on_overflow"}):
-        assert Reports(**options).wants_each_step  # type: ignore[arg-type]
-    assert not Reports().wants_each_step
+        assert Reports(options).wants_each_step  # type: ignore[arg-type]
+    assert not Reports({}).wants_each_step
 
 
 @pytest.mark.parametrize("name", ["on_skip", "on_update"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import Trainer, grid_of_threads, raised
-from worlds import ProcessWorld, ThreadWorld, agree
+from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -31,6 +31,22 @@ def test_what_one_rank_does_differently_is_named_on_every_rank(world: World, lib
 def test_scalers_of_a_group_in_another_order_on_one_rank_are_named_on_every_rank(world: World, library: str) -> None:
     require(library.split()[0])
     agree(world, scenarios.swapped_scalers, [(odd_rank, library) for odd_rank in range(world.size)])
+
+
+@pytest.mark.parametrize("program", scenarios.PROGRAMS)
+def test_ranks_that_differ_and_send_other_messages_are_told_so(processes: ProcessWorld, program: str) -> None:
+    cases = [(odd_rank, program, "numpy") for odd_rank in range(processes.size)]
+    agree(processes, scenarios.interleaved, cases)
+
+
+@pytest.mark.torch
+@pytest.mark.tier("ranks")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("program", [*scenarios.ANSWERED, "diagnosis"])
+def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program: str, size: int) -> None:
+    require("torch")
+    cases = [(odd_rank, program, library) for odd_rank in range(size) for library in ("numpy", "torch")]
+    agree(GlooWorld(size), scenarios.interleaved, cases)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

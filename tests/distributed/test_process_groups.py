@@ -120,9 +120,7 @@ def test_dimensions_of_a_mesh_that_do_not_cover_the_world_agree_among_themselves
     agree(GlooWorld(4), scenarios.part_of_a_mesh, [(0,), (3,)])
 
 
-@pytest.mark.parametrize(
-    "scenario", [scenarios.outside, scenarios.what_is_no_group, scenarios.dropped_by_torch, scenarios.numbers]
-)
+@pytest.mark.parametrize("scenario", [scenarios.outside, scenarios.what_is_no_group, scenarios.dropped_by_torch])
 def test_groups_of_torch(gloo: GlooWorld, scenario: Any) -> None:
     agree(gloo, scenario, [()])
 

@@ -97,6 +97,6 @@ def test_clipping_while_unscaling_is_torchs_unscaling_and_clipping(fsdp: Any, pa
     agree(GlooWorld(4), fsdp.clip, [(parallel, max_norm) for max_norm in (0.01, 1e6)])
 
 
-def test_each_optimizer_costs_one_all_reduce_of_two_integers_where_torch_makes_four(fsdp: Any) -> None:
+def test_each_optimizer_costs_one_short_all_reduce_where_torch_makes_four(fsdp: Any) -> None:
     leave_out_fsdp2()
     agree(GlooWorld(4), fsdp.count_collectives, [(False,), (True,)])

@@ -24,7 +24,7 @@ explicit = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unsc
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat tensors of the host like those of a device, which make the host wait."""
-    monkeypatch.setattr("gradscale_torch.verdicts.would_wait", lambda _: True)
+    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: True)
 
 
 # The scale.
@@ -225,7 +225,7 @@ def test_after_a_first_fused_step_that_was_skipped_the_next_one_is_the_first(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], late: bool
 ) -> None:
     # Torch allocates the momentum before the kernel that skips, and then takes it for filled; here it is all NaN.
-    monkeypatch.setattr("gradscale_torch.verdicts.would_wait", lambda _: late)
+    monkeypatch.setattr("gradscale_torch.devices.would_wait", lambda _: late)
     seen = []
     torch.use_deterministic_algorithms(True)
     try:

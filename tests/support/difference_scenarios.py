@@ -18,8 +18,8 @@ from scenarios import Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
 from gradscale.core import vector
+from gradscale.scaler import agreement as agreements
 
-ORDER = "optimizer from 0 to 1 (here {}), numbered in the order in which the scaler has met them"
 CALLS = {
     "step": "unscale_() or step()",
     "norm": "unscale_(max_norm=), for the norm over the group",
@@ -28,21 +28,14 @@ CALLS = {
 }
 
 
-def calls(own: str, other: str) -> str:
-    """Return what is said of two calls that meet, in the order in which they are listed above."""
-    least, most = sorted([own, other], key=list(CALLS).index)
-    return f"the call itself from {CALLS[least]} to {CALLS[most]} (here {CALLS[own]})"
+def held(name: str, odd: object, others: object) -> tuple[str, ...]:
+    """Return what every rank is told of what the odd rank holds, and the others."""
+    return f"{name}: ", f"{odd} on rank {{odd_rank}}", f"{others} on rank {{another}}"
 
 
-def norms(own: Any, other: Any) -> str:
-    """Return what is said of two largest norms."""
-    least, most = sorted([own, other], key=lambda value: -1.0 if value is None else value)
-    return f"max_norm from {least} to {most} (here {own})"
-
-
-def both(said: Callable[..., str], odd: Any, others: Any) -> tuple[str, str]:
-    """Return what the odd rank is told, and what the others are."""
-    return said(odd, others), said(others, odd)
+def calls(odd: str, others: str) -> tuple[str, ...]:
+    """Return what is said of two calls that meet."""
+    return held("the call itself", CALLS[odd], CALLS[others])
 
 
 def refuse(trainer: Trainer) -> None:
@@ -124,44 +117,38 @@ def left_open(trainer: Trainer, is_odd: bool) -> None:
     trainer.scaler.step(trainer.optimizers[1])
 
 
-REORDERED = ORDER.format(1), ORDER.format(0)
-# What the odd rank is told is its own error, at once.
-REFUSED = ("", "rank {odd_rank} has refused its gradients")
-MADE = "steps made so far from {} to {} (here {})"
+ORDER = "(numbered in the order in which the scaler has met them, so some rank has them in another order)"
+REORDERED = (*held("optimizer", 1, 0), ORDER)
+# The odd rank gets its own error, at once.
+REFUSED = ("rank {odd_rank} has refused its gradients",)
 ROUND = 0.1  # one float32, and two float64 with the next number
-DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, str]]] = {
+DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]] = {
     "swapped steps": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1)), REORDERED),
     "swapped unscaling": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1), True), REORDERED),
-    "step left out": (leave_out, (MADE.format(2, 3, 2), MADE.format(2, 3, 3))),
-    "diagnosis alone": (diagnosed, both(calls, "diagnosis", "step")),
+    "step left out": (leave_out, held("steps made so far", 2, 3)),
+    "diagnosis alone": (diagnosed, calls("diagnosis", "step")),
     "diagnosis of another": (
         lambda trainer, is_odd: trainer.scaler.diagnose(trainer.optimizers[is_odd], gather=True),
         REORDERED,
     ),
-    "agreement without a scaler": (agreed, both(calls, "agreement", "step")),
+    "agreement without a scaler": (agreed, calls("agreement", "step")),
     "step refused": (step_refused, REFUSED),
-    "another scale": (
-        loaded(scale=32768.0),
-        ("scale from 32768.0 to 65536.0 (here 32768.0)", "scale from 32768.0 to 65536.0 (here 65536.0)"),
-    ),
-    "another tracker": (
-        loaded(_growth_tracker=5),
-        ("growth_tracker from 2 to 5 (here 5)", "growth_tracker from 2 to 5 (here 2)"),
-    ),
-    "another policy": (reset, ("growth_interval=7", "growth_interval=2000")),
-    "update left out": (left_open, ("iteration from 2 to 3",) * 2),
+    "another scale": (loaded(scale=32768.0), held("scale", 32768.0, 65536.0)),
+    "another tracker": (loaded(_growth_tracker=5), held("growth_tracker", 5, 2)),
+    "another policy": (reset, ("settings: ", "growth_interval=7", "growth_interval=2000")),
+    "update left out": (left_open, held("iteration", 2, 3)),
     # Of gradscale's own scaler alone: torch's replacement finds the group of a norm in the parameters.
-    "norm of rank": (clipped((2.0, "rank"), (1.0, "rank")), both(norms, 2.0, 1.0)),
-    "norm of group": (clipped((2.0, "group"), (1.0, "group")), both(norms, 2.0, 1.0)),
+    "norm of rank": (clipped((2.0, "rank"), (1.0, "rank")), held("max_norm", 2.0, 1.0)),
+    "norm of group": (clipped((2.0, "group"), (1.0, "group")), held("max_norm", 2.0, 1.0)),
     "norm in its last digit": (
         clipped((ROUND * (1 + 2**-40), "rank"), (ROUND, "rank")),
-        ("max_norm, in digits that float32 does not have",) * 2,
+        held("max_norm", ROUND * (1 + 2**-40), ROUND),
     ),
-    "norm left out": (clipped(None, (1.0, "rank")), both(norms, None, 1.0)),
-    "norm over the group alone": (clipped((1.0, "group"), (1.0, "rank")), both(calls, "norm", "step")),
+    "norm left out": (clipped(None, (1.0, "rank")), held("max_norm", None, 1.0)),
+    "norm over the group alone": (clipped((1.0, "group"), (1.0, "rank")), calls("norm", "step")),
     "norm of what is refused": (clipped((1.0, "group"), (1.0, "group"), refuses=True), REFUSED),
 }
-"""What differs in the second iteration of two optimizers, and what the odd rank and the others are told."""
+"""What differs in the second iteration of two optimizers, and what the ranks are told."""
 
 
 def agreeing(group: Any, library: str) -> Callable[[], Any]:
@@ -176,7 +163,7 @@ def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
     rank, size = rank_and_size(group)
     is_odd = rank == odd_rank
     difference, told = DIFFERENCES[what]
-    said = told[not is_odd].format(odd_rank=odd_rank)
+    said = [text.format(odd_rank=odd_rank, another=int(odd_rank == 0)) for text in told]
     trainer = Trainer(group, library)
     trainer.iterate()
     trainer.refill()
@@ -185,8 +172,8 @@ def differ(group: Any, odd_rank: int, what: str, library: str) -> None:
         difference(trainer, is_odd)
         trainer.iterate()
 
-    if said:
-        raised(gradscale.ScaleDesyncError, train, said, f"rank {rank} of {size}")
+    if told is not REFUSED or not is_odd:
+        raised(gradscale.ScaleDesyncError, train, *said, f"rank {rank} of {size}")
     else:
         kinds: Any = (gradscale.InvalidTypeError, gradscale.InvalidValueError)
         raised(kinds, train)
@@ -201,10 +188,9 @@ def swapped_scalers(group: Any, odd_rank: int, library: str) -> None:
     said = "numbered in the order of their construction", f"rank {rank} of {size}"
     error = raised(gradscale.ScaleDesyncError, call, *said)
     # The group of a world has had the scalers of the cases before.
-    found = re.search(r"scaler of the group from (\d+) to (\d+) \(here (\d+)\)", str(error))
-    assert found is not None, error
-    least, most, own = map(int, found.groups())
-    assert (most, own) == (least + 1, most if rank == odd_rank else least)
+    found = dict(re.findall(r"(\d+) on rank (\d+(?:, \d+)*)", str(error).partition("scaler of the group: ")[2]))
+    least, most = sorted(map(int, found))
+    assert (most, found[str(most)]) == (least + 1, str(odd_rank)), error
 
 
 # Legal programs.
@@ -260,6 +246,48 @@ def other_version(group: Any, odd_rank: int, version: str, kind: str) -> None:
     if kind != "agreement":
         trainer.scaler.set_group(fresh(group))
         call()
+
+
+def interleaved(group: Any, odd_rank: int, program: str, library: str) -> None:
+    """Make the calls of a program on the odd rank while ranks hold two scales; each says so, and no process ends."""
+    rank, size = rank_and_size(group)
+    is_odd = rank == odd_rank
+    trainer = Trainer(fresh(group), library, 3)
+    trainer.iterate((0, 1, 2))
+    trainer.scaler.update(4.0 if is_odd else 8.0)
+    trainer.refill()
+    steps = tuple(f"step {number}" for number in range(3))
+
+    def train() -> None:
+        for call in PROGRAMS[program] if is_odd else steps:
+            name, number = call.split()
+            optimizer = trainer.optimizers[int(number)]
+            if name == "norm":
+                trainer.scaler.unscale_(optimizer, max_norm=1.0, norm_over="group")
+            elif name == "diagnose":
+                trainer.scaler.diagnose(optimizer, gather=True)
+            else:
+                getattr(trainer.scaler, name)(optimizer)
+
+    # Nobody tells a rank that has ended what it waits for.
+    with mock.patch.object(agreements, "_PATIENCE", 1.0):
+        told = held("scale", 4.0, 8.0) if program in ANSWERED else ("what this rank holds is call=",)
+        said = [text.format(odd_rank=odd_rank, another=int(odd_rank == 0)) for text in told]
+        raised(gradscale.ScaleDesyncError, train, *said, f"rank {rank} of {size}")
+
+
+ANSWERED = {
+    "step": ("step 0", "step 1"),
+    "one more": ("unscale_ 0", "unscale_ 1", "step 0", "step 1"),
+    "two more": ("unscale_ 0", "unscale_ 1", "unscale_ 2", "step 0"),
+}
+"""What one rank calls, while the others step all optimizers, and meets what the others tell when it has read theirs."""
+PROGRAMS = ANSWERED | {
+    "another first": ("unscale_ 0", "unscale_ 1", "step 1"),
+    "norm": ("unscale_ 0", "norm 1"),
+    "diagnosis": ("unscale_ 0", "diagnose 1"),
+}
+"""And what it calls so that it waits for another answer first."""
 
 
 def grid_in_another_order(groups: list[Any], is_odd: bool, is_told: bool, library: str, settings: Any) -> None:

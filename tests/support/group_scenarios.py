@@ -360,32 +360,6 @@ def dropped_by_torch(group: Any) -> None:
     assert len(adapter._under_way) <= 9
 
 
-LISTS = [
-    [[rank, 1, 2, 3] for rank in range(3)],
-    [[5 * (rank == 1), 7, -7] for rank in range(3)],
-    [[0, rank, -rank] for rank in range(3)],
-    [[-rank, 4, 5, 6] for rank in range(3)],
-    [[2**31 - 1 - rank, 1, 2] for rank in range(3)],
-    [[0, 2**31 - 1, -(2**31) + rank] for rank in range(3)],
-    [[0, 0, 0]] * 3,
-    [[rank, -rank] for rank in range(3)],
-    [[rank] for rank in range(3)],
-]
-# As long as a vector of the agreement, for which two numbers travel where they tell enough.
-LISTS += [[[*one, *[7] * (22 - len(one))] for one in offered] for offered in LISTS]
-"""What each of up to three ranks offers, one reduction after the other."""
-
-
-def numbers(group: Any) -> None:
-    """Reduce lists of numbers: verdicts that differ, fingerprints that differ, the largest numbers, short lists."""
-    collectives = collectives_of(group)
-    for offered in LISTS:
-        pending = collectives.start_max(list(offered[group.rank()]))
-        expected = [max(column) for column in zip(*offered[: group.size()], strict=True)]
-        assert type(pending()) is list
-        assert pending() == pending() == expected
-
-
 def finished_in_another_order(group: Any, bad: int) -> None:
     """Step two optimizers with bad gradients, on rank 0 the second first: only the order of starts matters."""
     import torch
@@ -394,25 +368,28 @@ def finished_in_another_order(group: Any, bad: int) -> None:
     import gradscale_torch
 
     skips(group, True)
-    scaler = gradscale_torch.ShardedGradScaler("cpu", init_scale=4.0)
-    optimizers = []
-    for _ in range(2):
-        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(bad + 1)]
-        optimizers.append(torch.optim.SGD(parameters, lr=1.0))
-    before = started()
-    scaler.scale(torch.ones(()))
-    for index, optimizer in enumerate(optimizers):
-        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+    parameters = [[torch.nn.Parameter(torch.zeros(2)) for _ in range(bad + 1)] for _ in range(2)]
+    for scaler, optimizers, one in (
+        (gradscale_torch.ShardedGradScaler("cpu"), [torch.optim.SGD(each, lr=1.0) for each in parameters], torch.ones),
+        (gradscale.ShardedGradScaler(group=group), [SGD(None), SGD(None)], lambda shape: np.ones(shape, np.float32)),
+    ):
+        scaler.update(4.0)
+        before = started()
+        scaler.scale(one(()))
+        for index, optimizer in enumerate(optimizers):
             # Each rank has its own count of bad ones.
-            parameter.grad = torch.full((2,), np.inf if number < bad - group.rank() - index else 1.0)
-        scaler.unscale_(optimizer)
-    for optimizer in reversed(optimizers) if group.rank() == 0 else optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    # The count is told up to what its bits hold.
-    counts = [min(bad - index, 2**15 - 3) for index in range(2)]
-    assert [scaler.last_step(optimizer).nonfinite for optimizer in optimizers] == counts
-    assert (scaler.get_scale(), started() - before) == (2.0, 2)
+            grads = [one((2,)) * (np.inf if k < bad - group.rank() - index else 1.0) for k in range(bad + 1)]
+            if isinstance(optimizer, SGD):
+                optimizer.grads = grads
+            else:
+                for parameter, grad in zip(parameters[index], grads, strict=True):
+                    parameter.grad = grad
+            scaler.unscale_(optimizer)
+        for optimizer in reversed(optimizers) if group.rank() == 0 else optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [scaler.last_step(optimizer).nonfinite for optimizer in optimizers] == [bad, bad - 1]
+        assert (scaler.get_scale(), started() - before) == (2.0, 2)
 
 
 def polled(group: Any, folder: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import gradscale
-from gradscale.core.vector import identify
+from gradscale.core.claims import identify
 
 
 class Slope(enum.Enum):

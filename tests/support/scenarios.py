@@ -351,8 +351,9 @@ def differing(group: Any, drifting_rank: int, what: str) -> None:
         agree._calls += 1
     spike = np.zeros((), bool) if what == "spike" and not drifts else None
     # Those who judge no spikes would train on alone.
-    said = {"scale": "scale from 2.0 to 4.0", "call": "iteration from 0 to 1"}.get(what, "policy (here")
-    raised(gradscale.ScaleDesyncError, lambda: agree(nonfinite, state, spike), said, f"rank {rank} of {size}")
+    said = {"scale": "scale: ", "call": "iteration: ", "policy": "settings: ", "spike": "a GroupAgreement with spike="}
+    where = f"rank {rank} of {size}", f" on rank {drifting_rank}"
+    raised(gradscale.ScaleDesyncError, lambda: agree(nonfinite, state, spike), said[what], *where)
     raised(gradscale.BackendError, lambda: agree(nonfinite, state, spike), "construct a new GroupAgreement")
 
 

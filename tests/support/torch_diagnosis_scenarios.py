@@ -33,7 +33,7 @@ from torch_sharded_scenarios import as_dtensor, sharded
 import gradscale
 from gradscale import OverflowReport, StepReport
 from gradscale.tools.callbacks import every_rank
-from gradscale_torch import verdicts
+from gradscale_torch import devices
 
 LEARNING_RATE = 0.25
 SCALE = 1024.0
@@ -88,7 +88,7 @@ def each_rank_in_turn(group: Any, setup: Setup, how: str) -> Any:
     telling = {"on_skip": [first.append, every_rank(every.append)], "diagnose": "on_overflow"}
     scaler = make_scaler(setup, "gradscale", init_scale=SCALE, **({} if how == "late" else telling))
     told = []
-    late = mock.patch.object(verdicts, "would_wait", return_value=True)
+    late = mock.patch.object(devices, "would_wait", return_value=True)
     with late if how == "late" else contextlib.nullcontext():
         for iteration in range(size + 1):
             optimizer.zero_grad()

@@ -11,10 +11,9 @@ import typer
 
 from gradscale.core.messages import key_names
 from gradscale.core.protocols import Policy
-from gradscale.core.validation import LARGEST_FLOAT32
+from gradscale.core.validation import LARGEST_FLOAT16, LARGEST_FLOAT32
 from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.policies import presets
-from gradscale.policies.plain import LARGEST_FLOAT16
 from gradscale.tools import plot as plots
 from gradscale.tools.cli.output import console, print_json, table
 from gradscale.tools.logs import read_log

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from array_api_compat import array_namespace, is_array_api_obj
@@ -104,6 +105,15 @@ class ThreadCollectives:
             raise CollectiveTimeoutError(self.rank, self.size, self._timeout)
 
         return finish
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Let waits end after some seconds, if not before."""
+        timeout, self._timeout = self._timeout, min(self._timeout, seconds)
+        try:
+            yield
+        finally:
+            self._timeout = timeout
 
 
 def _maximum(arrays: dict[int, Array]) -> Array | GradscaleError:

@@ -1,4 +1,4 @@
-"""plain_rule: any policy's rule over plain numbers, held to the rule over arrays bit for bit."""
+"""The rule of DynamicScale for numbers, held to the rule for arrays bit for bit; simulations."""
 
 from __future__ import annotations
 
@@ -15,35 +15,27 @@ from libraries import opened
 from optimizers import Tree, iterate
 
 from gradscale import DynamicScale, GradScaler, InvalidTypeError, InvalidValueError, ScaleState, StaticScale, presets
-from gradscale.policies.plain import first_state, plain_rule
-from gradscale.scaler.live_state import ArrayState
+from gradscale.core.protocols import Numbers
+from gradscale.policies.dynamic import next_numbers
+from gradscale.scaler.state import LiveState
 from gradscale.tools.simulation import Gradients, measured, recorded, simulate
 
 pytestmark = pytest.mark.numpy
 
 
-def plain(state: ScaleState) -> ScaleState:
-    """Return a state of NumPy arrays as Python numbers."""
-    return ScaleState(float(state.scale), *(int(tracker) for tracker in state[1:]))  # type: ignore[arg-type]
-
-
 def assert_same_life(policy: Any, counts: list[int]) -> None:
-    """Compare the states after each count, what a backoff makes of them, and whether an overflow must be raised."""
-    rule = plain_rule(policy)
-    assert rule is not None
+    """Compare the states after each count."""
     arrays = policy.init(np.zeros((), np.float32))
-    numbers = plain(arrays)
-    assert first_state(policy) == numbers
+    numbers = Numbers(*(x.item() for x in arrays))
     for count in counts:
-        arrays, numbers = policy.update(arrays, nonfinite=np.asarray(count)), rule.update(numbers, count)
-        assert plain(arrays) == numbers
+        arrays, following = policy.update(arrays, nonfinite=np.asarray(count)), next_numbers(policy, numbers, count)
+        assert following is not None
+        numbers = following
+        assert numbers == tuple(x.item() for x in arrays)
         assert [type(field) for field in numbers] == [float, int, int, int]
-        assert plain(policy.backoff(arrays)) == rule.backoff(numbers)
-        at_min_scale = policy.at_min_scale(arrays)
-        assert bool(at_min_scale) == (rule.at_min_scale is not None and rule.at_min_scale(numbers))
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", [name for name in presets.names() if type(presets.named(name)) is DynamicScale])
 def test_every_preset_lives_as_over_arrays(name: str) -> None:
     rng = np.random.default_rng(5)
     counts = np.where(rng.random(400) < rng.choice([0.01, 0.5], 400), rng.integers(1, 9, 400), 0).tolist()
@@ -82,85 +74,20 @@ def ruled(update: Callable[[Any, Any, Any], Any]) -> Any:
     return dataclasses.dataclass(frozen=True)(type("Ruled", (StaticScale,), {"update": method}))(8.0)
 
 
-def scales_of(policy: Any, *counts: int) -> list[float]:
-    """Return the scale after each count, each from the first state."""
-    rule = plain_rule(policy)
-    assert rule is not None
-    return [rule.update(ScaleState(8.0, 0, 0, 0), count).scale for count in counts]  # type: ignore[arg-type, misc]
+def test_a_class_that_derives_from_dynamic_scale_keeps_its_own_rule() -> None:
+    class Doubling(DynamicScale):
+        def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]  # noqa: ARG002
+            return state._replace(scale=np.asarray(state.scale * np.float32(2.0)))
 
-
-def test_a_rule_may_look_at_the_count() -> None:
-    def lower(xp: Any, state: Any, nonfinite: Any) -> Any:
-        return state._replace(scale=xp.where(nonfinite > 3, state.scale * 0.25, state.scale))
-
-    assert scales_of(ruled(lower), 0, 3, 4) == [8.0, 8.0, 2.0]
-
-
-def test_what_is_used_again_and_again_is_written_once() -> None:
-    def halves(_xp: Any, state: Any, _nonfinite: Any) -> Any:
-        scale = state.scale
-        for _ in range(100):
-            half = scale * 0.5
-            scale = half + half
-        return state._replace(scale=scale)
-
-    assert scales_of(ruled(halves), 1) == [8.0]
-
-
-def test_bits_of_whole_numbers_are_not_taken_for_truth() -> None:
-    def every_fourth(xp: Any, state: Any, _: Any) -> Any:
-        steps = state.growth_tracker + 1
-        fourth = (steps & 3 | 4) == 4
-        scale = xp.where(fourth & ~(steps == 0), state.scale * 2.0, state.scale)
-        return state._replace(scale=xp.asarray(scale), growth_tracker=xp.asarray(steps))
-
-    assert_same_life(ruled(every_fourth), [0] * 9)
-
-
-@dataclasses.dataclass(frozen=True)
-class Backing(StaticScale):
-    """Has a setting that ranks need not have in common."""
-
-    factor: float = dataclasses.field(default=0.5, compare=False)
-
-    def update(self, state: ScaleState, *, nonfinite: Any) -> ScaleState:  # type: ignore[override]
-        xp = array_namespace(state.scale)
-        return state._replace(scale=xp.where(nonfinite > 0, state.scale * self.factor, state.scale))
-
-
-def test_policies_that_differ_where_they_are_not_compared_keep_their_own_rules() -> None:
-    policies = Backing(8.0, 0.5), Backing(8.0, 0.25)
-    assert policies[0] == policies[1]
-    assert [scales_of(policy, 1) for policy in policies] == [[4.0], [2.0]]
-
-
-@dataclasses.dataclass
-class Mutable:
-    """A policy whose settings may be changed from one update to the next."""
-
-    init_scale: float = 8.0
-
-    init = staticmethod(StaticScale(8.0).init)
-    update = staticmethod(StaticScale(8.0).update)
-    backoff = staticmethod(StaticScale(8.0).backoff)
-    at_min_scale = staticmethod(StaticScale(8.0).at_min_scale)
+    assert next_numbers(Doubling(), Numbers(8.0), 0) is None
+    scaler, optimizer = GradScaler(policy=Doubling(init_scale=8.0)), Tree()
+    with opened("numpy") as library:
+        iterate(library, scaler, optimizer, [8.0])
+    assert scaler.get_scale() == 16.0
 
 
 # Looks at an array's value, as a rule for NumPy alone may.
 ASKS_FOR_VALUES = ruled(lambda _, state, bad: state._replace(scale=state.scale / 2) if int(bad) else state)
-# NumPy's numbers make another dtype of float32 than a Python number does.
-HAS_NONE = {
-    "mutable": Mutable(),
-    "asks for values": ASKS_FOR_VALUES,
-    "widens the scale": ruled(lambda xp, state, _: state._replace(scale=xp.astype(state.scale, xp.float64))),
-    "widens by a number": ruled(lambda _xp, state, _: state._replace(scale=state.scale * np.float64(0.3))),
-    "widens by one before": ruled(lambda _xp, state, _: state._replace(scale=np.float64(0.3) * state.scale)),
-}
-
-
-@pytest.mark.parametrize("name", HAS_NONE)
-def test_a_policy_that_may_change_or_needs_arrays_has_none(name: str) -> None:
-    assert plain_rule(HAS_NONE[name]) is None
 
 
 def test_a_scaler_runs_a_policy_that_needs_arrays_on_arrays() -> None:
@@ -175,7 +102,7 @@ def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str) -> 
     first, second = ASKS_FOR_VALUES, DynamicScale(init_scale=8.0)
     if needs_arrays == "after":
         first, second = second, first  # type: ignore[assignment]
-    live = ArrayState(first)
+    live = LiveState(first)
     live.current(np.zeros((), np.float32))
     live.advance([0])
     live.load(second, {"scale": 4.0}, keep=False)
@@ -183,7 +110,7 @@ def test_a_policy_is_replaced_by_one_that_lives_otherwise(needs_arrays: str) -> 
     assert live.scale() == 2.0
 
 
-# Simulations, which are made of plain rules.
+# Simulations.
 
 
 def test_letters_give_the_scale_that_each_step_used() -> None:
@@ -241,7 +168,7 @@ class _Forgetful(StaticScale):
 
 
 def test_a_policy_whose_state_loses_a_field_is_refused() -> None:
-    with pytest.raises(InvalidTypeError, match=r"got _Forgetful\(.*tracing it failed with ValueError"):
+    with pytest.raises(InvalidTypeError, match=r"got _Forgetful\(.*trying it failed with ValueError"):
         simulate(_Forgetful(8.0), "C")
 
 

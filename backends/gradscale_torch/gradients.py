@@ -1,0 +1,356 @@
+"""TensorGradients: an optimizer's gradients collected, unscaled, clipped and judged by torch's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradscale.core import gradients
+from gradscale.core.aliasing import overlaps_itself
+from gradscale.core.messages import shown
+from gradscale.core.protocols import Collectives, ScaleState
+from gradscale.core.unscaling import Exchanging, Found, Home, Listed, Request
+from gradscale.core.validation import SMALLEST_NORMAL
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale_torch import kernels
+from gradscale_torch.devices import Flags, combined, is_capturing, moved, would_wait
+from gradscale_torch.kernels import Groups, group_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gradscale_torch.backend import ScalerBackend
+    from gradscale_torch.collectives import TorchCollectives
+
+__all__ = ["TensorGradients", "kernel_view", "local_tensor", "meshes_of", "require_norm", "require_values", "values_of"]
+
+Tensor = torch.Tensor
+Optimizer = torch.optim.Optimizer
+
+_CPU = torch.device("cpu")
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PLAIN = {Tensor}
+_STRIDED = {torch.strided}
+_FLOAT32_OF_CPU = _CPU, torch.float32
+_is_float32_of_cpu: Callable[[Tensor], bool] = torch.FloatTensor.__instancecheck__
+_layout: Callable[[Tensor], torch.layout] = operator.attrgetter("layout")
+_is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_point")
+
+
+@dataclasses.dataclass(slots=True)
+class Parameters:
+    """An optimizer's parameters, kept from call to call; whether its last step was left to unscale by itself."""
+
+    listed: gradients.ListedParameters
+    meshes: tuple[DeviceMesh, ...]
+    left_scaled: bool = False
+
+
+class TensorGradients:
+    """An optimizer's gradients on their way; see :class:`gradscale.core.unscaling.Gradients`.
+
+    Nothing is modified by collecting them, but for sparse float16 ones, which are coalesced.
+    """
+
+    is_touched = False
+
+    def __init__(self, backend: ScalerBackend, optimizer: Optimizer, listed: Listed, request: Request) -> None:
+        parameters: Parameters | None = listed.by_id(id(optimizer))
+        if parameters is None or not parameters.listed.are_those_of(optimizer):
+            parameters = _parameters_of(optimizer)
+            listed.put(optimizer, parameters)
+        self._backend, self._optimizer, self._parameters, self._request = backend, optimizer, parameters, request
+        # What holds the values, to be overwritten; and sparse gradients with duplicate indices, whose sums must be
+        # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
+        takes_fp16 = backend.allows_fp16 or request.judges_only or not backend.is_enabled
+        self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16)
+
+    @property
+    def like(self) -> Tensor:
+        """A gradient, on whose device the state belongs; one of the device that is trained on if they are elsewhere.
+
+        The loss of other ranks is there, also if all gradients are on the CPU, so that messages go the same way.
+        """
+        first = next(iter(self._tensors.values()), None)
+        if first is None or (first[0].device.type == "cpu" and not self._backend.trains_on_cpu):
+            return self._backend.example()
+        return first[0]
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """The mesh of DTensor parameters."""
+        meshes = self._parameters.meshes
+        return self._backend.groups_over(self._optimizer, meshes) if meshes else ()
+
+    def unscale(self, live: Home, state: ScaleState) -> Found:
+        """Divide them by the scale of a state, clip and judge them; or judge them alone.
+
+        No host read, but of the scale of a device if gradients of the CPU are divided by it. The norm of DTensors costs
+        an all-reduce of its own.
+        """
+        request, tensors, scale = self._request, self._tensors, state.scale
+        if request.max_norm is not None:
+            self._require_whole()
+        if not request.judges_only:
+            self.is_touched, self._parameters.left_scaled = True, False
+        flags: Flags = {}
+        norm = None
+        number = scale.item() if scale.device.type == "cpu" else None
+        may_be_below_one = (live.floor(state) if number is None else number) < 1.0
+        if number is None and (self._backend.is_replayed or is_capturing(scale.device)):
+            may_be_below_one = True
+        with torch.no_grad():
+            if request.judges_only:
+                kernels.judge(tensors, flags)
+                if may_be_below_one and request.are_scaled:
+                    # An optimizer's kernel divides without a look at the result.
+                    kernels.judge_quotients(tensors, scale, flags)
+            else:
+                factor = self._backend.inverse_of(scale, number)
+                if request.max_norm is not None:
+                    factor, norm = self._clipped(factor, request.max_norm, flags)
+                kernels.unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one)
+            if self._uncoalesced:
+                # The optimizer will see the sums of duplicates.
+                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
+            count = kernels.count_nonfinite(flags, tensors)
+        # A fused optimizer must not divide again what is unscaled.
+        found = combined(flags, scale.device) if count is None else count
+        return Found(found, norm, len(tensors) > 0, request.judges_only and request.are_scaled, flags)
+
+    def clip(self, one: object) -> Tensor:  # noqa: ARG002
+        """Clip gradients that are not scaled, and return their norm, 0-d float32."""
+        max_norm = self._request.max_norm
+        assert max_norm is not None
+        self._require_whole()
+        norm = self._squares(next((device for device, _ in self._tensors), _CPU))[0].sqrt()
+        factor = kernels.clip_factor(norm, max_norm)
+        for (device, dtype), tensors in self._tensors.items():
+            torch._foreach_mul_(tensors, moved(factor, device, dtype=torch.promote_types(dtype, torch.float32)))
+        return norm.float()
+
+    def _clipped(self, inverse: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
+        """Return the factor that unscales and clips at once, and the norm."""
+        exchange: Exchanging | None = self._request.exchange
+        # On a device the CPU waits for nobody, so that the norm is not announced.
+        if exchange is not None and not would_wait(inverse.device):
+            exchange.announce(inverse)
+        squares, own = self._squares(inverse.device)
+        norm = squares.sqrt() * inverse
+        is_finite = torch.isfinite(norm)
+        # A norm that is not finite clips nothing: gradients that are finite stay so, and those that are not are named.
+        wanted = torch.where(is_finite, inverse * kernels.clip_factor(norm, max_norm), inverse)
+        # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
+        # inf or NaN, that rank reports it: a sum overflows only if some part is above its share of the largest number.
+        is_own = exchange is None or torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / exchange.size)
+        is_bad = (torch.logical_not(is_finite) & is_own) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
+        flags[inverse.device] = is_bad.float()
+        return wanted.float(), norm.float()
+
+    def _squares(self, home: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the squared 2-norm of all gradients together, and that of this rank's.
+
+        Of DTensors by one all-reduce, on a rank without any, too.
+        """
+        mesh: TorchCollectives | None = self._backend.mesh_of(self._parameters.meshes)
+        if mesh is None:
+            own = kernels.sum_of_squares(self._tensors, home)
+            return own, own
+        counted = [
+            kernel_view(one.grad)
+            for one in self._parameters.listed.unique
+            if one.grad is not None and _is_counted_here(one.grad)
+        ]
+        own = kernels.sum_of_squares(group_tensors(counted), home).double()
+        return mesh.sum(own), own
+
+    def _require_whole(self) -> None:
+        """Refuse to clip gradients that are sums still to be made, before anything is modified."""
+        name = type(self._optimizer).__name__
+        sharded: list[Any] = [one for one in self._parameters.listed.unique if hasattr(one, "device_mesh")]
+        if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
+            msg = f"unscale_(max_norm=) needs reduced gradients, got DTensors with Partial placements in {name}"
+            raise InvalidValueError(msg)
+        if self._uncoalesced:
+            msg = (
+                f"unscale_(max_norm=) needs coalesced sparse gradients, got {len(self._uncoalesced)} with duplicate "
+                f"indices in {name}: assign grad.coalesce() first"
+            )
+            raise InvalidValueError(msg)
+
+
+def require_norm(optimizer: Optimizer, *, is_alone: bool) -> tuple[DeviceMesh, ...]:
+    """Refuse parameters whose norm over the ranks is not defined here, on every rank alike; return their mesh."""
+    parameters = _listed(optimizer).unique
+    name, meshes = type(optimizer).__name__, meshes_of(parameters)
+    if not is_alone and not meshes:
+        msg = (
+            f"unscale_(max_norm=) over a group needs DTensor gradients, whose norm over ranks is defined; those of "
+            f"{name} are plain tensors. Call unscale_(optimizer), and then model.clip_grad_norm_(max_norm) for "
+            f"FSDP1, or torch.nn.utils.clip_grad_norm_ where every rank holds the same gradients"
+        )
+        raise InvalidValueError(msg)
+    is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters)
+    if is_mixed or len(meshes) > 1:
+        what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(meshes)} meshes"
+        msg = (
+            f"unscale_(max_norm=) needs the parameters of one mesh, got {what} in {name}: call "
+            f"unscale_(optimizer), and clip each kind with torch.nn.utils.clip_grad_norm_"
+        )
+        raise InvalidValueError(msg)
+    return meshes
+
+
+def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
+    try:
+        return gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
+    except Exception as error:
+        msg = (
+            f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
+            f"{type(optimizer).__name__}"
+        )
+        raise InvalidTypeError(msg) from error
+
+
+def _parameters_of(optimizer: Optimizer) -> Parameters:
+    """Return an optimizer's parameters, which must be tensors."""
+    listed = _listed(optimizer)
+    for parameter in listed.unique:
+        if not isinstance(parameter, Tensor):
+            msg = (
+                f"expected param to be torch.Tensor, got {type(parameter).__name__}: {shown(parameter)} in the "
+                f"param_groups of {type(optimizer).__name__}; pass it model.parameters() or other tensors"
+            )
+            raise InvalidTypeError(msg)
+    found = [parameter.grad for parameter in listed.unique if parameter.grad is not None]
+    for index, gradient in enumerate(found):
+        if gradient.layout == torch.strided and not gradient.is_contiguous():
+            local = local_tensor(gradient)
+            if overlaps_itself(local.shape, local.stride()):
+                raise kernels.overlap(index, local)
+    return Parameters(listed, meshes_of(listed.unique))
+
+
+def meshes_of(parameters: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+    """Return the meshes of DTensors among some parameters."""
+    return tuple(dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")))
+
+
+def require_values(groups: Groups) -> None:
+    """Refuse tensors of the meta device, which have no values to judge."""
+    for (device, dtype), tensors in groups.items():
+        if device.type == "meta":
+            msg = (
+                f"gradients must have values, got {len(tensors)} of {dtype} on torch's meta device: materialize the "
+                f"model (model.to_empty(device=...)) and load its weights first"
+            )
+            raise InvalidTypeError(msg)
+
+
+def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Sequence[Tensor]]:
+    """Return the tensors that hold floating gradients, and the sparse ones with duplicate indices.
+
+    Sparse float16 gradients are coalesced, which replaces ``.grad``. No host read, but for sparse ones on a device.
+    """
+    tensors = [gradient for parameter in parameters.listed.unique if (gradient := parameter.grad) is not None]
+    if len(set(map(id, tensors))) < len(tensors):
+        # One tensor may be the gradient of two parameters.
+        tensors = list({id(gradient): gradient for gradient in tensors}.values())
+    # Thousands of plain gradients are recognised by their few types and layouts; dense float32 ones of the CPU at once.
+    is_plain = set(map(type, tensors)) <= _PLAIN
+    if is_plain and tensors and all(map(_is_float32_of_cpu, tensors)):
+        return {_FLOAT32_OF_CPU: tensors}, ()
+    if is_plain and set(map(_layout, tensors)) <= _STRIDED:
+        groups = group_tensors(tensors)
+        dtypes = {dtype for _, dtype in groups}
+        if all(map(_is_floating, dtypes)):
+            _check_dtypes(dtypes, allow_fp16)
+            require_values(groups)
+            return groups, ()
+    owned = {id(one.grad): one for one in reversed(parameters.listed.unique) if one.grad is not None}
+    _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
+    chosen, uncoalesced = [], []
+    for parameter in reversed(owned.values()):
+        grad: Any = parameter.grad
+        if grad.layout == torch.sparse_coo and not grad.is_coalesced():
+            if grad.dtype is torch.float16:
+                # The optimizer would sum the duplicates in float16, where they overflow easily.
+                grad = parameter.grad = grad.to(torch.float32).coalesce().to(torch.float16)
+            else:
+                uncoalesced.append(grad)
+        chosen.append(kernel_view(grad))
+    groups = group_tensors(chosen)
+    require_values(groups)
+    return groups, uncoalesced
+
+
+def _check_dtypes(dtypes: set[torch.dtype], allow_fp16: bool) -> None:
+    integral = [dtype for dtype in dtypes if not dtype.is_floating_point and not dtype.is_complex]
+    if integral:
+        msg = f"gradients must have a floating or complex dtype, to be divided by the scale, got {integral[0]}"
+        raise InvalidTypeError(msg)
+    if not allow_fp16 and torch.float16 in dtypes:
+        msg = (
+            "Attempting to unscale FP16 gradients. Keep the weights in float32 and let autocast choose float16 "
+            "(torch's advice), or construct the scaler with allow_fp16_grads=True"
+        )
+        raise InvalidValueError(msg)
+
+
+def kernel_view(gradient: Tensor) -> Tensor:
+    """Return a dense real tensor that shares its memory with the values of a gradient."""
+    tensor = local_tensor(gradient)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    if tensor.dtype.is_complex:
+        # The conjugate of a lazily conjugated tensor is its memory as it stands, and a real factor commutes with it.
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    return tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, complete; any other tensor as it is."""
+    if type(tensor) is Tensor or not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def values_of(gradient: Tensor) -> Tensor | None:
+    """Return the dense tensor of a gradient's values on this rank, duplicates summed up; None if it has none."""
+    if gradient.device.type == "meta":
+        return None
+    with torch.no_grad():
+        local = local_tensor(gradient.detach())
+        if hasattr(local, "__tensor_flatten__"):
+            return _parts_of(local)
+        if local.layout == torch.sparse_coo and not local.is_coalesced():
+            # float16 is summed in float32, as it is when it is unscaled.
+            wide = local.to(torch.float32) if local.dtype is torch.float16 else local
+            local = wide.coalesce().to(local.dtype)
+        if local.layout == torch.strided:
+            return local
+        return local.values()
+
+
+def _parts_of(tensor: Any) -> Tensor | None:
+    """Return the floating values that a subclass made of other tensors holds, such as the scales of an 8-bit state."""
+    parts = [values_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    floating = [one.reshape(-1) for one in parts if one is not None and (one.is_floating_point() or one.is_complex())]
+    # torch promotes no 8-bit types.
+    return torch.cat([one.float() if one.itemsize < 4 else one for one in floating]) if floating else None
+
+
+def _is_counted_here(gradient: Any) -> bool:
+    """Tell whether this rank's part counts: of copies, that of the first rank of each replicated dimension does."""
+    coordinate = gradient.device_mesh.get_coordinate()
+    return all(
+        place == 0 for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
+    )

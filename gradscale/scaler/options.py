@@ -1,0 +1,145 @@
+"""What a scaler can be told: its options, their defaults, and the error for what is none of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+from gradscale.core import validation
+from gradscale.core.backend import Backend
+from gradscale.core.messages import nearest, shown
+from gradscale.core.protocols import Policy
+from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import DynamicScale
+from gradscale.policies.spikes import SkipSpikes
+from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+
+__all__ = ["DEFAULTS", "DEFAULT_TIMEOUT", "Options", "Watching", "policy_of", "takes"]
+
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
+
+DEFAULT_TIMEOUT = 1800.0
+"""Seconds to wait for the other ranks."""
+
+
+class Watching(TypedDict, total=False):
+    """The options of every scaler, torch's replacements among them."""
+
+    policy: Policy | None
+    on_skip: OnSkip | None
+    on_update: OnUpdate | None
+    diagnose: Diagnose | None
+    history_size: int
+    skip: SkipSpikes | None
+
+
+class _Factors(TypedDict, total=False):
+    init_scale: float | None
+    growth_factor: float | None
+    backoff_factor: float | None
+    growth_interval: int | None
+
+
+class Options(_Factors, Watching, total=False):
+    """The options of gradscale's own scalers."""
+
+    enabled: bool
+    backend: str | Backend | None
+
+
+DEFAULTS: dict[str, Any] = {"enabled": True, "history_size": HISTORY_SIZE}
+"""Of the options whose default is not None."""
+
+_FACTORS = tuple(_Factors.__annotations__)
+_SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
+_POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
+# Arguments of torch's scalers alone.
+_OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
+
+
+def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+    """Let a constructor or method take the options of a TypedDict besides its own; InvalidTypeError for any other.
+
+    Its signature shows them all.
+    """
+
+    def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+        own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
+        make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        told = {} if kind is None else kind.__annotations__
+        fields = [make(x, default=DEFAULTS.get(x), annotation=one.__forward_arg__) for x, one in told.items()]
+        signature = inspect.Signature([*own, *fields])
+
+        @functools.wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+            if kwargs.keys() <= signature.parameters.keys():
+                try:
+                    return function(*args, **kwargs)
+                except TypeError:
+                    try:
+                        signature.bind(*args, **kwargs)
+                    except TypeError as error:
+                        what = str(error)
+                    else:
+                        raise
+            else:
+                what = ""
+            raise _mistake(function.__name__, signature, args, kwargs, what) from None
+
+        vars(call)["__signature__"] = signature
+        return call
+
+    return decorate
+
+
+def _mistake(
+    name: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object], what: str
+) -> InvalidTypeError:
+    """Return the error for arguments that do not fit a signature."""
+    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "optimizer")]
+    options = [one.name for one in parameters]
+    named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    by_position = len(signature.parameters) - len(named)
+    owner = "a scaler" if name == "__init__" else f"{name}()"
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    unnamed = args[by_position:]
+    if unknown:
+        what = f"unexpected keyword arguments {unknown}"
+    elif unnamed:
+        what = f"{owner} takes its options by name, such as {named[0]}=, got {shown(unnamed)}"
+    settings = {name: value for name, value in kwargs.items() if name in _SETTINGS}
+    msg = f"{what}; the options of {owner} are {options}"
+    if "policy" in options and not settings.keys().isdisjoint(unknown):
+        given = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
+        msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
+    elif by_position == 1 and "group" in unknown:
+        msg += "; group= is taken by gradscale.ShardedGradScaler"
+    elif unknown:
+        msg += nearest(unknown[0], options)
+    if by_position == 1 and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
+        msg += "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
+    return InvalidTypeError(msg)
+
+
+def policy_of(options: Mapping[str, Any]) -> Policy:
+    """Return the policy among some options, or a DynamicScale of the factors that are given.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        For a policy together with a factor, what is no policy, or a factor that is out of range.
+    """
+    policy = options.get("policy")
+    given = {name: options[name] for name in _FACTORS if options.get(name) is not None}
+    if policy is None:
+        return DynamicScale(**given)
+    if given:
+        either = f"policy= or {', '.join(f'{name}=' for name in given)}"
+        msg = f"give {either}, not both, got {shown(policy)} and {shown(given)}"
+        raise InvalidValueError(msg)
+    found: Policy = validation.policy(policy, _POLICY_MEMBERS)
+    return found

@@ -1,0 +1,339 @@
+"""LiveState: the state in force, as 0-d arrays beside the first array that comes along, and the policy that adapts it.
+
+If the host has the numbers of the arrays, as those of NumPy, a DynamicScale adapts them by its rule for numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from array_api_compat import array_namespace, device
+
+from gradscale.core import registry, validation
+from gradscale.core.arithmetic import Kind, has_float64, kind_of
+from gradscale.core.backend import Backend
+from gradscale.core.messages import reading, shown
+from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
+from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
+
+__all__ = ["LiveState", "checked_scale"]
+
+_Trackers: TypeAlias = tuple[int, ...]
+
+# What trackers may reach if the policy does not say.
+_ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
+_GENERIC = Backend()
+
+
+class LiveState:
+    """The state of a scaler.
+
+    Parameters
+    ----------
+    policy : Policy
+        The rule that adapts it.
+    backend : str, Backend or None
+        An adapter or its registered name; None for the one of the arrays' library.
+
+    Attributes
+    ----------
+    hooks : Backend
+        The scaler's own adapter, or the generic one: for what is done before a library is known.
+    backend : Backend
+        The adapter of the library that the state is in, once there is a state.
+    home : namespace
+        Of that library; None without a state.
+    state : ScaleState or None
+        The present one; before, there are numbers at most, which a checkpoint has left.
+    updates : int
+        Rises by one each time the state is adapted; ``note_scale`` is told that of an earlier verdict.
+    warned_of_unscaled_loss : bool
+        Whether a user was told that outputs are scaled without a call of ``scale``, or it is known that they are.
+    """
+
+    backend: Backend
+
+    def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
+        if isinstance(backend, str):
+            registry.array_backend(backend)
+        elif backend is not None and not isinstance(backend, Backend):
+            msg = (
+                f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
+                f"derives from gradscale.Backend, got {shown(backend)}"
+            )
+            raise InvalidTypeError(msg)
+        self.policy = policy
+        self.updates = 0
+        # A scale that the host knows, and the number of updates before it; 0 if it knows none.
+        self._seen = 0.0, 0
+        self.warned_of_unscaled_loss = False
+        self.home: Any = None
+        self.state: ScaleState | None = None
+        self._given = backend
+        # What a checkpoint or the user has set before there was an array.
+        self._restored: dict[str, float] = {}
+        # What the trackers can have reached since the scaler was made.
+        self._largest = self._reachable(policy)
+        # The number of updates before the scale was last set, and not adapted.
+        self._replaced_at = 0
+
+    @property
+    def hooks(self) -> Backend:
+        """The scaler's own adapter, or the generic one."""
+        return _GENERIC if self._given is None else self.backend_for(None)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a state."""
+        return self.state is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a state, or numbers that were loaded or set."""
+        return self.state is not None or len(self._restored) > 0
+
+    @property
+    def first(self) -> dict[str, float]:
+        """The numbers that a state will be made of."""
+        return {"scale": self.policy.init_scale, **self._restored}
+
+    def replace_first(self, name: str, value: float) -> None:
+        """Set one of the numbers that a state will be made of; one that is made keeps its own."""
+        if self.state is None:
+            self._restored[name] = value
+
+    def backend_for(self, x: Array) -> Backend:
+        """Return the adapter of an array: the scaler's own, or the one of the array's library."""
+        if self._given is None:
+            return registry.backend_for(x)
+        if isinstance(self._given, str):
+            return registry.array_backend(self._given)
+        return self._given
+
+    def example(self) -> Array | None:
+        """Return an array of the scaler's own adapter; None if it has none."""
+        return None if self._given is None else self.backend_for(None).example()
+
+    def current(self, like: Array | None = None) -> ScaleState:
+        """Return the state, made in the library and on the device of ``like`` if there is none yet."""
+        if self.state is None:
+            state = self.hooks.first_state(self.policy, self._restored, like)
+            self._seen = self.first["scale"], self.updates
+            self._restored = {}
+            self.home, self.backend = array_namespace(state.scale), self.backend_for(state.scale)
+            self.state = state
+        return self.state
+
+    def at_min_scale(self, state: ScaleState) -> Array | bool | None:
+        """Return whether an overflow now must be raised: a bool if the host knows it; None if never."""
+        found = self.policy.at_min_scale(state)
+        known = None if found is None else self.backend.peek((found,))
+        return found if known is None else known[0] > 0
+
+    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:
+        """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read.
+
+        If all of ``held`` are true, 0-d, nothing is changed.
+        """
+        state = self.current()
+        self.updates += 1
+        # What the host knows is an overflow, or says nothing.
+        found: Array | int = max([x for x in counts if isinstance(x, int)], default=0)
+        arrays = [x for x in counts if not isinstance(x, int)]
+        if arrays and not found:
+            found = functools.reduce(self.home.maximum, arrays)
+        is_held = functools.reduce(self.home.logical_and, held) if held else None
+        if isinstance(found, int) and is_held is None and not self.backend.is_shared:
+            known = self.backend.peek(state)
+            new = None if known is None else next_numbers(self.policy, Numbers(*known), found)
+            if known is not None and new is not None:
+                changed = {name: x for name, x, old in zip(new._fields, new, known, strict=True) if x != old}
+                self.state = self.backend.with_numbers(state, changed)
+                return
+        self.state = self.backend.adapt(self.policy, state, found, is_held)
+
+    def take(self, state: ScaleState) -> None:
+        """Go on with a state from elsewhere, such as a lowered one."""
+        self._note_replaced()
+        self.state = self.backend.put(self.current(), state)
+
+    def settle(self, state: ScaleState, values: Sequence[int]) -> None:
+        """Replace a lazy state by the values just read, or its graph would hold all iterations before."""
+        if self.state is state:
+            self.state = self.backend.with_numbers(state, self.checked(values)._asdict())
+
+    def require_possible(self, scale: float) -> None:
+        """Raise BackendError for the scale of a verdict that no policy makes, to whose array others may write."""
+        if self.backend.is_shared and not 0.0 < scale < math.inf:
+            msg = (
+                f"gradients were divided by a scale that no policy makes, got scale={scale!r}: something else "
+                f"has written to the scaler's tensor _scale, or torch gives wrong values. Nothing is stepped; load a "
+                f"checkpoint with load_state_dict(), which begins the iteration anew"
+            )
+            raise BackendError(msg)
+
+    def checked(self, values: Sequence[int]) -> Numbers:
+        """Return a fingerprint that was read as numbers; BackendError for what no policy makes."""
+        bits, *trackers = values
+        scale = validation.float32_from_bits(bits)
+        self.require_possible(scale)
+        return self._possible(Numbers(scale, *trackers), self.home)
+
+    def note_scale(self, scale: float, updates: int) -> None:
+        """Take note of the scale that a verdict carries, which was the one after so many updates."""
+        if updates >= self._replaced_at:
+            self._seen = scale, updates
+
+    def floor(self, state: ScaleState) -> float:
+        """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
+        scale, updates = self._seen
+        return scale * _smallest_factor(self.policy) ** (self.updates - updates) if state is self.state else 0.0
+
+    def _note_replaced(self, scale: float = 0.0) -> None:
+        """Ignore verdicts that were begun before now; 0 stands for a scale that the host does not know."""
+        self.updates += 1
+        self._seen, self._replaced_at = (scale, self.updates), self.updates
+
+    def numbers_of(self, state: ScaleState) -> Numbers:
+        """Return the numbers of a state: one host read. BackendError for what no policy makes."""
+        backend = self.backend_for(state.scale)
+        known = backend.peek(state)
+        if known is None:
+            scale, *known = backend.read(backend.fingerprint(state))
+            known = [validation.float32_from_bits(scale), *known]
+        return self._possible(Numbers(*known), array_namespace(state.scale))
+
+    def numbers(self) -> dict[str, float]:
+        """Return the state as numbers, by the names of its fields. One host read."""
+        return self.first if self.state is None else self.numbers_of(self.state)._asdict()
+
+    def scale(self) -> float:
+        """Return the scale as a number. One host read."""
+        if self.state is None:
+            return self.first["scale"]
+        known = self.backend.peek(self.state[:1])
+        return self.numbers_of(self.state).scale if known is None else known[0]
+
+    def replace_scale(self, scale: float) -> None:
+        """Set the scale and keep the trackers."""
+        self._note_replaced(scale)
+        self._replace({"scale": scale})
+
+    def replace_field(self, name: str, value: Array) -> None:
+        """Put an array of a framework's in the place of a field."""
+        self._note_replaced()
+        self.state = self.current(value)._replace(**{name: value})
+
+    def replace_setting(self, name: str, value: float) -> None:
+        """Set one of a DynamicScale's settings."""
+        self.policy = _with_setting(self.policy, name, value)
+        self._largest = self._reachable(self.policy, self._largest)
+
+    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
+        """Go on with another policy and other numbers; ``keep`` says that the present state is still in use."""
+        self.policy = policy
+        self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
+        self._note_replaced()
+        self._replace(numbers, keep=keep)
+
+    def _replace(self, numbers: dict[str, float], *, keep: bool = False) -> None:
+        if self.state is None:
+            self._restored |= numbers
+            return
+        new = self.backend.with_numbers(self.state, numbers)
+        self.state = new if keep else self.backend.put(self.state, new)
+
+    def _reachable(self, policy: Policy, reached: Sequence[int] = ()) -> _Trackers:
+        """Return the largest values that the trackers of a policy's states can have."""
+        said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
+        return tuple(map(max, said, reached)) if reached else said
+
+    def _possible(self, numbers: Numbers, library: Any) -> Numbers:
+        """Return numbers, having checked that a policy can have made them."""
+        (scale, *trackers), largest = numbers, self._largest
+        if 0.0 < scale < math.inf and all(
+            0 <= tracker <= most for tracker, most in zip(trackers, largest, strict=True)
+        ):
+            return numbers
+        names = ScaleState._fields[1:]
+        found = ", ".join(f"{name}={tracker}" for name, tracker in zip(names, trackers, strict=True))
+        most = ", ".join(f"{name} {most}" for name, most in zip(names, largest, strict=True))
+        msg = (
+            f"the host has read a state from {library.__name__} that no policy makes, got scale={scale!r}, {found}; "
+            f"the scale is finite and above 0, and no tracker negative or above {most}. A function of the library, "
+            f"such as concat, gives wrong values for arrays this small, or something else has written to the state; "
+            f"the scaler has not taken it over. gradscale.testing.check_backend may show which; try another version "
+            f"of the library"
+        )
+        raise BackendError(msg)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
+        kept = {name: value for name, value in self.__dict__.items() if name != "backend"}
+        restored = dict(self._restored) if self.state is None else self.numbers()
+        return kept | {
+            "_restored": restored,
+            "_seen": (0.0, 0),
+            "_given": copy.copy(self._given),
+            "state": None,
+            "home": None,
+        }
+
+
+def _smallest_factor(policy: Policy) -> float:
+    """Return what one update may multiply the scale by at least; 0 if it is not known."""
+    if type(policy) is DynamicScale:
+        return policy.backoff_factor
+    return 1.0 if type(policy) is StaticScale else 0.0
+
+
+def _with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
+    """Return a DynamicScale with one of its settings replaced; InvalidTypeError for another policy."""
+    if not isinstance(policy, DynamicScale):
+        msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
+        raise InvalidTypeError(msg)
+    # A validated copy: nothing is changed when the value is refused.
+    changed = dataclasses.replace(policy, **{name: value})
+    # The rule of another policy would be tried.
+    return policy if getattr(changed, name) == getattr(policy, name) else changed
+
+
+def checked_scale(new_scale: object, policy: Policy) -> float:
+    """Return a scale that a user sets, a number or a 1-element array, as a float within the policy's bounds."""
+    with reading("new_scale"):
+        shape = getattr(new_scale, "shape", None)
+        if shape is None or isinstance(new_scale, float):
+            value = validation.scale("new_scale", new_scale)
+        else:
+            value = _read_scale(new_scale)
+    if policy.clamp(value) != value:
+        msg = f"new_scale must lie within the policy's bounds, got {shown(new_scale)} with {shown(policy)}"
+        raise InvalidValueError(msg)
+    return value
+
+
+def _read_scale(array: Array) -> float:
+    xp = array_namespace(array)
+    is_real = kind_of(array) in (Kind.HALF, Kind.WIDE) or "int" in str(array.dtype)
+    if math.prod(array.shape) != 1 or not is_real:
+        msg = f"new_scale must be a number or a real array of 1 element, got {shown(array)}"
+        raise InvalidTypeError(msg)
+    wide_dtype = xp.float64 if has_float64(xp, device(array)) else xp.float32
+    wide = xp.reshape(xp.astype(array, wide_dtype), ())
+    smallest, largest = (xp.full_like(wide, x) for x in (validation.SMALLEST_NORMAL, validation.LARGEST_FLOAT32))
+    valid = xp.logical_and(wide >= smallest, wide <= largest)
+    scale = xp.astype(xp.where(valid, wide, xp.full_like(wide, 1.0)), xp.float32)
+    state = DynamicScale().init(scale)._replace(scale=xp.asarray(scale))
+    backend = registry.backend_for(state.scale)
+    flag = xp.reshape(xp.astype(valid, xp.int32), (1,))
+    is_valid, bits, *_ = backend.read(xp.concat([flag, backend.fingerprint(state)]))
+    if not is_valid:
+        msg = f"new_scale must be above 0, finite and a normal float32, got {shown(array)}"
+        raise InvalidValueError(msg)
+    return validation.float32_from_bits(bits)

@@ -1,0 +1,355 @@
+"""Ranks that differ tell what each of them holds, wherever they are in their programs; and no rank waits for ever."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optimizers import Tree
+from scenarios import grid_of_threads
+
+import gradscale
+from gradscale import ScaleState, ShardedGradScaler
+from gradscale.core import claims, vector
+from gradscale.core.claims import Call, Claim
+from gradscale.core.vector import Outcome, Reason
+from gradscale.scaler import agreement
+from gradscale.testing import ThreadCollectives, run_ranks
+
+pytestmark = pytest.mark.numpy
+
+WORDS = claims.words(Claim(Call.STEP))
+COUNTERS = st.integers(0, 2**31 - 1)
+STATES = st.builds(ScaleState, st.floats(2.0**-126, 2.0**127, width=32), COUNTERS, COUNTERS, COUNTERS)
+CODES = st.one_of(st.just(0), st.builds(vector.reason_code, st.sampled_from(list(Reason)[1:4]), st.integers(0, 2**20)))
+
+
+def maximum(messages: list[list[int]]) -> list[int]:
+    return [max(column) for column in zip(*messages, strict=True)]
+
+
+@given(state=STATES, found=st.lists(st.tuples(st.integers(0, 2**31 - 1), CODES), min_size=1, max_size=8))
+def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state: Any, found: list[tuple[int, int]]) -> None:
+    sent = [vector.of_numbers(state, WORDS, count, code=code) for count, code in found]
+    sent.append(vector.of_numbers(state, WORDS, has_gradients=False))
+    agreed = maximum(sent)
+    for own in sent:
+        assert vector.outcome(agreed, own) is Outcome.ONE_STATE
+        verdict = vector.verdict_of(agreed, own)
+        count, code = (max(each) for each in zip(*found, strict=True))
+        reason, by = vector.reason_and_rank(code) if code else (Reason.STEPPED, None)
+        if count and reason is not Reason.OVERFLOW:
+            reason, by = Reason.OVERFLOW, None
+        assert (verdict.nonfinite, verdict.reason, verdict.by) == (count, reason, by)
+        assert (verdict.local_nonfinite, verdict.scale) == (own[0], state.scale)
+
+
+@given(data=st.data(), state=STATES, size=st.integers(2, 8))
+def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, state: ScaleState, size: int) -> None:
+    field = data.draw(st.sampled_from([*ScaleState._fields, "claim"]))
+    other, words = state, WORDS
+    if field == "claim":
+        words = claims.words(Claim(Call.STEP, iteration=data.draw(st.integers(1, 2**31))))
+    else:
+        other = state._replace(**{field: getattr(data.draw(STATES), field)})
+    odd = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))
+    sent = [vector.of_numbers(*((other, words) if rank in odd else (state, WORDS))) for rank in range(size)]
+    agreed = maximum(sent)
+    is_one = (other, words) == (state, WORDS)
+    for own in sent:
+        assert (vector.outcome(agreed, own) is Outcome.ONE_STATE) == is_one
+
+
+def test_no_two_claims_are_taken_for_one() -> None:
+    base = Claim(Call.STEP, kind="SGD")
+    others = [base._replace(call=call) for call in Call]
+    others += [base._replace(**{name: number}) for name in Claim._fields[1:8] for number in range(1, 500)]
+    others += [base._replace(max_norm=value) for value in (0.1, 0.1 * (1 + 2**-40), 1.0, 0.0)]
+    others += [base._replace(kind=kind) for kind in ("Adam", "named 'SGD'", "SGD\n1", "1\nSGD", "\ud800")]
+    # The usual call is the first.
+    assert len({claims.words(one) for one in others}) == len(others)
+    assert all(0 <= word < 2**30 for one in others for word in claims.words(one))
+
+
+class Step:
+    """A rank with two optimizers, and a scale of its own."""
+
+    def __init__(self, group: Any, scale: float) -> None:
+        self.scaler = ShardedGradScaler(group=group, init_scale=scale, timeout=5.0)
+        self.one, self.other = Tree(), Tree()
+        self.scaler.scale(np.float32(1.0))
+        for tree in (self.one, self.other):
+            tree.grads = [np.ones(3, np.float32)]
+
+
+TOLD = "scale: 4.0 on rank 0 | 8.0 on rank 1, 2"
+
+
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_ranks_that_have_sent_more_by_then_are_told_the_same(early: int) -> None:
+    """One rank reads the first answer before it sends the second message, and others after three."""
+
+    def rank(group: ThreadCollectives) -> str:
+        step = Step(group, 4.0 if group.rank == 0 else 8.0)
+        third = Tree([np.ones(3, np.float32)])
+
+        def iterate() -> None:
+            step.scaler.unscale_(step.one)
+            if group.rank != early:
+                step.scaler.unscale_(step.other)
+                if group.rank != (early + 1) % 3:
+                    step.scaler.unscale_(third)
+            step.scaler.step(step.one)
+
+        with pytest.raises(gradscale.ScaleDesyncError) as caught:
+            iterate()
+        return str(caught.value).partition("seen by rank")[2].partition(": ")[2].partition("; settings")[0]
+
+    assert run_ranks(3, rank) == [TOLD] * 3
+
+
+def test_a_rank_at_another_call_is_told_of_it_too() -> None:
+    def rank(group: ThreadCollectives) -> None:
+        step = Step(group, 4.0)
+        calls = (
+            lambda: step.scaler.diagnose(step.one, gather=True),
+            lambda: step.scaler.unscale_(step.one, max_norm=1.0, norm_over="group"),
+            lambda: step.scaler.step(step.one),
+        )
+        with pytest.raises(gradscale.ScaleDesyncError, match="the call itself: ") as caught:
+            calls[group.rank]()
+        for number, call in enumerate((Call.DIAGNOSIS, Call.NORM, Call.STEP)):
+            assert f"{call} on rank {number}" in str(caught.value)
+
+    run_ranks(3, rank)
+
+
+def test_a_message_that_meets_a_rank_which_tells_its_claim_is_an_error_of_its_own() -> None:
+    """Of another scaler over the group, which holds the same everywhere."""
+
+    def rank(group: ThreadCollectives) -> list[str]:
+        first, second = Step(group, 4.0 * (1 + group.rank)), Step(group, 4.0)
+        errors = []
+        first.scaler.unscale_(first.one)
+        if group.rank == 0:
+            second.scaler.unscale_(second.one)
+        with pytest.raises(gradscale.ScaleDesyncError) as caught:
+            first.scaler.step(first.one)
+        errors.append("scale: 4.0 on rank 0 | 8.0 on rank 1" in str(caught.value))
+        if group.rank == 0:
+            with pytest.raises(gradscale.ScaleDesyncError) as caught:
+                second.scaler.step(second.one)
+            errors.append("of which the other ranks tell; what this rank holds" in str(caught.value))
+        return errors
+
+    assert run_ranks(2, rank) == [[True, True], [True]]
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_before_it_tells_its_claim_leaves_the_others_with_their_own(dying: int) -> None:
+    def rank(group: ThreadCollectives) -> None:
+        step = Step(group, 4.0 * (1 + group.rank))
+        step.scaler.unscale_(step.one)
+        if group.rank == dying:
+            raise ZeroDivisionError
+        step.scaler.step(step.one)
+
+    ended: Any = run_ranks(2, rank, timeout=0.5, return_exceptions=True)
+    assert type(ended[dying]) is ZeroDivisionError
+    assert_unanswered(ended[1 - dying], 4.0 * (2 - dying))
+
+
+def assert_unanswered(error: Exception, scale: float) -> None:
+    """Assert that a rank that tells, and hears nothing, says what it knows: the scales, and its own claim."""
+    assert type(error) is gradscale.ScaleDesyncError
+    assert f"scale from 4.0 to 8.0 (here {scale}); what this rank holds is call=" in str(error)
+    assert "Call set_group() with another group, too, since some rank has not told its own: " in str(error)
+
+
+class Own:
+    """A group of somebody's own, whose waits have no end."""
+
+    def __init__(self, group: ThreadCollectives) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        return self._group.start_max(x)
+
+
+def test_a_wait_without_an_end_ends_when_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
+
+    def rank(group: ThreadCollectives) -> list[Exception]:
+        step, errors = Step(Own(group), 4.0 * (1 + group.rank)), []
+        step.scaler.unscale_(step.one)
+        if group.rank == 0:
+            return []
+        for call in (step.scaler.step, step.scaler.step):
+            with pytest.raises(gradscale.ScaleDesyncError) as caught:
+                call(step.one)
+            errors.append(caught.value)
+        step.scaler.load_state_dict(step.scaler.state_dict())
+        step.scaler.scale(np.float32(1.0))
+        with pytest.raises(gradscale.BackendError, match=r"lost before, and needs set_group\(\)"):
+            step.scaler.unscale_(step.one)
+        return errors
+
+    begin = time.monotonic()
+    first, second = run_ranks(2, rank, timeout=600.0)[1]
+    assert time.monotonic() - begin < 60.0
+    assert_unanswered(first, 8.0)
+    assert second is first
+
+
+def test_the_group_of_a_wait_that_ended_waits_for_as_long_as_before() -> None:
+    def rank(group: ThreadCollectives) -> None:
+        with group.within(0.1), pytest.raises(gradscale.CollectiveTimeoutError, match=r"after 0.1 s|0.1 s"):
+            group.start_max(np.zeros(1, np.int32))()
+        with group.within(60.0), pytest.raises(gradscale.CollectiveTimeoutError, match=r"0.2 s"):
+            group.start_max(np.zeros(1, np.int32))()
+
+    run_ranks(2, lambda group: rank(group) if group.rank else None, timeout=0.2)
+
+
+def test_a_rank_that_cannot_unscale_while_another_tells_its_claim_ends_both() -> None:
+    def rank(group: ThreadCollectives) -> None:
+        step = Step(group, 4.0 * (1 + group.rank))
+        step.scaler.unscale_(step.one)
+        if group.rank == 0:
+            step.other.grads = ["no array"]
+            step.scaler.unscale_(step.other)
+        step.scaler.step(step.one)
+
+    refused, told = run_ranks(2, rank, timeout=5.0, return_exceptions=True)
+    assert type(refused) is gradscale.InvalidTypeError
+    assert type(told) is gradscale.ScaleDesyncError
+    assert "scale from 4.0 to 8.0 (here 8.0); what this rank holds is" in str(told)
+
+
+@pytest.mark.parametrize("size", [2, 64, 256])
+def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int) -> None:
+    def rank(group: ThreadCollectives) -> str:
+        step = Step(group, 4.0 if group.rank == size - 2 else 8.0)
+        with pytest.raises(gradscale.ScaleDesyncError) as caught:
+            step.scaler.step(step.one)
+        return str(caught.value)
+
+    texts = run_ranks(size, rank, timeout=120.0)
+    others = "1" if size == 2 else f"0-{size - 3}, {size - 1}"
+    assert {text.partition(f" of {size} in iteration 1: ")[2] for text in texts} == {
+        texts[0].partition(f" of {size} in iteration 1: ")[2]
+    }
+    for text in texts:
+        assert f"4.0 on rank {size - 2}" in text
+        assert f"8.0 on rank {others}" in text
+        assert f"init_scale=4.0 on rank {size - 2}" in text
+        assert len(textwrap.wrap(text, 120)) <= 20
+
+
+def told(**values: Any) -> dict[str, Any]:
+    own = vector.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS)
+    return vector.told(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
+
+
+def test_many_ranks_and_values_are_cut() -> None:
+    text = claims.difference({(rank,): told(optimizer=rank % 10) for rank in range(200)})
+    assert text.startswith("optimizer: 0 on rank 0, 10, 20, 30, 40, 50, 60, 70 and 12 others | 1 on rank 1, ")
+    assert "7 on rank 7" in text
+    assert "8 on rank 8" not in text
+    assert " | and 2 other values (numbered in the order" in text
+
+
+def test_ranks_that_differ_in_all_they_hold_are_told_so_in_20_lines() -> None:
+    fields = [name for name in Claim._fields if name not in ("call", "settings", "kind")]
+    each = {
+        (rank,): told(**dict.fromkeys(fields, 10**9 + rank), kind=f"named {'a' * 500 + str(rank)!r}")
+        | dict.fromkeys(ScaleState._fields, 2.0**rank)
+        | {"settings": [rank, f"Policy({', '.join(f'setting{k}={rank + k}' for k in range(50))})"]}
+        for rank in range(256)
+    }
+    text = claims.difference(each)
+    assert len(textwrap.wrap(text, 120)) <= 17
+    assert text.endswith("; and also iteration, message, optimizer, scaler, group, settings, steps, max_norm, kind")
+
+
+def test_of_settings_the_words_that_differ_are_told() -> None:
+    texts = (
+        "DynamicScale(init_scale=4.0, growth_interval=7), diagnose=False",
+        "DynamicScale(init_scale=4.0), diagnose=False",
+    )
+    held = {(rank,): told() | {"settings": [number, texts[number]]} for rank, number in enumerate((0, 1, 1))}
+    assert claims.difference(held) == f"settings: growth_interval=7 on rank 0 | {texts[1]} on rank 1, 2"
+    # Ranks may write one policy in several ways.
+    assert not claims.difference({(rank,): told() | {"settings": [7, f"<Policy at {rank}>"]} for rank in range(3)})
+
+
+def test_ranks_of_a_grid_are_told_by_their_rank_in_each_group() -> None:
+    groups = grid_of_threads()
+
+    def rank(collectives: ThreadCollectives) -> str:
+        step = Step(groups(collectives.rank), 8.0 if collectives.rank == 2 else 4.0)
+        with pytest.raises(gradscale.ScaleDesyncError) as caught:
+            step.scaler.step(step.one)
+        return str(caught.value).partition("in iteration 1: ")[2]
+
+    row, column = "scale: 8.0 on rank 0/1 | 4.0 on rank 1/1", "scale: 4.0 on rank 0/0 | 8.0 on rank 0/1"
+    texts = run_ranks(4, rank)
+    assert all(row in text for text in texts)
+    assert [column in text for text in texts] == [True, False, True, False]
+
+
+def test_what_is_told_over_many_groups_is_cut() -> None:
+    texts = [f"scale: {row} on rank 0/{row} | 8.0 on rank 1/{row}" for row in range(100)]
+    told_of_all = claims.joined(["", texts[0], *texts, ""])
+    assert told_of_all.startswith("; ".join(texts[:40]))
+    assert " more over other groups" in told_of_all
+    assert len(textwrap.wrap(told_of_all, 120)) <= 16
+    assert claims.joined(["", "x" * 3000, ""]) == "x" * 3000
+    assert not claims.joined([""])
+
+
+def test_values_of_ranks_travel_in_messages_of_the_usual_form() -> None:
+    """Of any number and length, and none is lost."""
+
+    def rank(group: ThreadCollectives) -> tuple[list[int], list[bytes]]:
+        def carry(values: Sequence[int]) -> list[int]:
+            sent = np.asarray(vector.carrying(WORDS, values), np.int32)
+            assert sent.size == vector.LENGTH
+            agreed = group.start_max(sent)().tolist()
+            assert vector.outcome(agreed, sent.tolist()) is Outcome.ONE_STATE
+            return vector.carried(agreed)
+
+        number = (-1) ** group.rank * (2**31 - group.rank - 1)
+        sent = bytes(range(256)) * group.rank + b"\xff" * (group.rank % 5)
+        return agreement.gather_numbers(number, group, carry), agreement.gather_texts(sent, group, carry)
+
+    for size in (1, 2, 7, 8, 9, 17):
+        numbers = [(-1) ** rank * (2**31 - rank - 1) for rank in range(size)]
+        texts = [bytes(range(256)) * rank + b"\xff" * (rank % 5) for rank in range(size)]
+        assert run_ranks(size, rank) == [(numbers, texts)] * size
+
+
+@given(data=st.data(), state=STATES, values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8))
+def test_a_message_that_carries_values_is_taken_for_no_other(data: Any, state: Any, values: list[int]) -> None:
+    carrying = vector.carrying(WORDS, values)
+    others = [
+        vector.of_numbers(state, WORDS),
+        vector.telling(),
+        vector.refusal(WORDS, 1),
+        vector.carrying(claims.words(Claim(Call.NORM)), values),
+        data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=18, max_size=18)),
+    ]
+    wanted = [Outcome.DIFFERENT, Outcome.TOLD, Outcome.FAILED, Outcome.DIFFERENT, None]
+    for other, expected in zip(others, wanted, strict=True):
+        agreed = maximum([carrying, other])
+        found = vector.outcome(agreed, carrying)
+        assert found is not Outcome.ONE_STATE
+        assert expected in (None, found)
+        assert expected is None or vector.outcome(agreed, other) is not Outcome.ONE_STATE
+        assert vector.spread_of(agreed, other) == [] or expected is None
