@@ -285,41 +285,6 @@ class DynamicScale(BoundedScale):
         scale = self.next_scale(xp, state.scale, backoff, grow)
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
-    def next_numbers(self, state: Numbers, nonfinite: int) -> Numbers:
-        """Return the numbers of the state after a step, bit for bit those that ``update`` gives."""
-        rounded = validation.round_to_float32
-        scale, growth_tracker, overflow_tracker, rescale_tracker = state
-        overflow = nonfinite != 0
-        threshold = self.growth_interval + (self.growth_after != "interval")
-        run = min(growth_tracker, threshold - 1) + 1
-        grow = not overflow and run >= threshold
-        restart = 1 if self.growth_after == "first_interval_plus_one" else 0
-        limit = self.hysteresis if self.tolerance is None else validation.LARGEST_INT32
-        overflows, steps = min(overflow_tracker, limit - 1) + 1, min(rescale_tracker, validation.LARGEST_INT32 - 1) + 1
-        is_due = overflows >= limit
-        if self.tolerance is not None:
-            is_due = rounded(rounded(overflows) / rounded(steps)) >= rounded(self.tolerance)
-        backoff = overflow and is_due
-        counted = overflows if overflow else overflow_tracker
-        if self.tolerance is not None:
-            counted, steps = 0 if backoff else counted, 0 if backoff or grow else steps
-        else:
-            steps = rescale_tracker
-            events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
-            if self.hysteresis == 1:
-                counted = overflow_tracker
-            elif any(events[name] for name in self.hysteresis_refill):
-                counted = 0
-        if backoff:
-            lowered, floor = rounded(scale * self.backoff_factor), rounded(self.min_scale)
-            scale = max(lowered, floor) if self.at_min != "hold" or lowered >= floor else scale
-        elif grow:
-            largest = scale if self.max_scale is None else rounded(self.max_scale)
-            fits = scale <= rounded(validation.largest_with_finite_product(self.growth_factor))
-            scale = rounded(scale * self.growth_factor) if fits else largest
-            scale = scale if self.max_scale is None else min(scale, largest)
-        return Numbers(scale, 0 if overflow else restart if grow else run, counted, steps)
-
     def at_min_scale(self, state: ScaleState) -> Array | None:
         """Return a 0-d bool: with ``at_min="raise"``, would an overflow now have to back off from the minimum.
 
@@ -404,11 +369,44 @@ class StaticScale:
 
 
 def next_numbers(policy: object, state: Numbers, nonfinite: int) -> Numbers | None:
-    """Return the numbers of the state after a step; None for a policy whose rule is written for arrays alone."""
+    """Return the numbers of the state after a step, bit for bit; None for a policy whose rule is for arrays alone."""
     if type(policy) is StaticScale:
         return state
     # A class derived from it may have another rule.
-    return policy.next_numbers(state, nonfinite) if type(policy) is DynamicScale else None
+    if type(policy) is not DynamicScale:
+        return None
+    rounded = validation.round_to_float32
+    scale, growth_tracker, overflow_tracker, rescale_tracker = state
+    overflow = nonfinite != 0
+    threshold = policy.growth_interval + (policy.growth_after != "interval")
+    run = min(growth_tracker, threshold - 1) + 1
+    grow = not overflow and run >= threshold
+    restart = 1 if policy.growth_after == "first_interval_plus_one" else 0
+    limit = policy.hysteresis if policy.tolerance is None else validation.LARGEST_INT32
+    overflows, steps = min(overflow_tracker, limit - 1) + 1, min(rescale_tracker, validation.LARGEST_INT32 - 1) + 1
+    is_due = overflows >= limit
+    if policy.tolerance is not None:
+        is_due = rounded(rounded(overflows) / rounded(steps)) >= rounded(policy.tolerance)
+    backoff = overflow and is_due
+    counted = overflows if overflow else overflow_tracker
+    if policy.tolerance is not None:
+        counted, steps = 0 if backoff else counted, 0 if backoff or grow else steps
+    else:
+        steps = rescale_tracker
+        events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
+        if policy.hysteresis == 1:
+            counted = overflow_tracker
+        elif any(events[name] for name in policy.hysteresis_refill):
+            counted = 0
+    if backoff:
+        lowered, floor = rounded(scale * policy.backoff_factor), rounded(policy.min_scale)
+        scale = max(lowered, floor) if policy.at_min != "hold" or lowered >= floor else scale
+    elif grow:
+        largest = scale if policy.max_scale is None else rounded(policy.max_scale)
+        fits = scale <= rounded(validation.largest_with_finite_product(policy.growth_factor))
+        scale = rounded(scale * policy.growth_factor) if fits else largest
+        scale = scale if policy.max_scale is None else min(scale, largest)
+    return Numbers(scale, 0 if overflow else restart if grow else run, counted, steps)
 
 
 def _first_state(scale: float, like: Array) -> ScaleState:

@@ -28,7 +28,6 @@ _Trackers: TypeAlias = tuple[int, ...]
 
 # What trackers may reach if the policy does not say.
 _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
-_GENERIC = Backend()
 
 
 class LiveState:
@@ -60,9 +59,7 @@ class LiveState:
     backend: Backend
 
     def __init__(self, policy: Policy, backend: str | Backend | None = None) -> None:
-        if isinstance(backend, str):
-            registry.array_backend(backend)
-        elif backend is not None and not isinstance(backend, Backend):
+        if backend is not None and not isinstance(backend, (str, Backend)):
             msg = (
                 f"backend must be a registered name ({', '.join(registry.names())}) or an instance of a class that "
                 f"derives from gradscale.Backend, got {shown(backend)}"
@@ -75,7 +72,7 @@ class LiveState:
         self.warned_of_unscaled_loss = False
         self.home: Any = None
         self.state: ScaleState | None = None
-        self._given = backend
+        self._use(backend)
         # What a checkpoint or the user has set before there was an array.
         self._restored: dict[str, float] = {}
         # What the trackers can have reached since the scaler was made.
@@ -83,10 +80,9 @@ class LiveState:
         # The number of updates before the scale was last set, and not adapted.
         self._replaced_at = 0
 
-    @property
-    def hooks(self) -> Backend:
-        """The scaler's own adapter, or the generic one."""
-        return _GENERIC if self._given is None else self.backend_for(None)
+    def _use(self, given: str | Backend | None) -> None:
+        self._given = given
+        self.hooks = registry.array_backend(given) if isinstance(given, str) else given or Backend()
 
     @property
     def is_made(self) -> bool:
@@ -110,15 +106,11 @@ class LiveState:
 
     def backend_for(self, x: Array) -> Backend:
         """Return the adapter of an array: the scaler's own, or the one of the array's library."""
-        if self._given is None:
-            return registry.backend_for(x)
-        if isinstance(self._given, str):
-            return registry.array_backend(self._given)
-        return self._given
+        return registry.backend_for(x) if self._given is None else self.hooks
 
     def example(self) -> Array | None:
         """Return an array of the scaler's own adapter; None if it has none."""
-        return None if self._given is None else self.backend_for(None).example()
+        return None if self._given is None else self.hooks.example()
 
     def current(self, like: Array | None = None) -> ScaleState:
         """Return the state, made in the library and on the device of ``like`` if there is none yet."""
@@ -141,20 +133,21 @@ class LiveState:
 
         If all of ``held`` are true, 0-d, nothing is changed.
         """
-        state = self.current()
+        state = self.state or self.current()
         self.updates += 1
-        # What the host knows is an overflow, or says nothing.
-        found: Array | int = max([x for x in counts if isinstance(x, int)], default=0)
-        arrays = [x for x in counts if not isinstance(x, int)]
-        if arrays and not found:
-            found = functools.reduce(self.home.maximum, arrays)
+        found = counts[0]
+        for count in counts[1:]:
+            # What the host knows is an overflow, or says nothing.
+            if isinstance(found, int) or isinstance(count, int):
+                found = found or count if isinstance(found, int) else count or found
+            else:
+                found = self.home.maximum(found, count)
         is_held = functools.reduce(self.home.logical_and, held) if held else None
         if isinstance(found, int) and is_held is None and not self.backend.is_shared:
             known = self.backend.peek(state)
             new = None if known is None else next_numbers(self.policy, Numbers(*known), found)
-            if known is not None and new is not None:
-                changed = {name: x for name, x, old in zip(new._fields, new, known, strict=True) if x != old}
-                self.state = self.backend.with_numbers(state, changed)
+            if new is not None:
+                self.state = self.backend.with_numbers(state, new._asdict())
                 return
         self.state = self.backend.adapt(self.policy, state, found, is_held)
 
@@ -275,7 +268,7 @@ class LiveState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
-        kept = {name: value for name, value in self.__dict__.items() if name != "backend"}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "hooks")}
         restored = dict(self._restored) if self.state is None else self.numbers()
         return kept | {
             "_restored": restored,
@@ -284,6 +277,10 @@ class LiveState:
             "state": None,
             "home": None,
         }
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._use(self._given)
 
 
 def _smallest_factor(policy: Policy) -> float:
