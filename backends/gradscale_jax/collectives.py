@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 
 from gradscale import ScaleState, registry
-from gradscale.core import claims, validation, vector
-from gradscale.core.claims import Call, Claim
+from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.vector import Reason, reason_code
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.scaler import claim as claims
+from gradscale.scaler.claim import Call, Claim, Reason, reason_code
 from gradscale_jax import trees
 
 __all__ = ["AxisCollectives", "Verdict", "agree"]
@@ -163,7 +163,7 @@ class Verdict(NamedTuple):
             count = found.lowest.shape[-1]
             both = (found.lowest, found.highest)
             lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in both)
-            differing = vector.spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
+            differing = claims.spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
             what = "; ".join(differing) or f"settings: compare the policy (here {policy!r})"
             msg = (
                 f"ranks hold different states: {what}. No rank took this step. Load one checkpoint on every rank, "
@@ -215,7 +215,7 @@ def agree(
     """
     validation.policy(policy)
     state = trees.as_state(state)
-    words = claims.words(Claim(Call.COMPILED, settings=claims.identify(policy)))
+    words = claims.hash_of(Claim(Call.COMPILED, settings=claims.identify(policy)))
     group = None if axis_name is None else AxisCollectives(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
@@ -228,10 +228,10 @@ def agree(
         of_rank = reason_code(Reason.SPIKE, 0) - jnp.asarray(0 if group is None else group.rank, jnp.int32)
         code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
     backend = registry.backend_for(state.scale)
-    message = vector.of_arrays(backend, policy, state, nonfinite, words, code=code)
+    message = claims.of_arrays(backend, policy, state, nonfinite, words, code=code)
     if group is not None:
         message = group.start_max(message)()
-    found, (lowest, highest) = vector.found_in(message), vector.bounds_in(message)
+    found, (lowest, highest) = claims.found_in(message), claims.bounds_in(message)
     is_bad, desynced = found.nonfinite != 0, jnp.any(highest != lowest)
     at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)
     is_spike = jnp.zeros_like(desynced)

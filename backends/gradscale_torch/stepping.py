@@ -11,7 +11,7 @@ import torch
 
 from gradscale.core.messages import warn_caller
 from gradscale.core.unscaling import Request
-from gradscale.core.vector import Reason, Verdict
+from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import Pending

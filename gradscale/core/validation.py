@@ -24,6 +24,7 @@ __all__ = [
     "choices",
     "float32_from_bits",
     "integer",
+    "is_fixed",
     "is_power_of_two",
     "largest_with_finite_product",
     "last_above",
@@ -199,6 +200,18 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
         raise InvalidTypeError(msg)
     found: Policy = value
     return found
+
+
+def is_fixed(policy: object) -> bool:
+    """Tell whether a policy is a frozen dataclass of settings that cannot change either."""
+    parameters = getattr(type(policy), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        return False
+    try:
+        hash(policy)
+    except TypeError:
+        return False
+    return True
 
 
 def is_power_of_two(value: float) -> bool:

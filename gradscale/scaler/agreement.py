@@ -13,15 +13,15 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import NamedTuple
 
-from gradscale.core import claims, registry, vector
+from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
-from gradscale.core.claims import Claim
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
-from gradscale.core.vector import Outcome, Verdict
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, GradscaleError, ScaleDesyncError
 from gradscale.policies.spikes import SkipSpikes
+from gradscale.scaler import claim as claims
+from gradscale.scaler.claim import Claim, Outcome, Verdict
 from gradscale.scaler.state import LiveState
 from gradscale.waiting import call_within
 
@@ -232,7 +232,7 @@ class Agreement:
             rule = 0 if self._skip is None else claims.identify(self._skip)
             self._identity = claims.identify(policy) ^ rule ^ self._diagnoses
             # Another kind may change in place.
-            self._policy = policy if claims.is_fixed(policy) else None
+            self._policy = policy if validation.is_fixed(policy) else None
         return self._identity
 
     def settings(self, policy: Policy) -> str:
@@ -318,10 +318,10 @@ class Agreement:
         group = getattr(collectives, "identity", collectives)
         if group in _greeted or group in self._greeted:
             return
-        own = vector.greeting()
+        own = claims.greeting()
         backend = registry.backend_for(like)
         agreed = _agreed(collectives, backend.integers(own, like))
-        vector.require_one_version(backend.read(agreed), own, whereabouts([collectives], number))
+        claims.require_one_version(backend.read(agreed), own, whereabouts([collectives], number))
         (_greeted if _is_weak(group) else self._greeted).put(group, True)
 
     def __getstate__(self) -> dict[str, object]:
@@ -365,7 +365,7 @@ class Ballot:
         if self._claims and len(groups) > 1:
             numbers = map(agreement.number_over, groups)
             self._claims = [self._claims[0]._replace(scaler=one, group=k) for k, one in enumerate(numbers)]
-            self._hashes = [claims.words(one) for one in self._claims]
+            self._hashes = [claims.hash_of(one) for one in self._claims]
         self._failure: GradscaleError | None = None
         # By the group, as far as they have come: what finishes the message, and the answer.
         self._begun: list[Callable[[], Array]] = []
@@ -384,7 +384,7 @@ class Ballot:
             while len(answers) < len(self._groups):
                 if len(self._begun) == len(answers):
                     backend = registry.backend_for(answers[-1])
-                    shifted = vector.shifted(backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1])
+                    shifted = claims.shifted(backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1])
                     with self._agreement.sending(self._number):
                         self._begun.append(self._groups[len(answers)].start_max(shifted))
                 answers.append(self._begun[-1]())
@@ -400,7 +400,7 @@ class Ballot:
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
         """Return the answer and what this rank has sent: one host read."""
         agreed = self.agreed(is_read=True)
-        return vector.read_both(backend_for(agreed), agreed, self.sent)
+        return claims.read_both(backend_for(agreed), agreed, self.sent)
 
     def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False) -> Verdict:
         """Return the verdict from an answer that was read.
@@ -410,7 +410,7 @@ class Ballot:
         ScaleDesyncError
             If the ranks differ: they tell their claims, unless ``is_late``, since ranks then read it at other times.
         """
-        return vector.verdict_of(agreed, self.require_one(agreed, sent, policy, is_late=is_late))
+        return claims.verdict_of(agreed, self.require_one(agreed, sent, policy, is_late=is_late))
 
     def require_one(
         self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False
@@ -418,8 +418,8 @@ class Ballot:
         """Raise ScaleDesyncError, as :meth:`verdict` does, or return what this rank has sent over the last group."""
         if self._failure is not None:
             raise self._failure
-        own = vector.shifted(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
-        found = vector.outcome(agreed, own)
+        own = claims.shifted(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
+        found = claims.outcome(agreed, own)
         if found is not Outcome.ONE_STATE:
             self._failure = self._error(found, agreed, own, policy, is_late=is_late)
             raise self._failure
@@ -430,10 +430,10 @@ class Ballot:
     ) -> ScaleDesyncError:
         where = whereabouts(self._groups, self._number)
         if found is Outcome.FOREIGN:
-            return vector.foreign_message(where)
+            return claims.foreign_message(where)
         if found is Outcome.FAILED:
             return ScaleDesyncError(
-                f"rank {vector.failed_rank(agreed)} has refused its gradients, seen by {where}: the error on that rank "
+                f"rank {claims.failed_rank(agreed)} has refused its gradients, seen by {where}: the error on that rank "
                 f"says why. No rank takes this step. Once they are right, load one checkpoint on every rank, or call "
                 f"set_group()"
             )
@@ -449,7 +449,7 @@ class Ballot:
             claim = ", ".join(f"{name}={value!r}" for name, value in self._claims[-1]._asdict().items())
             here = f"what this rank holds is {claim}, {settings}"
             before = "a message before this one, of which the other ranks tell; " * (found is Outcome.TOLD)
-            differing = "; ".join([*vector.spread_of(agreed, own), f"{before}{here}"])
+            differing = "; ".join([*claims.spread_of(agreed, own), f"{before}{here}"])
         return ScaleDesyncError(
             f"ranks hold different states, seen by {where}: {differing}. No rank takes this step. Load "
             f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
@@ -464,13 +464,13 @@ class Ballot:
         """
         before = ""
         for collectives, claim in zip(self._groups, self._claims, strict=True):
-            asking = vector.telling()
-            while (found := vector.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
+            asking = claims.telling()
+            while (found := claims.outcome(self._answer(collectives, asking), asking)) is not Outcome.ONE_STATE:
                 if found is not Outcome.DIFFERENT:
                     return before
             carry = functools.partial(self._carry, collectives)
             ranks = [gather_numbers(one.rank, collectives, carry) for one in self._groups]
-            told = json.dumps([vector.told(own, claim, settings), before]).encode()
+            told = json.dumps([claims.claimed(own, claim, settings), before]).encode()
             # What several ranks tell is sent once.
             hashes = gather_numbers(zlib.crc32(told) & 0x7FFFFFFF, collectives, carry)
             firsts = [hashes.index(one) for one in hashes]
@@ -484,12 +484,12 @@ class Ballot:
         return before
 
     def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
-        sent = vector.carrying(claims.words(None), values)
+        sent = claims.carrying(claims.hash_of(None), values)
         agreed = self._answer(collectives, sent)
-        if vector.outcome(agreed, sent) is not Outcome.ONE_STATE:
+        if claims.outcome(agreed, sent) is not Outcome.ONE_STATE:
             msg = "another message came in between"
             raise BackendError(msg)
-        return vector.carried(agreed)
+        return claims.carried(agreed)
 
     def _answer(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
         """Send a message whose answer comes within seconds, and return it."""
@@ -527,8 +527,8 @@ def gather_texts(sent: bytes, collectives: Collectives, carry: Callable[[Sequenc
 def _gather(mine: Sequence[int], begin: int, total: int, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
     """Return int32 of all ranks, of which this rank has those from ``begin`` on, and all others the lowest there."""
     before = [_LOWEST_INT32] * begin
-    values = [*before, *mine, *[_LOWEST_INT32] * (total + vector.CARRIED - begin - len(mine))]
-    rounds = (carry(values[start : start + vector.CARRIED]) for start in range(0, total, vector.CARRIED))
+    values = [*before, *mine, *[_LOWEST_INT32] * (total + claims.CARRIED - begin - len(mine))]
+    rounds = (carry(values[start : start + claims.CARRIED]) for start in range(0, total, claims.CARRIED))
     return list(itertools.chain.from_iterable(rounds))[:total]
 
 

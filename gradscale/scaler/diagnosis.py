@@ -16,15 +16,14 @@ from array_api_compat import array_namespace, device, is_array_api_obj
 
 from gradscale.core import registry, tree, validation
 from gradscale.core.arithmetic import Kind, is_floating, kind_of, library_name, nonfinite_flag
-from gradscale.core.claims import Call
 from gradscale.core.gradients import HeldArray, held_arrays, name_gradients, named_gradients
 from gradscale.core.identity import IdentityMap
 from gradscale.core.leaves import first_floating, require_arrays
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.summaries import Summary
-from gradscale.core.vector import Verdict
 from gradscale.errors import BackendError, GradscaleError, InvalidTypeError
+from gradscale.scaler.claim import Call, Verdict
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport

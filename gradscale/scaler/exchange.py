@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from gradscale.core import claims, vector
-from gradscale.core.claims import Call, Claim
 from gradscale.core.protocols import Array, Collectives, Optimizer
+from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import gather_numbers, gather_texts
+from gradscale.scaler.claim import Call, Claim
 from gradscale.scaler.iteration import Iteration
 
 __all__ = ["Exchange"]
@@ -38,7 +38,7 @@ class Exchange:
 
     def announce(self, like: Array) -> None:
         """Tell the other ranks that a collective of another kind comes next."""
-        self._carry(like, [0] * vector.CARRIED)
+        self._carry(like, [0] * claims.CARRIED)
 
     def numbers(self, number: int, like: Array) -> list[int]:
         """Return the int32 of each rank; a round, and a host read, for each 8 of them."""
@@ -53,9 +53,9 @@ class Exchange:
         agreement, live = iteration.agreement, iteration.live
         # One for all rounds, of which other rows of a grid of ranks may have more.
         self._claim = claim = self._claim or iteration.claim(*self._about)
-        sent = live.backend_for(like).integers(vector.carrying(claims.words(claim), values), like)
+        sent = live.backend_for(like).integers(claims.carrying(claims.hash_of(claim), values), like)
         with agreement.failing():
             ballot = agreement.send([self._group], sent, iteration.number, claim)
             agreed, own = ballot.read(live.backend_for)
             ballot.require_one(agreed, own, live.policy)
-        return vector.carried(agreed)
+        return claims.carried(agreed)

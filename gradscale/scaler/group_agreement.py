@@ -7,18 +7,18 @@ from typing import overload
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core import claims, registry, validation, vector
+from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array
-from gradscale.core.claims import Call, Claim
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.vector import Reason
 from gradscale.errors import (
     BackendError,
     InvalidTypeError,
     ScaleUnderflowError,
 )
+from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
+from gradscale.scaler.claim import Call, Claim, Reason
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 
 __all__ = ["GroupAgreement"]
@@ -134,9 +134,9 @@ class GroupAgreement:
         code: Array | int = 0
         if spike is not None:
             # No product with a Python number: NumPy 1 would make it int64.
-            number = xp.full_like(spike, vector.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
+            number = xp.full_like(spike, claims.reason_code(Reason.SPIKE, agreement.rank()), dtype=xp.int32)
             code = as_0d_array(xp, xp.where(spike, number, xp.zeros_like(number)))
-        sent = vector.of_arrays(backend, self._policy, state, nonfinite, claims.words(claim), code=code)
+        sent = claims.of_arrays(backend, self._policy, state, nonfinite, claims.hash_of(claim), code=code)
         with agreement.failing():
             ballot = agreement.send(self._groups, sent, self._calls, claim)
             verdict = ballot.verdict(*ballot.read(lambda _: backend), self._policy)
@@ -148,7 +148,7 @@ class GroupAgreement:
                 f"for inf or NaN in the unscaled loss, the data or the weights"
             )
             raise ScaleUnderflowError(msg)
-        agreed = vector.found_in(ballot.agreed()).nonfinite
+        agreed = claims.found_in(ballot.agreed()).nonfinite
         if spike is None:
             return agreed
         return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=xp.bool)

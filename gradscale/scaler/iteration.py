@@ -10,12 +10,9 @@ from typing import NamedTuple, NoReturn
 
 from array_api_compat import array_namespace
 
-from gradscale.core import claims, vector
-from gradscale.core.claims import Call, Claim
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.unscaling import Found, Listed, Request
-from gradscale.core.vector import HELD, Reason, Verdict
 from gradscale.errors import (
     BackendError,
     CallOrderError,
@@ -28,7 +25,9 @@ from gradscale.errors import (
 )
 from gradscale.policies.dynamic import next_numbers
 from gradscale.policies.spikes import SpikeState
+from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import HELD, Call, Claim, Reason, Verdict
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.spikes import Judged, Losses, Spikes
@@ -385,14 +384,14 @@ class Iteration:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
         turn.is_refused = True
         if pending is not None:
-            pending.refuse(vector.reason_code(Reason.REFUSED, self.agreement.rank()))
+            pending.refuse(claims.reason_code(Reason.REFUSED, self.agreement.rank()))
 
     def _reason_code(self, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState) -> Array | int:
         """Return why this rank skips the step, other than for an overflow; 0-d int32 if the host does not know."""
         # The losses are this optimizer's, whether it is judged by them or not.
         losses, self.losses = self.losses, self.losses._replace(is_judged=True)
         if turn.is_refused:
-            return vector.reason_code(Reason.REFUSED, self.agreement.rank())
+            return claims.reason_code(Reason.REFUSED, self.agreement.rank())
         if self._spikes is None or turn.has_begun_to_step:
             return 0
         found = self._spikes.judge(optimizer, losses, norm, lambda: state.scale)
@@ -401,7 +400,7 @@ class Iteration:
         is_spike, turn.judged = found
         if is_spike is False:
             return 0
-        code = vector.reason_code(Reason.SPIKE, self.agreement.rank())
+        code = claims.reason_code(Reason.SPIKE, self.agreement.rank())
         if is_spike is True:
             return code
         xp = array_namespace(is_spike)
@@ -419,7 +418,7 @@ class Iteration:
             claim = self.claim(groups, optimizer)
             if self.state is None and not live.is_made:
                 self.in_force(agreement.example(live, self.number))
-            sent = live.backend.integers(vector.refusal(claims.words(claim), agreement.rank()), live.current().scale)
+            sent = live.backend.integers(claims.refusal(claims.hash_of(claim), agreement.rank()), live.current().scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
                 ballot.verdict(*ballot.read(live.backend_for), live.policy)

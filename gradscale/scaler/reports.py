@@ -6,11 +6,11 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from gradscale.core import validation, vector
+from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown
-from gradscale.core.vector import Verdict
 from gradscale.errors import CallOrderError, InvalidTypeError
+from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.overflow import OverflowReport
 
 __all__ = ["HISTORY_SIZE", "Diagnose", "OnSkip", "OnUpdate", "Reports", "StepReport", "UpdateReport", "step_report"]
@@ -104,11 +104,11 @@ OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[Upda
 HISTORY_SIZE = 1024
 
 
-_REASONS: dict[vector.Reason, Literal["overflow", "spike", "refused", "no gradients"]] = {
-    vector.Reason.NO_GRADIENTS: "no gradients",
-    vector.Reason.OVERFLOW: "overflow",
-    vector.Reason.SPIKE: "spike",
-    vector.Reason.REFUSED: "refused",
+_REASONS: dict[Reason, Literal["overflow", "spike", "refused", "no gradients"]] = {
+    Reason.NO_GRADIENTS: "no gradients",
+    Reason.OVERFLOW: "overflow",
+    Reason.SPIKE: "spike",
+    Reason.REFUSED: "refused",
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, Unpack
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
-from gradscale.core.claims import Call
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
@@ -22,6 +21,7 @@ from gradscale.policies.dynamic import StaticScale
 from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import Call
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage

@@ -15,9 +15,9 @@ from gradscale.core.arithmetic import Kind, as_0d_array, kind_of
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Optimizer
-from gradscale.core.vector import Reason
 from gradscale.errors import InvalidTypeError
 from gradscale.policies.spikes import SkipSpikes, SpikeState
+from gradscale.scaler.claim import Reason
 
 __all__ = ["Judged", "Losses", "SavedWindows", "Spikes", "checked_loss", "checked_windows", "is_loss"]
 

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from gradscale.core.protocols import Optimizer
-from gradscale.core.vector import HELD, Verdict
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
+from gradscale.scaler.claim import HELD, Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
 __all__ = ["Step", "find_closure", "within_the_step"]

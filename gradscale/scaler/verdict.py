@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 from array_api_compat import array_namespace
 
-from gradscale.core import claims, vector
 from gradscale.core.backend import HostRead
-from gradscale.core.claims import Claim
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.core.unscaling import Found
-from gradscale.core.vector import HELD, LENGTH, Reason, Verdict, judged
+from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import HELD, LENGTH, Claim, Reason, Verdict, judged
 from gradscale.scaler.state import LiveState
 
 __all__ = ["Pending"]
@@ -72,22 +71,22 @@ class Pending:
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
         if isinstance(count, int) and count:
-            code = vector.reason_code(Reason.OVERFLOW, agreement.rank())
+            code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
         self._live, self._code, self._count, self._groups = live, code, count, groups
-        words = claims.words(claim)
+        words = claims.hash_of(claim)
         if numbers is not None and isinstance(count, int) and isinstance(code, int):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             if not groups:
                 live.require_possible(numbers[0])
                 self.known = judged(count, count, at_min_scale, numbers[0], has_gradients, code)
                 return
-            values = vector.of_numbers(Numbers(*numbers), words, count, at_min_scale, has_gradients, code)
+            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, has_gradients, code)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            sent = vector.of_arrays(
+            sent = claims.of_arrays(
                 live.backend, live.policy, state, count, words, has_gradients=has_gradients, code=code
             )
         self._found, self._state, self._rank, self._updates = found, state, agreement.rank, live.updates
@@ -129,17 +128,17 @@ class Pending:
         return found
 
     def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
-        live, fields = self._live, vector.state_bits(sent)
-        self.numbers = vector.state_of(sent)
+        live, fields = self._live, claims.state_bits(sent)
+        self.numbers = claims.state_of(sent)
         if hasattr(self._state.scale, "compute"):
             # A lazy library would compute all that it depends on once more in the update.
-            self._count = live.home.asarray(agreed[0], dtype=live.home.int32)
+            self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
             live.settle(self._state, fields)
         if self._groups:
             return self._ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
         # No other rank has contributed, so an impossible value is the array library's fault.
         live.checked(fields)
-        found = vector.verdict_of(agreed, sent)
+        found = claims.verdict_of(agreed, sent)
         if isinstance(self._code, int) and self._code:
             # A refusal after the message was made.
             found = judged(found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, True, self._code)
@@ -179,17 +178,17 @@ class Pending:
         if not self._groups or hasattr(self._state.scale, "compute"):
             return self._count
         agreed = self._ballot.agreed()
-        count = vector.found_in(agreed).nonfinite
+        count = claims.found_in(agreed).nonfinite
         if self.known is not None:
             return count
         # If ranks differ no rank steps, until the host sees it.
         xp = array_namespace(agreed)
-        least, most = vector.bounds_in(agreed)
+        least, most = claims.bounds_in(agreed)
         return xp.astype(xp.logical_or(count != 0, xp.any(least != most)), xp.int32)
 
     def _agreed_code(self) -> Array | int:
         """Return why a rank skips the step, other than for an overflow that the host does not know."""
-        return vector.found_in(self._ballot.agreed()).code if self._groups else self._code
+        return claims.found_in(self._ballot.agreed()).code if self._groups else self._code
 
     def skips(self) -> Array | bool:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
@@ -215,7 +214,7 @@ class Pending:
         """Return why the ranks skip the step; its number as a 0-d int32 if the host does not know."""
         if self.known is not None or not self.is_late:
             return self.read().reason
-        own, given = self._overflow(), vector.reason_number(self._agreed_code())
+        own, given = self._overflow(), claims.reason_number(self._agreed_code())
         xp = array_namespace(own)
         number = xp.full_like(own, given, dtype=xp.int32) if isinstance(given, int) else given
         return xp.where(own != 0, xp.full_like(number, Reason.OVERFLOW), number)
@@ -224,5 +223,5 @@ class Pending:
         """Skip the step of a process that decides alone."""
         self._code, self.override = code, None
         if self.known is not None and not self.known.nonfinite:
-            reason, by = vector.reason_and_rank(code)
+            reason, by = claims.reason_and_rank(code)
             self.known = self.known._replace(reason=reason, by=by)

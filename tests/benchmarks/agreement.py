@@ -59,7 +59,7 @@ def measure(rounds: int) -> dict[str, float]:
     import numpy as np
     from mpi4py import MPI
 
-    from gradscale.core.vector import LENGTH
+    from gradscale.scaler.claim import LENGTH
 
     comm = MPI.COMM_WORLD
     x = np.arange(LENGTH, dtype=np.int32)

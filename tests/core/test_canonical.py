@@ -16,7 +16,7 @@ import pytest
 from policies_of_ones_own import by_name, made
 
 import gradscale
-from gradscale.core.claims import identify
+from gradscale.scaler.claim import identify
 from gradscale.testing import run_ranks
 
 pytestmark = pytest.mark.numpy

@@ -16,18 +16,17 @@ from scenarios import grid_of_threads
 
 import gradscale
 from gradscale import ScaleState, ShardedGradScaler
-from gradscale.core import claims, vector
-from gradscale.core.claims import Call, Claim
-from gradscale.core.vector import Outcome, Reason
 from gradscale.scaler import agreement
+from gradscale.scaler import claim as claims
+from gradscale.scaler.claim import Call, Claim, Outcome, Reason
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.numpy
 
-WORDS = claims.words(Claim(Call.STEP))
+WORDS = claims.hash_of(Claim(Call.STEP))
 COUNTERS = st.integers(0, 2**31 - 1)
 STATES = st.builds(ScaleState, st.floats(2.0**-126, 2.0**127, width=32), COUNTERS, COUNTERS, COUNTERS)
-CODES = st.one_of(st.just(0), st.builds(vector.reason_code, st.sampled_from(list(Reason)[1:4]), st.integers(0, 2**20)))
+CODES = st.one_of(st.just(0), st.builds(claims.reason_code, st.sampled_from(list(Reason)[1:4]), st.integers(0, 2**20)))
 
 
 def maximum(messages: list[list[int]]) -> list[int]:
@@ -36,14 +35,14 @@ def maximum(messages: list[list[int]]) -> list[int]:
 
 @given(state=STATES, found=st.lists(st.tuples(st.integers(0, 2**31 - 1), CODES), min_size=1, max_size=8))
 def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state: Any, found: list[tuple[int, int]]) -> None:
-    sent = [vector.of_numbers(state, WORDS, count, code=code) for count, code in found]
-    sent.append(vector.of_numbers(state, WORDS, has_gradients=False))
+    sent = [claims.of_numbers(state, WORDS, count, code=code) for count, code in found]
+    sent.append(claims.of_numbers(state, WORDS, has_gradients=False))
     agreed = maximum(sent)
     for own in sent:
-        assert vector.outcome(agreed, own) is Outcome.ONE_STATE
-        verdict = vector.verdict_of(agreed, own)
+        assert claims.outcome(agreed, own) is Outcome.ONE_STATE
+        verdict = claims.verdict_of(agreed, own)
         count, code = (max(each) for each in zip(*found, strict=True))
-        reason, by = vector.reason_and_rank(code) if code else (Reason.STEPPED, None)
+        reason, by = claims.reason_and_rank(code) if code else (Reason.STEPPED, None)
         if count and reason is not Reason.OVERFLOW:
             reason, by = Reason.OVERFLOW, None
         assert (verdict.nonfinite, verdict.reason, verdict.by) == (count, reason, by)
@@ -55,15 +54,15 @@ def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, stat
     field = data.draw(st.sampled_from([*ScaleState._fields, "claim"]))
     other, words = state, WORDS
     if field == "claim":
-        words = claims.words(Claim(Call.STEP, iteration=data.draw(st.integers(1, 2**31))))
+        words = claims.hash_of(Claim(Call.STEP, iteration=data.draw(st.integers(1, 2**31))))
     else:
         other = state._replace(**{field: getattr(data.draw(STATES), field)})
     odd = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))
-    sent = [vector.of_numbers(*((other, words) if rank in odd else (state, WORDS))) for rank in range(size)]
+    sent = [claims.of_numbers(*((other, words) if rank in odd else (state, WORDS))) for rank in range(size)]
     agreed = maximum(sent)
     is_one = (other, words) == (state, WORDS)
     for own in sent:
-        assert (vector.outcome(agreed, own) is Outcome.ONE_STATE) == is_one
+        assert (claims.outcome(agreed, own) is Outcome.ONE_STATE) == is_one
 
 
 def test_no_two_claims_are_taken_for_one() -> None:
@@ -73,8 +72,8 @@ def test_no_two_claims_are_taken_for_one() -> None:
     others += [base._replace(max_norm=value) for value in (0.1, 0.1 * (1 + 2**-40), 1.0, 0.0)]
     others += [base._replace(kind=kind) for kind in ("Adam", "named 'SGD'", "SGD\n1", "1\nSGD", "\ud800")]
     # The usual call is the first.
-    assert len({claims.words(one) for one in others}) == len(others)
-    assert all(0 <= word < 2**30 for one in others for word in claims.words(one))
+    assert len({claims.hash_of(one) for one in others}) == len(others)
+    assert all(0 <= word < 2**30 for one in others for word in claims.hash_of(one))
 
 
 class Step:
@@ -253,8 +252,8 @@ def test_an_error_of_many_ranks_is_as_readable_as_one_of_two(size: int) -> None:
 
 
 def told(**values: Any) -> dict[str, Any]:
-    own = vector.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS)
-    return vector.told(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
+    own = claims.of_numbers(ScaleState(4.0, 0, 0, 0), WORDS)
+    return claims.claimed(own, Claim(Call.STEP)._replace(**values), "DynamicScale()")
 
 
 def test_many_ranks_and_values_are_cut() -> None:
@@ -319,11 +318,11 @@ def test_values_of_ranks_travel_in_messages_of_the_usual_form() -> None:
 
     def rank(group: ThreadCollectives) -> tuple[list[int], list[bytes]]:
         def carry(values: Sequence[int]) -> list[int]:
-            sent = np.asarray(vector.carrying(WORDS, values), np.int32)
-            assert sent.size == vector.LENGTH
+            sent = np.asarray(claims.carrying(WORDS, values), np.int32)
+            assert sent.size == claims.LENGTH
             agreed = group.start_max(sent)().tolist()
-            assert vector.outcome(agreed, sent.tolist()) is Outcome.ONE_STATE
-            return vector.carried(agreed)
+            assert claims.outcome(agreed, sent.tolist()) is Outcome.ONE_STATE
+            return claims.carried(agreed)
 
         number = (-1) ** group.rank * (2**31 - group.rank - 1)
         sent = bytes(range(256)) * group.rank + b"\xff" * (group.rank % 5)
@@ -337,19 +336,19 @@ def test_values_of_ranks_travel_in_messages_of_the_usual_form() -> None:
 
 @given(data=st.data(), state=STATES, values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8))
 def test_a_message_that_carries_values_is_taken_for_no_other(data: Any, state: Any, values: list[int]) -> None:
-    carrying = vector.carrying(WORDS, values)
+    carrying = claims.carrying(WORDS, values)
     others = [
-        vector.of_numbers(state, WORDS),
-        vector.telling(),
-        vector.refusal(WORDS, 1),
-        vector.carrying(claims.words(Claim(Call.NORM)), values),
+        claims.of_numbers(state, WORDS),
+        claims.telling(),
+        claims.refusal(WORDS, 1),
+        claims.carrying(claims.hash_of(Claim(Call.NORM)), values),
         data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=18, max_size=18)),
     ]
     wanted = [Outcome.DIFFERENT, Outcome.TOLD, Outcome.FAILED, Outcome.DIFFERENT, None]
     for other, expected in zip(others, wanted, strict=True):
         agreed = maximum([carrying, other])
-        found = vector.outcome(agreed, carrying)
+        found = claims.outcome(agreed, carrying)
         assert found is not Outcome.ONE_STATE
         assert expected in (None, found)
-        assert expected is None or vector.outcome(agreed, other) is not Outcome.ONE_STATE
-        assert vector.spread_of(agreed, other) == [] or expected is None
+        assert expected is None or claims.outcome(agreed, other) is not Outcome.ONE_STATE
+        assert claims.spread_of(agreed, other) == [] or expected is None

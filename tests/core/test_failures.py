@@ -11,9 +11,9 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
-from gradscale.core.claims import Call, Claim
 from gradscale.core.unscaling import Found
 from gradscale.scaler.agreement import Agreement
+from gradscale.scaler.claim import Call, Claim
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.verdict import Pending
 from gradscale.testing import run_ranks

@@ -17,8 +17,8 @@ from group_scenarios import fresh
 from scenarios import Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
-from gradscale.core import vector
 from gradscale.scaler import agreement as agreements
+from gradscale.scaler import claim as claims
 
 CALLS = {
     "step": "unscale_() or step()",
@@ -240,7 +240,7 @@ def other_version(group: Any, odd_rank: int, version: str, kind: str) -> None:
         trainer = Trainer(given, "numpy" if kind == "list" else kind, 1)
         call = lambda: trainer.iterate((0,))  # noqa: E731
     said = f"two builds of version {own}" if version.startswith(own) else f"versions from {min(own, version)} to "
-    with mock.patch.object(vector, "__version__", version if rank == odd_rank else own):
+    with mock.patch.object(claims, "__version__", version if rank == odd_rank else own):
         raised(gradscale.ScaleDesyncError, call, said, f"rank {rank} of {size}")
         raised(again, call)
     if kind != "agreement":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import gradscale
-from gradscale.core.claims import identify
+from gradscale.scaler.claim import identify
 
 
 class Slope(enum.Enum):

@@ -24,9 +24,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import gradscale
-from gradscale.core import registry, vector
+from gradscale.core import registry
 from gradscale.core.protocols import Array, Collectives
 from gradscale.errors import BackendError, CollectiveTimeoutError
+from gradscale.scaler import claim as claims
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.probe import mpi_library
 
@@ -363,7 +364,7 @@ class Rank:
 
     def _latency(self) -> Report:
         # As long as the message of a scaler.
-        message = self.world.array(range(vector.LENGTH), "int32")
+        message = self.world.array(range(claims.LENGTH), "int32")
         taken: list[float] = []
         for _ in range(_WARM_UP + _CALLS):
             begin = time.perf_counter()
