@@ -71,6 +71,20 @@ class Numbers(NamedTuple):
 class Collectives(Protocol):
     """A group of processes that can agree on a few integers.
 
+    Notes
+    -----
+    What follows is used where a group has it:
+
+    - ``example()`` returns a 0-d float32 array, with which a rank takes part that never has one of its own. Else such a
+      rank is told its library by ``backend=``.
+    - ``identity`` is the library's own group, the same object in all Collectives over it. Else each of them counts as a
+      group of its own.
+    - ``resolve()`` is called before ``rank`` and ``size`` are read, for a group that is looked up late.
+    - ``within(seconds)`` returns a context in which no wait takes longer; one that does raises CollectiveTimeoutError.
+      Else ranks that differ call ``start_max`` and what it returns in a thread while they tell each other what they
+      hold, and leave that thread behind after 5 seconds.
+    - ``wait()``, of what ``start_max`` returns, makes the CPU wait for the ranks where calling it makes a device wait.
+
     Examples
     --------
     >>> import numpy as np

@@ -214,7 +214,7 @@ class GradScaler:
         -------
         array or None
             With ``max_norm`` the norm before clipping, 0-d float32; None from a disabled scaler without gradients. No
-            host read; three, and two all-reduces more, with ``norm_over="group"``.
+            host read; with ``norm_over="group"`` two, and for each 8 ranks one more and an all-reduce.
 
         Raises
         ------
@@ -471,8 +471,8 @@ class GradScaler:
         -------
         OverflowReport
             ``print`` shows it as a table; ``broken`` is what the weights and the state hold. One host read, and one for
-            each array of these that is of another library; with ``gather`` three more for each group, and as many
-            all-reduces.
+            each array of these that is of another library; with ``gather`` one more, and an all-reduce, for each 32
+            bytes that the ranks of a group tell.
 
         Raises
         ------
