@@ -11,7 +11,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
@@ -27,6 +27,7 @@ from gradscale.waiting import call_within
 
 __all__ = ["Agreement", "Ballot", "gather_numbers", "gather_texts", "whereabouts"]
 
+_Carry: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 _LOWEST_INT32 = -(2**31)
 
 # Seconds in which the other ranks answer one that tells what it holds.
@@ -352,12 +353,7 @@ class Ballot:
     """
 
     def __init__(
-        self,
-        agreement: Agreement,
-        groups: Sequence[Collectives],
-        sent: Array,
-        number: int,
-        claim: Claim | None,
+        self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None
     ) -> None:
         self._agreement, self._groups, self.sent, self._number = agreement, groups, sent, number
         self._claims = [] if claim is None else [claim]
@@ -438,13 +434,18 @@ class Ballot:
                 f"set_group()"
             )
         settings = self._agreement.settings(policy)
-        differing, ending = "", ""
+        differing = silence = ending = ""
         if found is Outcome.DIFFERENT and not is_late:
             try:
                 differing = self._told(own, settings)
             except (BackendError, TimeoutError) as error:
-                ending = f". Call set_group() with another group, too, since some rank has not told its own: {error}"
-                self._agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
+                silence = f"some rank has not told its own: {error}"
+        elif found is Outcome.TOLD:
+            silence = "this one has not told its own"
+        if silence:
+            # What was sent last may still be under way.
+            ending = f". Call set_group() with another group, too, since {silence}"
+            self._agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
         if not differing:
             claim = ", ".join(f"{name}={value!r}" for name, value in self._claims[-1]._asdict().items())
             here = f"what this rank holds is {claim}, {settings}"
@@ -469,18 +470,16 @@ class Ballot:
                 if found is not Outcome.DIFFERENT:
                     return before
             carry = functools.partial(self._carry, collectives)
-            ranks = [gather_numbers(one.rank, collectives, carry) for one in self._groups]
+            ranks = zip(*(gather_numbers(one.rank, collectives, carry) for one in self._groups), strict=True)
             told = json.dumps([claims.claimed(own, claim, settings), before]).encode()
             # What several ranks tell is sent once.
             hashes = gather_numbers(zlib.crc32(told) & 0x7FFFFFFF, collectives, carry)
             firsts = [hashes.index(one) for one in hashes]
             texts = gather_texts(told if collectives.rank in firsts else b"", collectives, carry)
-            received = [json.loads(texts[first]) for first in firsts]
-            differing = claims.difference(
-                {rank: one for rank, (one, _) in zip(zip(*ranks, strict=True), received, strict=True)}
-            )
+            held, found_before = zip(*(json.loads(texts[first]) for first in firsts), strict=True)
+            differing = claims.difference(dict(zip(ranks, held, strict=True)))
             # Others may have differed over the groups before.
-            before = claims.joined([differing, *(text for _, text in received)])
+            before = claims.joined([differing, *found_before])
         return before
 
     def _carry(self, collectives: Collectives, values: Sequence[int]) -> list[int]:
@@ -507,12 +506,12 @@ class Ballot:
             return call()
 
 
-def gather_numbers(number: int, collectives: Collectives, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
+def gather_numbers(number: int, collectives: Collectives, carry: _Carry) -> list[int]:
     """Return an int32 of each rank; ``carry`` sends some values, and returns the MAX of each over the ranks."""
     return _gather([number], collectives.rank, collectives.size, carry)
 
 
-def gather_texts(sent: bytes, collectives: Collectives, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[bytes]:
+def gather_texts(sent: bytes, collectives: Collectives, carry: _Carry) -> list[bytes]:
     """Return the bytes of each rank, by rounds of ``carry``."""
     lengths = gather_numbers(len(sent), collectives, carry)
     counts = [-(-length // 4) for length in lengths]
@@ -524,7 +523,7 @@ def gather_texts(sent: bytes, collectives: Collectives, carry: Callable[[Sequenc
     return [packed[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
 
 
-def _gather(mine: Sequence[int], begin: int, total: int, carry: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
+def _gather(mine: Sequence[int], begin: int, total: int, carry: _Carry) -> list[int]:
     """Return int32 of all ranks, of which this rank has those from ``begin`` on, and all others the lowest there."""
     before = [_LOWEST_INT32] * begin
     values = [*before, *mine, *[_LOWEST_INT32] * (total + claims.CARRIED - begin - len(mine))]
