@@ -174,20 +174,19 @@ class Agreement:
             self.failure = error
             raise
 
-    def break_off(self, error: BaseException, iteration: int) -> None:
-        """Use the groups no more, since something like Ctrl-C has come between the messages that start an agreement."""
-        lost = BackendError(
-            f"{type(error).__name__} has interrupted the start of an agreement, {whereabouts(self.groups, iteration)}: "
-            f"call set_group() with another group on every rank"
-        )
-        lost.__cause__ = error
-        self._lost = self.failure = lost
-
-    def lose(self, error: BackendError | CollectiveTimeoutError, iteration: int) -> None:
-        """Use the groups no more."""
+    def lose(self, error: BaseException, iteration: int) -> None:
+        """Use the groups no more after their failure or Ctrl-C in a start; errors of another kind leave them."""
         if isinstance(error, CollectiveTimeoutError):
             error.iteration = iteration
-        self._lost = error
+        elif not isinstance(error, GradscaleError):
+            self.failure = BackendError(
+                f"{type(error).__name__} has interrupted the start of an agreement, "
+                f"{whereabouts(self.groups, iteration)}: call set_group() with another group on every rank"
+            )
+            self.failure.__cause__ = error
+            error = self.failure
+        if isinstance(error, (BackendError, CollectiveTimeoutError)):
+            self._lost = error
 
     def recover(self) -> None:
         """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
@@ -295,23 +294,12 @@ class Agreement:
         claim : Claim, optional
             What the ranks must hold in common, of which ``sent`` has the hash over the first group.
         """
-        with self.sending(number):
+        try:
             for one in groups:
                 self._greet(one, sent, number)
             return Ballot(self, groups, sent, number, claim)
-
-    @contextlib.contextmanager
-    def sending(self, number: int) -> Iterator[None]:
-        """Use the groups no more if a message may have been started on some ranks and not on others."""
-        try:
-            yield
-        except (BackendError, CollectiveTimeoutError) as error:
-            self.lose(error, number)
-            raise
-        except GradscaleError:
-            raise
         except BaseException as error:
-            self.break_off(error, number)
+            self.lose(error, number)
             raise
 
     def _greet(self, collectives: Collectives, like: Array, number: int) -> None:
@@ -381,8 +369,11 @@ class Ballot:
                 if len(self._begun) == len(answers):
                     backend = registry.backend_for(answers[-1])
                     shifted = claims.shifted(backend, answers[-1], *self._hashes[len(answers) - 1 : len(answers) + 1])
-                    with self._agreement.sending(self._number):
+                    try:
                         self._begun.append(self._groups[len(answers)].start_max(shifted))
+                    except BaseException as error:
+                        self._agreement.lose(error, self._number)
+                        raise
                 answers.append(self._begun[-1]())
             agreed = answers[-1] if answers else self.sent
             if is_read:
@@ -406,12 +397,6 @@ class Ballot:
         ScaleDesyncError
             If the ranks differ: they tell their claims, unless ``is_late``, since ranks then read it at other times.
         """
-        return claims.verdict_of(agreed, self.require_one(agreed, sent, policy, is_late=is_late))
-
-    def require_one(
-        self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False
-    ) -> Sequence[int]:
-        """Raise ScaleDesyncError, as :meth:`verdict` does, or return what this rank has sent over the last group."""
         if self._failure is not None:
             raise self._failure
         own = claims.shifted(None, list(sent), self._hashes[0], self._hashes[-1]) if self._hashes else sent
@@ -419,7 +404,7 @@ class Ballot:
         if found is not Outcome.ONE_STATE:
             self._failure = self._error(found, agreed, own, policy, is_late=is_late)
             raise self._failure
-        return own
+        return claims.verdict_of(agreed, own)
 
     def _error(
         self, found: Outcome, agreed: Sequence[int], own: Sequence[int], policy: Policy, *, is_late: bool

@@ -57,5 +57,5 @@ class Exchange:
         with agreement.failing():
             ballot = agreement.send([self._group], sent, iteration.number, claim)
             agreed, own = ballot.read(live.backend_for)
-            ballot.require_one(agreed, own, live.policy)
+            ballot.verdict(agreed, own, live.policy)
         return claims.carried(agreed)
