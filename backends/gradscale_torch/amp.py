@@ -248,8 +248,8 @@ class GradScaler(TorchGradScaler):
         -------
         tensor or None
             With ``max_norm`` the norm before clipping, 0-d float32. No host read. Over a group this starts the
-            agreement, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own, and on the CPU one
-            more that announces it.
+            agreement, which ``step`` finishes; the norm of DTensors costs an all-reduce of its own. On the CPU one more
+            announces it; elsewhere ranks of which some ask for no norm wait until the time is over.
 
         Raises
         ------

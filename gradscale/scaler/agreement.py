@@ -420,11 +420,12 @@ class Ballot:
             )
         settings = self._agreement.settings(policy)
         differing = silence = ending = ""
+        cause: Exception | None = None
         if found is Outcome.DIFFERENT and not is_late:
             try:
                 differing = self._told(own, settings)
             except (BackendError, TimeoutError) as error:
-                silence = f"some rank has not told its own: {error}"
+                silence, cause = "some rank has not told its own in time", error
         elif found is Outcome.TOLD:
             silence = "this one has not told its own"
         if silence:
@@ -432,15 +433,17 @@ class Ballot:
             ending = f". Call set_group() with another group, too, since {silence}"
             self._agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
         if not differing:
-            claim = ", ".join(f"{name}={value!r}" for name, value in self._claims[-1]._asdict().items())
+            claim = ", ".join(f"{name}={value}" for name, value in self._claims[-1]._asdict().items())
             here = f"what this rank holds is {claim}, {settings}"
             before = "a message before this one, of which the other ranks tell; " * (found is Outcome.TOLD)
             differing = "; ".join([*claims.spread_of(agreed, own), f"{before}{here}"])
-        return ScaleDesyncError(
+        failure = ScaleDesyncError(
             f"ranks hold different states, seen by {where}: {differing}. No rank takes this step. Load "
             f"one checkpoint on every rank, construct every scaler with one policy, and call unscale_(), step() and "
             f"update() for the same optimizers in the same order everywhere (a list of them, not a set){ending}"
         )
+        failure.__cause__ = cause
+        return failure
 
     def _told(self, own: Sequence[int], settings: str) -> str:
         """Tell the other ranks this rank's claim, and return in what they differ; empty if some rank tells nothing.

@@ -168,7 +168,8 @@ def assert_unanswered(error: Exception, scale: float) -> None:
     """Assert that a rank that tells, and hears nothing, says what it knows: the scales, and its own claim."""
     assert type(error) is gradscale.ScaleDesyncError
     assert f"scale from 4.0 to 8.0 (here {scale}); what this rank holds is call=" in str(error)
-    assert "Call set_group() with another group, too, since some rank has not told its own: " in str(error)
+    assert "Call set_group() with another group, too, since some rank has not told its own in time" in str(error)
+    assert isinstance(error.__cause__, TimeoutError)
 
 
 class Own:
