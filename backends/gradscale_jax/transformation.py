@@ -7,19 +7,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core import validation
-from gradscale.core.arithmetic import check_real_dtype
+from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, sum_of_squares
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.spikes import SpikeState
-from gradscale.scaler.scaler import watching
-from gradscale_jax import spikes, trees
+from gradscale.policies.spikes import SpikeState, empty_windows
+from gradscale.scaler.guard import checked_loss, guard_for
+from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict, agree
 
 __all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]
@@ -129,7 +130,7 @@ def scaled(
     """
     inner = _require_transformation(tx)
     validation.policy(policy)
-    watching(skip)
+    guard_for(skip)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
         _refuse_masked(params)
@@ -141,9 +142,9 @@ def scaled(
             raise InvalidValueError(msg)
         zero = jnp.zeros_like(scale_state.growth_tracker)
         # Compiled, since its results then are on no chosen device unless the state is.
-        verdict, windows = jax.jit(lambda state: (agree(zero, state, policy), spikes.first_windows(skip, state.scale)))(
-            scale_state
-        )
+        verdict, windows = jax.jit(
+            lambda state: (agree(zero, state, policy), None if skip is None else empty_windows(skip, state.scale))
+        )(scale_state)
         return ScaledOptimizerState(scale_state, inner_state, verdict, zero, windows)
 
     def update(
@@ -156,23 +157,27 @@ def scaled(
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
         grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
-        judged = spikes.judge(skip, state.windows, extra_args.get("value"), grads)
-        verdict = agree(nonfinite, state.scale_state, policy, axis_name, spike=judged.is_spike)
+        _require_windows(skip, state.windows)
+        windows, is_spike = state.windows, None
+        if skip is not None and windows is not None:
+            values, is_spike = _judge(skip, windows, extra_args.get("value"), grads)
+        verdict = agree(nonfinite, state.scale_state, policy, axis_name, spike=is_spike)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
         with reading("an update of tx"):
             inner_updates = jax.tree.map(_as_array, inner_updates)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
         taken, held = verdict.finite, verdict.desynced
-        if skip is not None:
+        if skip is not None and windows is not None:
             taken, held = verdict.taken, jnp.logical_or(held, verdict.spike)
+            windows = skip.learn(windows, jnp.where(verdict.finite, values, jnp.nan), skipped=verdict.spike)
         is_counted = jnp.logical_and(jnp.logical_not(taken), state.skipped < LARGEST_INT32)
         return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
             trees.select(held, state.scale_state, updated),
             trees.select(taken, inner_state, state.inner_state),
             verdict,
             state.skipped + is_counted.astype(jnp.int32),
-            spikes.learn(skip, state.windows, judged, verdict),
+            windows,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -244,6 +249,39 @@ def _states_in(tree: object) -> list[ScaledOptimizerState]:
     """Return the states of scaled() in a tree, those within others too."""
     found = trees.nodes(tree, ScaledOptimizerState)
     return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
+
+
+def _require_windows(rule: SkipSpikes | None, windows: SpikeState | None) -> None:
+    """Raise InvalidTypeError for windows of another rule."""
+    given = None if windows is None else windows.values.shape
+    if given != (None if rule is None else (len(rule.of), rule.window)):
+        msg = (
+            f"the state must be one for skip={rule!r}, got windows of shape {given}: begin with init(params), or give "
+            f"the skip= that the state was made with"
+        )
+        raise InvalidTypeError(msg)
+
+
+def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -> tuple[jax.Array, jax.Array]:
+    """Return what a rule judges, NaN for a loss that is not given, and whether any of it is a spike; traceable."""
+    found = {}
+    if loss is not None and "loss" in rule.of:
+        number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
+        found["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
+    if "norm" in rule.of:
+        leaves = [x for x in jax.tree.leaves(grads) if kind_of(x) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX)]
+        found["norm"] = jnp.sqrt(_sum_of_squares(leaves, windows.values)).astype(jnp.float32)
+    if not found:
+        msg = f"{rule!r} judges losses alone, and got none: call update(grads, opt_state, params, value=loss)"
+        raise InvalidValueError(msg)
+    unknown = jnp.full_like(windows.values[0, 0], jnp.nan)
+    values = jnp.stack([found.get(name, unknown) for name in rule.of])
+    is_known = np.asarray([name in found for name in rule.of])
+    return values, jnp.any(jnp.logical_and(rule.judge(windows, values), is_known))
+
+
+# Under jit it is a part of the step.
+_sum_of_squares = jax.jit(sum_of_squares)
 
 
 def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs:

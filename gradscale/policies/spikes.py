@@ -12,7 +12,7 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["STANDARD_FUNCTIONS", "Quantity", "SkipSpikes", "SpikeState"]
+__all__ = ["STANDARD_FUNCTIONS", "Quantity", "SkipSpikes", "SpikeState", "empty_windows"]
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
 """What SkipSpikes needs of a library besides what the core needs."""
@@ -134,31 +134,35 @@ class SkipSpikes:
         zero = xp.zeros((), dtype=xp.int32, device=where)
         return SpikeState(xp.zeros((self.window,), dtype=xp.float32, device=where), zero, zero)
 
-    def _values(self, state: SpikeState) -> Array:
-        """Return a state's values, whose window must be this rule's."""
+    def _column(self, state: SpikeState, value: Array) -> Array:
+        """Return a value, float32 with an axis for the window; both it and the state are checked."""
         if state.values.shape[-1] != self.window:
             msg = (
                 f"the state must be of a rule with window={self.window}, got {state.values.shape[-1]} values: make a "
                 f"state with init(), or a rule with that window"
             )
             raise InvalidValueError(msg)
-        return state.values
+        if not is_array_api_obj(value):
+            msg = f"a value must be an array, 0-d, beside those of the state, got {shown(value)}"
+            raise InvalidTypeError(msg)
+        xp = array_namespace(state.values)
+        return xp.astype(value, xp.float32)[..., None]
 
     def judge(self, state: SpikeState, value: Array) -> Array:
         """Return whether a value is a spike beside those of a state, which is left as it is: 0-d bool. No host read.
 
         ``value`` is 0-d, of any real floating dtype. If all arrays have one more axis in front, several are judged.
         """
-        values, xp = self._values(state), array_namespace(state.values)
-        x, count = xp.astype(_checked(value), xp.float32)[..., None], state.count[..., None]
+        x, values, xp = self._column(state, value), state.values, array_namespace(state.values)
         if self.above is not None:
-            return xp.logical_not(x <= self.above)[..., 0]
+            return xp.logical_not(xp.logical_and(xp.isfinite(x), x <= self.above))[..., 0]
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
         # that are not filled yet, which hold the first value. Divided by the greatest, they have squares that fit.
         first = values[..., :1]
         apart = values - first
         unit = xp.max(xp.abs(apart), axis=-1, keepdims=True) + _TINY
         apart = apart / unit
+        count = state.count[..., None]
         number = xp.astype(count, xp.float32)
         total = xp.sum(apart, axis=-1, keepdims=True)
         # Adding _TINY changes no number but 0. Rounding may leave the sum below 0.
@@ -169,7 +173,8 @@ class SkipSpikes:
         if self.sides == "both":
             far = xp.abs(far)
         bound = xp.sqrt(squares / (number - 1.0 + _TINY)) * unit * self.deviations
-        return xp.logical_and(count >= self.min_values, xp.logical_not(far <= bound))[..., 0]
+        is_usual = xp.logical_and(xp.isfinite(x), far <= bound)
+        return xp.logical_and(count >= self.min_values, xp.logical_not(is_usual))[..., 0]
 
     def learn(self, state: SpikeState, value: Array, *, skipped: Array | bool) -> SpikeState:
         """Return the state after a step that was skipped for a spike or made (``skipped``: 0-d bool). No host read.
@@ -177,28 +182,22 @@ class SkipSpikes:
         Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
         the values as they are: give it for a step that was skipped for another reason. A Python bool spares work.
         """
-        values, xp = self._values(state), array_namespace(state.values)
-        x = xp.astype(_checked(value), xp.float32)[..., None]
-        count, in_a_row = state.count[..., None], state.skipped[..., None]
+        x, values, xp = self._column(state, value), state.values, array_namespace(state.values)
+        count, run = state.count[..., None], state.skipped[..., None]
         is_value = xp.isfinite(x)
-        no_run = in_a_row * xp.astype(xp.logical_not(is_value), xp.int32)
-        if skipped is False:
-            enters, run = is_value, no_run
-        else:
-            is_patient = in_a_row < self.patience
+        enters, new_run = is_value, run * xp.astype(xp.logical_not(is_value), xp.int32)
+        if skipped is not False:
+            was_skipped = xp.full_like(run, True, dtype=xp.bool) if skipped is True else skipped[..., None]
+            is_patient = run < self.patience
+            if not self.learns_from_skipped:
+                enters = xp.logical_and(is_value, xp.logical_not(xp.logical_and(was_skipped, is_patient)))
             # Counted up to the patience, beyond which nobody asks.
-            run = in_a_row + xp.astype(is_patient, xp.int32)
-            enters = is_value if self.learns_from_skipped else xp.logical_and(is_value, xp.logical_not(is_patient))
-            if skipped is not True:
-                enters = xp.where(skipped[..., None], enters, is_value)
-                run = xp.where(skipped[..., None], run, no_run)
+            new_run = xp.where(was_skipped, run + xp.astype(is_patient, xp.int32), new_run)
         entered = xp.where(count == 0, x, xp.concat([values[..., 1:], x], axis=-1))
         more = xp.astype(xp.logical_and(enters, count < self.window), xp.int32)
-        return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], run[..., 0])
+        return SpikeState(xp.where(enters, entered, values), (count + more)[..., 0], new_run[..., 0])
 
 
-def _checked(value: Array) -> Array:
-    if is_array_api_obj(value):
-        return value
-    msg = f"a value must be an array, 0-d, beside those of the state, got {shown(value)}"
-    raise InvalidTypeError(msg)
+def empty_windows(rule: SkipSpikes, like: Array) -> SpikeState:
+    """Return states without values, a row for each quantity that a rule judges."""
+    return SpikeState(*(array_namespace(like).stack([field] * len(rule.of)) for field in rule.init(like)))

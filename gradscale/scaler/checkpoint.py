@@ -12,7 +12,7 @@ from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
 from gradscale.policies import dynamic as policies
 from gradscale.policies import rules
-from gradscale.scaler.spikes import SavedWindows, checked_windows
+from gradscale.scaler.guard import SavedWindows, checked_windows
 
 __all__ = ["Loaded", "build", "parse"]
 
@@ -38,12 +38,12 @@ class Loaded(NamedTuple):
     snapshot: dict[str, float]
     """The numbers by the names of ScaleState's fields."""
     iteration: int
-    spikes: SavedWindows
-    """The windows of a scaler that skips spikes."""
+    windows: SavedWindows
+    """Of a scaler that skips spikes."""
 
 
 def build(
-    policy: Policy, snapshot: Mapping[str, float], iteration: int, spikes: SavedWindows | None = None
+    policy: Policy, snapshot: Mapping[str, float], iteration: int, windows: SavedWindows | None = None
 ) -> dict[str, object]:
     """Return the state dict of a policy, of the numbers of a state and of windows, if there are any."""
     saved: dict[str, object] = {"scale": snapshot["scale"]}
@@ -52,8 +52,8 @@ def build(
     saved |= {"version": VERSION, "iteration": iteration}
     if type(policy) in _KINDS.values():
         saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
-    if spikes is not None:
-        saved["spikes"] = spikes
+    if windows is not None:
+        saved["spikes"] = windows
     return saved
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from array_api_compat import array_namespace
@@ -24,13 +24,12 @@ from gradscale.errors import (
     ScaleUnderflowError,
 )
 from gradscale.policies.dynamic import next_numbers
-from gradscale.policies.spikes import SpikeState
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import HELD, Call, Claim, Reason, Verdict
+from gradscale.scaler.guard import Guard, Judged, Losses
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
-from gradscale.scaler.spikes import Judged, Losses, Spikes
 from gradscale.scaler.state import LiveState, checked_scale
 from gradscale.scaler.verdict import Pending
 
@@ -58,8 +57,8 @@ class Parts(NamedTuple):
     reports: Reports
     listed: Listed
     """The parameters of optimizers, kept from call to call."""
-    spikes: Spikes | None = None
-    """What judges losses and norms; None if nothing does."""
+    guard: Guard | None = None
+    """Judges losses and norms; None if nothing does."""
 
 
 class Stage(enum.Enum):
@@ -97,9 +96,7 @@ class Turn:
     code : array or int
         Why this rank skips the step, other than for an overflow; 0 if it does not.
     judged : Judged or None
-        The loss and norm that were judged, which the update learns.
-    learned : SpikeState or None
-        What the update has learned.
+        The loss and norm that were judged, which the update learns if the step is made or skipped.
     """
 
     stage = Stage.READY
@@ -111,7 +108,6 @@ class Turn:
     by_closure = has_begun_to_step = is_refused = False
     code: Array | int = 0
     judged: Judged | None = None
-    learned: SpikeState | None = None
 
     @property
     def is_incomplete(self) -> bool:
@@ -156,7 +152,7 @@ class Iteration:
     is_of_replaced_state : bool
         Whether the state was loaded after ``scale``, so that the gradients belong to the one before.
     losses : Losses
-        For a scaler that skips spikes.
+        For the guard.
     loss_nonfinite : tuple of arrays
         For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
     is_inside_closure : bool
@@ -170,7 +166,7 @@ class Iteration:
     def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
         self.parts = parts
-        self.live, self.agreement, self.reports, self._listed, self._spikes = parts
+        self.live, self.agreement, self.reports, self._listed, self.guard = parts
         self.scaled = self.is_of_replaced_state = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
@@ -215,6 +211,13 @@ class Iteration:
         """Let every optimizer begin its turn again; agreements under way are finished first."""
         self.judged()
         self._known, self.turns = {}, []
+
+    def look(self, losses: Iterable[Array | float]) -> None:
+        """Look at losses, whose mean the guard judges the next optimizer by."""
+        for loss in losses:
+            value = loss if isinstance(loss, float) else self.live.hooks.values_of(loss)
+            if value is not None:
+                self.losses = self.losses.plus(value)
 
     # The state in force.
 
@@ -320,7 +323,7 @@ class Iteration:
         try:
             gradients = live.hooks.collect(optimizer, self._listed, request)
         except (InvalidTypeError, InvalidValueError):
-            self._tell_of_refusal(optimizer)
+            self._tell_of_failure(optimizer)
             raise
         groups = groups or gradients.groups
         like = None
@@ -344,9 +347,9 @@ class Iteration:
                 f"multiplied the loss by get_scale(), all is well. (Said once.)"
             )
             live.warned_of_unscaled_loss = True
-        is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_judged
-        if self._spikes is not None and not groups and not is_seen:
-            self._spikes.warn_of_nothing(self.losses, has_norm=request.max_norm is not None)
+        is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_used
+        if self.guard is not None and not groups and not is_seen:
+            self.guard.warn_of_nothing(has_loss=self.losses.number > 0, has_norm=request.max_norm is not None)
         state = self.in_force(like)
         before = turn.stage, turn.pending
         turn.stage, turn.pending = Stage.UNSCALED, None
@@ -357,12 +360,14 @@ class Iteration:
             if not gradients.is_touched:
                 turn.stage, turn.pending = before
             if isinstance(error, (InvalidTypeError, InvalidValueError)):
-                self._tell_of_refusal(optimizer)
+                self._tell_of_failure(optimizer)
             raise
         try:
             # If gradients are judged a second time their norm is not known any longer.
-            if turn.is_refused or (before[0] is Stage.READY and self._spikes is not None):
-                turn.code = self._reason_code(turn, optimizer, found.norm, state)
+            if self.guard is not None and before[0] is Stage.READY:
+                turn.code = self._judge(self.guard, turn, optimizer, found.norm, state)
+            if turn.is_refused:
+                turn.code = claims.reason_code(Reason.REFUSED, agreement.rank())
             claim = self.claim(groups, optimizer, request.max_norm) if groups else None
             turn.found, turn.state, turn.groups = found, state, groups
             turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code)
@@ -386,28 +391,23 @@ class Iteration:
         if pending is not None:
             pending.refuse(claims.reason_code(Reason.REFUSED, self.agreement.rank()))
 
-    def _reason_code(self, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState) -> Array | int:
-        """Return why this rank skips the step, other than for an overflow; 0-d int32 if the host does not know."""
+    def _judge(
+        self, guard: Guard, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState
+    ) -> Array | int:
+        """Return the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # The losses are this optimizer's, whether it is judged by them or not.
-        losses, self.losses = self.losses, self.losses._replace(is_judged=True)
-        if turn.is_refused:
-            return claims.reason_code(Reason.REFUSED, self.agreement.rank())
-        if self._spikes is None or turn.has_begun_to_step:
+        loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
+        if turn.is_refused or turn.has_begun_to_step:
             return 0
-        found = self._spikes.judge(optimizer, losses, norm, lambda: state.scale)
-        if found is None:
-            return 0
-        is_spike, turn.judged = found
-        if is_spike is False:
-            return 0
+        turn.judged = guard.judge(optimizer, loss, norm, lambda: state.scale)
+        reason = Reason.STEPPED if turn.judged is None else turn.judged.reason
         code = claims.reason_code(Reason.SPIKE, self.agreement.rank())
-        if is_spike is True:
-            return code
-        xp = array_namespace(is_spike)
-        flag: Array = xp.astype(is_spike, xp.int32)
-        return flag * xp.full_like(flag, code)
+        if isinstance(reason, Reason):
+            return code if reason else 0
+        number: Array = reason * array_namespace(reason).full_like(reason, code)
+        return number
 
-    def _tell_of_refusal(self, optimizer: Optimizer) -> None:
+    def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
         agreement, live = self.agreement, self.live
         # What fails now is not what is wrong.
@@ -444,16 +444,21 @@ class Iteration:
             self.agreement.failure = error
             raise
 
+    def note_stepped(self, turn: Turn, verdict: Verdict | None = None) -> None:
+        """Count a step that was made or skipped; without a verdict it is read later."""
+        turn.stage, turn.verdict = Stage.STEPPED, verdict
+        self.agreement.steps += 1
+
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         verdict = self.verdict(turn)
         if verdict.reason and verdict.reason is Reason.NO_GRADIENTS:
-            self.refuse_without_gradients(turn, optimizer, verdict)
+            self.forbid_step_without_gradients(turn, optimizer, verdict)
         return verdict
 
-    def refuse_without_gradients(self, turn: Turn, optimizer: Optimizer, verdict: Verdict) -> NoReturn:
+    def forbid_step_without_gradients(self, turn: Turn, optimizer: Optimizer, verdict: Verdict) -> NoReturn:
         """Raise CallOrderError for a step that would change nothing, and let the optimizer begin its turn again."""
         turn.stage, turn.pending = Stage.READY, None
         self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
@@ -482,7 +487,7 @@ class Iteration:
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = self.judged()
         if wanted is None and self.lowered is None and not pending:
-            self._refuse_update()
+            self._forbid_update()
         steps, before = [*self.steps], None
         if reports.wants_updates:
             # Somebody wants them since a step whose verdict was to be read later.
@@ -517,8 +522,11 @@ class Iteration:
             skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
             return UpdateReport(self.number, before, skipped, self.agreement.rank(), tuple(steps), after)
 
-        if self._spikes is not None:
-            self._learn(self._spikes)
+        for turn in self.turns:
+            # What was only looked at, or stepped by somebody else, teaches nothing.
+            if turn.judged is not None and turn.pending is not None and turn.stage is Stage.STEPPED:
+                assert self.guard is not None
+                self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
         if wanted is not None:
             live.replace_scale(wanted)
         elif self.lowered is not None:
@@ -550,17 +558,10 @@ class Iteration:
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
+                    if verdict.reason and turn.stage is Stage.UNSCALED:
+                        # All ranks skip it, so those that leave out step() do as those that call it.
+                        self.note_stepped(turn, verdict)
         return pending, verdicts
-
-    def _learn(self, spikes: Spikes) -> None:
-        """Let the windows learn what was judged, once."""
-        for turn in self.turns:
-            if turn.judged is not None and turn.pending is not None:
-                # An update that was interrupted may have replaced the state already, and may do so again.
-                if turn.learned is None:
-                    turn.learned = spikes.learned(turn.judged, turn.pending.reason())
-                spikes.keep(turn.judged, turn.learned, self.live.backend.put)
-                turn.judged = None
 
     # Messages.
 
@@ -616,7 +617,7 @@ class Iteration:
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
                 )
 
-    def _refuse_update(self) -> NoReturn:
+    def _forbid_update(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
         if self.is_incomplete:
             self.wrong_order(_INCOMPLETE)

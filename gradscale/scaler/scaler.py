@@ -18,17 +18,16 @@ from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.unscaling import Request
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
-from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Call
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
-from gradscale.scaler.iteration import Iteration, Parts, Stage
+from gradscale.scaler.guard import checked_loss, guard_for, is_loss
+from gradscale.scaler.iteration import Iteration, Parts
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
-from gradscale.scaler.spikes import Spikes, checked_loss, is_loss
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 
@@ -41,24 +40,14 @@ __all__ = [
     "record_disabled",
     "scaler_of",
     "step_of",
-    "watching",
 ]
 
 _Outputs = TypeVar("_Outputs")
 
 _UNSCALING = Request()
+_A_LOSS = "loss must be a number, a real floating array of one element, or False for none"
 # Dividing by it changes nothing.
 _ONE = StaticScale(1.0)
-
-
-def watching(skip: object) -> Spikes | None:
-    """Return the windows of a rule; None without a rule."""
-    if skip is None:
-        return None
-    if not isinstance(skip, SkipSpikes):
-        msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {shown(skip)}"
-        raise InvalidTypeError(msg)
-    return Spikes(skip)
 
 
 def parts_of(
@@ -70,7 +59,7 @@ def parts_of(
     """Return what a scaler with these options is made of."""
     live, reports, skip = LiveState(policy_of(options), backend), Reports(options), options.get("skip")
     agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
-    return Parts(live, agreement, reports, IdentityMap(), watching(skip))
+    return Parts(live, agreement, reports, IdentityMap(), guard_for(skip))
 
 
 class GradScaler:
@@ -166,13 +155,10 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        parts = self._parts
-        self._iteration.require_sound()
-        spikes = parts.spikes
-        given = None if spikes is None or loss is None or loss is False else checked_loss(loss)
-        look = self._count_nonfinite if parts.reports.diagnoses else None
-        if spikes is not None and loss is None:
-            look = self._look
+        parts, iteration = self._parts, self._iteration
+        iteration.require_sound()
+        has_losses = parts.guard is not None and loss is None
+        given = None if parts.guard is None or loss is None or loss is False else checked_loss(loss, _A_LOSS)
         try:
             kind = type(outputs), getattr(outputs, "dtype", None)
             is_met = kind in self._met
@@ -181,14 +167,14 @@ class GradScaler:
             raise refusal from error
         scaled: _Outputs
         if is_met:
-            (scaled,) = self._multiplied(look, None, (outputs,))
+            (scaled,) = self._multiplied(has_losses, None, (outputs,))
         else:
-            multiply = functools.partial(self._multiplied, look, outputs)
+            multiply = functools.partial(self._multiplied, has_losses, outputs)
             scaled = parts.live.hooks.map_outputs(outputs, self._home_for, multiply)
         if given is not None:
-            self._note_loss(given)
-        elif loss is False and not self._iteration.losses.number:
-            self._iteration.losses = self._iteration.losses._replace(is_judged=True)
+            iteration.look([given])
+        elif loss is False and not iteration.losses.number:
+            iteration.losses = iteration.losses._replace(is_used=True)
         return scaled
 
     @takes()
@@ -303,7 +289,8 @@ class GradScaler:
                 "scaling with a scaler that skips"
             )
             raise InvalidValueError(msg)
-        self._iteration.refuse(optimizer)
+        with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "refuse()"):
+            self._iteration.refuse(optimizer)
 
     def update(self, new_scale: float | Array | None = None) -> None:
         """Adapt the scale to this iteration's verdicts, and begin the next iteration.
@@ -557,8 +544,8 @@ class GradScaler:
         """
         if not self._enabled:
             return {}
-        live, spikes = self._parts.live, self._parts.spikes
-        windows = None if spikes is None else spikes.numbers()
+        live, guard = self._parts.live, self._parts.guard
+        windows = None if guard is None else guard.numbers()
         return checkpoint.build(live.policy, live.numbers(), self._iteration.number, windows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -591,8 +578,8 @@ class GradScaler:
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
         live.load(loaded.policy, loaded.snapshot, keep=is_under_way)
-        if self._parts.spikes is not None:
-            self._parts.spikes.load(loaded.spikes, live.hooks.put)
+        if self._parts.guard is not None:
+            self._parts.guard.load(loaded.windows, live.hooks.put)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: settings and numbers, without arrays, groups, callbacks and reports.
@@ -617,9 +604,9 @@ class GradScaler:
             )
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))
-        position = iteration.number, iteration.scaled, iteration.losses.as_numbers()
+        losses = iteration.losses._replace(total=float(iteration.losses.total))
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
-        return self.__dict__ | {"_parts": parts, "_iteration": position} | forgotten
+        return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, iteration.scaled, losses)} | forgotten
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
@@ -630,9 +617,7 @@ class GradScaler:
 
     # The parts put together.
 
-    def _multiplied(
-        self, look: Callable[[Sequence[Array]], None] | None, outputs: Any, arrays: Sequence[Array]
-    ) -> Sequence[Array]:
+    def _multiplied(self, has_losses: bool, outputs: Any, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
         iteration = self._iteration
         live = iteration.live
@@ -640,8 +625,10 @@ class GradScaler:
         live.backend.refuse_tracing("scale()")
         products = live.backend.scale(arrays, state)
         iteration.note_scaled(state)
-        if look is not None:
-            look(arrays)
+        if self._parts.reports.diagnoses:
+            self._count_nonfinite(arrays)
+        if has_losses:
+            iteration.look(filter(is_loss, arrays))
         if outputs is arrays[0]:
             self._met.add((type(outputs), outputs.dtype))
         return products
@@ -652,18 +639,6 @@ class GradScaler:
         live.backend_for(like).refuse_tracing("scale()")
         self._iteration.in_force(like)
         return live.home
-
-    def _look(self, outputs: Sequence[object]) -> None:
-        """Look at what is scaled, for a diagnosis and for spikes."""
-        if self._parts.reports.diagnoses:
-            self._count_nonfinite(outputs)
-        for loss in filter(is_loss, outputs):
-            self._note_loss(loss)
-
-    def _note_loss(self, loss: Array | float) -> None:
-        value = loss if isinstance(loss, float) else self._parts.live.hooks.values_of(loss)
-        if value is not None:
-            self._iteration.losses = self._iteration.losses.plus(value)
 
     def _count_nonfinite(self, outputs: Sequence[object]) -> None:
         count = self._diagnosis.count_nonfinite(outputs)
@@ -729,9 +704,7 @@ class GradScaler:
     def _record(self, step: Step) -> None:
         """Record a step, with its verdict or without one that is read later."""
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
-        turn.stage, turn.verdict = Stage.STEPPED, step.verdict
-        agreement = self._parts.agreement
-        agreement.steps += 1
+        iteration.note_stepped(turn, step.verdict)
         if step.verdict is None:
             assert turn.pending is not None
             reports.record_later(optimizer, iteration.number, turn.pending)
@@ -741,7 +714,7 @@ class GradScaler:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         report = step_report(step.verdict, iteration.number, step.retries, overflow)
         iteration.steps.append(report)
-        reports.record(optimizer, report, agreement.rank)
+        reports.record(optimizer, report, self._parts.agreement.rank)
 
 
 class ShardedGradScaler(GradScaler):

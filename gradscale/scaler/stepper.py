@@ -93,7 +93,7 @@ class Step:
             if turn.stage is Stage.UNSCALED and not turn.by_closure:
                 iteration.wrong_order("step() with a closure unscales by itself, and unscale_() was called before")
             # A step that failed may have begun.
-            turn.has_begun_to_step, turn.judged = False, None
+            turn.has_begun_to_step = False
             if "closure" in self.kwargs:
                 self.kwargs = {**self.kwargs, "closure": self._evaluate}
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -445,6 +446,75 @@ def test_a_state_dict_without_windows_begins_new_ones() -> None:
     without = {name: value for name, value in scaler.state_dict().items() if name != "spikes"}
     scaler.load_state_dict(without)
     assert iterate(scaler, optimizer, 99.0).reason == "stepped"
+
+
+@pytest.mark.parametrize("settings", [{"window": 8, "min_values": 4}, {"above": 5.0}], ids=["deviations", "bound"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_a_loss_that_is_not_finite_is_a_spike(settings: dict[str, Any], value: float) -> None:
+    scaler, optimizer = trained(policy=ONE, skip=gradscale.SkipSpikes(of="loss", **settings))
+    assert iterate(scaler, optimizer, value).reason == "spike"
+    assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [1.0] * 5
+
+
+def test_what_is_unscaled_and_not_stepped_is_not_learned() -> None:
+    scaler, optimizer = trained(policy=ONE, skip=gradscale.SkipSpikes(window=8))
+    other = Optimizer()
+    for value, skips in ((50.0, []), (2.0, [other])):
+        scaler.scale(np.float32(value))
+        for each in (optimizer, other):
+            each.grads = [np.float32([value])]
+            scaler.unscale_(each, max_norm=1e9)
+        for each in skips:
+            scaler.step(each)
+        scaler.update()
+    windows = [{name: one["values"] for name, one in each.items()} for each in scaler.state_dict()["spikes"]]
+    assert windows == [{"loss": [1.0] * 5, "norm": []}, {"loss": [2.0], "norm": [2.0]}]
+
+
+def test_a_spike_counts_whether_its_step_is_called_or_left_out() -> None:
+    counts = []
+    for is_called in (True, False):
+        scaler, optimizer = trained(policy=ONE)
+        for value in (9.0, 9.0):
+            scaler.scale(np.float32(value))
+            optimizer.grads = [np.ones(3, np.float32)]
+            scaler.unscale_(optimizer)
+            if is_called:
+                scaler.step(optimizer)
+            scaler.update()
+        counts.append(scaler.state_dict()["spikes"])
+    assert counts[0] == counts[1] == [{"loss": {"values": [1.0] * 5, "skipped": 2}}]
+
+
+def test_refusing_while_a_step_is_under_way_is_an_error_and_changes_nothing() -> None:
+    class Refusing(Optimizer):
+        def step(self, closure: Any = None) -> str:
+            with pytest.raises(gradscale.CallOrderError, match=r"refuse\(\) was called while another call"):
+                scaler.refuse(self)
+            return super().step(closure)
+
+    scaler, optimizer = gradscale.GradScaler(init_scale=4.0, skip=RULE), Refusing()
+    for _ in range(3):
+        assert iterate(scaler, optimizer, 1.0).reason == "stepped"
+    saved = scaler.state_dict()
+    assert (optimizer.steps, saved["_growth_tracker"], saved["spikes"][0]["loss"]["values"]) == (3, 3, [1.0] * 3)
+
+
+def test_a_new_optimizer_continues_the_window_of_one_that_is_deleted_in_a_cycle() -> None:
+    class Cyclic(Optimizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.owner = self
+
+    gc.collect()
+    gc.disable()
+    try:
+        scaler = gradscale.GradScaler(skip=RULE)
+        reasons = [iterate(scaler, Cyclic(), loss).reason for loss in (1.0, 1.0, 1.0, 1.0, 9.0)]
+    finally:
+        gc.enable()
+    assert reasons == ["stepped"] * 4 + ["spike"]
+    assert len(scaler.state_dict()["spikes"]) == 1
 
 
 def test_what_is_no_rule_is_refused() -> None:

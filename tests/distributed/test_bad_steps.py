@@ -42,6 +42,11 @@ def test_a_refusal_after_unscale_is_an_error_and_the_step_is_made(world: Any) ->
     agree(world, scenarios.refused_too_late, [()])
 
 
+@pytest.mark.parametrize("reason", ["spike", "overflow"])
+def test_a_step_that_all_skip_may_be_left_out_by_some(world: Any, reason: str) -> None:
+    agree(world, scenarios.left_out, [(rank, reason) for rank in range(world.size)])
+
+
 def test_threads_decide_as_the_pure_rule_does() -> None:
     ((_, (found, other)),) = each(ThreadWorld(2), scenarios.decisions, [("numpy", 600)])
     assert found == other == scenarios.expected(2, 600)

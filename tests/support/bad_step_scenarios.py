@@ -101,6 +101,25 @@ def refused_too_late(group: Any) -> None:
     assert scaler.last_step(optimizer).reason == "stepped"
 
 
+def left_out(group: Any, bad_rank: int, reason: str) -> Any:
+    """Let the bad rank alone leave out a step that no rank makes, beside two that all make."""
+    rank, _ = rank_and_size(group)
+    trainer = trained(group, "numpy", 5, init_scale=4.0)
+    scaler, (optimizer,) = trainer.scaler, trainer.optimizers
+    is_bad = rank == bad_rank
+    scaler.scale(loss("numpy", 50.0 if is_bad and reason == "spike" else 1.0))
+    trainer.fill(np.inf if is_bad and reason == "overflow" else 4.0)
+    scaler.unscale_(optimizer)
+    if not is_bad:
+        scaler.step(optimizer)
+    scaler.update()
+    for _ in range(2):
+        assert iterate(trainer, 1.0).reason == "stepped"
+    saved = scaler.state_dict()
+    assert saved["spikes"][0]["loss"]["values"] == [1.0] * 7
+    return saved
+
+
 def losses_of(rank: int, steps: int) -> Iterator[float]:
     """Return the losses of a rank: noise around levels that jump, equal ones for a while, and rare spikes."""
     generator = np.random.default_rng(rank)

@@ -1,0 +1,278 @@
+"""Guard: tells whether a step's loss or gradient norm is a spike beside those before; Losses: what ``scale`` was given.
+
+Whoever asks it says whose step it is, and whether the ranks made it; a refused step is none of its business.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core import registry, validation
+from gradscale.core.arithmetic import Kind, as_0d_array, kind_of
+from gradscale.core.identity import IdentityMap
+from gradscale.core.messages import shown, warn_caller
+from gradscale.core.protocols import Array, Optimizer
+from gradscale.errors import InvalidTypeError
+from gradscale.policies.spikes import SkipSpikes, SpikeState, empty_windows
+from gradscale.scaler.claim import Reason
+
+__all__ = ["Guard", "Judged", "Losses", "SavedWindows", "checked_loss", "checked_windows", "guard_for", "is_loss"]
+
+
+class _SavedWindow(TypedDict):
+    values: list[float]
+    skipped: int
+
+
+SavedWindows: TypeAlias = list[dict[str, _SavedWindow]]
+"""The windows of each optimizer by quantity, in the order in which they were first judged."""
+_Put: TypeAlias = Callable[[SpikeState, SpikeState], SpikeState]
+
+# So many optimizers are hardly meant.
+_MANY = 64
+
+
+class Losses(NamedTuple):
+    """The losses of an iteration, up to the optimizer that is judged by them; each is rounded to float32."""
+
+    total: Array | float = 0.0
+    """A number if the CPU computes with its library's arrays anyway, else 0-d."""
+    number: int = 0
+    is_used: bool = False
+    """Whether an optimizer was judged by them, so that the next loss is another one's."""
+
+    def plus(self, loss: Array | float) -> Losses:
+        """Return them with one more."""
+        if is_array_api_obj(loss):
+            known = registry.backend_for(loss).peek((array_namespace(loss).reshape(loss, ()),))
+            loss = loss if known is None else known[0]
+        loss = _beside(loss, loss) if is_array_api_obj(loss) else validation.round_to_float32(loss)
+        if self.number == 0 or self.is_used:
+            return Losses(loss, 1)
+        total = _beside(self.total, loss) if is_array_api_obj(loss) else self.total
+        return Losses(_rounded(total + loss), self.number + 1)
+
+    def mean(self) -> Array | float | None:
+        """Return their mean; None if there are none."""
+        if self.number < 2:
+            return self.total if self.number else None
+        return _rounded(self.total / self.number)
+
+
+def is_loss(x: Any) -> bool:
+    """Tell whether an output is a loss: a real floating array of one element."""
+    return is_array_api_obj(x) and kind_of(x) in (Kind.HALF, Kind.WIDE) and math.prod(x.shape) == 1
+
+
+def checked_loss(loss: object, expected: str) -> Array | float:
+    """Return a loss that a user has given; InvalidTypeError for another thing than is ``expected``."""
+    if is_loss(loss):
+        return loss
+    if not isinstance(loss, (int, float)) or isinstance(loss, bool):
+        msg = f"{expected}, got {shown(loss)}"
+        raise InvalidTypeError(msg)
+    try:
+        return float(loss)
+    except OverflowError:
+        return math.inf if loss > 0 else -math.inf
+
+
+@dataclasses.dataclass(slots=True)
+class Judged:
+    """What a step was judged by, which the window of its optimizer learns."""
+
+    window: int
+    """Position of the window."""
+    values: Array
+    """1-d float32, in the order of the rule's ``of``; NaN for what this rank does not have."""
+    reason: Reason | Array
+    """SPIKE or STEPPED; its number as a 0-d int32 if the CPU would have to wait for it."""
+    learned: SpikeState | None = None
+
+
+def guard_for(skip: object) -> Guard | None:
+    """Return a guard that judges by a rule; None without a rule."""
+    if skip is not None and not isinstance(skip, SkipSpikes):
+        msg = f"skip must be a SkipSpikes, such as gradscale.SkipSpikes(deviations=6.0), got {shown(skip)}"
+        raise InvalidTypeError(msg)
+    return None if skip is None else Guard(skip)
+
+
+class Guard:
+    """Judges losses and norms by a rule, with a window for each optimizer.
+
+    ``put`` returns the state that takes the place of an old one, such as the old arrays with new values. Pickles and
+    copies have the windows as numbers, which optimizers take over in the order in which they are judged.
+    """
+
+    def __init__(self, rule: SkipSpikes, saved: SavedWindows | None = None) -> None:
+        self._rule = rule
+        self._windows: list[SpikeState] = []
+        # The first ones are already made: those of optimizers that are or were there.
+        self._saved = saved or []
+        # The position of each optimizer's window.
+        self._positions: IdentityMap[int] = IdentityMap()
+        self._has_warned = False
+
+    def warn_of_nothing(self, *, has_loss: bool, has_norm: bool) -> None:
+        """Warn, once, if there is nothing to judge in a step of a process that decides alone."""
+        is_there = {"loss": has_loss, "norm": has_norm}
+        if not self._has_warned and not any(is_there[name] for name in self._rule.of):
+            self._has_warned = True
+            warn_caller(
+                f"skip= judges {' and '.join(self._rule.of)}, and found nothing in this step: for the loss give "
+                f"scale() an array of one element, or loss=; for the norm call unscale_() with max_norm="
+            )
+
+    def judge(
+        self, optimizer: Optimizer, loss: Array | float | None, norm: Array | None, like: Callable[[], Array]
+    ) -> Judged | None:
+        """Return what this rank finds in a step; None if there is nothing to judge. No host read of a device.
+
+        ``like`` returns an array beside which a first window is made.
+        """
+        found = [{"loss": loss, "norm": norm}[name] for name in self._rule.of]
+        if all(value is None for value in found):
+            return None
+        position = self._position_of(optimizer, like)
+        state = self._windows[position]
+        xp, numbers = array_namespace(state.values), [math.nan if value is None else value for value in found]
+        on_host = registry.backend_for(state.values).peek((state.values[0, 0],)) is not None
+        if on_host:
+            values = xp.asarray([float(value) for value in numbers], dtype=xp.float32)
+        else:
+            values = xp.stack([_beside(value, state.values[0, 0]) for value in numbers])
+        told = self._rule.judge(state, values)
+        known = [told[index] for index, value in enumerate(found) if value is not None]
+        if on_host:
+            return Judged(position, values, Reason.SPIKE if any(map(bool, known)) else Reason.STEPPED)
+        is_spike = as_0d_array(xp, functools.reduce(xp.logical_or, known))
+        return Judged(position, values, xp.astype(is_spike, xp.int32))
+
+    def learn(self, judged: Judged, reason: Reason | Array, put: _Put) -> None:
+        """Let a window learn of a step, by why the ranks have skipped it, or the number of that as a 0-d int32.
+
+        If that is interrupted it can be done again.
+        """
+        if isinstance(reason, Reason) and reason > Reason.SPIKE:
+            return
+        old, values = self._windows[judged.window], judged.values
+        if judged.learned is None:
+            if not isinstance(reason, Reason):
+                xp = array_namespace(values)
+                values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
+            judged.learned = self._rule.learn(old, values, skipped=reason == Reason.SPIKE)
+        self._windows[judged.window] = put(old, judged.learned)
+
+    def _position_of(self, optimizer: Optimizer, like: Callable[[], Array]) -> int:
+        """Return where the window of an optimizer is; a new one takes that of one that is gone."""
+        position = self._positions.by_id(id(optimizer))
+        if position is not None:
+            return position
+        if len(self._positions) == len(self._windows) > 0:
+            # One that is in a reference cycle is there until it is collected.
+            gc.collect()
+        taken = self._positions.values()
+        position = next(index for index in range(len(taken) + 1) if index not in taken)
+        if position == len(self._windows):
+            self._windows.append(self._restored(position, like()))
+            if position == _MANY:
+                warn_caller(
+                    f"skip= has begun window {_MANY + 1}, one for each optimizer that is alive: if each iteration "
+                    f"makes a new optimizer, none is ever judged; keep one, or delete it before the next is made"
+                )
+        self._positions.put(optimizer, position)
+        return position
+
+    def numbers(self) -> SavedWindows:
+        """Return the windows as plain values. Two host reads for each."""
+        made = [self._numbers_of(state) for state in self._windows]
+        return made + copy.deepcopy(self._saved[len(made) :])
+
+    def _numbers_of(self, state: SpikeState) -> dict[str, _SavedWindow]:
+        backend, xp = registry.backend_for(state.values), array_namespace(state.values)
+        ends = backend.read(xp.concat([state.count, state.skipped]))
+        flat = xp.reshape(state.values, (-1,))
+        bits = backend.bits(flat)
+        if bits is None:
+            values = [float(flat[index]) for index in range(flat.shape[0])]
+        else:
+            values = [validation.float32_from_bits(each) for each in backend.read(bits)]
+        saved: dict[str, _SavedWindow] = {}
+        for index, name in enumerate(self._rule.of):
+            end = (index + 1) * self._rule.window
+            saved[name] = {"values": values[end - ends[index] : end], "skipped": ends[len(self._rule.of) + index]}
+        return saved
+
+    def load(self, saved: SavedWindows, put: _Put) -> None:
+        """Go on with saved windows, those of optimizers that have been met in the same arrays."""
+        self._saved = saved
+        self._windows = [put(one, self._restored(index, one.values)) for index, one in enumerate(self._windows)]
+
+    def _restored(self, position: int, like: Array) -> SpikeState:
+        """Return a saved window beside an array, or an empty one, of which nothing is sent to a device."""
+        rule, xp, empty = self._rule, array_namespace(like), empty_windows(self._rule, like)
+        if position >= len(self._saved) or not self._saved[position]:
+            return empty
+        saved = [self._saved[position].get(name, _SavedWindow(values=[], skipped=0)) for name in rule.of]
+        kept = [one["values"][-rule.window :] for one in saved]
+        fields = (
+            [[*(values or [0.0])[:1] * (rule.window - len(values)), *values] for values in kept],
+            [len(values) for values in kept],
+            [min(one["skipped"], rule.patience) for one in saved],
+        )
+        where = registry.backend_for(like).placement(like)
+        return SpikeState(
+            *(xp.asarray(rows, dtype=old.dtype, device=where) for rows, old in zip(fields, empty, strict=True))
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._rule, self.numbers())
+
+
+def checked_windows(saved: object) -> SavedWindows:
+    """Return the saved windows of a state dict; InvalidValueError or InvalidTypeError for what is none."""
+    each = _sequence("spikes", saved, "a list with a mapping for each optimizer")
+    windows = [validation.mapping(f"spikes[{index}]", one) for index, one in enumerate(each)]
+    return [
+        {name: _checked_window(f"spikes[{index}][{name!r}]", window) for name, window in one.items()}
+        for index, one in enumerate(windows)
+    ]
+
+
+def _checked_window(name: str, saved: object) -> _SavedWindow:
+    window, most = validation.mapping(name, saved), validation.LARGEST_FLOAT32
+    values = _sequence(f"{name}['values']", window.get("values"), "a list of numbers")
+    return {
+        "values": [validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values],
+        "skipped": validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32),
+    }
+
+
+def _sequence(name: str, value: object, expected: str) -> Sequence[object]:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return value
+    msg = f"{name} must be {expected}, got {shown(value)}"
+    raise InvalidTypeError(msg)
+
+
+def _rounded(x: Array | float) -> Array | float:
+    """Return an array as it is, and a number as the nearest float32."""
+    return x if is_array_api_obj(x) else validation.round_to_float32(x)
+
+
+def _beside(x: Array | float, like: Array) -> Array:
+    """Return a value of one element as a 0-d float32 on the device of another array; no host read."""
+    xp = array_namespace(like)
+    if not is_array_api_obj(x):
+        return xp.full_like(like, x, dtype=xp.float32)
+    own = array_namespace(x)
+    return registry.backend_for(like).move(own.reshape(own.astype(x, own.float32), ()), like)
