@@ -9,7 +9,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, validation
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array
+from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["STANDARD_FUNCTIONS", "Quantity", "SkipSpikes", "SpikeState", "empty_windows"]
@@ -134,7 +134,7 @@ class SkipSpikes:
         zero = xp.zeros((), dtype=xp.int32, device=where)
         return SpikeState(xp.zeros((self.window,), dtype=xp.float32, device=where), zero, zero)
 
-    def _column(self, state: SpikeState, value: Array) -> Array:
+    def _column(self, xp: Namespace, state: SpikeState, value: Array) -> Array:
         """Return a value, float32 with an axis for the window; both it and the state are checked."""
         if state.values.shape[-1] != self.window:
             msg = (
@@ -145,7 +145,6 @@ class SkipSpikes:
         if not is_array_api_obj(value):
             msg = f"a value must be an array, 0-d, beside those of the state, got {shown(value)}"
             raise InvalidTypeError(msg)
-        xp = array_namespace(state.values)
         return xp.astype(value, xp.float32)[..., None]
 
     def judge(self, state: SpikeState, value: Array) -> Array:
@@ -153,7 +152,8 @@ class SkipSpikes:
 
         ``value`` is 0-d, of any real floating dtype. If all arrays have one more axis in front, several are judged.
         """
-        x, values, xp = self._column(state, value), state.values, array_namespace(state.values)
+        values, xp = state.values, array_namespace(state.values)
+        x = self._column(xp, state, value)
         if self.above is not None:
             return xp.logical_not(xp.logical_and(xp.isfinite(x), x <= self.above))[..., 0]
         # As differences from one of them, equal values have a mean and a deviation of exactly 0, and so do the places
@@ -182,12 +182,14 @@ class SkipSpikes:
         Over ranks ``skipped`` is what they agreed on, so that all learn from the same steps. NaN for ``value`` leaves
         the values as they are: give it for a step that was skipped for another reason. A Python bool spares work.
         """
-        x, values, xp = self._column(state, value), state.values, array_namespace(state.values)
+        values, xp = state.values, array_namespace(state.values)
+        x = self._column(xp, state, value)
         count, run = state.count[..., None], state.skipped[..., None]
         is_value = xp.isfinite(x)
         enters, new_run = is_value, run * xp.astype(xp.logical_not(is_value), xp.int32)
         if skipped is not False:
-            was_skipped = xp.full_like(run, True, dtype=xp.bool) if skipped is True else skipped[..., None]
+            # True is an array that holds nothing else.
+            was_skipped = run >= 0 if skipped is True else skipped[..., None]
             is_patient = run < self.patience
             if not self.learns_from_skipped:
                 enters = xp.logical_and(is_value, xp.logical_not(xp.logical_and(was_skipped, is_patient)))
