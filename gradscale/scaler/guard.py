@@ -240,21 +240,21 @@ class Guard:
 
 def checked_windows(saved: object) -> SavedWindows:
     """Return the saved windows of a state dict; InvalidValueError or InvalidTypeError for what is none."""
-    each = _sequence("spikes", saved, "a list with a mapping for each optimizer")
-    windows = [validation.mapping(f"spikes[{index}]", one) for index, one in enumerate(each)]
-    return [
-        {name: _checked_window(f"spikes[{index}][{name!r}]", window) for name, window in one.items()}
-        for index, one in enumerate(windows)
-    ]
+    windows: SavedWindows = []
+    for index, each in enumerate(_sequence("spikes", saved, "a list with a mapping for each optimizer")):
+        windows.append({})
+        for quantity, window in validation.mapping(f"spikes[{index}]", each).items():
+            windows[-1][quantity] = _checked_window(f"spikes[{index}][{quantity!r}]", window)
+    return windows
 
 
 def _checked_window(name: str, saved: object) -> _SavedWindow:
     window, most = validation.mapping(name, saved), validation.LARGEST_FLOAT32
     values = _sequence(f"{name}['values']", window.get("values"), "a list of numbers")
-    return {
-        "values": [validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values],
-        "skipped": validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32),
-    }
+    return _SavedWindow(
+        values=[validation.number(f"{name}['values']", each, at_least=-most, at_most=most) for each in values],
+        skipped=validation.integer(f"{name}['skipped']", window.get("skipped"), 0, validation.LARGEST_INT32),
+    )
 
 
 def _sequence(name: str, value: object, expected: str) -> Sequence[object]:

@@ -279,7 +279,8 @@ class GradScaler:
         Raises
         ------
         CallOrderError
-            After its ``step``, and over a group after its ``unscale_``, which tells the other ranks.
+            After its ``step`` or while that is under way, and over a group after its ``unscale_``, which tells the
+            other ranks.
         InvalidValueError
             For a disabled scaler, which makes every step.
         """
