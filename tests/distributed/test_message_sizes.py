@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from optimizers import Tree
 from scenarios import Counting
 
+import gradscale
 from gradscale import ShardedGradScaler
 from gradscale.testing import ThreadCollectives, run_ranks
 
@@ -45,6 +48,38 @@ def test_a_rank_sends_one_short_message_for_each_optimizer_and_iteration(size: i
         assert len(messages) == optimizers * ITERATIONS
         assert len(set(messages)) == 1
         assert 0 < messages[0] <= LARGEST
+
+
+def test_norms_diagnoses_and_what_differs_travel_in_messages_of_the_same_length() -> None:
+    def train(group: ThreadCollectives) -> list[int]:
+        counting, tree = Counting(group), Tree()
+        scaler = ShardedGradScaler(group=counting)
+        scaler.scale(np.ones((), np.float32))
+        tree.grads = [np.full(3, group.rank + 1.0, np.float32)]
+        scaler.unscale_(tree, max_norm=1.0, norm_over="group")
+        scaler.diagnose(tree, gather=True)
+        scaler.step(tree)
+        scaler.update(4.0 if group.rank == 1 else 8.0)
+        with pytest.raises(gradscale.ScaleDesyncError, match=r"4\.0 on rank 1"):
+            scaler.step(tree)
+        return [x.nbytes for x in counting.sent]
+
+    for greeting, *messages in run_ranks(9, train):
+        assert greeting == 16
+        assert set(messages) == {72}
+
+
+def test_a_norm_costs_one_more_message_for_each_8_ranks() -> None:
+    def train(group: ThreadCollectives) -> int:
+        counting, tree = Counting(group), Tree([np.full(1, 65536.0, np.float32)])
+        scaler = ShardedGradScaler(group=counting)
+        scaler.scale(np.ones((), np.float32))
+        norm = scaler.unscale_(tree, max_norm=1.0, norm_over="group")
+        scaler.step(tree)
+        assert math.isclose(float(norm), math.sqrt(group.size), rel_tol=1e-6)
+        return len(counting.sent) - 2
+
+    assert [run_ranks(size, train) for size in (1, 8, 9, 17)] == [[1], [1] * 8, [2] * 9, [3] * 17]
 
 
 def test_a_rank_that_has_seen_an_array_takes_part_without_any() -> None:
