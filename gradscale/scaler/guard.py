@@ -6,7 +6,6 @@ Whoever asks it says whose step it is, and whether the ranks made it; a refused 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import gc
 import math
@@ -85,8 +84,7 @@ def checked_loss(loss: object, expected: str) -> Array | float:
         return math.inf if loss > 0 else -math.inf
 
 
-@dataclasses.dataclass(slots=True)
-class Judged:
+class Judged(NamedTuple):
     """What a step was judged by, which the window of its optimizer learns."""
 
     window: int
@@ -95,7 +93,6 @@ class Judged:
     """1-d float32, in the order of the rule's ``of``; NaN for what this rank does not have."""
     reason: Reason | Array
     """SPIKE or STEPPED; its number as a 0-d int32 if the CPU would have to wait for it."""
-    learned: SpikeState | None = None
 
 
 def guard_for(skip: object) -> Guard | None:
@@ -120,6 +117,8 @@ class Guard:
         self._saved = saved or []
         # The position of each optimizer's window.
         self._positions: IdentityMap[int] = IdentityMap()
+        # By the position of a window, what it has learned last, and what it has become.
+        self._learned: dict[int, tuple[Judged, SpikeState]] = {}
         self._has_warned = False
 
     def warn_of_nothing(self, *, has_loss: bool, has_norm: bool) -> None:
@@ -165,12 +164,14 @@ class Guard:
         if isinstance(reason, Reason) and reason > Reason.SPIKE:
             return
         old, values = self._windows[judged.window], judged.values
-        if judged.learned is None:
+        last, learned = self._learned.get(judged.window, (None, old))
+        if last is not judged:
             if not isinstance(reason, Reason):
                 xp = array_namespace(values)
                 values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
-            judged.learned = self._rule.learn(old, values, skipped=reason == Reason.SPIKE)
-        self._windows[judged.window] = put(old, judged.learned)
+            learned = self._rule.learn(old, values, skipped=reason == Reason.SPIKE)
+            self._learned[judged.window] = judged, learned
+        self._windows[judged.window] = put(old, learned)
 
     def _position_of(self, optimizer: Optimizer, like: Callable[[], Array]) -> int:
         """Return where the window of an optimizer is; a new one takes that of one that is gone."""

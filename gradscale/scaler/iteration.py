@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from array_api_compat import array_namespace
-
 from gradscale.core.messages import shown, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.unscaling import Found, Listed, Request
@@ -93,6 +91,8 @@ class Turn:
         are far apart.
     is_refused : bool
         Whether the user has refused the step on this rank.
+    is_left_out : bool
+        Whether ``step`` was not called where all ranks skip the step, which is as good as if it was.
     code : array or int
         Why this rank skips the step, other than for an overflow; 0 if it does not.
     judged : Judged or None
@@ -105,7 +105,7 @@ class Turn:
     groups: Sequence[Collectives] = ()
     pending: Pending | None = None
     verdict: Verdict | None = None
-    by_closure = has_begun_to_step = is_refused = False
+    by_closure = has_begun_to_step = is_refused = is_left_out = False
     code: Array | int = 0
     judged: Judged | None = None
 
@@ -356,7 +356,7 @@ class Iteration:
         try:
             found = gradients.unscale(live, state)
         except BaseException as error:
-            # After a failure some gradients may be divided already, but not after a refusal or in a second look.
+            # After a failure some gradients may be divided already, but not if they cannot be or in a second look.
             if not gradients.is_touched:
                 turn.stage, turn.pending = before
             if isinstance(error, (InvalidTypeError, InvalidValueError)):
@@ -400,12 +400,9 @@ class Iteration:
         if turn.is_refused or turn.has_begun_to_step:
             return 0
         turn.judged = guard.judge(optimizer, loss, norm, lambda: state.scale)
-        reason = Reason.STEPPED if turn.judged is None else turn.judged.reason
-        code = claims.reason_code(Reason.SPIKE, self.agreement.rank())
-        if isinstance(reason, Reason):
-            return code if reason else 0
-        number: Array = reason * array_namespace(reason).full_like(reason, code)
-        return number
+        # The number of a spike is 1.
+        found: Array | int = 0 if turn.judged is None else turn.judged.reason
+        return found * claims.reason_code(Reason.SPIKE, self.agreement.rank())
 
     def _tell_of_failure(self, optimizer: Optimizer) -> None:
         """Raise ScaleDesyncError on all ranks but this one, which would wait for a message of it."""
@@ -444,11 +441,6 @@ class Iteration:
             self.agreement.failure = error
             raise
 
-    def note_stepped(self, turn: Turn, verdict: Verdict | None = None) -> None:
-        """Count a step that was made or skipped; without a verdict it is read later."""
-        turn.stage, turn.verdict = Stage.STEPPED, verdict
-        self.agreement.steps += 1
-
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
         if turn.stage is Stage.READY:
@@ -483,7 +475,7 @@ class Iteration:
         live, reports = self.live, self.reports
         self.require_sound()
         if new_scale is None:
-            self._require_made_steps()
+            self._raise_if_a_refused_step_is_missing()
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = self.judged()
         if wanted is None and self.lowered is None and not pending:
@@ -522,11 +514,12 @@ class Iteration:
             skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
             return UpdateReport(self.number, before, skipped, self.agreement.rank(), tuple(steps), after)
 
-        for turn in self.turns:
-            # What was only looked at, or stepped by somebody else, teaches nothing.
-            if turn.judged is not None and turn.pending is not None and turn.stage is Stage.STEPPED:
-                assert self.guard is not None
-                self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
+        if self.guard is not None:
+            for turn in self.turns:
+                # What was only looked at, or stepped by somebody else, teaches nothing.
+                is_over = turn.stage is Stage.STEPPED or turn.is_left_out
+                if is_over and turn.judged is not None and turn.pending is not None:
+                    self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
         if wanted is not None:
             live.replace_scale(wanted)
         elif self.lowered is not None:
@@ -558,9 +551,9 @@ class Iteration:
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
-                    if verdict.reason and turn.stage is Stage.UNSCALED:
-                        # All ranks skip it, so those that leave out step() do as those that call it.
-                        self.note_stepped(turn, verdict)
+                    if verdict.reason and turn.stage is Stage.UNSCALED and not turn.is_left_out:
+                        turn.is_left_out = True
+                        self.agreement.steps += 1
         return pending, verdicts
 
     # Messages.
@@ -608,7 +601,7 @@ class Iteration:
         if self.agreement.failure is not None:
             raise self.agreement.failure
 
-    def _require_made_steps(self) -> None:
+    def _raise_if_a_refused_step_is_missing(self) -> None:
         """Raise CallOrderError if a step was refused, and neither unscaled nor made."""
         for turn in self.turns:
             if turn.is_refused and turn.stage is Stage.READY:

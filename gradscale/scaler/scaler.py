@@ -24,7 +24,7 @@ from gradscale.scaler.claim import Call
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.guard import checked_loss, guard_for, is_loss
-from gradscale.scaler.iteration import Iteration, Parts
+from gradscale.scaler.iteration import Iteration, Parts, Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
@@ -705,7 +705,9 @@ class GradScaler:
     def _record(self, step: Step) -> None:
         """Record a step, with its verdict or without one that is read later."""
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
-        iteration.note_stepped(turn, step.verdict)
+        turn.stage, turn.verdict = Stage.STEPPED, step.verdict
+        agreement = self._parts.agreement
+        agreement.steps += 1
         if step.verdict is None:
             assert turn.pending is not None
             reports.record_later(optimizer, iteration.number, turn.pending)
@@ -715,7 +717,7 @@ class GradScaler:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         report = step_report(step.verdict, iteration.number, step.retries, overflow)
         iteration.steps.append(report)
-        reports.record(optimizer, report, self._parts.agreement.rank)
+        reports.record(optimizer, report, agreement.rank)
 
 
 class ShardedGradScaler(GradScaler):

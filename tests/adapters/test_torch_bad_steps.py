@@ -84,6 +84,20 @@ def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str) -> None:
         assert (held(run), run.state, run.report.reason) == (*before, "refused")
 
 
+@pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
+def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: str) -> None:
+    run = Small(GradScaler("cpu", init_scale=4.0), name)
+
+    def refuse(*_: Any) -> None:
+        with pytest.raises(gradscale.CallOrderError, match=r"refuse\(\) was called while another call"):
+            run.scaler.refuse(run.optimizer)
+
+    run.optimizer.register_step_pre_hook(refuse)
+    for steps in (1, 2):
+        run.iterate(1.0)
+        assert (run.report.reason, run.scaler.state_dict()["_growth_tracker"]) == ("stepped", steps)
+
+
 def test_a_loss_is_judged_where_it_is() -> None:
     run = made("SGD", "cuda:0", skip=gradscale.SkipSpikes(window=4, min_values=2, of="loss"))
     for loss, reason in ((1.0, "stepped"), (1.0, "stepped"), (2.0, "spike")):
