@@ -7,8 +7,6 @@ import sys
 from gradscale.errors import BackendNotAvailableError
 from gradscale.extras import needs
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line; exit with 3 and the pip command when what it is made with is not installed."""

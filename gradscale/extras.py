@@ -11,9 +11,6 @@ from typing import Any
 
 from gradscale.errors import BackendNotAvailableError, MissingExtraError
 
-__all__ = ["import_keras", "install_command", "is_clone", "needs", "remedy", "with_place"]
-
-
 # What an extra does not bring: CuPy is a distribution of another name for each CUDA.
 _BESIDES = {"cupy": " cupy-cuda12x"}
 

@@ -12,8 +12,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError
 
-__all__ = ["GroupWait", "call_within", "in_thread", "on_fork", "poll", "refuse_forked"]
-
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from gradscale.errors import SharedMemoryError
 
-__all__ = ["Span", "numbered", "overlaps_itself", "require_disjoint", "span"]
-
 _Array = TypeVar("_Array")
 
 Span = tuple[int, int]

@@ -20,38 +20,6 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace, ScaleState
 from gradscale.errors import InvalidValueError
 
-__all__ = [
-    "CLIPPING_FUNCTIONS",
-    "STANDARD_DTYPES",
-    "STANDARD_FUNCTIONS",
-    "STANDARD_MEMBERS",
-    "DeviceReplicas",
-    "Kind",
-    "NormOver",
-    "as_0d_array",
-    "checked_norm",
-    "clip_factor",
-    "clip_factor_of",
-    "dtype_kind",
-    "fingerprint",
-    "float32_bits",
-    "has_float64",
-    "inverse_factors",
-    "is_floating",
-    "kind_of",
-    "lacks",
-    "library_name",
-    "multiply",
-    "multiply_arrays",
-    "nonfinite_flag",
-    "reciprocal",
-    "scaled",
-    "significand_and_exponent",
-    "sum_of_squares",
-    "unscale_arrays",
-    "widened",
-]
-
 STANDARD_FUNCTIONS = (
     "__array_namespace_info__",
     "all",

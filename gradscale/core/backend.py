@@ -15,8 +15,6 @@ from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
 from gradscale.core.unscaling import Collected, Gradients, Listed, Request
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError
 
-__all__ = ["Backend", "DoneRead", "HostRead", "require_values"]
-
 _State = TypeVar("_State", bound=tuple[Any, ...])
 _Multiply = Callable[[Sequence[Array]], Sequence[Array]]
 

@@ -16,11 +16,6 @@ from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Optimizer, OptimizerWithGrads, OptimizerWithGroups
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = [
-    *("HeldArray", "ListedParameters"),
-    *("collect_gradients", "held_arrays", "name_gradients", "named_gradients"),
-]
-
 Assign = Callable[[dict[int, Array]], None]
 
 _reading_optimizer = reading("an optimizer")

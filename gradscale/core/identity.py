@@ -3,8 +3,6 @@
 import weakref
 from typing import Generic, TypeVar
 
-__all__ = ["IdentityMap"]
-
 _MOST_KEPT = 100
 
 _Value = TypeVar("_Value")

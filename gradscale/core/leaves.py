@@ -14,8 +14,6 @@ from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError
 
-__all__ = ["first_floating", "floating_leaves", "require_arrays"]
-
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
 _OTHERS = {Kind.INTEGRAL, Kind.UNKNOWN}

@@ -9,8 +9,6 @@ from types import TracebackType
 
 from gradscale.errors import GradscaleError, InvalidTypeError
 
-__all__ = ["key_names", "nearest", "reading", "shown", "unreadable", "warn_caller"]
-
 _LONGEST = 1000
 _SHOWN = 12
 # Whose frames may lie between a user's line and a warning; torch's are those of its compiler.

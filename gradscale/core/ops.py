@@ -14,8 +14,6 @@ from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["scale", "select", "unscale"]
-
 _T = TypeVar("_T")
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 

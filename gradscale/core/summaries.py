@@ -21,17 +21,6 @@ from gradscale.core.arithmetic import Kind, kind_of, significand_and_exponent, w
 from gradscale.core.protocols import Array, Namespace
 from gradscale.core.validation import bits_of_float32
 
-__all__ = [
-    "STANDARD_FUNCTIONS",
-    "Layout",
-    "Summary",
-    "join",
-    "layout_of",
-    "smallest_normal",
-    "summaries_of",
-    "summarize_arrays",
-]
-
 STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
 """What a diagnosis needs of a library besides what the core needs."""
 

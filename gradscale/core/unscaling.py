@@ -19,8 +19,6 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 if TYPE_CHECKING:
     from gradscale.core.backend import Backend
 
-__all__ = ["Collected", "Exchanging", "Found", "Gradients", "Home", "Listed", "Request"]
-
 _INFINITY_BITS = 0x7F800000
 
 Listed: TypeAlias = IdentityMap[Any]

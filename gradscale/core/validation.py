@@ -13,30 +13,6 @@ from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = [
-    "LARGEST_FLOAT16",
-    "LARGEST_FLOAT32",
-    "LARGEST_INT32",
-    "SMALLEST_NORMAL",
-    "bits_of_float32",
-    "boolean",
-    "choice",
-    "choices",
-    "float32_from_bits",
-    "integer",
-    "is_fixed",
-    "is_power_of_two",
-    "largest_with_finite_product",
-    "last_above",
-    "magnitude",
-    "mapping",
-    "number",
-    "round_to_float32",
-    "scale",
-    "truth",
-    "whole",
-]
-
 LARGEST_FLOAT16 = 65504.0
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 SMALLEST_NORMAL = 2.0**-126

@@ -19,20 +19,6 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = [
-    "AtMin",
-    "BoundedScale",
-    "DynamicScale",
-    "StaticScale",
-    "is_reached",
-    "new_state",
-    "next_count",
-    "next_numbers",
-    "overflow_flag",
-    "times",
-    "verdict_by_name",
-]
-
 AtMin = Literal["clamp", "hold", "raise"]
 GrowthAfter = Literal["interval", "first_interval_plus_one", "interval_plus_one"]
 Refill = Literal["clean_step", "growth", "backoff"]

@@ -12,8 +12,6 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["STANDARD_FUNCTIONS", "Quantity", "SkipSpikes", "SpikeState", "empty_windows"]
-
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
 """What SkipSpikes needs of a library besides what the core needs."""
 

@@ -25,8 +25,6 @@ from gradscale.scaler.claim import Claim, Outcome, Verdict
 from gradscale.scaler.state import LiveState
 from gradscale.waiting import call_within
 
-__all__ = ["Agreement", "Ballot", "gather_numbers", "gather_texts", "whereabouts"]
-
 _Carry: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 _LOWEST_INT32 = -(2**31)
 

@@ -14,8 +14,6 @@ from gradscale.policies import dynamic as policies
 from gradscale.policies import rules
 from gradscale.scaler.guard import SavedWindows, checked_windows
 
-__all__ = ["Loaded", "build", "parse"]
-
 VERSION = 1
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (policies.DynamicScale, policies.StaticScale, rules.GradualScale)

@@ -40,47 +40,6 @@ from gradscale.core.validation import bits_of_float32, float32_from_bits
 from gradscale.errors import InvalidTypeError, ScaleDesyncError
 from gradscale.version import __version__
 
-__all__ = [
-    "CARRIED",
-    "HELD",
-    "LENGTH",
-    "Call",
-    "Claim",
-    "Found",
-    "Outcome",
-    "Reason",
-    "Verdict",
-    "bounds_in",
-    "carried",
-    "carrying",
-    "claimed",
-    "difference",
-    "failed_rank",
-    "foreign_message",
-    "found_in",
-    "greeting",
-    "hash_of",
-    "identify",
-    "joined",
-    "judged",
-    "of_arrays",
-    "of_numbers",
-    "outcome",
-    "read_both",
-    "reason_and_rank",
-    "reason_code",
-    "reason_number",
-    "refusal",
-    "require_one_version",
-    "shifted",
-    "spread",
-    "spread_of",
-    "state_bits",
-    "state_of",
-    "telling",
-    "verdict_of",
-]
-
 WORDS = 2
 """How many words the hash has."""
 # The difference of two words, added to a third, is an int32.

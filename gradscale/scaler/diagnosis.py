@@ -28,8 +28,6 @@ from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.iteration import Iteration, Parts, Stage, Turn
 from gradscale.scaler.overflow import OverflowReport, ParameterReport, RankReport
 
-__all__ = ["Asked", "Diagnosis"]
-
 # After so many overflows in a row the weights and the optimizer's state are searched, too.
 _SUSPICIOUS = 3
 # A gathered report lists so many entries of all ranks together, or so many of each, whichever is more: all of 3000

@@ -11,8 +11,6 @@ from gradscale.scaler.agreement import gather_numbers, gather_texts
 from gradscale.scaler.claim import Call, Claim
 from gradscale.scaler.iteration import Iteration
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """Values of each rank of one group, in rounds of messages of the usual form; arrays are of the library of ``like``.

@@ -21,8 +21,6 @@ from gradscale.scaler.agreement import Agreement, whereabouts
 from gradscale.scaler.claim import Call, Claim, Reason
 from gradscale.scaler.options import DEFAULT_TIMEOUT
 
-__all__ = ["GroupAgreement"]
-
 
 class GroupAgreement:
     """Let the ranks of a group agree on a step of a loop made of pure functions.

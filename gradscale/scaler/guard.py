@@ -23,8 +23,6 @@ from gradscale.errors import InvalidTypeError
 from gradscale.policies.spikes import SkipSpikes, SpikeState, empty_windows
 from gradscale.scaler.claim import Reason
 
-__all__ = ["Guard", "Judged", "Losses", "SavedWindows", "checked_loss", "checked_windows", "guard_for", "is_loss"]
-
 
 class _SavedWindow(TypedDict):
     values: list[float]

@@ -31,8 +31,6 @@ from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_rep
 from gradscale.scaler.state import LiveState, checked_scale
 from gradscale.scaler.verdict import Pending
 
-__all__ = ["Iteration", "Outcome", "Parts", "Stage", "Turn"]
-
 _ORDER = (
     "The right order in each iteration: scale(loss) and the backward pass; then, for each optimizer, "
     "unscale_(optimizer) if wanted, once, and step(optimizer), once; then update()"

@@ -17,8 +17,6 @@ from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
 
-__all__ = ["DEFAULTS", "DEFAULT_TIMEOUT", "Options", "Watching", "policy_of", "takes"]
-
 _Arguments = ParamSpec("_Arguments")
 _Returned = TypeVar("_Returned")
 

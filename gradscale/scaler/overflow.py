@@ -10,8 +10,6 @@ from typing import Literal
 
 from gradscale.core import validation
 
-__all__ = ["NO_GRADIENTS", "Cause", "OverflowReport", "ParameterReport", "RankReport", "find_cause"]
-
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 NO_GRADIENTS = (
     "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model"

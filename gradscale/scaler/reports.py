@@ -13,8 +13,6 @@ from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.overflow import OverflowReport
 
-__all__ = ["HISTORY_SIZE", "Diagnose", "OnSkip", "OnUpdate", "Reports", "StepReport", "UpdateReport", "step_report"]
-
 
 class StepReport(NamedTuple):
     """One optimizer's step in one iteration, as plain Python values.

@@ -31,17 +31,6 @@ from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 
-__all__ = [
-    "GradScaler",
-    "ShardedGradScaler",
-    "agree_over",
-    "call_of",
-    "iteration_of",
-    "record_disabled",
-    "scaler_of",
-    "step_of",
-]
-
 _Outputs = TypeVar("_Outputs")
 
 _UNSCALING = Request()

@@ -22,8 +22,6 @@ from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
-__all__ = ["LiveState", "checked_scale"]
-
 _Trackers: TypeAlias = tuple[int, ...]
 
 # What trackers may reach if the policy does not say.

@@ -12,8 +12,6 @@ from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleErro
 from gradscale.scaler.claim import HELD, Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
-__all__ = ["Step", "find_closure", "within_the_step"]
-
 # From the default scale, 65536, down to 1.
 _LARGEST_RETRIES = 16
 

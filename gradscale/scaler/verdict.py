@@ -14,8 +14,6 @@ from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import HELD, LENGTH, Claim, Reason, Verdict, judged
 from gradscale.scaler.state import LiveState
 
-__all__ = ["Pending"]
-
 
 class Pending:
     """The verdict on one optimizer's gradients.

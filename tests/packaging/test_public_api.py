@@ -96,7 +96,11 @@ def modules_of(package: str) -> Iterator[ModuleType]:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    return dir(module) if module is gradscale else module.__all__
+    """Return the names that a module lists, or else those of its own classes and functions."""
+    if hasattr(module, "__all__") or module is gradscale:
+        return getattr(module, "__all__", dir(module))
+    own = [name for name, found in vars(module).items() if getattr(found, "__module__", None) == module.__name__]
+    return [name for name in own if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -15,8 +15,6 @@ from gradscale.tools.cli.doctor import doctor
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.simulate import simulate
 
-__all__ = ["run"]
-
 _INTERRUPTED = 130
 
 app = typer.Typer(

@@ -26,8 +26,6 @@ from gradscale.extras import needs
 from gradscale.tools.cli.check_rank import END, MARGIN, Page, named
 from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
 
-__all__ = ["RANK_PROGRAM", "check", "show"]
-
 RANK_PROGRAM = ("-P", "-m", "gradscale.tools.cli.check_rank")
 """Python's arguments for one rank; those of its ``main`` follow."""
 

@@ -34,8 +34,6 @@ from gradscale.tools.cli.probe import mpi_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["END", "MARGIN", "SCALE", "Page", "Rank", "main", "named"]
-
 END = "its end"
 """What follows the last stage, with the complete page."""
 

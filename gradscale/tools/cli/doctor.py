@@ -20,8 +20,6 @@ import gradscale
 from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
 from gradscale.tools.cli.probe import Component, Finding, components, find
 
-__all__ = ["doctor", "examine"]
-
 _LAUNCHER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "MPI_LOCAL")
 _LEAST = 1.0  # seconds
 _STYLES = {"ok": "green", "broken": "bold red", "timed out": "yellow", "missing": "dim"}

@@ -10,8 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "error_line", "print_json", "seconds", "table"]
-
 _WIDTH = 120  # columns, without a terminal to ask
 
 

@@ -24,8 +24,6 @@ from gradscale.errors import BackendError, BackendNotAvailableError, MissingExtr
 from gradscale.extras import install_command, with_place
 from gradscale.testing import check_collectives
 
-__all__ = ["Component", "Details", "Finding", "components", "examine", "find", "main", "mpi_library", "probe"]
-
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _LEVELS = ("single", "funneled", "serialized", "multiple")
 

@@ -20,8 +20,6 @@ from gradscale.tools.logs import read_log
 from gradscale.tools.simulation import Gradients, Simulation, measured, recorded
 from gradscale.tools.simulation import simulate as run_policy
 
-__all__ = ["simulate"]
-
 _WIDEST = 10_000  # columns, more than any table needs
 _SAME = (
     "The trace says which steps overflow, so every preset skips the same ones; a log with magnitudes shows the "

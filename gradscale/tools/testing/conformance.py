@@ -21,8 +21,6 @@ from gradscale.policies import spikes
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.rules import GradualScale
 
-__all__ = ["check_backend", "check_collectives", "check_library"]
-
 _Made: TypeAlias = Callable[[object], Array]
 
 _CORE = Backend()

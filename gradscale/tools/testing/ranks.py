@@ -15,8 +15,6 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
 from gradscale.errors import CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError
 
-__all__ = ["RankFailedError", "ThreadCollectives", "run_ranks"]
-
 _Result = TypeVar("_Result")
 
 
