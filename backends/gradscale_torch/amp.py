@@ -552,7 +552,7 @@ class GradScaler(TorchGradScaler):
         """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
         live = _live(self)
         live.current(torch.empty((), device=dev))
-        live.warned_of_unscaled_loss = True
+        iteration_of(self._scaler).mistakes.knows_unscaled_loss = True
 
     def _judge(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""

@@ -109,7 +109,7 @@ class Guard:
     """
 
     def __init__(self, rule: SkipSpikes, saved: SavedWindows | None = None) -> None:
-        self._rule = rule
+        self.rule = rule
         self._windows: list[SpikeState] = []
         # The first ones are already made: those of optimizers that are or were there.
         self._saved = saved or []
@@ -117,17 +117,6 @@ class Guard:
         self._positions: IdentityMap[int] = IdentityMap()
         # By the position of a window, what it has learned last, and what it has become.
         self._learned: dict[int, tuple[Judged, SpikeState]] = {}
-        self._has_warned = False
-
-    def warn_of_nothing(self, *, has_loss: bool, has_norm: bool) -> None:
-        """Warn, once, if there is nothing to judge in a step of a process that decides alone."""
-        is_there = {"loss": has_loss, "norm": has_norm}
-        if not self._has_warned and not any(is_there[name] for name in self._rule.of):
-            self._has_warned = True
-            warn_caller(
-                f"skip= judges {' and '.join(self._rule.of)}, and found nothing in this step: for the loss give "
-                f"scale() an array of one element, or loss=; for the norm call unscale_() with max_norm="
-            )
 
     def judge(
         self, optimizer: Optimizer, loss: Array | float | None, norm: Array | None, like: Callable[[], Array]
@@ -136,7 +125,7 @@ class Guard:
 
         ``like`` returns an array beside which a first window is made.
         """
-        found = [{"loss": loss, "norm": norm}[name] for name in self._rule.of]
+        found = [{"loss": loss, "norm": norm}[name] for name in self.rule.of]
         if all(value is None for value in found):
             return None
         position = self._position_of(optimizer, like)
@@ -147,7 +136,7 @@ class Guard:
             values = xp.asarray([float(value) for value in numbers], dtype=xp.float32)
         else:
             values = xp.stack([_beside(value, state.values[0, 0]) for value in numbers])
-        told = self._rule.judge(state, values)
+        told = self.rule.judge(state, values)
         known = [told[index] for index, value in enumerate(found) if value is not None]
         if on_host:
             return Judged(position, values, Reason.SPIKE if any(map(bool, known)) else Reason.STEPPED)
@@ -167,7 +156,7 @@ class Guard:
             if not isinstance(reason, Reason):
                 xp = array_namespace(values)
                 values = xp.where(reason <= Reason.SPIKE, values, xp.full_like(values, xp.nan))
-            learned = self._rule.learn(old, values, skipped=reason == Reason.SPIKE)
+            learned = self.rule.learn(old, values, skipped=reason == Reason.SPIKE)
             self._learned[judged.window] = judged, learned
         self._windows[judged.window] = put(old, learned)
 
@@ -206,9 +195,9 @@ class Guard:
         else:
             values = [validation.float32_from_bits(each) for each in backend.read(bits)]
         saved: dict[str, _SavedWindow] = {}
-        for index, name in enumerate(self._rule.of):
-            end = (index + 1) * self._rule.window
-            saved[name] = {"values": values[end - ends[index] : end], "skipped": ends[len(self._rule.of) + index]}
+        for index, name in enumerate(self.rule.of):
+            end = (index + 1) * self.rule.window
+            saved[name] = {"values": values[end - ends[index] : end], "skipped": ends[len(self.rule.of) + index]}
         return saved
 
     def load(self, saved: SavedWindows, put: _Put) -> None:
@@ -218,7 +207,7 @@ class Guard:
 
     def _restored(self, position: int, like: Array) -> SpikeState:
         """Return a saved window beside an array, or an empty one, of which nothing is sent to a device."""
-        rule, xp, empty = self._rule, array_namespace(like), empty_windows(self._rule, like)
+        rule, xp, empty = self.rule, array_namespace(like), empty_windows(self.rule, like)
         if position >= len(self._saved) or not self._saved[position]:
             return empty
         saved = [self._saved[position].get(name, _SavedWindow(values=[], skipped=0)) for name in rule.of]
@@ -234,7 +223,7 @@ class Guard:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._rule, self.numbers())
+        return type(self), (self.rule, self.numbers())
 
 
 def checked_windows(saved: object) -> SavedWindows:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from gradscale.core.messages import shown, warn_caller
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.core.unscaling import Found, Listed, Request
 from gradscale.errors import (
@@ -26,6 +26,7 @@ from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import HELD, Call, Claim, Reason, Verdict
 from gradscale.scaler.guard import Guard, Judged, Losses
+from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.state import LiveState, checked_scale
@@ -53,6 +54,8 @@ class Parts(NamedTuple):
     reports: Reports
     listed: Listed
     """The parameters of optimizers, kept from call to call."""
+    mistakes: Mistakes
+    """Warns of loops that are probably wrong."""
     guard: Guard | None = None
     """Judges losses and norms; None if nothing does."""
 
@@ -164,7 +167,7 @@ class Iteration:
     def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
         self.parts = parts
-        self.live, self.agreement, self.reports, self._listed, self.guard = parts
+        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.guard = parts
         self.scaled = self.is_of_replaced_state = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
@@ -272,7 +275,7 @@ class Iteration:
         if turn.stage is Stage.STEPPED:
             self.wrong_order("unscale_() is being called after step() on this optimizer")
         if self.reports.under_way:
-            self.catch_up()
+            self.check_late_verdicts()
         return turn
 
     def begin_step(self, optimizer: Optimizer) -> Turn:
@@ -283,19 +286,16 @@ class Iteration:
         if turn.stage is Stage.STEPPED:
             self.wrong_order("step() has already been called on this optimizer since the last update()")
         if turn.stage is Stage.READY and self.reports.under_way:
-            self.catch_up()
+            self.check_late_verdicts()
         return turn
 
-    def catch_up(self) -> None:
+    def check_late_verdicts(self) -> None:
         """Look at the late verdicts that have arrived: ranks may differ, and the scale is known for a while."""
         for pending in self.reports.poll():
             with self.agreement.failing():
                 verdict = pending.read()
             if verdict.reason is Reason.NO_GRADIENTS:
-                # No error: each rank would raise it at another call, and the others would wait for it.
-                warn_caller(
-                    f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}"
-                )
+                self.mistakes.tell_of_no_gradients()
 
     def unscale(
         self, turn: Turn, optimizer: Optimizer, request: Request = _UNSCALING, *, is_look: bool = False
@@ -336,18 +336,14 @@ class Iteration:
             like = gradients.like
             if like is None:
                 like = agreement.example(live, self.number)
-        # Over a group another rank may have the loss.
-        if not self.scaled and not groups and not live.warned_of_unscaled_loss and not live.hooks.is_replayed:
-            warn_caller(
-                f"scale() was not called in iteration {self.number}, and the gradients of {type(optimizer).__name__} "
-                f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
-                f"from before update(), which may have changed the scale, call step() before update(). If you have "
-                f"multiplied the loss by get_scale(), all is well. (Said once.)"
-            )
-            live.warned_of_unscaled_loss = True
-        is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_used
-        if self.guard is not None and not groups and not is_seen:
-            self.guard.warn_of_nothing(has_loss=self.losses.number > 0, has_norm=request.max_norm is not None)
+        if not groups:
+            # Over a group another rank may have the loss.
+            if not self.scaled and not live.hooks.is_replayed:
+                self.mistakes.look_for_scale(self.number, optimizer)
+            is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_used
+            if self.guard is not None and not is_seen:
+                has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
+                self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
         state = self.in_force(like)
         before = turn.stage, turn.pending
         turn.stage, turn.pending = Stage.UNSCALED, None
@@ -478,64 +474,76 @@ class Iteration:
         pending, verdicts = self.judged()
         if wanted is None and self.lowered is None and not pending:
             self._forbid_update()
-        steps, before = [*self.steps], None
-        if reports.wants_updates:
-            # Somebody wants them since a step whose verdict was to be read later.
-            with self.agreement.failing():
-                steps += [step_report(one.read(), self.number) for one in pending if one.is_late]
-            # Without a verdict the scale has to be read.
-            before = steps[0].scale if steps else verdicts[0].scale if verdicts else live.scale()
-        underflow = None
-        for verdict in verdicts:
-            if verdict.at_min_scale and verdict.nonfinite and wanted is None:
-                underflow = ScaleUnderflowError(
-                    f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
-                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
-                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
-                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
-                    f"{shown(live.policy)}"
-                )
-                break
-
-        def report() -> UpdateReport:
-            assert before is not None
-            # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
-            is_read = len(verdicts) == len(pending) > 0 and not any(step.retries for step in self.steps)
-            known = pending[-1].numbers if is_read and self.lowered is None and not self.is_of_replaced_state else None
-            if wanted is not None:
-                after = wanted
-            else:
-                # Computed from what was read, which spares a read.
-                read = [verdict.nonfinite for verdict in verdicts if verdict.reason not in HELD]
-                new = known if known is None or not read else next_numbers(live.policy, known, max(read))
-                after = live.scale() if new is None else new.scale
-            skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
-            return UpdateReport(self.number, before, skipped, self.agreement.rank(), tuple(steps), after)
-
+        report = self._report(pending, verdicts, wanted) if reports.wants_updates else None
+        underflow = None if wanted is not None else self._underflow(verdicts)
         if self.guard is not None:
-            for turn in self.turns:
-                # What was only looked at, or stepped by somebody else, teaches nothing.
-                is_over = turn.stage is Stage.STEPPED or turn.is_left_out
-                if is_over and turn.judged is not None and turn.pending is not None:
-                    self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
+            self._learn(self.guard)
         if wanted is not None:
             live.replace_scale(wanted)
         elif self.lowered is not None:
             live.take(self.lowered)
         else:
-            counts: list[Array | int] = []
-            held: list[Array | bool] = []
-            for one in pending:
-                if (count := one.count()) is not None:
-                    counts.append(count)
-                    # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
-                    if one.is_late and (flag := one.held()) is not False:
-                        held.append(flag)
-            if reports.under_way:
-                self.catch_up()
-            if counts:
-                live.advance(counts, held if len(held) == len(counts) else ())
-        return Outcome(None if before is None else report, underflow)
+            self._adapt(pending)
+        return Outcome(report, underflow)
+
+    def _report(
+        self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
+    ) -> Callable[[], UpdateReport]:
+        """Return a function that makes the report of the update once the state is adapted."""
+        live, steps = self.live, [*self.steps]
+        # Somebody wants them since a step whose verdict was to be read later.
+        with self.agreement.failing():
+            steps += [step_report(one.read(), self.number) for one in pending if one.is_late]
+        # Without a verdict the scale has to be read.
+        before = steps[0].scale if steps else verdicts[0].scale if verdicts else live.scale()
+        # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
+        is_read = len(verdicts) == len(pending) > 0 and not any(step.retries for step in self.steps)
+        known = pending[-1].numbers if is_read and self.lowered is None and not self.is_of_replaced_state else None
+        # Computed from what was read, which spares a read.
+        read = [verdict.nonfinite for verdict in verdicts if verdict.reason not in HELD]
+        new = known if known is None or not read else next_numbers(live.policy, known, max(read))
+        skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
+
+        def report() -> UpdateReport:
+            after = wanted if wanted is not None else live.scale() if new is None else new.scale
+            return UpdateReport(self.number, before, skipped, self.agreement.rank(), tuple(steps), after)
+
+        return report
+
+    def _underflow(self, verdicts: Sequence[Verdict]) -> ScaleUnderflowError | None:
+        """Return the error for an overflow at the smallest scale, if the policy wants one."""
+        for verdict in verdicts:
+            if verdict.at_min_scale and verdict.nonfinite:
+                return ScaleUnderflowError(
+                    f"gradients overflow although the scale is at its minimum, {verdict.scale!r}: the cause is not "
+                    f"the scale. Look for inf or NaN in the unscaled loss, the data or the weights, which "
+                    f"diagnose(optimizer, loss=loss, state=True) searches; lower the learning "
+                    f'rate, or allow a smaller min_scale; at_min="clamp" skips such steps instead. Got '
+                    f"{shown(self.live.policy)}"
+                )
+        return None
+
+    def _learn(self, guard: Guard) -> None:
+        for turn in self.turns:
+            # What was only looked at, or stepped by somebody else, teaches nothing.
+            is_over = turn.stage is Stage.STEPPED or turn.is_left_out
+            if is_over and turn.judged is not None and turn.pending is not None:
+                guard.learn(turn.judged, turn.pending.reason(), self.live.backend.put)
+
+    def _adapt(self, pending: Sequence[Pending]) -> None:
+        """Let the policy update the state by what all verdicts say."""
+        counts: list[Array | int] = []
+        held: list[Array | bool] = []
+        for one in pending:
+            if (count := one.count()) is not None:
+                counts.append(count)
+                # On a device a step may be neither clean nor an overflow without the CPU's knowledge.
+                if one.is_late and (flag := one.held()) is not False:
+                    held.append(flag)
+        if self.reports.under_way:
+            self.check_late_verdicts()
+        if counts:
+            self.live.advance(counts, held if len(held) == len(counts) else ())
 
     def judged(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""

@@ -25,6 +25,7 @@ from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.guard import checked_loss, guard_for, is_loss
 from gradscale.scaler.iteration import Iteration, Parts, Stage
+from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
@@ -48,7 +49,7 @@ def parts_of(
     """Return what a scaler with these options is made of."""
     live, reports, skip = LiveState(policy_of(options), backend), Reports(options), options.get("skip")
     agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
-    return Parts(live, agreement, reports, IdentityMap(), guard_for(skip))
+    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), guard_for(skip))
 
 
 class GradScaler:

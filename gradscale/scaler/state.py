@@ -50,8 +50,6 @@ class LiveState:
         The present one; before, there are numbers at most, which a checkpoint has left.
     updates : int
         Rises by one each time the state is adapted; ``note_scale`` is told that of an earlier verdict.
-    warned_of_unscaled_loss : bool
-        Whether a user was told that outputs are scaled without a call of ``scale``, or it is known that they are.
     """
 
     backend: Backend
@@ -67,7 +65,6 @@ class LiveState:
         self.updates = 0
         # A scale that the host knows, and the number of updates before it; 0 if it knows none.
         self._seen = 0.0, 0
-        self.warned_of_unscaled_loss = False
         self.home: Any = None
         self.state: ScaleState | None = None
         self._use(backend)

@@ -1,0 +1,47 @@
+"""Mistakes: warnings of loops that are probably wrong. It only looks: a scaler does the same without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradscale.core.messages import warn_caller
+from gradscale.scaler.overflow import NO_GRADIENTS
+
+
+class Mistakes:
+    """Warns of what a loop has probably left out, of each but missing gradients once.
+
+    Attributes
+    ----------
+    knows_unscaled_loss : bool
+        Whether a user was told of gradients without ``scale``, or it is known that something else scales.
+    """
+
+    knows_unscaled_loss = False
+    _knows_nothing_to_judge = False
+
+    def look_for_scale(self, iteration: int, optimizer: object) -> None:
+        """Warn of gradients that are divided in an iteration without ``scale``."""
+        if not self.knows_unscaled_loss:
+            warn_caller(
+                f"scale() was not called in iteration {iteration}, and the gradients of {type(optimizer).__name__} "
+                f"are divided by the scale. If you forgot it, make the gradients of scaler.scale(loss). If they are "
+                f"from before update(), which may have changed the scale, call step() before update(). If you have "
+                f"multiplied the loss by get_scale(), all is well. (Said once.)"
+            )
+            # Not before: a warning may be an error.
+            self.knows_unscaled_loss = True
+
+    def look_for_values(self, of: Sequence[str], *, has_loss: bool, has_norm: bool) -> None:
+        """Warn of a step in which a rule for spikes has nothing to judge."""
+        is_there = {"loss": has_loss, "norm": has_norm}
+        if not self._knows_nothing_to_judge and not any(is_there[name] for name in of):
+            self._knows_nothing_to_judge = True
+            warn_caller(
+                f"skip= judges {' and '.join(of)}, and found nothing in this step: for the loss give "
+                f"scale() an array of one element, or loss=; for the norm call unscale_() with max_norm="
+            )
+
+    def tell_of_no_gradients(self) -> None:
+        """Warn of a late verdict: each rank would raise an error at another call, and the others would wait."""
+        warn_caller(f"a step before, whose verdict has now arrived, found no gradient on any rank: {NO_GRADIENTS}")
