@@ -89,7 +89,7 @@ def on_fork(note: Callable[[int], object]) -> None:
         os.register_at_fork(after_in_child=lambda: note(os.getppid()))
 
 
-def refuse_forked(library: str, owner: str) -> NoReturn:
+def forbid_forked(library: str, owner: str) -> NoReturn:
     """Raise BackendError in a child after fork that uses its parent's group; ``owner`` is a sentence."""
     msg = (
         f"a process group belongs to the process that made it: {owner}, got process {os.getpid()}, a child after "
@@ -151,7 +151,7 @@ class GroupWait:
     def require_own(self) -> None:
         """Raise BackendError in a child after fork: its messages would be taken for those of its parent."""
         if self._process != os.getpid():
-            refuse_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
+            forbid_forked(self._library, f"rank {self.rank} of {self.size} is process {self._process}")
 
     def require_usable(self) -> None:
         """Raise BackendError when the group was given up, with the reason, or belongs to the parent process."""

@@ -78,7 +78,7 @@ class CupyBackend(Backend):
         with explained("a number was copied to another device"):
             return _moved(x, like.device)
 
-    def refuse_tracing(self, what: str, /) -> None:
+    def forbid_tracing(self, what: str, /) -> None:
         """Raise CallOrderError while the current stream is capturing a CUDA graph."""
         refuse_capture(what)
 

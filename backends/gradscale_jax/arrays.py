@@ -48,7 +48,7 @@ class JaxBackend(Backend):
         values: list[int] = np.asarray(x).tolist()
         return values
 
-    def refuse_tracing(self, what: str, /) -> None:
+    def forbid_tracing(self, what: str, /) -> None:
         """Raise InvalidTypeError under jit, scan and others that compile; not under plain grad and vmap."""
         if isinstance(jnp.zeros(()), jax.core.Tracer):
             msg = (

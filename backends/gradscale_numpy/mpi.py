@@ -15,7 +15,7 @@ from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
-from gradscale.waiting import GroupWait, on_fork, refuse_forked
+from gradscale.waiting import GroupWait, forbid_forked, on_fork
 
 with needs("gradscale_numpy.mpi", "mpi"):
     try:
@@ -49,7 +49,7 @@ on_fork(_note_parent)
 def _require_running() -> None:
     """Raise if a call would end the process inside of MPI, or take the place of the parent process."""
     if _started_by:
-        refuse_forked("MPI", f"MPI was initialised by process {_started_by[0]}")
+        forbid_forked("MPI", f"MPI was initialised by process {_started_by[0]}")
     if not MPI.Is_initialized():
         msg = (
             "MPI is not initialised in this process, so its communicators cannot be used: call MPI.Init() before the "

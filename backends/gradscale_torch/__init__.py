@@ -6,7 +6,7 @@ from gradscale.extras import needs
 
 with needs("gradscale_torch", "torch"):
     from gradscale_torch.amp import GradScaler
-    from gradscale_torch.arrays import TorchBackend
+    from gradscale_torch.backend import TorchBackend
 
 if TYPE_CHECKING:
     from gradscale_torch.sharded import ShardedGradScaler

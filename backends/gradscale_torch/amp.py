@@ -1,11 +1,10 @@
 """GradScaler: a replacement of torch's scaler of this name, argument by argument."""
 
 # torch's attributes are properties here, and its methods return less than ours.
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override,misc"
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch.distributed as dist
 # Looked up once: a framework may put the classes of this file in the place of torch's names.
 from torch.amp import GradScaler as TorchGradScaler
 
+import gradscale
 from gradscale import registry
 from gradscale.core import validation
 from gradscale.core.messages import reading, shown, warn_caller
@@ -25,21 +25,20 @@ from gradscale.core.unscaling import Request
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
-from gradscale.scaler.overflow import OverflowReport
-from gradscale.scaler.reports import OnSkip, OnUpdate, StepReport
 from gradscale.scaler.scaler import (
     agree_over,
+    assemble,
     call_of,
     iteration_of,
     record_disabled,
-    scaler_of,
     step_of,
 )
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices
-from gradscale_torch.backend import ScalerBackend
+from gradscale_torch.backend import TorchBackend
 from gradscale_torch.devices import Flags, moved
+from gradscale_torch.gradients import Settings
 from gradscale_torch.groups import is_lookalike
 from gradscale_torch.hosts import (
     OptimizerStates,
@@ -68,15 +67,15 @@ _NOT_CALLED = {
 
 
 def _not_called(name: str, ours: Callable[..., object] | None = None) -> property:
-    """Return a property that holds torch's method of this name, or ours, and refuses another."""
+    """Return a property that holds torch's method of this name, or ours, and takes no other."""
 
     def get(scaler: GradScaler) -> object:
         return getattr(super(GradScaler, scaler), name) if ours is None else functools.partial(ours, scaler)
 
-    def refuse(_: GradScaler, value: object) -> None:
+    def forbid(_: GradScaler, value: object) -> None:
         raise InvalidValueError(_must_stay(name, f"got {shown(value)}"))
 
-    return property(get, refuse)
+    return property(get, forbid)
 
 
 def _must_stay(name: str, got: str) -> str:
@@ -99,7 +98,7 @@ def _setting(name: str, default: float = 1.0) -> property:
     return property(get, replace)
 
 
-class GradScaler(TorchGradScaler):
+class GradScaler(gradscale.GradScaler, TorchGradScaler):
     """A replacement of ``torch.amp.GradScaler``; over a mesh, too, if the parameters are DTensors (FSDP2).
 
     Parameters
@@ -139,14 +138,21 @@ class GradScaler(TorchGradScaler):
 
     Notes
     -----
-    The methods are torch's. Beyond them there are ``last_step(optimizer)``, ``step_schedule(optimizer, schedule)``,
-    closures, and ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
+    The methods are torch's. Beyond them there are those of :class:`gradscale.GradScaler`, closures, and
+    ``unscale_(optimizer, max_norm=)``, which clips in the pass that unscales. One host read in each
     ``step``, none with a fused optimizer on a device, and none elsewhere, but of the scale if gradients are on the CPU
     and the loss is on a device (CPU offload). With ``on_skip``, ``on_update`` or ``diagnose`` the verdict of a fused
-    optimizer on a device is read in each step, too. Rank 0 is that of ``torch.distributed`` if it is initialized.
+    optimizer on a device is read in each step, too; else by the first ``last_step``, ``step_schedule`` or ``history``
+    that asks for it. Rank 0 is that of ``torch.distributed`` if it is initialized.
+
+    ``state_dict`` has torch's five keys; for a policy that they do not describe, also those that gradscale's adds to
+    them. ``load_state_dict`` keeps the scale's tensor, so that captured CUDA graphs see the new value, unless gradients
+    are under way that were scaled with the old. ``diagnose`` looks at the stored values of sparse gradients, at this
+    rank's part of a DTensor, and at the unscaled values of gradients that a fused optimizer has left scaled.
 
     In a captured CUDA graph, ``scale``, ``unscale_``, the ``step`` of a fused optimizer and ``update`` work in each
-    replay as they do otherwise. All that needs a host read, and the first ``scale``, is a CallOrderError there.
+    replay as they do otherwise, and each ``last_step`` reads the verdict of the last replay. All that needs a host
+    read, and the first ``scale``, is a CallOrderError there.
 
     Examples
     --------
@@ -187,14 +193,8 @@ class GradScaler(TorchGradScaler):
         factors = _factors(
             options.get("policy"), is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval)
         )
-        backend = ScalerBackend(
-            device,
-            allows_fp16=allow_fp16_grads,
-            keeps_dtype=self._is_sharded,
-            timeout=self._timeout,
-            is_enabled=is_enabled,
-        )
-        self._scaler = scaler_of(backend, {**options, **factors}, enabled=is_enabled, own_rank=_own_rank)
+        backend = TorchBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout, is_enabled))
+        assemble(self, backend, {**options, **factors}, enabled=is_enabled, own_rank=_own_rank)
         self.set_group(group)
 
     def __repr__(self) -> str:
@@ -229,8 +229,7 @@ class GradScaler(TorchGradScaler):
         InvalidValueError
             For any other object.
         """
-        scaled: _Outputs = self._scaler.scale(outputs, loss=loss)
-        return scaled
+        return super().scale(outputs, loss=loss)
 
     @untraced
     @takes()
@@ -268,7 +267,7 @@ class GradScaler(TorchGradScaler):
         UserWarning
             Once for a scaler without a group, when nothing was scaled in this iteration; ``step``, too.
         """
-        norm: Tensor | None = self._scaler.unscale_(optimizer, max_norm=max_norm)
+        norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
 
     @untraced_but_for_calls
@@ -305,14 +304,13 @@ class GradScaler(TorchGradScaler):
         A scale that is read and is not finite or not above 0, since something has written to the scaler's tensors, is a
         BackendError; ``load_state_dict`` begins the iteration again.
         """
-        scaler = self._scaler
-        if not scaler.is_enabled():
-            record_disabled(scaler, optimizer)
+        if not self._enabled:
+            record_disabled(self, optimizer)
             return optimizer.step(*args, **kwargs)
         # One that a subclass or a framework has put in its place is called.
         is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
-        with call_of(scaler, "step()"):
-            step = step_of(scaler, optimizer, args, kwargs, self, None if is_own else self.unscale_)
+        with call_of(self, "step()"):
+            step = step_of(self, optimizer, args, kwargs, self, None if is_own else self.unscale_)
             try:
                 with _Untraced(step):
                     if step.is_made:
@@ -339,87 +337,20 @@ class GradScaler(TorchGradScaler):
         ScaleUnderflowError, InvalidValueError, InvalidTypeError, ScaleDesyncError, CollectiveTimeoutError
             As :meth:`gradscale.GradScaler.update`.
         """
-        self._scaler.update(new_scale)
-
-    # Reports.
-
-    def last_step(self, optimizer: Optimizer) -> StepReport:
-        """Return the report of the last ``step`` of an optimizer.
-
-        With a fused optimizer on a device, which skips by itself, the first call reads the verdict from the device; of
-        a step in a captured graph each call reads the verdict of the last replay. Else there is no host read beyond
-        the one in ``step``.
-
-        Raises
-        ------
-        CallOrderError
-            When it has not been stepped by this scaler.
-        """
-        return self._scaler.last_step(optimizer)
+        super().update(new_scale)
 
     @untraced
     def refuse(self, optimizer: Optimizer) -> None:
         """Skip the next step of an optimizer on all ranks; as :meth:`gradscale.GradScaler.refuse`."""
-        self._scaler.refuse(optimizer)
+        super().refuse(optimizer)
 
     @untraced
     def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
         """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
 
-        As :meth:`gradscale.GradScaler.step_schedule`. No host read, but for a fused optimizer on a device, whose
-        verdict is read as ``last_step`` reads it.
+        As :meth:`gradscale.GradScaler.step_schedule`.
         """
-        self._scaler.step_schedule(optimizer, schedule, *args, **kwargs)
-
-    def diagnose(
-        self,
-        optimizer: Optimizer,
-        names: Any = None,
-        *,
-        loss: Any = None,
-        gather: bool = False,
-        params: Any = None,
-        state: Any = False,
-    ) -> OverflowReport:
-        """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and the cause.
-
-        As :meth:`gradscale.GradScaler.diagnose`: of sparse gradients the stored values, of a DTensor this rank's part,
-        of a fused optimizer that has skipped its step the unscaled values of gradients that are still scaled.
-        ``state=True`` searches the parameters and ``optimizer.state``, on this rank's part likewise.
-        """
-        return self._scaler.diagnose(optimizer, names, loss=loss, gather=gather, params=params, state=state)
-
-    @property
-    def history(self) -> list[StepReport]:
-        """The reports of the last steps of all optimizers, oldest first; ``history_size`` of them at most.
-
-        Steps that a fused optimizer has judged on a device are read from it now. Copies and pickles begin with none.
-        """
-        return self._scaler.history
-
-    @property
-    def on_skip(self) -> OnSkip | None:
-        """The callbacks for skipped steps, as those of :class:`gradscale.GradScaler`."""
-        return self._scaler.on_skip
-
-    @on_skip.setter
-    def on_skip(self, callbacks: OnSkip | None) -> None:
-        self._scaler.on_skip = callbacks
-
-    @property
-    def on_update(self) -> OnUpdate | None:
-        """The callbacks for iterations, as those of :class:`gradscale.GradScaler`."""
-        return self._scaler.on_update
-
-    @on_update.setter
-    def on_update(self, callbacks: OnUpdate | None) -> None:
-        self._scaler.on_update = callbacks
-
-    # Settings.
-
-    def name(self, optimizer: Optimizer, name: str) -> None:
-        """Give an optimizer a name that the ranks compare; as :meth:`gradscale.GradScaler.name`."""
-        self._scaler.name(optimizer, name)
+        super().step_schedule(optimizer, schedule, *args, **kwargs)
 
     def set_group(self, group: object) -> None:
         """Agree over another group from now on; None for the default of the constructor.
@@ -429,63 +360,39 @@ class GradScaler(TorchGradScaler):
         CallOrderError
             In the middle of an iteration, unless its agreement has failed: it is then abandoned.
         """
-        scaler = self._scaler
-        iteration_of(scaler).require_boundary("set_group()")
+        iteration_of(self).require_boundary("set_group()")
         self._rejoins = group is None
         if group is None:
-            agree_over(scaler, self._default_groups(self._timeout))
-        elif scaler.is_enabled():
+            agree_over(self, self._default_groups())
+        elif self._enabled:
             asked = group if isinstance(group, (list, tuple)) else [group]
             wrapped = [_wrapped(one, self._timeout) for one in asked]
-            agree_over(scaler, registry.all_collectives_for(wrapped, self._timeout))
+            agree_over(self, registry.all_collectives_for(wrapped, self._timeout))
 
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain Python values; empty when disabled. One host read.
+        """Return the whole state as plain Python values; empty when disabled. One host read."""
+        return as_torchs_state_dict(super().state_dict(), _live(self).policy)
 
-        Torch's five keys; for a policy that they do not describe, also those that
-        :meth:`gradscale.GradScaler.state_dict` adds to them.
-        """
-        return as_torchs_state_dict(self._scaler.state_dict(), _live(self).policy)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of torch's scalers or of gradscale's; does nothing when disabled.
-
-        The scale's tensor stays the same one, so that captured CUDA graphs see the new value, unless gradients are
-        under way that were scaled with the old.
-
-        Raises
-        ------
-        StateDictError
-            When it is empty, lacks one of torch's five keys or holds a bad value; nothing is changed.
-        CallOrderError
-            In the middle of an iteration.
-        """
-        self._scaler.load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes that torch's scalers pickle, and under one more key the rest, without tensors."""
-        kept = {name: value for name, value in self.__dict__.items() if name != "process_group"}
-        kept["_scaler"] = copy.copy(self._scaler)
-        return as_torchs_pickle(self._scaler, self._device) | {"gradscale": kept}
+        kept = super().__getstate__()
+        kept.pop("process_group", None)
+        return as_torchs_pickle(self, self._device) | {"gradscale": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle of one of these or of torch's."""
         if "gradscale" in state:
-            self.__dict__.update(state["gradscale"])
-            if self._rejoins and iteration_of(self._scaler).agreement.is_unjoined:
-                agree_over(self._scaler, self._default_groups(self._timeout))
+            super().__setstate__(state["gradscale"])
+            if self._rejoins and iteration_of(self).agreement.is_unjoined:
+                agree_over(self, self._default_groups())
             return
         self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:
             self.load_state_dict(state_dict_of_pickle(state))
 
     # Read by apex, NeMo, accelerate, Composer and torch's own fused optimizers, beyond torch's public methods.
-
-    @property
-    def _enabled(self) -> bool:
-        return self._scaler.is_enabled()
 
     @property
     def _scale(self) -> Tensor | None:
@@ -509,12 +416,12 @@ class GradScaler(TorchGradScaler):
 
     @property
     def _per_optimizer_states(self) -> OptimizerStates:
-        return OptimizerStates(self._scaler)
+        return OptimizerStates(self)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, object]) -> None:
         """Take an empty mapping, which begins the iteration again, or the mapping that was read here."""
-        if isinstance(states, OptimizerStates) and states.scaler is self._scaler:
+        if isinstance(states, OptimizerStates) and states.scaler is self:
             return
         if len(states) > 0:
             msg = (
@@ -522,7 +429,7 @@ class GradScaler(TorchGradScaler):
                 f"{shown(states)}"
             )
             raise InvalidValueError(msg)
-        iteration_of(self._scaler).forget_turns()
+        iteration_of(self).forget_turns()
 
     @property
     def _init_scale(self) -> float:
@@ -552,11 +459,11 @@ class GradScaler(TorchGradScaler):
         """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
         live = _live(self)
         live.current(torch.empty((), device=dev))
-        iteration_of(self._scaler).mistakes.knows_unscaled_loss = True
+        iteration_of(self).mistakes.knows_unscaled_loss = True
 
     def _judge(self, optimizer: Optimizer) -> Flags:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
-        iteration = iteration_of(self._scaler)
+        iteration = iteration_of(self)
         turn = iteration.turn_of(optimizer)
         if turn.is_incomplete:
             # It raises: a part of them may be divided.
@@ -572,10 +479,10 @@ class GradScaler(TorchGradScaler):
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
-        iteration = iteration_of(self._scaler)
+        iteration = iteration_of(self)
         return found_by_device(iteration, iteration.turn_of(optimizer))
 
-    def _default_groups(self, timeout: float) -> Sequence[Collectives]:  # noqa: ARG002
+    def _default_groups(self) -> Sequence[Collectives]:
         return ()
 
 
@@ -597,7 +504,7 @@ def _own_rank() -> int | None:
 
 
 def _require_no_overrides(kind: type[GradScaler]) -> None:
-    """Refuse a class that overrides a method that is not called here."""
+    """Raise InvalidTypeError for a class that overrides a method that is not called here."""
     for name in _NOT_CALLED:
         if inspect.getattr_static(kind, name) is not vars(GradScaler)[name]:
             raise InvalidTypeError(_must_stay(name, f"got {kind.__qualname__}, which overrides it"))
@@ -636,7 +543,7 @@ def _replace_field(replacement: GradScaler, name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
         raise InvalidTypeError(msg)
-    iteration, live = iteration_of(replacement._scaler), _live(replacement)
+    iteration, live = iteration_of(replacement), _live(replacement)
     field: Tensor = getattr(live.current(value), name)
     fitting = moved(value, field.device, dtype=field.dtype)
     live.replace_field(name, fitting.reshape(()) if fitting.shape else fitting)
@@ -646,7 +553,7 @@ def _replace_field(replacement: GradScaler, name: str, value: Tensor) -> None:
 
 
 def _live(replacement: GradScaler) -> LiveState:
-    return iteration_of(replacement._scaler).live
+    return iteration_of(replacement).live
 
 
 class _Untraced:

@@ -1,227 +1,310 @@
-"""ScalerBackend: what torch's scalers do in another way than those of plain arrays: the hooks of the one shell."""
+"""TorchBackend: the pure functions on tensors, and the hooks by which gradscale's scalers replace torch's."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from gradscale import DynamicScale
-from gradscale.core import gradients, tree
-from gradscale.core.backend import require_values
+from gradscale import Backend, DynamicScale, ScaleState
+from gradscale.core import arithmetic, gradients, tree
+from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
+from gradscale.core.backend import DoneRead, HostRead, require_values
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.unscaling import Listed, Request
-from gradscale.errors import InvalidValueError
+from gradscale.core.protocols import Array, Collectives, Policy
+from gradscale.core.summaries import Layout, Summary, join, layout_of
+from gradscale.core.unscaling import Collected, Listed, Request
+from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.stepper import Step
-from gradscale_torch import kernels
-from gradscale_torch.arrays import TorchBackend
-from gradscale_torch.devices import is_capturing, moved, refuse_capture
-from gradscale_torch.gradients import TensorGradients, local_tensor, meshes_of, require_norm, values_of
+from gradscale_torch import devices
+from gradscale_torch.devices import Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved
+from gradscale_torch.gradients import (
+    Parameters,
+    Settings,
+    TensorGradients,
+    count_nonfinite,
+    forbid_meta,
+    group_tensors,
+    groups_over,
+    inverse_of,
+    kernel_view,
+    local_tensor,
+    meshes_of,
+    overlap,
+    require_norm,
+    unscale_in_place,
+    values_of,
+)
 from gradscale_torch.stepping import stepping
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from gradscale_torch.collectives import TorchCollectives
-
-__all__ = ["ScalerBackend"]
+__all__ = ["TorchBackend"]
 
 Tensor = torch.Tensor
-Optimizer = torch.optim.Optimizer
 
 _CPU = torch.device("cpu")
 # What the kernel is told that adapts a state of the CPU.
 _FOUND = torch.zeros((), device=_CPU), torch.ones((), device=_CPU)
+_PLAIN = {Tensor, torch.nn.Parameter}
+_NARROW = (torch.float16, torch.bfloat16)
+
+# Bytes of one block: few enough to stay in a cache, and many enough to hide what a call costs.
+_BLOCK = 1 << 18
+_WORDS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
 _State = TypeVar("_State", bound=tuple[Any, ...])
+_Multiply = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-class ScalerBackend(TorchBackend):
-    """The state stays in its tensors, so that frameworks and captured graphs see the scale; torch's kernels unscale.
+class TorchBackend(Backend):
+    """Tensors through torch's fused kernels, and its process groups and device meshes.
+
+    The count of a verdict is exact for tensors of the CPU; of those on a device it says 1 for any number.
 
     Parameters
     ----------
-    device : torch.device, str, int or None
-        The one that is trained on.
-    allows_fp16 : bool
-        Whether gradients may be float16.
-    keeps_dtype : bool
-        Whether a half-precision loss comes back in its dtype.
-    timeout : float
-        Seconds to wait for the ranks of a mesh.
-    is_enabled : bool
-        Whether the scaler scales.
+    settings : Settings, optional
+        Of one of torch's scalers that is replaced: the state stays in its tensors, so that frameworks and captured
+        graphs see the scale, gradients may be DTensors, and fused optimizers skip by themselves.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_torch, torch
+    >>> state = gradscale.DynamicScale(init_scale=4.0).init(like=torch.zeros(()))
+    >>> gradscale_torch.TorchBackend().unscale([torch.tensor([2.0, 4.0])], state)
+    ([tensor([0.5000, 1.0000])], tensor(0, dtype=torch.int32))
     """
 
-    is_shared = True
+    name = "torch"
 
-    def __init__(
-        self,
-        device: torch.device | str | int | None,
-        *,
-        allows_fp16: bool,
-        keeps_dtype: bool,
-        timeout: float,
-        is_enabled: bool,
-    ) -> None:
-        self.device, self.allows_fp16, self.is_enabled = device, allows_fp16, is_enabled
-        self._keeps_dtype, self._timeout = keeps_dtype, timeout
-        self.is_replayed = False
-        # The last scale of the CPU, and its reciprocal.
-        self._inverse: tuple[float | None, Tensor] = 1.0, torch.ones((), dtype=torch.float32, device=_CPU)
-        # The policy and the growth tracker that torch's kernel may adapt: the tracker must be below the interval.
-        self._kernels: tuple[Policy, Tensor] | None = None
-        self._meshes: dict[DeviceMesh, TorchCollectives] = {}
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings, self.is_shared, self.is_replayed = settings, settings is not None, False
 
-    def __reduce__(self) -> tuple[Callable[[], ScalerBackend], tuple[()]]:
-        made = functools.partial(type(self), self.device, allows_fp16=self.allows_fp16, keeps_dtype=self._keeps_dtype)
-        return functools.partial(made, timeout=self._timeout, is_enabled=self.is_enabled), ()
+    def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
+        """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
+        from gradscale_torch.groups import TorchCollectives
 
-    @property
-    def trains_on_cpu(self) -> bool:
-        """Whether the device that is trained on is the CPU, or none was named."""
-        return self.device is None or (not isinstance(self.device, int) and torch.device(self.device).type == "cpu")
+        return TorchCollectives(group, timeout)
+
+    def read(self, x: Tensor, /) -> list[int]:
+        """Return a 1-d int32 tensor as Python ints."""
+        # A loss may be of another library.
+        if isinstance(x, torch.Tensor):
+            forbid_capture(x.device, "step once before the capture, since the CPU reads the first message over a group")
+        values: list[int] = x.tolist()
+        return values
+
+    def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
+        """Return the numbers in 0-d tensors of the CPU; None if one is on a device."""
+        return None if any(devices.would_wait(x.device) for x in arrays) else [x.item() for x in arrays]
+
+    def start_read(self, x: Tensor, /) -> HostRead:
+        """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""
+        return DoneRead(x.tolist()) if x.device.type == "cpu" else TensorRead(x)
+
+    def placement(self, like: Tensor, /) -> torch.device | None:
+        """Return the device of a tensor; a loss may be of another library."""
+        return like.device if isinstance(like, Tensor) else None
+
+    def move(self, x: Tensor, like: Tensor, /) -> Tensor:
+        """Return a 0-d tensor on the device of another one; the CPU waits only for those that come to it."""
+        return moved(x, like.device)
+
+    def integers(self, values: Sequence[int], like: Tensor, /) -> Tensor:
+        """Return numbers as a 1-d int32 tensor on the device of another one; nothing is waited for."""
+        return integers(values, like.device)
 
     def example(self) -> Tensor:
-        """Return a 0-d tensor on the device that is trained on."""
-        return torch.zeros((), device=self.device)
+        """Return a 0-d float32 tensor on the device that is trained on, or the default one."""
+        return torch.zeros((), dtype=torch.float32, device=self._settings and self._settings.device)
 
-    # The state.
+    def bits(self, x: Tensor, /) -> Tensor | None:
+        """Return the bits of real values as signed integers; None for float8."""
+        # A lazily negated tensor has no view of another type.
+        return x.resolve_neg().view(_WORDS[x.dtype]) if x.dtype in _WORDS else None
+
+    def read_summaries(
+        self, arrays: Sequence[Tensor], others: Sequence[Tensor] = ()
+    ) -> tuple[list[Summary], list[list[int]]]:
+        """Summarize dense tensors and read others: one host read, and none for IEEE numbers of the CPU."""
+        with torch.no_grad():
+            counted = [_counted(array.detach()) for array in arrays]
+            uncounted = [array.detach() for array, one in zip(arrays, counted, strict=True) if one is None]
+            found, values = super().read_summaries(uncounted, others)
+        remaining = iter(found)
+        return [next(remaining) if one is None else one for one in counted], values
+
+    def unscale(
+        self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Divide tensors by the scale and judge them.
+
+        Parameters
+        ----------
+        grads : sequence of tensors
+            Floating or complex; dense, sparse or DTensors. Those that are part of an autograd graph stay part of it
+            if new tensors are made.
+        state : ScaleState
+            Gives the scale.
+        dtype : dtype, optional
+            Wanted dtype of the real ones, as new tensors.
+        out : sequence of tensors, optional
+            Tensors to write to instead; the gradients themselves for unscaling in place, outside of autograd's sight.
+
+        Returns
+        -------
+        tensors : sequence of tensors
+            ``out``, or new ones.
+        nonfinite : tensor
+            0-d int32 on the state's device. No host read.
+
+        Raises
+        ------
+        InvalidTypeError
+            For DTensors, whose verdict is not this rank's alone.
+        InvalidValueError
+            For a tensor to be written whose elements share memory; with each other, or with another of the tensors
+            (SharedMemoryError).
+        """
+        if any(hasattr(grad, "device_mesh") for grad in grads):
+            msg = (
+                "the verdict on DTensor gradients must be agreed over their mesh: use gradscale_torch.GradScaler, or "
+                "pass their to_local() to gradscale.unscale"
+            )
+            raise InvalidTypeError(msg)
+        if out is None or torch.compiler.is_compiling():
+            return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
+        with torch.no_grad():
+            _require_disjoint(grads, out)
+            if not all(map(_fits, grads, out)):
+                made, nonfinite = arithmetic.unscale_arrays(grads, state, out=out)
+                for target, new in zip(out, made, strict=True):
+                    target.copy_(new)
+                return out, nonfinite
+            for grad, target in zip(grads, out, strict=True):
+                if grad is not target:
+                    target.copy_(grad)
+            flags: Flags = {}
+            tensors = group_tensors([kernel_view(target) for target in out])
+            forbid_meta(tensors)
+            # Reading the scale of a device would be a host read; a second look is none.
+            judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
+            unscale_in_place(tensors, inverse_of(state.scale), flags, judge_again=judge_again)
+            count, home = count_nonfinite(flags, tensors), state.scale.device
+            if count is None:
+                return out, combined(flags, home).to(torch.int32)
+            return out, torch.full((), count, dtype=torch.int32, device=home)
+
+    # The hooks of a scaler.
 
     def first_state(self, policy: Policy, numbers: Mapping[str, float], like: Array) -> ScaleState:
         """Return a policy's first state on the device of a tensor."""
+        if self._settings is None:
+            return super().first_state(policy, numbers, like)
         require_values(like)
         home = like.device if isinstance(like, Tensor) else _CPU
-        refuse_capture(home, "call scale() once before, or every replay would begin with the first scale again")
+        forbid_capture(home, "call scale() once before, or every replay would begin with the first scale again")
         with torch.inference_mode(False):
             state = self.with_numbers(policy.init(torch.zeros((), device=_CPU)), numbers)
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
-        """Adapt the state in its tensors, so that a captured graph sees the new scale: by torch's kernel if it can."""
-        if held is not None:
-            before = ScaleState._make(map(torch.clone, state))
-            state = self.adapt(policy, state, nonfinite, None)
-            for field, old in zip(state, before, strict=True):
-                field.copy_(torch.where(held, old, field))
-            return state
+        """Return the state after a step, in its tensors if others look at them, by torch's kernel if that has the rule.
+
+        No host read.
+        """
         home = state.scale.device
         if home.type != "cpu" and is_capturing(home):
             self.is_replayed = True
-        if isinstance(nonfinite, int):
-            nonfinite = _FOUND[nonfinite > 0]
-        if self._kernels is None or self._kernels[0] is not policy or self._kernels[1] is not state.growth_tracker:
-            adapted = self.put(state, self.update(policy, state, nonfinite))
-            self._kernels = (policy, adapted.growth_tracker) if _is_kernels_rule(policy) else None
-            return adapted
-        assert isinstance(policy, DynamicScale)
-        factors = policy.growth_factor, policy.backoff_factor, policy.growth_interval
-        found = nonfinite if nonfinite.dtype == torch.float32 else nonfinite.float()
-        torch._amp_update_scale_(state.scale, state.growth_tracker, found, *factors)
-        if home.type != "cpu" or state.scale.item() < policy.min_scale:
+        # The tensors of torch's inference mode cannot be written outside of it.
+        is_fixed = held is not None or self._settings is None or state.scale.is_inference()
+        if is_fixed or type(policy) is not DynamicScale or not _is_kernels_rule(policy):
+            return self.put(state, super().adapt(policy, state, nonfinite, held))
+        scale, tracker = state[:2]
+        if home.type != "cpu" or tracker.item() >= policy.growth_interval:
+            # The kernel grows at the interval alone.
+            tracker.clamp_(max=policy.growth_interval - 1)
+        found = _FOUND[nonfinite > 0] if isinstance(nonfinite, int) else nonfinite.float()
+        torch._amp_update_scale_(
+            scale, tracker, found, policy.growth_factor, policy.backoff_factor, policy.growth_interval
+        )
+        if home.type != "cpu" or scale.item() < policy.min_scale:
             # The kernel goes on into the subnormals, and to 0.
-            state.scale.clamp_(min=policy.min_scale)
-        # A new tuple of the same tensors: values kept for the old one are out of date.
+            scale.clamp_(min=policy.min_scale)
         return ScaleState(*state)
 
     def put(self, old: _State, new: _State) -> _State:
-        """Write a state, a named tuple of tensors, into the tensors of another, and return these as a new tuple."""
-        if isinstance(old, ScaleState):
-            self._kernels = None
+        """Write a named tuple of tensors into those of another, if others look at them, and return these as a new one.
+
+        A new tuple of the same tensors: values kept for the old one are out of date.
+        """
+        if self._settings is None:
+            return new
         if old[0].is_inference():
             # They were made in torch's inference mode, and cannot be written outside of it.
             return type(old)(*map(torch.clone, new))
         for tensor, value in zip(old, new, strict=True):
-            tensor.copy_(value)
+            if tensor is not value:
+                tensor.copy_(value)
         return type(old)(*old)
 
-    # Outputs.
-
     def scale(self, outputs: Sequence[Tensor], state: ScaleState, /) -> list[Tensor]:
-        """Multiply tensors by the scale, with torch's promotion."""
+        """Multiply tensors by the scale; with torch's promotion in place of torch's scalers."""
+        if self._settings is None:
+            return super().scale(outputs, state)
         scaled = []
         for tensor in outputs:
             if tensor.device.type != "cpu" and is_capturing(tensor.device):
                 self.is_replayed = True
             product = tensor * moved(state.scale, tensor.device)
-            scaled.append(product.to(tensor.dtype) if self._keeps_dtype else product)
+            scaled.append(product.to(tensor.dtype) if self._settings.keeps_dtype else product)
         return scaled
 
-    def map_outputs(
-        self,
-        outputs: object,
-        home_for: Callable[[Tensor], Any],  # noqa: ARG002
-        multiply: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    ) -> object:
-        """Return outputs with every tensor multiplied, one by one.
+    def map_outputs(self, outputs: object, home_for: Callable[[Tensor], Any], multiply: _Multiply) -> object:
+        """Return outputs with every tensor multiplied; in place of torch's scalers one by one.
 
         Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch has it, so
         that an unconsumed one scales nothing.
         """
+        if self._settings is None:
+            return super().map_outputs(outputs, home_for, multiply)
         return multiply((outputs,))[0] if isinstance(outputs, Tensor) else _mapped(outputs, multiply)
 
-    # Optimizers.
-
-    def collect(self, optimizer: Any, listed: Listed, request: Request) -> TensorGradients:
+    def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:
         """Return an optimizer's gradients."""
-        return TensorGradients(self, optimizer, listed, request)
+        if self._settings is None:
+            return super().collect(optimizer, listed, request)
+        return TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
 
     def stepping(self, step: Step) -> contextlib.AbstractContextManager[None] | None:
         """Return a context to make a step in of a fused optimizer; None for another one."""
-        return stepping(step)
+        return None if self._settings is None else stepping(step)
 
-    def was_left_scaled(self, optimizer: Any, listed: Listed) -> bool:
+    def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
         parameters = listed.by_id(id(optimizer))
-        return parameters is not None and parameters.left_scaled
-
-    def inverse_of(self, scale: Tensor, number: float | None) -> Tensor:
-        """Return the reciprocal of a scale, whose number is known on the CPU."""
-        if number is None or number != self._inverse[0]:
-            self._inverse = number, kernels.inverse_of(scale)
-        return self._inverse[1]
+        return isinstance(parameters, Parameters) and parameters.left_scaled
 
     def groups_of(self, optimizer: Any) -> Sequence[Collectives]:
         """Return the mesh of an optimizer's DTensor parameters."""
+        if self._settings is None:
+            return ()
         # Without a look at the gradients: a rank whose gradients are refused must not stay away.
         named = gradients.named_gradients(optimizer)
-        return self.groups_over(optimizer, meshes_of(one.parameter for one in named))
+        return groups_over(optimizer, meshes_of(one.parameter for one in named), self._settings.timeout)
 
-    def groups_over(self, optimizer: Optimizer, meshes: Sequence[DeviceMesh]) -> Sequence[Collectives]:
-        """Return the mesh of DTensor parameters as groups, if the scaler was given none."""
-        if len(meshes) > 1:
-            both = " and ".join(map(repr, meshes))
-            msg = (
-                f"the parameters of {type(optimizer).__name__} are DTensors of {len(meshes)} meshes, "
-                f"{both}: which ranks have to agree is not known. Construct the scaler with group= (a mesh or process "
-                f"group over all of them, such as torch.distributed.group.WORLD), or use an optimizer for each mesh"
-            )
-            raise InvalidValueError(msg)
-        mesh = self.mesh_of(meshes)
-        return () if mesh is None else [mesh]
-
-    def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives]:
+    def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:
         """Return the mesh over which the norm of DTensor gradients is taken."""
-        mesh = self.mesh_of(require_norm(optimizer, is_alone=is_alone))
-        return () if mesh is None else [mesh]
-
-    def mesh_of(self, meshes: Sequence[DeviceMesh]) -> TorchCollectives | None:
-        """Return the collectives over the mesh of DTensor parameters; None without one."""
-        if not meshes:
+        if self._settings is None:
             return None
-        known = self._meshes.get(meshes[0])
-        # A mesh of another world equals that of the one before.
-        if known is None or not known.is_of_present_world:
-            from gradscale_torch.collectives import TorchCollectives
-
-            self._meshes[meshes[0]] = TorchCollectives(meshes[0], self._timeout)
-        return self._meshes[meshes[0]]
-
-    # What a diagnosis looks at.
+        return groups_over(optimizer, require_norm(optimizer, is_alone=is_alone), self._settings.timeout)
 
     def values_of(self, x: Array) -> Array | None:
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
@@ -231,12 +314,15 @@ class ScalerBackend(TorchBackend):
         """Return the shape of a gradient on this rank: of a DTensor, that of its local part."""
         return tuple(local_tensor(x).shape)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what of it a copy has."""
+        return self.__dict__ | {"is_replayed": False}
 
-def _is_kernels_rule(policy: Policy) -> bool:
+
+def _is_kernels_rule(policy: DynamicScale) -> bool:
     """Tell whether torch's kernel and a lower bound are the whole of a policy's rule."""
     return (
-        type(policy) is DynamicScale
-        and policy.growth_after == "interval"
+        policy.growth_after == "interval"
         and policy.hysteresis == 1
         and policy.tolerance is None
         and policy.max_scale is None
@@ -244,7 +330,7 @@ def _is_kernels_rule(policy: Policy) -> bool:
     )
 
 
-def _mapped(outputs: object, multiply: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> object:
+def _mapped(outputs: object, multiply: _Multiply) -> object:
     leaves, rebuild = tree.flatten(outputs, _is_leaf)
     return rebuild([_scaled(leaf, multiply) for leaf in leaves])
 
@@ -253,10 +339,80 @@ def _is_leaf(node: object) -> bool:
     return isinstance(node, Tensor) or not isinstance(node, (list, tuple, Mapping))
 
 
-def _scaled(leaf: object, multiply: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> object:
+def _scaled(leaf: object, multiply: _Multiply) -> object:
     if isinstance(leaf, Tensor):
         return multiply((leaf,))[0]
     if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)):
         return (_mapped(value, multiply) for value in leaf)
     msg = f"outputs must be a Tensor or an iterable of Tensors, got {shown(leaf)} of type {type(leaf).__name__}"
     raise InvalidValueError(msg)
+
+
+def _fits(grad: Tensor, target: Tensor) -> bool:
+    """Tell whether copying a gradient first and unscaling the copy gives the same bits."""
+    return grad is target or grad.dtype == target.dtype or (target.dtype == torch.float32 and grad.dtype in _NARROW)
+
+
+def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse strided tensors to be written that share memory: in themselves, or with other tensors."""
+    plain = {number: one for number, one in numbered(grads, out).items() if type(one) in _PLAIN and _has_memory(one)}
+    spans: dict[int | None, list[tuple[Span, int]]] = {}
+    for number, one in plain.items():
+        if number < len(out) and not one.is_contiguous() and overlaps_itself(one.shape, one.stride()):
+            raise overlap(number, one)
+        # Pointers of other devices say where in its storage a tensor begins, and are no addresses.
+        memory = None if one.is_cpu or one.is_cuda else one.untyped_storage().data_ptr()
+        spans.setdefault(memory, []).append((_span(one), number))
+    for found in spans.values():
+        require_disjoint(found, lambda one, other: _share_memory(plain[one], plain[other]), len(out))
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.layout == torch.strided and x.device.type != "meta" and x.numel() > 0
+
+
+def _span(x: Tensor) -> Span:
+    start, size = x.data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    return span(start, tuple(x.shape), tuple(stride * size for stride in x.stride()), size)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors whose spans overlap share an element; True for elements of two sizes."""
+    is_one_size = one.element_size() == other.element_size()
+    return not is_one_size or bool(torch.isin(_addresses(one), _addresses(other)).any())
+
+
+def _addresses(x: Tensor) -> Tensor:
+    found = torch.full((), x.data_ptr(), dtype=torch.int64, device="cpu")
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        found = found[..., None] + torch.arange(length, device="cpu") * (stride * x.element_size())
+    return found.reshape(-1)
+
+
+def _counted(tensor: Tensor) -> Summary | None:
+    """Return what a tensor of IEEE numbers of the CPU holds, counted block by block; None for any other."""
+    layout = layout_of(tensor.dtype)
+    if layout is None or tensor.device.type != "cpu":
+        return None
+    # In the order of the memory, which needs no copy if that has no gaps.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    integers = tensor.permute(order).reshape(-1).resolve_neg().view(_WORDS[tensor.dtype])
+    blocks = torch.split(integers, _BLOCK // tensor.element_size()) if tensor.numel() else ()
+    return join(_block(block, layout) for block in blocks)
+
+
+def _block(bits: Tensor, layout: Layout) -> Summary:
+    """Count in integers, above all by ``count_nonzero``, torch's fastest way."""
+    x, size, infinity = bits & layout.mask, bits.numel(), layout.infinity
+    least, greatest = map(int, torch.aminmax(x))
+    small = int(torch.count_nonzero(x < layout.smallest_normal)) if least < layout.smallest_normal else 0
+    zeros = size - int(torch.count_nonzero(x)) if least == 0 else 0
+    finite, inf = size, 0
+    if greatest >= infinity:
+        # As numbers of the same type, which torch multiplies the fastest.
+        below = torch.lt(x, infinity, out=torch.empty_like(x))
+        finite, inf = int(torch.count_nonzero(below)), size - int(torch.count_nonzero(x - infinity))
+        greatest = int(x.mul_(below).amax())
+    return Summary(size, inf, size - finite - inf, zeros, small - zeros, layout.value(greatest))

@@ -1,4 +1,4 @@
-"""How small tensors get from one device to another and to the CPU, and what a capture of a graph refuses.
+"""How small tensors get from one device to another and to the CPU, and what a capture of a graph forbids.
 
 The CPU would compute with whatever its memory held if a copy from a device that it does not wait for were not done. And
 while a graph is captured nothing is done: no event may be asked for, no memory pinned, and numbers of the CPU would
@@ -19,10 +19,10 @@ __all__ = [
     "Flags",
     "TensorRead",
     "combined",
+    "forbid_capture",
     "integers",
     "is_capturing",
     "moved",
-    "refuse_capture",
     "would_wait",
 ]
 
@@ -44,7 +44,7 @@ def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = N
     if tensor.device == device:
         return tensor if dtype is None else tensor.to(dtype)
     if "cpu" in (tensor.device.type, device.type):
-        refuse_capture(tensor.device if device.type == "cpu" else device, "gradients, losses and scale must be on it")
+        forbid_capture(tensor.device if device.type == "cpu" else device, "gradients, losses and scale must be on it")
     return tensor.to(device, tensor.dtype if dtype is None else dtype, non_blocking=device.type != "cpu")
 
 
@@ -67,7 +67,7 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and ask()
 
 
-def refuse_capture(device: torch.device, what: str) -> None:
+def forbid_capture(device: torch.device, what: str) -> None:
     """Raise CallOrderError while a graph of a device is being captured; ``what`` says what to do instead."""
     if is_capturing(device):
         msg = f"a graph of {device} is being captured, in which the host takes no part: {what}"
@@ -100,7 +100,7 @@ class TensorRead:
 
     def __call__(self) -> list[int]:
         """Return the values; of a captured graph, those of the last replay."""
-        refuse_capture(self._device, _READ_AFTER)
+        forbid_capture(self._device, _READ_AFTER)
         if self._event is not None:
             self._event.synchronize()
         values: list[int] = self._values.tolist()

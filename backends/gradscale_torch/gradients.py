@@ -1,44 +1,68 @@
-"""TensorGradients: an optimizer's gradients collected, unscaled, clipped and judged by torch's kernels."""
+"""An optimizer's gradients, collected, unscaled, clipped and judged by torch's fused kernels; DTensors, sparse ones."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch._utils import _flatten_dense_tensors
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscale.core import gradients
+from gradscale.core import arithmetic, gradients
 from gradscale.core.aliasing import overlaps_itself
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, ScaleState
-from gradscale.core.unscaling import Exchanging, Found, Home, Listed, Request
+from gradscale.core.unscaling import Found, Home, Listed, Request
 from gradscale.core.validation import SMALLEST_NORMAL
-from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale_torch import kernels
+from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError
 from gradscale_torch.devices import Flags, combined, is_capturing, moved, would_wait
-from gradscale_torch.kernels import Groups, group_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from gradscale_torch.backend import ScalerBackend
-    from gradscale_torch.collectives import TorchCollectives
+    from gradscale_torch.groups import TorchCollectives
 
-__all__ = ["TensorGradients", "kernel_view", "local_tensor", "meshes_of", "require_norm", "require_values", "values_of"]
+__all__ = [
+    *("Groups", "Parameters", "Settings", "TensorGradients"),
+    *("count_nonfinite", "forbid_meta", "group_tensors", "groups_over", "inverse_of", "kernel_view", "local_tensor"),
+    *("meshes_of", "overlap", "require_norm", "unscale_in_place", "values_of"),
+]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
+Groups: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Tensor]]"
+"""Dense tensors by device and dtype."""
 
 _CPU = torch.device("cpu")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_PLAIN = {Tensor}
-_STRIDED = {torch.strided}
-_FLOAT32_OF_CPU = _CPU, torch.float32
-_is_float32_of_cpu: Callable[[Tensor], bool] = torch.FloatTensor.__instancecheck__
-_layout: Callable[[Tensor], torch.layout] = operator.attrgetter("layout")
-_is_floating: Callable[[torch.dtype], bool] = operator.attrgetter("is_floating_point")
+# torch's clip_grad_norm_ adds it to the norm.
+_EPSILON = 1e-6
+# Elements; smaller tensors are joined before their squares are summed, which costs less than a call for each.
+_SMALL = 1 << 14
+
+
+class Settings(NamedTuple):
+    """What one of torch's scalers is made with."""
+
+    device: torch.device | str | int | None
+    """The one that is trained on."""
+    allows_fp16: bool
+    """Whether gradients may be float16."""
+    keeps_dtype: bool
+    """Whether a half-precision loss comes back in its dtype."""
+    timeout: float
+    """Seconds to wait for the ranks of a mesh."""
+    is_enabled: bool
+    """Whether the scaler scales."""
+
+    @property
+    def trains_on_cpu(self) -> bool:
+        """Whether the device that is trained on is the CPU, or none was named."""
+        return self.device is None or (not isinstance(self.device, int) and torch.device(self.device).type == "cpu")
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,15 +82,18 @@ class TensorGradients:
 
     is_touched = False
 
-    def __init__(self, backend: ScalerBackend, optimizer: Optimizer, listed: Listed, request: Request) -> None:
+    def __init__(
+        self, settings: Settings, optimizer: Optimizer, listed: Listed, request: Request, *, is_replayed: bool
+    ) -> None:
         parameters: Parameters | None = listed.by_id(id(optimizer))
         if parameters is None or not parameters.listed.are_those_of(optimizer):
             parameters = _parameters_of(optimizer)
             listed.put(optimizer, parameters)
-        self._backend, self._optimizer, self._parameters, self._request = backend, optimizer, parameters, request
+        self._settings, self._optimizer, self._parameters, self._request = settings, optimizer, parameters, request
+        self._is_replayed = is_replayed
         # What holds the values, to be overwritten; and sparse gradients with duplicate indices, whose sums must be
         # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
-        takes_fp16 = backend.allows_fp16 or request.judges_only or not backend.is_enabled
+        takes_fp16 = settings.allows_fp16 or request.judges_only or not settings.is_enabled
         self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16)
 
     @property
@@ -76,15 +103,15 @@ class TensorGradients:
         The loss of other ranks is there, also if all gradients are on the CPU, so that messages go the same way.
         """
         first = next(iter(self._tensors.values()), None)
-        if first is None or (first[0].device.type == "cpu" and not self._backend.trains_on_cpu):
-            return self._backend.example()
+        if first is None or (first[0].device.type == "cpu" and not self._settings.trains_on_cpu):
+            return torch.zeros((), device=self._settings.device)
         return first[0]
 
     @property
     def groups(self) -> Sequence[Collectives]:
         """The mesh of DTensor parameters."""
         meshes = self._parameters.meshes
-        return self._backend.groups_over(self._optimizer, meshes) if meshes else ()
+        return groups_over(self._optimizer, meshes, self._settings.timeout) if meshes else ()
 
     def unscale(self, live: Home, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; or judge them alone.
@@ -100,24 +127,24 @@ class TensorGradients:
         flags: Flags = {}
         norm = None
         number = scale.item() if scale.device.type == "cpu" else None
-        may_be_below_one = (live.floor(state) if number is None else number) < 1.0
-        if number is None and (self._backend.is_replayed or is_capturing(scale.device)):
-            may_be_below_one = True
+        may_be_below_one = number is None or number < 1.0
+        if number is None and not self._is_replayed and not is_capturing(scale.device):
+            may_be_below_one = live.floor(state) < 1.0
         with torch.no_grad():
             if request.judges_only:
-                kernels.judge(tensors, flags)
+                judge(tensors, flags)
                 if may_be_below_one and request.are_scaled:
                     # An optimizer's kernel divides without a look at the result.
-                    kernels.judge_quotients(tensors, scale, flags)
+                    judge_quotients(tensors, scale, flags)
             else:
-                factor = self._backend.inverse_of(scale, number)
+                factor = inverse_of(scale) if number is None else _inverse_of_number(number)
                 if request.max_norm is not None:
                     factor, norm = self._clipped(factor, request.max_norm, flags)
-                kernels.unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one)
+                unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one)
             if self._uncoalesced:
                 # The optimizer will see the sums of duplicates.
-                kernels.judge(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
-            count = kernels.count_nonfinite(flags, tensors)
+                judge(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
+            count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
         return Found(found, norm, len(tensors) > 0, request.judges_only and request.are_scaled, flags)
@@ -128,14 +155,14 @@ class TensorGradients:
         assert max_norm is not None
         self._require_whole()
         norm = self._squares(next((device for device, _ in self._tensors), _CPU))[0].sqrt()
-        factor = kernels.clip_factor(norm, max_norm)
+        factor = clip_factor(norm, max_norm)
         for (device, dtype), tensors in self._tensors.items():
             torch._foreach_mul_(tensors, moved(factor, device, dtype=torch.promote_types(dtype, torch.float32)))
         return norm.float()
 
     def _clipped(self, inverse: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
         """Return the factor that unscales and clips at once, and the norm."""
-        exchange: Exchanging | None = self._request.exchange
+        exchange = self._request.exchange
         # On a device the CPU waits for nobody, so that the norm is not announced.
         if exchange is not None and not would_wait(inverse.device):
             exchange.announce(inverse)
@@ -143,7 +170,7 @@ class TensorGradients:
         norm = squares.sqrt() * inverse
         is_finite = torch.isfinite(norm)
         # A norm that is not finite clips nothing: gradients that are finite stay so, and those that are not are named.
-        wanted = torch.where(is_finite, inverse * kernels.clip_factor(norm, max_norm), inverse)
+        wanted = torch.where(is_finite, inverse * clip_factor(norm, max_norm), inverse)
         # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
         # inf or NaN, that rank reports it: a sum overflows only if some part is above its share of the largest number.
         is_own = exchange is None or torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / exchange.size)
@@ -156,20 +183,20 @@ class TensorGradients:
 
         Of DTensors by one all-reduce, on a rank without any, too.
         """
-        mesh: TorchCollectives | None = self._backend.mesh_of(self._parameters.meshes)
-        if mesh is None:
-            own = kernels.sum_of_squares(self._tensors, home)
+        mesh = groups_over(self._optimizer, self._parameters.meshes, self._settings.timeout)
+        if not mesh:
+            own = sum_of_squares(self._tensors, home)
             return own, own
         counted = [
             kernel_view(one.grad)
             for one in self._parameters.listed.unique
             if one.grad is not None and _is_counted_here(one.grad)
         ]
-        own = kernels.sum_of_squares(group_tensors(counted), home).double()
-        return mesh.sum(own), own
+        own = sum_of_squares(group_tensors(counted), home).double()
+        return mesh[0].sum(own), own
 
     def _require_whole(self) -> None:
-        """Refuse to clip gradients that are sums still to be made, before anything is modified."""
+        """Raise InvalidValueError for gradients that are sums still to be made, before anything is modified."""
         name = type(self._optimizer).__name__
         sharded: list[Any] = [one for one in self._parameters.listed.unique if hasattr(one, "device_mesh")]
         if any(placement.is_partial() for one in sharded if one.grad is not None for placement in one.grad.placements):
@@ -184,7 +211,7 @@ class TensorGradients:
 
 
 def require_norm(optimizer: Optimizer, *, is_alone: bool) -> tuple[DeviceMesh, ...]:
-    """Refuse parameters whose norm over the ranks is not defined here, on every rank alike; return their mesh."""
+    """Return the mesh of parameters; InvalidValueError if a norm over ranks is not defined, on every rank alike."""
     parameters = _listed(optimizer).unique
     name, meshes = type(optimizer).__name__, meshes_of(parameters)
     if not is_alone and not meshes:
@@ -231,7 +258,7 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
         if gradient.layout == torch.strided and not gradient.is_contiguous():
             local = local_tensor(gradient)
             if overlaps_itself(local.shape, local.stride()):
-                raise kernels.overlap(index, local)
+                raise overlap(index, local)
     return Parameters(listed, meshes_of(listed.unique))
 
 
@@ -240,8 +267,25 @@ def meshes_of(parameters: Iterable[Any]) -> tuple[DeviceMesh, ...]:
     return tuple(dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")))
 
 
-def require_values(groups: Groups) -> None:
-    """Refuse tensors of the meta device, which have no values to judge."""
+def groups_over(optimizer: Optimizer, meshes: Sequence[DeviceMesh], timeout: float) -> Sequence[TorchCollectives]:
+    """Return the mesh of DTensor parameters as groups; none without one."""
+    if len(meshes) > 1:
+        both = " and ".join(map(repr, meshes))
+        msg = (
+            f"the parameters of {type(optimizer).__name__} are DTensors of {len(meshes)} meshes, "
+            f"{both}: which ranks have to agree is not known. Construct the scaler with group= (a mesh or process "
+            f"group over all of them, such as torch.distributed.group.WORLD), or use an optimizer for each mesh"
+        )
+        raise InvalidValueError(msg)
+    if not meshes:
+        return ()
+    from gradscale_torch.groups import TorchCollectives
+
+    return [TorchCollectives(meshes[0], timeout)]
+
+
+def forbid_meta(groups: Groups) -> None:
+    """Raise InvalidTypeError for tensors of the meta device, which have no values to judge."""
     for (device, dtype), tensors in groups.items():
         if device.type == "meta":
             msg = (
@@ -261,15 +305,15 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
         # One tensor may be the gradient of two parameters.
         tensors = list({id(gradient): gradient for gradient in tensors}.values())
     # Thousands of plain gradients are recognised by their few types and layouts; dense float32 ones of the CPU at once.
-    is_plain = set(map(type, tensors)) <= _PLAIN
-    if is_plain and tensors and all(map(_is_float32_of_cpu, tensors)):
-        return {_FLOAT32_OF_CPU: tensors}, ()
-    if is_plain and set(map(_layout, tensors)) <= _STRIDED:
+    is_plain = set(map(type, tensors)) <= {Tensor}
+    if is_plain and tensors and all(map(torch.FloatTensor.__instancecheck__, tensors)):
+        return {(_CPU, torch.float32): tensors}, ()
+    if is_plain and {one.layout for one in tensors} <= {torch.strided}:
         groups = group_tensors(tensors)
         dtypes = {dtype for _, dtype in groups}
-        if all(map(_is_floating, dtypes)):
+        if all(dtype.is_floating_point for dtype in dtypes):
             _check_dtypes(dtypes, allow_fp16)
-            require_values(groups)
+            forbid_meta(groups)
             return groups, ()
     owned = {id(one.grad): one for one in reversed(parameters.listed.unique) if one.grad is not None}
     _check_dtypes({one.grad.dtype for one in owned.values() if one.grad is not None}, allow_fp16)
@@ -284,7 +328,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
                 uncoalesced.append(grad)
         chosen.append(kernel_view(grad))
     groups = group_tensors(chosen)
-    require_values(groups)
+    forbid_meta(groups)
     return groups, uncoalesced
 
 
@@ -354,3 +398,147 @@ def _is_counted_here(gradient: Any) -> bool:
     return all(
         place == 0 for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
     )
+
+
+# The kernels.
+
+
+def group_tensors(tensors: Sequence[Tensor]) -> Groups:
+    """Return tensors by device and dtype."""
+    if not tensors:
+        return {}
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)])
+    return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """Return the reciprocal of a 0-d float32 scale, rounded once; in float64 if the device has it. No host read."""
+    if scale.device.type not in ("cpu", "mps"):
+        try:
+            return scale.double().reciprocal().float()
+        except (RuntimeError, TypeError):
+            pass
+    # Where IEEE division is rounded once, too, or there is no float64.
+    return scale.reciprocal()
+
+
+@functools.lru_cache(maxsize=64)
+def _inverse_of_number(scale: float) -> Tensor:
+    return torch.tensor(scale, dtype=torch.float32, device=_CPU).reciprocal()
+
+
+def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_again: bool) -> None:
+    """Multiply dense real tensors by the reciprocal of the scale, 0-d float32 on any device, and note bad ones.
+
+    The products must be judged again if the reciprocal may be above 1, so that they may overflow.
+    """
+    for (device, dtype), tensors in groups.items():
+        _apply(device, tensors, flags, moved(factor, device))
+        if judge_again:
+            # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
+            is_read = device.type != "cpu" and dtype.itemsize > 1
+            _apply(device, _largest(tensors) if is_read else tensors, flags, torch.ones_like(flags[device]))
+
+
+def judge(groups: Groups, flags: Flags) -> None:
+    """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
+    for (device, _), tensors in groups.items():
+        _apply(device, tensors, flags, torch.ones((), dtype=torch.float32, device=device))
+
+
+def judge_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
+    """Set the flags of devices with a finite tensor that overflows when it is divided by the scale."""
+    for (device, dtype), tensors in groups.items():
+        for largest in _largest(tensors):
+            wide = largest.to(torch.promote_types(dtype, torch.float32))
+            _apply(device, [(wide / moved(scale, device)).to(dtype)], flags, torch.ones_like(flags[device]))
+
+
+def _largest(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude in each tensor, NaN if one is, as one 1-d tensor; none if all tensors are empty."""
+    filled = [tensor for tensor in tensors if tensor.numel() > 0]
+    return [torch.stack(torch._foreach_norm(filled, math.inf))] if filled else []
+
+
+def _apply(device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:
+    flag = flags.get(device)
+    if flag is None:
+        flag = flags[device] = torch.zeros_like(factor)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
+            for index, tensor in enumerate(tensors):
+                if torch._debug_has_internal_overlap(tensor) == 1:
+                    raise overlap(index, tensor) from error
+            raise
+        _apply_without_kernel(tensors, flag, factor)
+
+
+def _apply_without_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> None:
+    for tensor in tensors:
+        is_narrow = arithmetic.kind_of(tensor) is arithmetic.Kind.HALF
+        wide = tensor.float() if is_narrow else tensor
+        tensor.copy_(wide * factor.to(wide.dtype))
+        finite = torch.isfinite(tensor.float() if is_narrow else tensor).all()
+        flag.copy_(torch.where(finite, flag, torch.ones_like(flag)))
+
+
+def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
+    """Return the error for a gradient whose elements share memory."""
+    return SharedMemoryError(
+        f"gradient {index}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, overlaps itself and cannot "
+        f"be unscaled in place: assign a copy (grad.clone(memory_format=torch.contiguous_format))"
+    )
+
+
+def count_nonfinite(flags: Flags, groups: Groups) -> int | None:
+    """Return how many gradients are not finite; None unless all of them are the CPU's."""
+    is_bad = False
+    for device, flag in flags.items():
+        if device.type != "cpu":
+            return None
+        is_bad = is_bad or flag.item() != 0
+    if not is_bad:
+        return 0
+    # Duplicates of a sparse gradient may be finite one by one.
+    return max(1, sum(not torch.isfinite(one).all().item() for tensors in groups.values() for one in tensors))
+
+
+def sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
+    """Return the square of the 2-norm of all tensors together, 0-d, float32 or, where that could overflow, float64."""
+    parts = [_sum_of_one_device(device, tensors) for (device, _), tensors in groups.items()]
+    if not parts:
+        return torch.zeros((), dtype=torch.float32, device=home)
+    return torch.stack([moved(part, home, dtype=_widest(home)) for part in parts]).sum()
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
+    if device.type == "cpu":
+        small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
+        joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
+        joined += [tensor for tensor in tensors if tensor.numel() > _SMALL]
+        total = torch.stack([_square(tensor).double() for tensor in joined]).sum()
+        if torch.isfinite(total).item():
+            return total
+        # Float32 overflows at tensors whose norm is above 1.8e19.
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))).square().sum()
+
+
+def _square(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous():
+        # More exact than torch's norm in float32.
+        flat = tensor.view(-1)
+        return torch.dot(flat, flat)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.square()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that clips gradients of this norm, at most 1; no host read."""
+    factor: Tensor = max_norm / (norm + _EPSILON)
+    return factor.clamp(max=1.0)

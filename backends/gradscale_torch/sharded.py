@@ -16,7 +16,7 @@ from gradscale.core.protocols import Collectives
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
 from gradscale_torch.amp import Device, GradScaler
-from gradscale_torch.collectives import TorchCollectives
+from gradscale_torch.groups import TorchCollectives
 
 __all__ = ["ShardedGradScaler"]
 
@@ -96,6 +96,6 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
             **options,
         )
 
-    def _default_groups(self, timeout: float) -> Sequence[Collectives]:
+    def _default_groups(self) -> Sequence[Collectives]:
         # The default group is looked up when it is needed: torch.distributed may not be initialized yet.
-        return [TorchCollectives(None, timeout)]
+        return [TorchCollectives(None, self._timeout)]

@@ -16,7 +16,7 @@ from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import Pending
 from gradscale_torch import devices
-from gradscale_torch.devices import NO_READS, is_capturing, moved, refuse_capture
+from gradscale_torch.devices import NO_READS, forbid_capture, is_capturing, moved
 
 __all__ = ["flag_of", "stepping"]
 
@@ -33,17 +33,17 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         if step.closure is not None:
             # When the closure returns its gradients are unscaled and finite.
-            return _told(optimizer, getattr(optimizer, "grad_scale", None), live.hooks.example())
+            return _fused_attributes(optimizer, getattr(optimizer, "grad_scale", None), live.hooks.example())
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warn_caller(
                 f"{type(optimizer).__name__}.step takes grad_scaler=, which torch has deprecated: have it read the "
                 f"attributes grad_scale and found_inf, which scalers set, instead",
                 FutureWarning,
             )
-            return _asking_the_scaler(step)
-        return _by_kernel(step)
+            return _grad_scaler_step(step)
+        return _fused_step(step)
     if live.state is not None and live.state.scale.device.type != "cpu" and step.closure is None:
-        refuse_capture(live.state.scale.device, NO_READS)
+        forbid_capture(live.state.scale.device, NO_READS)
     return None
 
 
@@ -56,7 +56,7 @@ def flag_of(pending: Pending, home: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def _by_kernel(step: Step) -> Iterator[None]:
+def _fused_step(step: Step) -> Iterator[None]:
     """Step an optimizer that skips in its kernel by ``found_inf``. No host read if the verdict may come later."""
     optimizer: Any = step.optimizer
     iteration, turn = step.iteration, step.turn
@@ -79,7 +79,7 @@ def _by_kernel(step: Step) -> Iterator[None]:
         pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
     is_empty = not turn.groups and not judged.has_gradients and not turn.is_refused
     if not pending.is_late or is_empty:
-        refuse_capture(home, NO_READS)
+        forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
     found, preset = flag_of(pending, home), getattr(optimizer, "grad_scale", None)
     if judged.flags and _CPU in judged.flags:
@@ -89,7 +89,7 @@ def _by_kernel(step: Step) -> Iterator[None]:
     if judged.is_scaled:
         scale = moved(state.scale.clone() if preset is None else state.scale * preset, home)
     # Copies, which the optimizer may change.
-    with _told(optimizer, scale, moved(found, home).clone()):
+    with _fused_attributes(optimizer, scale, moved(found, home).clone()):
         yield
     for parameter in fresh:
         # torch's fused SGD leaves momentum uninitialized if its first step is skipped, and takes it for filled later.
@@ -105,7 +105,7 @@ def _by_kernel(step: Step) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _asking_the_scaler(step: Step) -> Iterator[None]:
+def _grad_scaler_step(step: Step) -> Iterator[None]:
     """Pass the scaler on to an optimizer that judges and unscales by asking it."""
     iteration, turn = step.iteration, step.turn
     step.kwargs = {**step.kwargs, "grad_scaler": step.owner}
@@ -126,7 +126,7 @@ def _note_left_scaled(step: Step) -> None:
 
 
 @contextlib.contextmanager
-def _told(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
+def _fused_attributes(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
     """Set the attributes by which an optimizer unscales and skips by itself."""
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:

@@ -108,10 +108,10 @@ class Backend:
         msg = f"backend= must name a library's adapter for a rank that has no arrays, got the {self.name} one"
         raise BackendNotAvailableError(msg)
 
-    def refuse_tracing(self, what: str, /) -> None:
+    def forbid_tracing(self, what: str, /) -> None:
         """Raise in a function that is compiled or captured, in which the scale of a scaler would become a constant.
 
-        ``what`` was called, for the message. By default nothing is refused.
+        ``what`` was called, for the message. By default nothing is forbidden.
         """
 
     def bits(self, x: Array, /) -> Array | None:  # noqa: ARG002

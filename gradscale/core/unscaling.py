@@ -123,7 +123,7 @@ class Gradients:
         No host read but for a norm over ranks.
         """
         backend = live.backend
-        backend.refuse_tracing("unscale_()")
+        backend.forbid_tracing("unscale_()")
         chosen = floating_leaves(self._leaves, live.home, what=self._what, takes_integers=False)
         max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
         out = chosen if dtype is None else None

@@ -123,7 +123,7 @@ class GroupAgreement:
         if spike is not None:
             _require_0d("spike", spike, "bool", "SkipSpikes.judge")
         backend = registry.backend_for(state.scale)
-        backend.refuse_tracing("GroupAgreement")
+        backend.forbid_tracing("GroupAgreement")
         xp = array_namespace(state.scale)
         # Ranks of which some skip spikes would train on apart.
         call = Call.GROUP_AGREEMENT if spike is None else Call.GROUP_AGREEMENT_ON_SPIKES

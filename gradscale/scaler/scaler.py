@@ -613,7 +613,7 @@ class GradScaler:
         iteration = self._iteration
         live = iteration.live
         state = iteration.in_force(arrays[0])
-        live.backend.refuse_tracing("scale()")
+        live.backend.forbid_tracing("scale()")
         products = live.backend.scale(arrays, state)
         iteration.note_scaled(state)
         if self._parts.reports.diagnoses:
@@ -627,7 +627,7 @@ class GradScaler:
     def _home_for(self, like: Array) -> Any:
         """Return the namespace of the state, made beside an array if there is none yet."""
         live = self._parts.live
-        live.backend_for(like).refuse_tracing("scale()")
+        live.backend_for(like).forbid_tracing("scale()")
         self._iteration.in_force(like)
         return live.home
 
@@ -783,16 +783,19 @@ class ShardedGradScaler(GradScaler):
             agree_over(self, registry.all_collectives_for(group, self._timeout))
 
 
-# For adapters, whose scalers hold one of these: functions, so that a user's scaler does not show them.
+# For adapters, whose scalers derive from these: functions, so that a user's scaler does not show them.
 
 
-def scaler_of(
-    backend: Backend, options: Mapping[str, Any], *, enabled: bool, own_rank: Callable[[], int | None]
-) -> GradScaler:
-    """Return a scaler with the hooks of an adapter, which has not joined its groups yet."""
-    made = GradScaler.__new__(GradScaler)
-    made._assemble(parts_of(options, backend, None, own_rank), enabled)
-    return made
+def assemble(
+    scaler: GradScaler,
+    backend: Backend,
+    options: Mapping[str, Any],
+    *,
+    enabled: bool,
+    own_rank: Callable[[], int | None],
+) -> None:
+    """Make an adapter's scaler, which has not joined its groups yet."""
+    scaler._assemble(parts_of(options, backend, None, own_rank), enabled)
 
 
 def call_of(scaler: GradScaler, call: str) -> contextlib.AbstractContextManager[object]:

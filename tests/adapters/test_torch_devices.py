@@ -21,7 +21,7 @@ from tiers import later
 
 import gradscale
 from gradscale.scaler.scaler import iteration_of
-from gradscale_torch import collectives, groups
+from gradscale_torch import groups
 
 pytestmark = pytest.mark.torch
 
@@ -364,7 +364,7 @@ def test_an_abort_that_hangs_or_fails_does_not_hide_the_timeout(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, abort: Any, note: str
 ) -> None:
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
-    monkeypatch.setattr(collectives, "_ABORTING", 0.05)
+    monkeypatch.setattr(groups, "_ABORTING", 0.05)
     group = ProcessGroup(cuda)
     group.is_lost, group.abort = True, abort
     with pytest.raises(gradscale.CollectiveTimeoutError) as raised:
@@ -567,7 +567,7 @@ def test_nothing_is_asked_of_earlier_collectives_while_a_graph_is_captured(
     monkeypatch.setattr(groups, "carriers", lambda _: {"cuda": "nccl"})
     group = ProcessGroup(cuda)
     run = capturable(init_scale=4.0, growth_interval=2, group=group)
-    (collectives,) = iteration_of(run.scaler._scaler).agreement.groups
+    (collectives,) = iteration_of(run.scaler).agreement.groups
 
     def start_many() -> None:
         for _ in range(12):

@@ -173,7 +173,7 @@ def captured_steps(scaler: Any, before: Callable[[], object] = lambda: None) -> 
     assert run.state == (8.0, 0)
     graph = torch.cuda.CUDAGraph()
     scaler.scale(source)
-    assert iteration_of(scaler._scaler).reports.under_way
+    assert iteration_of(scaler).reports.under_way
     before()
     with torch.cuda.graph(graph):
         step()
@@ -200,7 +200,7 @@ def test_a_captured_graph_agrees_over_nccl(tmp_path: Path) -> None:
     try:
         scaler = ShardedGradScaler("cuda", init_scale=4.0, growth_interval=2)
         scaler.scale(torch.ones((), device="cuda"))
-        (collectives,) = iteration_of(scaler._scaler).agreement.groups
+        (collectives,) = iteration_of(scaler).agreement.groups
         pending = []
 
         def begin_many() -> None:

@@ -256,7 +256,7 @@ def outside(group: Any) -> None:
 
 def torch_collectives(group: Any) -> Any:
     """Return torch's collectives, whatever they are given."""
-    from gradscale_torch.collectives import TorchCollectives
+    from gradscale_torch.groups import TorchCollectives
 
     return TorchCollectives(group, 5.0)
 
@@ -340,7 +340,7 @@ def dropped_by_torch(group: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from gradscale_torch import collectives as adapter
+    from gradscale_torch import groups as adapter
 
     collectives = collectives_of(group)
     for rank in range(group.size()):
