@@ -42,8 +42,8 @@ class NumpyBackend(Backend):
     Parameters
     ----------
     fast : bool, optional
-        Whether to use the kernels compiled by numba (extra ``fast``) for float16 and bfloat16; they are compiled at
-        the first call and cached on disk. Default: if numba is installed, unless the environment says
+        Whether to use the kernels compiled by numba (extra ``fast``) for float16, bfloat16 and float32; they are
+        compiled at the first call and cached on disk. Default: if numba is installed, unless the environment says
         ``GRADSCALE_NUMPY_FAST=0``. Under ``NUMBA_DISABLE_JIT=1`` they are never used. Both give the same bits.
 
     Examples
@@ -62,7 +62,7 @@ class NumpyBackend(Backend):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether float16 and bfloat16 are unscaled by the kernels compiled by numba."""
+        """Whether float16, bfloat16 and float32 are unscaled by the kernels compiled by numba."""
         return self._unscale_all is not kernels.unscale_all
 
     @functools.cached_property
@@ -174,7 +174,8 @@ class NumpyBackend(Backend):
         """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written if it is 1."""
         if factor != 1:
             plain = [np.asarray(x) for x in arrays]
-            self._unscale_all(plain, plain, np.float32(factor))
+            # One list says that these arrays are contiguous.
+            self._unscale_all(plain, plain if _own_their_memory(plain) else [*plain], np.float32(factor))
         return arrays
 
 

@@ -1,10 +1,13 @@
-"""Unscale and judge NumPy arrays of float16 and bfloat16 in one pass, by loops that Numba compiles.
+"""Unscale and judge NumPy arrays of float16, bfloat16 and float32 in one pass, by loops that Numba compiles.
 
-They give the same bits as ``kernels``, which serves all other arrays: NumPy has no vector instructions for these types.
+They give the same bits as ``kernels``, which serves all other arrays. NumPy has no vector instructions for the first
+two, and looks at each array of float32 several times.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +23,12 @@ with needs("gradscale_numpy.fast", "fast"):
 __all__ = ["is_enabled", "unscale_all"]
 
 Array = NDArray[Any]
+
+# Arrays of one call: the call takes longer than a small array.
+_TOGETHER = 32
+
+_ONLY_SINGLES = frozenset([np.dtype(np.float32)])
+_dtype = operator.attrgetter("dtype")
 
 _f4 = np.float32
 _u2 = np.uint16
@@ -100,6 +109,25 @@ def _scale_bfloats(array: Array, factor: np.float32) -> bool:
 
 
 @_compiled
+def _scale_singles(array: Array, factor: np.float32) -> bool:
+    largest = _u4(0)
+    for i in range(array.size):
+        value = _f4(array[i] * factor)
+        array[i] = value
+        # By their bits, magnitudes are ordered as integers, infinity and NaN last: quicker here than a NaN test.
+        largest = max(largest, value.view(_u4) & _u4(0x7FFFFFFF))
+    return bool(largest >= _u4(0x7F800000))
+
+
+@_compiled
+def _scale_together(arrays: tuple[Array, ...], factor: np.float32) -> int:
+    nonfinite = 0
+    for array in arrays:
+        nonfinite += _scale_singles(array, factor)
+    return nonfinite
+
+
+@_compiled
 def _widen_halves(source: Array, out: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(source.size):
@@ -126,7 +154,14 @@ _LOOPS = {"float16": (_scale_halves, _widen_halves), "bfloat16": (_scale_bfloats
 
 
 def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
-    """Do what `kernels.unscale_all` does."""
+    """Do what `kernels.unscale_all` does; if both sequences are one object, all arrays in it are C-contiguous."""
+    if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
+        flat = [out if out.ndim == 1 else out.reshape(-1) for out in outs]
+        whole = len(flat) - len(flat) % _TOGETHER
+        nonfinite = sum(map(_scale_singles, flat[whole:], itertools.repeat(inverse)))
+        for start in range(0, whole, _TOGETHER):
+            nonfinite += _scale_together(tuple(flat[start : start + _TOGETHER]), inverse)
+        return nonfinite
     return kernels.unscale_all(sources, outs, inverse, _unscale_block)
 
 
