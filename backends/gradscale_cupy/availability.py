@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
 __all__ = [
-    *("explained", "nccl_module", "nccl_package", "refuse_capture", "require_device", "require_nccl"),
+    *("explained", "forbid_capture", "nccl_module", "nccl_package", "require_device", "require_nccl"),
     "version_text",
 ]
 
@@ -76,13 +76,9 @@ def explained(doing: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] not in _PACKAGES:
             raise
         # Other libraries number their errors, too.
-        is_of_cuda = name in ("CUDARuntimeError", "CUDADriverError")
-        reason = _unusable(getattr(error, "status", 0)) if is_of_cuda else ""
-        if reason:
-            msg = f"{reason} ({text})"
-            raise BackendNotAvailableError(msg) from error
-        msg = f"CUDA failed while {doing}: {text}"
-        raise BackendError(msg) from error
+        reason = _unusable(getattr(error, "status", 0)) if name in ("CUDARuntimeError", "CUDADriverError") else ""
+        msg = f"{reason} ({text})" if reason else f"CUDA failed while {doing}: {text}"
+        raise (BackendNotAvailableError if reason else BackendError)(msg) from error
 
 
 def require_device() -> None:
@@ -113,7 +109,7 @@ def nccl_module() -> ModuleType:
     return module
 
 
-def refuse_capture(what: str) -> None:
+def forbid_capture(what: str) -> None:
     """Raise CallOrderError while the current stream is capturing a CUDA graph."""
     if cupy.cuda.get_current_stream().is_capturing():
         msg = (

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import cupy
 from array_api_compat import array_namespace
+from cupy.cuda import runtime
 
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait, in_thread
-from gradscale_cupy.availability import explained, nccl_module, refuse_capture, require_nccl
-from gradscale_cupy.events import forget, is_over, keep_until
+from gradscale.waiting import GroupWait, call_within, in_thread
+from gradscale_cupy.availability import explained, forbid_capture, nccl_module, require_nccl
 
 __all__ = ["NCCLCollectives", "NCCLGroupBackend", "backend"]
 
@@ -26,6 +25,7 @@ _LONGEST_PAUSE = 2e-4
 # NCCL's own end of a communicator may wait for ranks that are gone.
 _ABORTING = 10.0
 
+_NOT_READY = 600  # of CUDA's runtime
 _PER_THREAD = 2  # cudaStreamPerThread, which is another stream in another thread
 
 
@@ -112,20 +112,16 @@ class NCCLCollectives:
             )
             raise InvalidValueError(msg)
         with explained("an agreement over NCCL was begun"), cupy.cuda.Device(self.device):
-            refuse_capture("an agreement over NCCL")
-            values = x if is_ours else cupy.asarray(registry.backend_for(x).read(x), dtype=cupy.int32)
-            send = cupy.ascontiguousarray(values)
-            result = cupy.empty_like(send)
-            event = cupy.cuda.Event(disable_timing=True)
-            self._start(send, result, cupy.cuda.get_current_stream(), event)
-        # Its memory may be that of another library, which hands it on as soon as nobody holds it.
-        keep_until(event, send)
+            forbid_capture("an agreement over NCCL")
+            # A copy, which goes back to CuPy's memory in the order of the stream, whatever becomes of ``x``.
+            result = cupy.array(x if is_ours else registry.backend_for(x).read(x), dtype=cupy.int32, order="C")
+            # Also Ctrl-C between two steps gives up: other ranks may be waiting for this one.
+            event = self._group.run(self._start, result)
 
         @functools.cache
         def finish() -> Array:
             self.require_usable()
-            self._group.run(lambda: self._poll(lambda: is_over(event)))
-            forget(event)
+            self._group.run(self._poll, lambda: _is_over(event))
             if is_ours:
                 return result
             where = registry.backend_for(x).placement(x)
@@ -143,26 +139,20 @@ class NCCLCollectives:
         with explained("an array was made on the communicator's device"), cupy.cuda.Device(self.device):
             return cupy.zeros((), dtype=cupy.float32)
 
-    def _start(self, send: Array, result: Array, stream: cupy.cuda.Stream, event: cupy.cuda.Event) -> None:
-        """Put the collective on the stream, and the event behind it."""
-
-        def issue() -> None:
-            pointers = send.data.ptr, result.data.ptr
-            self._comm.allReduce(*pointers, send.size, nccl.NCCL_INT32, nccl.NCCL_MAX, stream.ptr)
-
-        def start() -> None:
-            if send.size in self._connected or stream.ptr == _PER_THREAD:
-                issue()
-            else:
-                # To connect the ranks NCCL waits for all of them, without a look at signals or the time.
-                issued = _in_thread(issue, self.device)
-                self._poll(issued.done)
-                issued.result()
-                self._connected.add(send.size)
-            event.record(stream)
-
-        # Also Ctrl-C between two steps gives up: other ranks may be waiting for this one.
-        self._group.run(start)
+    def _start(self, x: Array) -> cupy.cuda.Event:
+        """Put the collective on the current stream, in place, and return the event behind it."""
+        stream, place = cupy.cuda.get_current_stream(), x.data.ptr
+        operation = place, place, x.size, nccl.NCCL_INT32, nccl.NCCL_MAX, stream.ptr
+        issue = functools.partial(self._comm.allReduce, *operation)
+        if x.size in self._connected or stream.ptr == _PER_THREAD:
+            issue()
+        else:
+            # To connect the ranks NCCL waits for all of them, without a look at signals or the time.
+            issued = in_thread(functools.partial(_on_device, self.device, issue))
+            self._poll(issued.done)
+            issued.result()
+            self._connected.add(x.size)
+        return stream.record()
 
     def require_usable(self) -> None:
         """Raise BackendError when the communicator was given up, destroyed or aborted."""
@@ -220,23 +210,26 @@ def _described(error: Exception) -> str:
 
 def _abort(comm: cupy.cuda.nccl.NcclCommunicator, device: int, error: BaseException) -> None:
     """Abort a communicator, so that nothing on the device waits any more."""
-    # In a thread, which may be left behind.
-    aborted = _in_thread(comm.abort, device)
     try:
-        aborted.result(_ABORTING)
+        # In a thread, which may be left behind.
+        call_within(functools.partial(_on_device, device, comm.abort), _ABORTING)
     except TimeoutError:
         error.add_note(f"NCCL has not aborted the communicator within {_ABORTING:g} s: end this process")
     except Exception as failure:
         error.add_note(f"the communicator could not be aborted: {_described(failure)}: end this process")
 
 
-def _in_thread(call: Callable[[], None], device: int) -> Future[None]:
-    """Call something on a device, in a thread that does not keep the process alive."""
+def _on_device(device: int, call: Callable[[], None]) -> None:
+    """Call something on a device, in a new thread."""
+    # Never set back: a new thread begins on device 0, and setting that would take memory there.
+    with contextlib.suppress(Exception):
+        cupy.cuda.Device(device).use()
+    call()
 
-    def run() -> None:
-        # Never set back: a new thread begins on device 0, and setting that would take memory there.
-        with contextlib.suppress(Exception):
-            cupy.cuda.Device(device).use()
-        call()
 
-    return in_thread(run)
+def _is_over(event: cupy.cuda.Event) -> bool:
+    """Tell whether a device has come to an event; no wait. CUDARuntimeError if it has failed, which ``done`` hides."""
+    status = runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)

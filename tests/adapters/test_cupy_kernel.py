@@ -51,10 +51,8 @@ def product(x: Any, factor: Any, target: str) -> Any:
 
 def planned(sources: list[Any], targets: list[Any], chunk: int) -> list[plans.Launch]:
     """Return the launches for NumPy arrays, by the attributes that CuPy's have; a kernel takes each of them."""
-    both = [*sources, *targets]
-    kinds = [(x.shape, x.strides, x.dtype) for x in both]
-    arrays = plans.Arrays.of([x.ctypes.data for x in both], kinds, len(both))
-    launches, others = plans.plan(arrays[: len(sources)], arrays[len(sources) :], chunk)
+    read, written = ([(x.ctypes.data, (x.shape, x.strides, x.dtype)) for x in arrays] for arrays in (sources, targets))
+    launches, others = plans.plan(read, written, chunk)
     assert not others
     return launches
 

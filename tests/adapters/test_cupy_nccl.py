@@ -6,12 +6,10 @@ Nothing here runs on a device.
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,6 @@ import pytest
 from host_nccl import NcclCommunicator, NcclError, World
 from optimizers import Tree
 
-import gradscale
 from gradscale import BackendError, BackendNotAvailableError, CallOrderError, CollectiveTimeoutError, ShardedGradScaler
 from gradscale.core.protocols import GroupBackend
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -168,7 +165,7 @@ def test_a_device_that_has_failed_is_its_error_and_no_timeout(cupy: Any, adapter
     assert comm.aborts == 1
 
 
-def test_a_refusal_of_nccls_is_raised_with_its_text(cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_nccls_is_raised_with_its_text(cupy: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     collectives, comm = alone(adapter, World(2))
     monkeypatch.setattr(comm, "allReduce", lambda *_: comm.check_async_error())
     comm.world.async_status = 4
@@ -224,7 +221,7 @@ def test_starting_waits_for_nothing_but_the_first_of_each_length(cupy: Any, adap
     for length in (2, 2, 2, 3):
         collectives.start_max(vector(cupy, [1] * length))
     here = threading.current_thread().name
-    assert comm.issued_by == ["gradscale NCCL", here, here, "gradscale NCCL"]
+    assert comm.issued_by == ["gradscale", here, here, "gradscale"]
     assert cupy.cuda.Event.queries == []
 
 
@@ -235,20 +232,13 @@ def test_a_stream_of_each_thread_is_used_in_this_one(cupy: Any, adapter: Any, mo
     assert comm.issued_by == [threading.current_thread().name]
 
 
-def test_what_nccl_reads_is_kept_until_it_is_done_though_nobody_asks_for_the_result(cupy: Any, adapter: Any) -> None:
-    collectives, comm = alone(adapter, World(2))
+def test_what_nccl_reads_is_a_copy_of_its_own_whatever_becomes_of_the_array(cupy: Any, adapter: Any) -> None:
+    collectives, _ = alone(adapter, World(1, delay=0.01), PATIENCE)
     # Such as torch's, which hands memory on as soon as nobody holds it.
     memory = np.array([3, -4], dtype=np.int32)
-    held = weakref.ref(memory)
-    collectives.start_max(host_cupy.Ndarray(memory, cupy.cuda.Device()))
-    del memory
-    gc.collect()
-    assert held() is not None
-    # Which ends what is under way.
-    comm.abort()
-    gradscale.registry.get("cupy").start_read(vector(cupy, [1]))()
-    gc.collect()
-    assert held() is None
+    pending = collectives.start_max(host_cupy.Ndarray(memory, cupy.cuda.Device()))
+    memory[:] = 7
+    assert pending().get().tolist() == [3, -4]
 
 
 def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
@@ -263,9 +253,10 @@ def test_errors_of_cuda_are_said_where_a_collective_is_begun_and_read(
         patch.setattr(cupy, "asnumpy", fail)
         with pytest.raises(BackendError, match="while an agreement over NCCL was read: cudaErrorIllegalAddress"):
             pending()
-    monkeypatch.setattr(cupy, "empty_like", fail, raising=False)
+    x = vector(cupy, [1])
+    monkeypatch.setattr(cupy, "array", fail)
     with pytest.raises(BackendError, match="while an agreement over NCCL was begun: cudaErrorIllegalAddress"):
-        collectives.start_max(vector(cupy, [1]))
+        collectives.start_max(x)
 
 
 def test_a_step_over_two_groups_waits_for_each_once(cupy: Any, adapter: Any) -> None:
@@ -296,7 +287,7 @@ def test_a_result_is_of_the_given_library_and_waited_for_once(cupy: Any, adapter
     assert len(cupy.cuda.Event.queries) == count
 
 
-def test_what_cannot_be_reduced_is_refused_before_it_is_sent(cupy: Any, adapter: Any) -> None:
+def test_what_cannot_be_reduced_is_an_error_before_it_is_sent(cupy: Any, adapter: Any) -> None:
     collectives, comm = alone(adapter, World(2))
     for values, dtype, text in (([1], np.int64, "1-d int64"), ([[1]], np.int32, "2-d int32"), (1, np.int32, "0-d")):
         for xp in (cupy, np):
@@ -314,12 +305,12 @@ def test_what_cannot_be_reduced_is_refused_before_it_is_sent(cupy: Any, adapter:
 
 
 @pytest.mark.parametrize("group", [None, "world", SimpleNamespace(_comm=None)], ids=["none", "text", "empty"])
-def test_what_is_no_communicator_is_refused(adapter: Any, group: Any) -> None:
+def test_what_is_no_communicator_is_an_error(adapter: Any, group: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"NcclCommunicator or a cupyx\.distributed\.NCCLBackend that holds one"):
         adapter.NCCLCollectives(group, 1.0)
 
 
-def test_a_destroyed_communicator_is_refused(cupy: Any, adapter: Any) -> None:
+def test_a_destroyed_communicator_is_an_error(cupy: Any, adapter: Any) -> None:
     collectives, comm = alone(adapter, World(1), PATIENCE)
     comm.destroy()
     for call in (lambda: collectives.start_max(vector(cupy, [1])), lambda: adapter.NCCLCollectives(comm, 1.0)):

@@ -1,8 +1,8 @@
 """A ``cupy`` over NumPy: what gradscale_cupy needs of it, with kernels that run on the host and two devices.
 
 It proves what the adapter asks for, in which order and on which device, and not that a GPU does it. Reading a value
-other than by ``get`` is an error here, so that every host read is seen. While a stream is captured it refuses what CUDA
-does: to wait for a device, to ask for an event, to wait for one of outside, and to allocate memory of the host.
+other than by ``get`` is an error here, so that every host read is seen. While a stream is captured it forbids what CUDA
+does: to wait for a device, to ask for an event, to wait for one of outside, and to copy from the host.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ _ERRORS = {
 }
 
 
-def _refuse_capture() -> None:
+def _forbid_capture() -> None:
     if HostCupy.capturing:
         raise CUDARuntimeError(900)
 
@@ -151,17 +151,11 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def data(self) -> Any:
         """The memory."""
-
-        def copy_to_host_async(address: int, size: int, stream: Any) -> None:
-            assert stream.device_id == self.device.id
-            array = self._x
-            add_work(self.device.id, Work(lambda: ctypes.memmove(address, array.ctypes.data, size)))
-
-        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id, copy_to_host_async=copy_to_host_async)
+        return SimpleNamespace(ptr=self._x.ctypes.data, device_id=self.device.id)
 
     def get(self) -> Any:
         """Return a NumPy array: a host read."""
-        _refuse_capture()
+        _forbid_capture()
         log.append(("read", self.device.id))
         _wait(self.device.id, next(reversed(_work[self.device.id]), None))
         return self._x.copy()
@@ -203,11 +197,11 @@ class Ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"{self._x!r} on {self.device}"
 
-    def _refuse(self, *_: Any) -> Any:
+    def _forbid(self, *_: Any) -> Any:
         msg = "implicit conversion to a host value"
         raise TypeError(msg)
 
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __array__ = _refuse
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __array__ = _forbid
 
 
 _READS = ("item", "tolist", "tobytes", "__array_interface__", "__dlpack__")
@@ -276,6 +270,12 @@ class Stream:
         """Tell whether a graph is captured."""
         return self.device_id in HostCupy.capturing
 
+    def record(self) -> Event:
+        """Return a new event behind what is in the stream."""
+        event = Event()
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
         """Note that the stream waits."""
         if self.is_capturing() and not event.is_captured:
@@ -305,14 +305,14 @@ class Event:
 
     def synchronize(self) -> None:
         """Make the host wait: a host read."""
-        _refuse_capture()
+        _forbid_capture()
         log.append(("read", self.device_id))
         _wait(self.device_id, self._last)
 
     @classmethod
     def query(cls, ptr: int) -> int:
         """Return a status of CUDA: whether an event is over, or the device has failed."""
-        _refuse_capture()
+        _forbid_capture()
         cls.queries.append(ptr)
         if cls.broken is not None:
             return cls.broken
@@ -367,11 +367,6 @@ def _current_stream(device_id: int = -1) -> Stream:
     return Stream(_device_id() if device_id < 0 else device_id)
 
 
-def _pinned(size: int) -> bytearray:
-    _refuse_capture()
-    return bytearray(size)
-
-
 class HostCupy(types.ModuleType):
     """The module: NumPy's functions, on arrays of the current device."""
 
@@ -388,7 +383,6 @@ class HostCupy(types.ModuleType):
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.Device, self.cuda.Event, self.cuda.Stream = Device, Event, Stream
         self.cuda.get_current_stream = _current_stream
-        self.cuda.alloc_pinned_memory = _pinned
         self.cuda.device = types.ModuleType("cupy.cuda.device")
         self.cuda.device.Device = Device
         self.cuda.nccl = SimpleNamespace(available=False)
@@ -418,7 +412,7 @@ class HostCupy(types.ModuleType):
         made = np.array(_plain(x, []), dtype=dtype, **options)
         if not isinstance(x, Ndarray) and made.ndim:
             # It goes through pinned memory; a number is what a kernel is called with.
-            _refuse_capture()
+            _forbid_capture()
         return _wrapped(made, Device())
 
     def asnumpy(self, x: Ndarray) -> Any:
