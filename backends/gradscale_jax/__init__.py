@@ -35,12 +35,10 @@ __all__ = [
 backend = JaxBackend()
 """What the entry points ``jax`` (traced values) and ``jaxlib`` (arrays) name."""
 
-_OF_OPTAX = ("ScaledOptimizerState", "scale_state", "scaled", "verdict_of")
-
 
 def __getattr__(name: str) -> object:
     """Import the names that need optax when they are asked for."""
-    if name not in _OF_OPTAX:
+    if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     with needs(f"gradscale_jax.{name}", "optax"):

@@ -160,9 +160,7 @@ class Verdict(NamedTuple):
         found: Verdict = jax.device_get(self)
         if np.any(found.desynced):
             # Of a scan, of vmap or of pmap there are several.
-            count = found.lowest.shape[-1]
-            both = (found.lowest, found.highest)
-            lowest, highest = (each.reshape(-1, count)[found.desynced.reshape(-1)] for each in both)
+            lowest, highest = found.lowest[found.desynced], found.highest[found.desynced]
             differing = claims.spread(lowest.min(axis=0).tolist(), highest.max(axis=0).tolist())
             what = "; ".join(differing) or f"settings: compare the policy (here {policy!r})"
             msg = (
@@ -234,7 +232,5 @@ def agree(
     found, (lowest, highest) = claims.found_in(message), claims.bounds_in(message)
     is_bad, desynced = found.nonfinite != 0, jnp.any(highest != lowest)
     at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)
-    is_spike = jnp.zeros_like(desynced)
-    if spike is not None:
-        is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
+    is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))
     return Verdict(found.nonfinite, desynced, at_min_scale, highest, lowest, is_spike)

@@ -181,7 +181,7 @@ def _completed(trained: object, whole: object) -> object:
 
 
 def _require_trainable(index: int, arg: object, trained: object, *, allow_int: bool) -> None:
-    """Refuse an argument that cannot be differentiated by, and modules of flax nnx that change in a call."""
+    """Raise InvalidTypeError for what cannot be differentiated by, and for flax nnx modules that change in a call."""
     changing = _changing_variables(arg)
     if changing:
         msg = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     [0.5 1. ] 1
     """
 
-    def __init__(self, inner_optimizer: Any, policy: Policy | None = None, name: str | None = None) -> None:
+    def __init__(self, inner_optimizer: object, policy: Policy | None = None, name: str | None = None) -> None:
         super().__init__(inner_optimizer, name=name)
         self.policy: Policy = DynamicScale() if policy is None else validation.policy(policy)
         self.fields = [keras.Variable(field, trainable=False) for field in self.policy.init(jnp.zeros(()))]
@@ -80,7 +80,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         """The scale and its trackers."""
         return ScaleState(*[field.value for field in self.fields])
 
-    def build(self, var_list: Sequence[Any]) -> None:
+    def build(self, var_list: Sequence[object]) -> None:
         """Make the inner optimizer's variables; those of the scale are there."""
         self.inner_optimizer.build(var_list)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
@@ -90,8 +90,11 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         return trees.scale(loss, self.scale_state)
 
     def stateless_apply(
-        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        optimizer_variables: Sequence[jax.Array],
+        grads: Sequence[jax.Array | None],
+        trainable_variables: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the next values of the weights and of this optimizer's variables; Keras's compiled step calls it.
 
         Parameters
@@ -114,7 +117,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
                 variable.assign(value)
         return weights, [scope.get_current_value(variable) for variable in self.variables]
 
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(self, grads: Sequence[jax.Array | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Step outside of a compiled step, as :meth:`stateless_apply` does; InvalidValueError without variables."""
         if trainable_variables is None:
             msg = "apply needs the variables, got none; call apply(grads, variables)"
@@ -127,14 +130,16 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         for variable, value in zip(variables, [*weights, *values], strict=True):
             variable.assign(value)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the settings that Keras saves beside the variables: the inner optimizer, and the policy."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         saved = checkpoint.build(self.policy, {"scale": float(self.policy.init(jnp.zeros(())).scale)}, 1)
         return {"name": self.name, "inner_optimizer": inner, "policy": saved}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> ScaledOptimizer:
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, object] | None = None
+    ) -> ScaledOptimizer:
         """Return the optimizer that was saved; StateDictError for a bad policy, InvalidValueError for one's own."""
         if "policy" not in config["policy"]:
             msg = (

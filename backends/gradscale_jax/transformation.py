@@ -133,7 +133,7 @@ def scaled(
     guard_for(skip)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
-        _refuse_masked(params)
+        _forbid_masked(params)
         scale_state = policy.init(_most_spread(params))
         check_real_dtype(scale_state.scale, dtype)
         inner_state = jax.tree.map(trees.strong, inner.init(_cast(params, dtype)))
@@ -153,7 +153,7 @@ def scaled(
         if not isinstance(state, ScaledOptimizerState):
             msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
-        _refuse_masked(updates)
+        _forbid_masked(updates)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
         grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
@@ -165,7 +165,8 @@ def scaled(
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
         with reading("an update of tx"):
-            inner_updates = jax.tree.map(_as_array, inner_updates)
+            # A skipped step keeps arrays of JAX back, and no others.
+            inner_updates = jax.tree.map(lambda x: x if trees.is_float0(x) else jnp.asarray(x), inner_updates)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
         taken, held = verdict.finite, verdict.desynced
         if skip is not None and windows is not None:
@@ -224,19 +225,15 @@ def verdict_of(opt_state: object) -> Verdict:
 
 def _only_state(opt_state: object) -> ScaledOptimizerState:
     found = _states_in(opt_state)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    if len(found) != 1:
+        got = f"{len(found)}: one loss has one scale" if found else f"{type(opt_state).__name__} without one"
         msg = (
-            f"opt_state must hold the state of gradscale_jax.scaled(tx, policy), got {type(opt_state).__name__} "
-            f"without one; give what init(params) of that transformation returned (checkpoints: restore into it)"
+            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy), got {got}; give what init(params) of "
+            f"that transformation returned (checkpoints: restore into it), with one scaled() around optax.chain or "
+            f"optax.partition, or the part that is meant"
         )
-    else:
-        msg = (
-            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy), got {len(found)}: one loss has one "
-            f"scale; put one scaled() around optax.chain or optax.partition, or give the part that is meant"
-        )
-    raise InvalidValueError(msg)
+        raise InvalidValueError(msg)
+    return found[0]
 
 
 def _arrays(fields: Iterable[object]) -> list[Any]:
@@ -295,7 +292,7 @@ def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs
     return optax.with_extra_args_support(tx)
 
 
-def _refuse_masked(tree: object) -> None:
+def _forbid_masked(tree: object) -> None:
     if trees.nodes(tree, optax.MaskedNode):
         msg = (
             "scaled() must not stand inside optax.masked, optax.partition or optax.freeze: the leaves that these keep "
@@ -315,16 +312,17 @@ def _most_spread(params: object) -> jax.Array:
 def _cast(params: T, dtype: DTypeLike | None) -> T:
     """Return parameters with their real floating leaves in a dtype, as the gradients come."""
 
-    def cast(leaf: Any) -> Any:
-        is_real = hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return leaf.astype(dtype) if is_real else leaf
+    def cast(leaf: object) -> object:
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.astype(dtype)
+        return leaf
 
     made: T = params if dtype is None else jax.tree.map(cast, params)
     return made
 
 
 def _require_same_dtypes(old: object, new: object) -> None:
-    """Refuse a step that changes the dtypes of a state, which no loop could carry."""
+    """Raise InvalidTypeError for a step that changes the dtypes of a state, which no loop could carry."""
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=False):
         dtypes = getattr(before, "dtype", None), getattr(after, "dtype", None)
         if None not in dtypes and dtypes[0] != dtypes[1]:
@@ -333,11 +331,6 @@ def _require_same_dtypes(old: object, new: object) -> None:
                 f"of the parameters: give gradients in the dtype of the parameters, or dtype=jnp.float32 to scaled()"
             )
             raise InvalidTypeError(msg)
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return an update as an array of JAX, which alone a skipped step keeps back; a float0 as it is."""
-    return leaf if getattr(leaf, "dtype", None) == jax.dtypes.float0 else jnp.asarray(leaf)
 
 
 def _negative_zeros(leaf: object) -> object:

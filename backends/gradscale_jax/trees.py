@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +15,21 @@ from gradscale import ScaleState
 from gradscale.core.messages import reading, shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["as_state", "nodes", "scale", "select", "strong", "unscale"]
+__all__ = ["as_state", "is_float0", "nodes", "scale", "select", "strong", "unscale"]
 
 T = TypeVar("T")
 
 
 def scale(outputs: T, state: ScaleState) -> T:
-    """Multiply outputs (a loss, or a pytree of arrays) by the scale; no host read, no collective.
+    """Multiply outputs by the scale as :func:`gradscale.scale` does, in any pytree that JAX knows.
 
     Parameters
     ----------
     outputs : pytree
-        Floating leaves are multiplied; integers and float0 pass through. InvalidTypeError for a leaf that is no array.
+        Python floats and NumPy arrays become JAX arrays. A 0-d array of half precision comes back as float32, but its
+        cotangent does not: differentiate a float32 loss, or bound the scale by 32768.
     state : ScaleState
         Gives the scale; unchanged.
-
-    Returns
-    -------
-    pytree
-        The same dtypes, except that a 0-d array of half precision comes back as float32, which holds a loss times
-        65536. Its cotangent does not: differentiate a float32 loss, or bound the scale by 32768. Python floats and
-        NumPy arrays become JAX arrays.
 
     Examples
     --------
@@ -45,31 +38,23 @@ def scale(outputs: T, state: ScaleState) -> T:
     >>> float(gradscale_jax.scale(jnp.float32(0.5), state))
     512.0
     """
-    leaves, rebuilt, _ = _parted(outputs)
+    leaves, structure = _flattened(outputs)
     leaves = [strong(leaf) if isinstance(leaf, float) else leaf for leaf in leaves]
-    scaled: T = rebuilt(gradscale.scale(leaves, as_state(state)))
+    scaled: T = structure.unflatten(gradscale.scale(leaves, as_state(state)))
     return scaled
 
 
 def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> tuple[T, jax.Array]:
-    """Divide gradients by the scale, and count the leaves that are not finite afterwards; no host read, no collective.
+    """Unscale gradients, and count the non-finite, as :func:`gradscale.unscale` does, in any pytree that JAX knows.
 
     Parameters
     ----------
     grads : pytree
-        Floating and complex leaves are divided; integers and float0 pass through and are not counted. InvalidTypeError
-        for a leaf that is no array.
+        Integers and float0 pass through and are not counted; leaves that are spread over a mesh count as wholes.
     state : ScaleState
         The state that the loss was scaled with; unchanged.
     dtype : dtype, optional
         Wanted dtype of real leaves, such as float32 for float16 parameters with float32 masters.
-
-    Returns
-    -------
-    grads : pytree
-        New arrays.
-    nonfinite : array
-        0-d int32: how many leaves hold an inf or NaN; under jit, leaves that are spread over a mesh count as wholes.
 
     Examples
     --------
@@ -79,13 +64,13 @@ def unscale(grads: T, state: ScaleState, *, dtype: DTypeLike | None = None) -> t
     >>> print(grads["w"], nonfinite)
     [0.25 0.25] 1
     """
-    leaves, rebuilt, _ = _parted(grads)
+    leaves, structure = _flattened(grads)
     unscaled, nonfinite = gradscale.unscale(leaves, as_state(state), dtype=dtype)
-    return rebuilt(unscaled), nonfinite
+    return structure.unflatten(unscaled), nonfinite
 
 
 def select(pred: jax.Array, on_true: T, on_false: T) -> T:
-    """Choose between two pytrees by a 0-d bool, leaf by leaf, without a host read; the arrays are new.
+    """Choose between two pytrees by a 0-d bool, leaf by leaf, as :func:`gradscale.select` does.
 
     Parameters
     ----------
@@ -94,11 +79,6 @@ def select(pred: jax.Array, on_true: T, on_false: T) -> T:
     on_true, on_false : pytree
         Of one structure, with equal dtypes and shapes leaf by leaf; others (functions) must be equal.
 
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        When ``pred`` is no 0-d bool array, or leaves differ in dtype; when they differ in shape, or the trees do.
-
     Examples
     --------
     >>> import gradscale_jax, jax.numpy as jnp
@@ -106,36 +86,32 @@ def select(pred: jax.Array, on_true: T, on_false: T) -> T:
     >>> print(gradscale_jax.select(jnp.asarray(False), stepped, params)["w"])
     [0. 0.]
     """
-    chosen, rebuilt, structure = _parted(on_true)
-    others, _, other_structure = _parted(on_false)
+    chosen, structure = _flattened(on_true)
+    others, other_structure = _flattened(on_false)
     if structure != other_structure:
         msg = f"trees must have one structure, got {structure} beside {other_structure}"
         raise InvalidValueError(msg)
-    selected: T = rebuilt(gradscale.select(pred, chosen, others))
+    without = [[None if is_float0(leaf) else leaf for leaf in leaves] for leaves in (chosen, others)]
+    made = zip(chosen, gradscale.select(pred, *without), strict=True)
+    selected: T = structure.unflatten([old if is_float0(old) else new for old, new in made])
     return selected
 
 
-def _parted(tree: object) -> tuple[list[object], Callable[[Iterable[object]], Any], PyTreeDef]:
-    """Return the leaves of a pytree but for float0, a function that puts others in their place, and the structure."""
-    try:
-        with reading("a pytree"):
+def _flattened(tree: object) -> tuple[list[object], PyTreeDef]:
+    """Return the leaves of a pytree, NumPy's as JAX's but for float0, and its structure."""
+    with reading("a pytree"):
+        try:
             leaves, structure = jax.tree.flatten(tree)
-    except InvalidTypeError as error:
-        if not isinstance(error.__cause__, RecursionError):
-            raise
-        msg = f"a pytree must not hold itself, nor be deeper than JAX can walk, got a {type(tree).__name__} that is"
-        raise InvalidValueError(msg) from error.__cause__
-    # A float0 is the gradient of an integer: a NumPy array without values.
-    is_float0 = [isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0 for leaf in leaves]
+        except RecursionError as error:
+            msg = f"a pytree must not hold itself, nor be deeper than JAX can walk, got a {type(tree).__name__} that is"
+            raise InvalidValueError(msg) from error
+    kept = [not isinstance(leaf, (np.ndarray, np.generic)) or is_float0(leaf) for leaf in leaves]
+    return [leaf if as_it_is else jnp.asarray(leaf) for leaf, as_it_is in zip(leaves, kept, strict=True)], structure
 
-    def rebuilt(new: Iterable[object]) -> Any:
-        made = iter(new)
-        return jax.tree.unflatten(
-            structure, [x if skip else next(made) for x, skip in zip(leaves, is_float0, strict=True)]
-        )
 
-    kept = [leaf for leaf, skip in zip(leaves, is_float0, strict=True) if not skip]
-    return [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in kept], rebuilt, structure
+def is_float0(leaf: object) -> bool:
+    """Tell whether a leaf is the gradient of an integer: a NumPy array without values."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
 
 
 def as_state(state: object) -> ScaleState:
