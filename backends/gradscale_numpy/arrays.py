@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ _SINGLE = np.dtype(np.float32)
 _ONLY_ARRAYS = frozenset([np.ndarray])
 # C-contiguous, Fortran-contiguous or not, the owner of its memory, aligned and writable.
 _OWN_AND_PLAIN = frozenset(0x0001 | fortran | 0x0004 | 0x0100 | 0x0400 for fortran in (0, 0x0002))
+_item = operator.methodcaller("item")
 _flags = operator.attrgetter("flags.num")
 
 _FAST_VARIABLE = "GRADSCALE_NUMPY_FAST"
@@ -84,7 +85,11 @@ class NumpyBackend(Backend):
 
     def peek(self, arrays: Sequence[NumpyArray], /) -> list[Any]:
         """Return the numbers in 0-d arrays."""
-        return [x.item() for x in arrays]
+        return list(map(_item, arrays))
+
+    def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
+        """Return a state with some fields replaced by numbers."""
+        return state._replace(**{name: np.array(x, getattr(state, name).dtype) for name, x in numbers.items()})
 
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""

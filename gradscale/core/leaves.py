@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -16,7 +18,7 @@ from gradscale.errors import InvalidTypeError
 
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
-_OTHERS = {Kind.INTEGRAL, Kind.UNKNOWN}
+_dtype = operator.attrgetter("dtype")
 _reading_leaves = reading("an array")
 
 
@@ -74,7 +76,8 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     """Tell thousands of floating arrays of one type and library by their few dtypes."""
     try:
         if len(set(map(type, leaves))) == 1 and is_array_api_obj(leaves[0]) and array_namespace(leaves[0]) is home:
-            return not [dtype for dtype in {x.dtype for x in leaves} if dtype_kind(dtype, home) in _OTHERS]
+            kinds = list(map(dtype_kind, set(map(_dtype, leaves)), itertools.repeat(home)))
+            return Kind.INTEGRAL not in kinds and Kind.UNKNOWN not in kinds
     except Exception:
         # A look at each leaf says which one cannot be read.
         return False
