@@ -17,8 +17,6 @@ from gradscale.core.summaries import layout_of
 from gradscale_cupy import launch
 from gradscale_cupy.availability import explained, forbid_capture
 
-__all__ = ["CupyBackend", "backend"]
-
 
 class CupyBackend(Backend):
     """Fused unscale for CuPy arrays: one launch for each device and pair of dtypes, and no wait for a device.

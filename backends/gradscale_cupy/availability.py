@@ -13,11 +13,6 @@ from cupy.cuda import runtime
 
 from gradscale.errors import BackendError, BackendNotAvailableError, CallOrderError
 
-__all__ = [
-    *("explained", "forbid_capture", "nccl_module", "nccl_package", "require_device", "require_nccl"),
-    "version_text",
-]
-
 # Of CUDA's runtime; if the driver has the same condition, it has the same number.
 _NO_DEVICE = 100
 _OLD_DRIVER = (35, 36, 222)  # for the runtime; for a call; for a compiled kernel

@@ -16,8 +16,6 @@ from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidValueError
 from gradscale_cupy.plan import CHUNK, Launch, plan, require_disjoint
 
-__all__ = ["Prepared", "clip", "prepare", "unscale"]
-
 # Threads of a block, as the kernels are compiled for.
 _THREADS = 256
 

@@ -16,8 +16,6 @@ from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.waiting import GroupWait, call_within, in_thread
 from gradscale_cupy.availability import explained, forbid_capture, nccl_module, require_nccl
 
-__all__ = ["NCCLCollectives", "NCCLGroupBackend", "backend"]
-
 nccl = nccl_module()
 
 # Seconds. The device has nothing to do while the host sleeps longer than the answer takes.

@@ -14,8 +14,6 @@ from gradscale.core import aliasing
 from gradscale.core.protocols import Array
 from gradscale.errors import SharedMemoryError
 
-__all__ = ["CHUNK", "KERNELS", "ROW", "Kind", "Launch", "Place", "plan", "require_disjoint"]
-
 CHUNK = 1 << 14
 """Elements of a chunk: 16 packs of 16 bytes for each of 256 threads, in float32."""
 

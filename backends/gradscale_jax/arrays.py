@@ -26,8 +26,6 @@ from gradscale.core.arithmetic import (
 from gradscale.core.summaries import summarize_arrays
 from gradscale.errors import InvalidTypeError
 
-__all__ = ["JaxBackend", "count_nonfinite"]
-
 _Arrays: TypeAlias = Sequence[jax.Array]
 
 

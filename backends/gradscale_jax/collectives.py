@@ -22,8 +22,6 @@ from gradscale.scaler import claim as claims
 from gradscale.scaler.claim import Call, Claim, Reason, reason_code
 from gradscale_jax import trees
 
-__all__ = ["AxisCollectives", "Verdict", "agree"]
-
 
 class AxisCollectives:
     """MAX all-reduces over one or several named axes, for use inside the function that they are mapped over.

@@ -23,8 +23,6 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict, agree
 
-__all__ = ["Scaled", "value_and_grad"]
-
 P = ParamSpec("P")
 V = TypeVar("V")
 G = TypeVar("G")

@@ -23,8 +23,6 @@ from gradscale.scaler.guard import checked_loss, guard_for
 from gradscale_jax import trees
 from gradscale_jax.collectives import Verdict, agree
 
-__all__ = ["ScaledOptimizerState", "scale_state", "scaled", "verdict_of"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from gradscale import ScaleState
 from gradscale.core.messages import reading, shown
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["as_state", "is_float0", "nodes", "scale", "select", "strong", "unscale"]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ from gradscale.core.summaries import Summary
 from gradscale.errors import InvalidValueError, SharedMemoryError
 from gradscale_numpy import kernels
 
-__all__ = ["NumpyBackend"]
-
 NumpyArray = NDArray[Any]
 UnscaleAll = Callable[[Sequence[NumpyArray], Sequence[NumpyArray], np.float32], int]
 

@@ -20,8 +20,6 @@ from gradscale_numpy import kernels
 with needs("gradscale_numpy.fast", "fast"):
     import numba
 
-__all__ = ["is_enabled", "unscale_all"]
-
 Array = NDArray[Any]
 
 # Arrays of one call: the call takes longer than a small array.

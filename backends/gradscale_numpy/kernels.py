@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from gradscale.core.summaries import Summary, join, layout_of, summaries_of, summarize_arrays
 
-__all__ = ["SMALL", "bits", "squared_norm", "summary_of", "unscale_all"]
-
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
 UnscaleBlock: TypeAlias = "Callable[[Array, Array, np.float32], bool | None]"

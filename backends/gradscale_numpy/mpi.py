@@ -26,8 +26,6 @@ with needs("gradscale_numpy.mpi", "mpi"):
         _msg = f"gradscale_numpy.mpi needs an MPI library, got: {_said}; load the cluster's, or {remedy('mpich')}"
         raise BackendNotAvailableError(_msg) from error
 
-__all__ = ["MPIBackend", "MPICollectives", "backend"]
-
 _Vector: TypeAlias = NDArray[Any]
 
 # Requests that are not done, also if they were given up, with the buffers that MPI still reads and writes.

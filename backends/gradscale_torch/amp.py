@@ -19,9 +19,9 @@ from torch.amp import GradScaler as TorchGradScaler
 import gradscale
 from gradscale import registry
 from gradscale.core import validation
+from gradscale.core.gradients import Request
 from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
-from gradscale.core.unscaling import Request
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
@@ -49,8 +49,6 @@ from gradscale_torch.hosts import (
     untraced,
     untraced_but_for_calls,
 )
-
-__all__ = ["GradScaler"]
 
 Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None

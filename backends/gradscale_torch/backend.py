@@ -12,10 +12,10 @@ from gradscale import Backend, DynamicScale, ScaleState
 from gradscale.core import arithmetic, gradients, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.backend import DoneRead, HostRead, require_values
+from gradscale.core.gradients import Collected, Listed, Request
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
-from gradscale.core.unscaling import Collected, Listed, Request
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices
@@ -38,8 +38,6 @@ from gradscale_torch.gradients import (
     values_of,
 )
 from gradscale_torch.stepping import stepping
-
-__all__ = ["TorchBackend"]
 
 Tensor = torch.Tensor
 

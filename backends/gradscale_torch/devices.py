@@ -14,18 +14,6 @@ import torch
 
 from gradscale.errors import CallOrderError
 
-__all__ = [
-    "NO_READS",
-    "Flags",
-    "TensorRead",
-    "combined",
-    "forbid_capture",
-    "integers",
-    "is_capturing",
-    "moved",
-    "would_wait",
-]
-
 Tensor = torch.Tensor
 Flags: TypeAlias = dict[torch.device, Tensor]
 """By device, a 0-d float32: 1 if a value that is not finite was found, else 0."""

@@ -14,9 +14,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import arithmetic, gradients
 from gradscale.core.aliasing import overlaps_itself
+from gradscale.core.gradients import Found, Home, Listed, Request
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Collectives, ScaleState
-from gradscale.core.unscaling import Found, Home, Listed, Request
 from gradscale.core.validation import SMALLEST_NORMAL
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError
 from gradscale_torch.devices import Flags, combined, is_capturing, moved, would_wait
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from gradscale_torch.groups import TorchCollectives
-
-__all__ = [
-    *("Groups", "Parameters", "Settings", "TensorGradients"),
-    *("count_nonfinite", "forbid_meta", "group_tensors", "groups_over", "inverse_of", "kernel_view", "local_tensor"),
-    *("meshes_of", "overlap", "require_norm", "unscale_in_place", "values_of"),
-]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
@@ -75,7 +69,7 @@ class Parameters:
 
 
 class TensorGradients:
-    """An optimizer's gradients on their way; see :class:`gradscale.core.unscaling.Gradients`.
+    """An optimizer's gradients on their way; see :class:`gradscale.core.gradients.Gradients`.
 
     Nothing is modified by collecting them, but for sparse float16 ones, which are coalesced.
     """

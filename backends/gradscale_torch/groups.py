@@ -32,8 +32,6 @@ from gradscale.errors import (
 from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll
 from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
-__all__ = ["Reduction", "TorchCollectives", "default_group", "is_lookalike", "seconds"]
-
 Tensor = torch.Tensor
 
 # Seconds in which the CPU polls before it sleeps, since it is woken late; other ranks on its core get their turn.

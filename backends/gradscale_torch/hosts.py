@@ -12,26 +12,15 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import gradscale
+from gradscale.core.gradients import Found
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.core.unscaling import Found
 from gradscale.errors import InvalidValueError
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 from gradscale.scaler.scaler import iteration_of
 from gradscale.scaler.verdict import Pending
 from gradscale_torch.devices import Flags, combined, moved
 from gradscale_torch.stepping import flag_of
-
-__all__ = [
-    "OptimizerState",
-    "OptimizerStates",
-    "as_torchs_pickle",
-    "as_torchs_state_dict",
-    "found_by_device",
-    "state_dict_of_pickle",
-    "untraced",
-    "untraced_but_for_calls",
-]
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")

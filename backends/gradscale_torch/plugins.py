@@ -16,8 +16,6 @@ with needs("gradscale_torch.plugins", "lightning"):
     from lightning.fabric.plugins import MixedPrecision as FabricsMixedPrecision
     from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
 
-__all__ = ["FabricMixedPrecision", "HeldSchedule", "MixedPrecision"]
-
 
 class MixedPrecision(TrainersMixedPrecision):
     """Lightning's plugin of this name for its Trainer, whose learning-rate schedules hold on skipped steps.

@@ -18,8 +18,6 @@ from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
 from gradscale_torch.amp import Device, GradScaler
 from gradscale_torch.groups import TorchCollectives
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     """A replacement of torch's ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.

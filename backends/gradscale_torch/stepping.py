@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 
+from gradscale.core.gradients import Request
 from gradscale.core.messages import warn_caller
-from gradscale.core.unscaling import Request
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.stepper import Step, within_the_step
 from gradscale.scaler.verdict import Pending
 from gradscale_torch import devices
 from gradscale_torch.devices import NO_READS, forbid_capture, is_capturing, moved
-
-__all__ = ["flag_of", "stepping"]
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 from array_api_compat import array_namespace, device, to_device
 
 from gradscale.core import arithmetic, summaries, tree
+from gradscale.core.gradients import Collected, Gradients, Listed, Request
 from gradscale.core.leaves import first_floating, floating_leaves, require_arrays
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.core.unscaling import Collected, Gradients, Listed, Request
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError
 
 _State = TypeVar("_State", bound=tuple[Any, ...])
@@ -254,9 +254,9 @@ class Backend:
         by_identity = {id(old): new for old, new in zip(chosen, multiply(chosen), strict=True)}
         return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
 
-    def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:
+    def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:  # noqa: ARG002
         """Return an optimizer's gradients; nothing is modified. ``listed`` keeps the parameters of optimizers."""
-        return Gradients(optimizer, listed, request)
+        return Gradients(optimizer, request)
 
     def stepping(self, step: Any) -> contextlib.AbstractContextManager[None] | None:  # noqa: ARG002
         """Return a context to make a ``Step`` in of an optimizer that skips by itself; None if the scaler decides."""

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
+from gradscale.core.gradients import Found, Listed, Request
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.unscaling import Found, Listed, Request
 from gradscale.errors import (
     BackendError,
     CallOrderError,

@@ -12,10 +12,10 @@ from typing import Any, TypeVar, Unpack
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
+from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.core.unscaling import Request
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from array_api_compat import array_namespace
 
 from gradscale.core.backend import HostRead
+from gradscale.core.gradients import Found
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
-from gradscale.core.unscaling import Found
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import HELD, LENGTH, Claim, Reason, Verdict, judged

@@ -11,7 +11,7 @@ from optimizers import Tree
 
 import gradscale
 from gradscale import BackendError, DynamicScale, GradScaler, InvalidTypeError, ShardedGradScaler, presets
-from gradscale.core.unscaling import Found
+from gradscale.core.gradients import Found
 from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Call, Claim
 from gradscale.scaler.state import LiveState
