@@ -14,16 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
-from gradscale.core.arithmetic import (
-    Kind,
-    check_real_dtype,
-    kind_of,
-    multiply_arrays,
-    reciprocal,
-    sum_of_squares,
-    widened,
-)
-from gradscale.core.summaries import summarize_arrays
+from gradscale.core import arithmetic, summaries
+from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, reciprocal, widened
 from gradscale.errors import InvalidTypeError
 
 _Arrays: TypeAlias = Sequence[jax.Array]
@@ -65,10 +57,7 @@ class JaxBackend(Backend):
             raise InvalidTypeError(msg)
 
     def placement(self, like: jax.Array, /) -> Sharding | None:
-        """Return where a 0-d array can be combined with ``like``; None for traced and uncommitted arrays.
-
-        If ``like`` is spread over a mesh, that is replicated over the mesh.
-        """
+        """Return where a 0-d array meets ``like``, over a mesh replicated; None for traced and uncommitted arrays."""
         if isinstance(like, jax.core.Tracer) or not like.committed:
             return None
         sharding = like.sharding
@@ -113,14 +102,10 @@ class JaxBackend(Backend):
     def unscale_with_squares(
         self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Like ``unscale``, and return the sum of the squares of all unscaled elements.
-
-        It is 0-d float64 with x64, else float32, on the state's device. Over the devices of a mesh the elements are
-        summed in another order than on one.
-        """
+        """Do what ``unscale`` does, and return the sum of the squares; over a mesh it is taken in another order."""
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         groups = [[*chosen.values()] for chosen in self._by_placement(unscaled).values()]
-        squares = [_sum_of_squares(group, group[0]) for group in groups]
+        squares = [sum_of_squares(group, group[0]) for group in groups]
         return unscaled, nonfinite, self._total(squares, state.scale, float)
 
     def multiply_in_place(self, arrays: _Arrays, factor: jax.Array, /) -> list[jax.Array]:
@@ -176,11 +161,11 @@ def _factor_and_divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     return joined
 
 
-_multiply = jax.jit(multiply_arrays)
+_multiply = jax.jit(arithmetic.multiply_arrays)
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
-_sum_of_squares = jax.jit(sum_of_squares)
+sum_of_squares = jax.jit(arithmetic.sum_of_squares)
 # Some dozens of calls are one, and no array is made of the size of the gradient.
-_summarize_one = jax.jit(lambda x: summarize_arrays([x], JaxBackend().bits))
+_summarize_one = jax.jit(lambda x: summaries.summarize_arrays([x], JaxBackend().bits))
 
 
 def count_nonfinite(arrays: _Arrays) -> jax.Array:

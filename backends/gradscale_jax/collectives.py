@@ -19,7 +19,6 @@ from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
-from gradscale.scaler.claim import Call, Claim, Reason, reason_code
 from gradscale_jax import trees
 
 
@@ -65,12 +64,8 @@ class AxisCollectives:
                 f"jax.vmap(axis_name=...) or jax.pmap maps over it, or leave axis_name out"
             )
             raise CallOrderError(msg) from error
+        self.rank = lax.axis_index(names)
         self._names = names
-
-    @property
-    def rank(self) -> jax.Array:
-        """0-d int32: position in the group; traced."""
-        return lax.axis_index(self._names)
 
     def start_max(self, x: jax.Array, /) -> Callable[[], jax.Array]:
         """Make an element-wise MAX all-reduce of a 1-d int32 array, when the compiler likes; the call returns it."""
@@ -145,12 +140,9 @@ class Verdict(NamedTuple):
 
         Raises
         ------
-        CallOrderError
-            For a traced verdict.
-        ScaleDesyncError
-            When the ranks held different states; it names the fields.
-        ScaleUnderflowError
-            When the policy's minimum was reached with ``at_min="raise"`` and gradients still overflow.
+        CallOrderError, ScaleDesyncError, ScaleUnderflowError
+            For a traced verdict; when the ranks held different states, whose fields it names; when the policy's minimum
+            was reached with ``at_min="raise"`` and gradients still overflow.
         """
         if any(isinstance(field, jax.core.Tracer) for field in self):
             msg = "check() reads from the device: call it outside of jit, on the verdict that the step returns"
@@ -211,7 +203,7 @@ def agree(
     """
     validation.policy(policy)
     state = trees.as_state(state)
-    words = claims.hash_of(Claim(Call.COMPILED, settings=claims.identify(policy)))
+    words = claims.hash_of(claims.Claim(claims.Call.COMPILED, settings=claims.identify(policy)))
     group = None if axis_name is None else AxisCollectives(axis_name)
     code: jax.Array | int = 0
     if spike is not None:
@@ -221,7 +213,9 @@ def agree(
                 f"{shown(spike)}: of several values give jnp.any(spike)"
             )
             raise InvalidTypeError(msg)
-        of_rank = reason_code(Reason.SPIKE, 0) - jnp.asarray(0 if group is None else group.rank, jnp.int32)
+        of_rank = claims.reason_code(claims.Reason.SPIKE, 0) - jnp.asarray(
+            0 if group is None else group.rank, jnp.int32
+        )
         code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
     backend = registry.backend_for(state.scale)
     message = claims.of_arrays(backend, policy, state, nonfinite, words, code=code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -85,12 +84,11 @@ def value_and_grad(
     allow_int : bool, default False
         Whether to differentiate by integers too, whose gradients are float0 and pass through.
     axis_name : str or tuple of str, optional
-        Named axes whose ranks agree: all step, or none does. One ``pmax`` of 72 bytes.
+        Named axes whose ranks agree by one ``pmax`` of 72 bytes: all step, or none does. CallOrderError if not bound.
     reduce : callable, optional
         Applied to the gradients while they are still scaled, such as
-        ``lambda grads: jax.lax.pmean(grads, "data")``: sums of small float16 numbers then do not vanish, and a sum that
-        overflows is found. Default: none; ``jax.shard_map`` has summed those of replicated parameters itself, and to
-        average them again is wrong, unless ``check_vma=False``.
+        ``lambda grads: jax.lax.pmean(grads, "data")``. Default: none; ``jax.shard_map`` has summed those of replicated
+        parameters itself, and to average them again is wrong, unless ``check_vma=False``.
     dtype : dtype, optional
         Wanted dtype of the real gradients, such as float32 for float16 parameters. Default: their own.
     filter : callable, optional
@@ -108,10 +106,8 @@ def value_and_grad(
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        When ``policy`` is no policy, or ``filter`` no function. From the function: when the loss is not a real floating
-        scalar, the state no ScaleState, or an argument holds more than can be differentiated by.
-    CallOrderError
-        From the function: when ``axis_name`` is not bound.
+        From the function: when the loss is no real floating scalar, the state no ScaleState, or an argument holds more
+        than can be differentiated by.
 
     Examples
     --------
@@ -134,9 +130,8 @@ def value_and_grad(
 
     def scaled_value_and_grad(state: ScaleState, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V]:
         state = trees.as_state(state)
-        positions = _positions(chosen, len(args))
         trained: list[object] = list(args)
-        for index in positions:
+        for index in _positions(chosen, len(args)):
             if filter is not None:
                 trained[index] = jax.tree.map(lambda leaf: leaf if filter(leaf) else None, args[index])
             _require_trainable(index, args[index], trained[index], allow_int=allow_int)
@@ -189,30 +184,21 @@ def _require_trainable(index: int, arg: object, trained: object, *, allow_int: b
         raise InvalidTypeError(msg)
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
         if not _is_differentiable(leaf, allow_int=allow_int):
-            got = f"{leaf.dtype}" if hasattr(leaf, "dtype") else f"{leaf!r}"
             msg = (
                 f"fun is differentiated by argument {index}, whose leaves must be floating or complex arrays, got "
-                f"{got} at {jax.tree_util.keystr(path) or 'its root'}: {_remedy(arg)}"
+                f"{getattr(leaf, 'dtype', repr(leaf))} at {jax.tree_util.keystr(path) or 'its root'}: say "
+                f"filter=eqx.is_inexact_array for equinox (and compile with eqx.filter_jit), or give params of "
+                f"params, static = eqx.partition(model, eqx.is_inexact_array) and call eqx.combine(params, static) in "
+                f"fun; with flax nnx {_OF_NNX}; for integers say allow_int=True"
             )
             raise InvalidTypeError(msg)
 
 
-_OF_EQUINOX = (
-    "say filter=eqx.is_inexact_array (and compile with eqx.filter_jit), or give params of "
-    "params, static = eqx.partition(model, eqx.is_inexact_array) and call eqx.combine(params, static) in fun"
-)
 _OF_NNX = (
     "give params of graphdef, params, others = nnx.split(model, nnx.Param, ...), call "
     "model = nnx.merge(graphdef, params, others, copy=True) in fun, and return nnx.split(model, nnx.Param, ...)[2] "
     "beside the loss with has_aux=True"
 )
-
-
-def _remedy(arg: object) -> str:
-    """Return the way out for an argument that holds more than parameters."""
-    if any(base.__module__.partition(".")[0] == "equinox" for base in type(arg).__mro__):
-        return _OF_EQUINOX
-    return f"for integers say allow_int=True; with equinox {_OF_EQUINOX}; with flax nnx {_OF_NNX}"
 
 
 def _changing_variables(tree: object) -> list[str]:
@@ -226,21 +212,17 @@ def _changing_variables(tree: object) -> list[str]:
 
 
 def _is_differentiable(leaf: object, *, allow_int: bool) -> bool:
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)
-    if isinstance(leaf, (bool, int)):
-        return allow_int
-    return isinstance(leaf, (float, complex)) or hasattr(leaf, "__jax_array__")
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        return allow_int or jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
+    return hasattr(leaf, "__jax_array__")
 
 
-def _require_loss(value: object, has_aux: bool) -> jax.Array:
+def _require_loss(value: Any, has_aux: bool) -> jax.Array:
     """Return the loss in the value of a user's function, as an array."""
-    loss = value
-    if has_aux:
-        if not (isinstance(value, (tuple, list)) and len(value) == 2):
-            msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
-            raise InvalidTypeError(msg)
-        loss = value[0]
+    if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
+        msg = f"with has_aux=True fun must return a pair (loss, aux), got {shown(value)}"
+        raise InvalidTypeError(msg)
+    loss = value[0] if has_aux else value
     if not isinstance(loss, (jax.Array, float, np.floating)):
         hint = ": say has_aux=True" if isinstance(loss, tuple) else ""
         msg = f"fun must return a scalar loss, got {shown(loss)}{hint}"
@@ -257,9 +239,9 @@ def _require_loss(value: object, has_aux: bool) -> jax.Array:
 
 def _limit(state: ScaleState, loss: jax.Array) -> ScaleState:
     """Return the state with a scale that the dtype of a loss can hold, as the first cotangent must."""
-    largest = float(jnp.finfo(loss.dtype).max)
+    info = jnp.finfo(loss.dtype)
+    largest = float(info.max)
     if largest >= validation.LARGEST_FLOAT32:
         return state
-    power = 2.0 ** (math.frexp(largest)[1] - 1)
     fits = state.scale <= jnp.full_like(state.scale, largest)
-    return state._replace(scale=jnp.where(fits, state.scale, jnp.full_like(state.scale, power)))
+    return state._replace(scale=jnp.where(fits, state.scale, jnp.full_like(state.scale, 2.0 ** (info.maxexp - 1))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from gradscale.scaler import checkpoint
 from gradscale_jax import trees
 
 keras = import_keras("jax")
+
+_Values: TypeAlias = Sequence[jax.Array]
 
 __all__ = ["ScaledOptimizer"]
 
@@ -40,8 +42,6 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
 
     Attributes
     ----------
-    policy : Policy
-        As given.
     scale_state : ScaleState
         The scale and its trackers, as arrays of JAX.
 
@@ -90,21 +90,11 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         return trees.scale(loss, self.scale_state)
 
     def stateless_apply(
-        self,
-        optimizer_variables: Sequence[jax.Array],
-        grads: Sequence[jax.Array | None],
-        trainable_variables: Sequence[jax.Array],
+        self, optimizer_variables: _Values, grads: Sequence[jax.Array | None], trainable_variables: _Values
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the next values of the weights and of this optimizer's variables; Keras's compiled step calls it.
+        """Return the next values of the weights and of this optimizer's ``variables``; Keras's compiled step calls it.
 
-        Parameters
-        ----------
-        optimizer_variables : sequence of array
-            The values of ``variables``.
-        grads : sequence of array or None
-            Of the scaled loss. If one holds an inf or NaN, all weights and the inner optimizer's variables stay.
-        trainable_variables : sequence of array
-            The values of the weights.
+        If a gradient holds an inf or NaN, all weights and the inner optimizer's variables stay.
         """
         inner = self.inner_optimizer
         with keras.StatelessScope(list(zip(self.variables, optimizer_variables, strict=True))) as scope:
@@ -124,10 +114,9 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             raise InvalidValueError(msg)
         if not self.built:
             self.build(trainable_variables)
-        variables = [*trainable_variables, *self.variables]
-        values = [variable.value for variable in self.variables]
-        weights, values = self.stateless_apply(values, grads, [one.value for one in trainable_variables])
-        for variable, value in zip(variables, [*weights, *values], strict=True):
+        before = [[variable.value for variable in those] for those in (self.variables, trainable_variables)]
+        weights, values = self.stateless_apply(before[0], grads, before[1])
+        for variable, value in zip([*trainable_variables, *self.variables], [*weights, *values], strict=True):
             variable.assign(value)
 
     def get_config(self) -> dict[str, object]:

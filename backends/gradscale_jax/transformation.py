@@ -13,14 +13,14 @@ from jax.typing import DTypeLike
 
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core import validation
-from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, sum_of_squares
+from gradscale.core.arithmetic import check_real_dtype, is_floating
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
-from gradscale.core.validation import LARGEST_INT32
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.spikes import SpikeState, empty_windows
 from gradscale.scaler.guard import checked_loss, guard_for
 from gradscale_jax import trees
+from gradscale_jax.arrays import JaxBackend, sum_of_squares
 from gradscale_jax.collectives import Verdict, agree
 
 T = TypeVar("T")
@@ -76,8 +76,7 @@ def scaled(
     policy : Policy
         Such as ``gradscale.DynamicScale()``.
     axis_name : str or tuple of str, optional
-        Named axes of ``jax.shard_map`` whose ranks agree: all step, or none does. One ``pmax`` of 72 bytes. Default:
-        none, which is right under plain jit, whose gradients are whole arrays.
+        As for :func:`gradscale_jax.value_and_grad`. Default: none, which is right under plain jit.
     dtype : dtype, optional
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters, such
         as float32 for float16 parameters. Default: that of each gradient.
@@ -98,22 +97,17 @@ def scaled(
     Raises
     ------
     InvalidTypeError
-        When ``tx`` is no transformation, ``policy`` no policy, or ``skip`` no SkipSpikes; from ``update``: for a state
-        of another transformation, for leaves that are no arrays, for a loss that is no number, or when the dtypes of
-        the state of ``tx`` change in a step.
+        From ``update``: for a state of another transformation, for leaves that are no arrays, for a loss that is no
+        number, or when the dtypes of the state of ``tx`` change in a step.
     InvalidValueError
-        From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: for a ``dtype`` that is
-        not real floating; when it stands inside ``optax.masked`` or ``optax.partition``, which would let other
-        gradients pass as they are, still scaled; or inside another one.
-    CallOrderError
-        From ``update``: when ``axis_name`` is not bound.
+        From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: when it stands inside
+        another one, or inside ``optax.masked`` or ``optax.partition``, which would leave other gradients scaled.
 
     Notes
     -----
     Scale a float32 loss: the first cotangent of a float16 one cannot hold 65536. Let it be the outermost
-    transformation. What precedes it in an ``optax.chain`` sees scaled gradients, and what follows it sees a skipped
-    step as a step with zero updates. ``optax.MultiSteps`` and ``optax.apply_if_finite`` around it hide overflows
-    from it, or keep them for good.
+    transformation: what precedes it in a chain sees scaled gradients, what follows it sees a skipped step as zero
+    updates, and ``optax.MultiSteps`` and ``optax.apply_if_finite`` around it hide overflows, or keep them for good.
 
     Examples
     --------
@@ -166,11 +160,10 @@ def scaled(
             # A skipped step keeps arrays of JAX back, and no others.
             inner_updates = jax.tree.map(lambda x: x if trees.is_float0(x) else jnp.asarray(x), inner_updates)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
-        taken, held = verdict.finite, verdict.desynced
+        taken, held = verdict.taken, jnp.logical_or(verdict.desynced, verdict.spike)
         if skip is not None and windows is not None:
-            taken, held = verdict.taken, jnp.logical_or(held, verdict.spike)
             windows = skip.learn(windows, jnp.where(verdict.finite, values, jnp.nan), skipped=verdict.spike)
-        is_counted = jnp.logical_and(jnp.logical_not(taken), state.skipped < LARGEST_INT32)
+        is_counted = jnp.logical_and(jnp.logical_not(taken), state.skipped < validation.LARGEST_INT32)
         return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
             trees.select(held, state.scale_state, updated),
             trees.select(taken, inner_state, state.inner_state),
@@ -264,8 +257,8 @@ def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -
         number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
         found["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
     if "norm" in rule.of:
-        leaves = [x for x in jax.tree.leaves(grads) if kind_of(x) in (Kind.HALF, Kind.WIDE, Kind.COMPLEX)]
-        found["norm"] = jnp.sqrt(_sum_of_squares(leaves, windows.values)).astype(jnp.float32)
+        leaves = [x for x in jax.tree.leaves(grads) if is_floating(x)]
+        found["norm"] = jnp.sqrt(sum_of_squares(leaves, windows.values)).astype(jnp.float32)
     if not found:
         msg = f"{rule!r} judges losses alone, and got none: call update(grads, opt_state, params, value=loss)"
         raise InvalidValueError(msg)
@@ -273,10 +266,6 @@ def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -
     values = jnp.stack([found.get(name, unknown) for name in rule.of])
     is_known = np.asarray([name in found for name in rule.of])
     return values, jnp.any(jnp.logical_and(rule.judge(windows, values), is_known))
-
-
-# Under jit it is a part of the step.
-_sum_of_squares = jax.jit(sum_of_squares)
 
 
 def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs:
@@ -302,9 +291,8 @@ def _forbid_masked(tree: object) -> None:
 
 def _most_spread(params: object) -> jax.Array:
     """Return the leaf on the most devices, where the scale belongs."""
-    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    committed = [leaf for leaf in leaves if not isinstance(leaf, jax.core.Tracer) and leaf.committed]
-    return max(committed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
+    placed = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and JaxBackend().placement(x) is not None]
+    return max(placed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
 
 
 def _cast(params: T, dtype: DTypeLike | None) -> T:

@@ -103,8 +103,8 @@ def _flattened(tree: object) -> tuple[list[object], PyTreeDef]:
         except RecursionError as error:
             msg = f"a pytree must not hold itself, nor be deeper than JAX can walk, got a {type(tree).__name__} that is"
             raise InvalidValueError(msg) from error
-    kept = [not isinstance(leaf, (np.ndarray, np.generic)) or is_float0(leaf) for leaf in leaves]
-    return [leaf if as_it_is else jnp.asarray(leaf) for leaf, as_it_is in zip(leaves, kept, strict=True)], structure
+    leaves = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) and not is_float0(x) else x for x in leaves]
+    return leaves, structure
 
 
 def is_float0(leaf: object) -> bool:
