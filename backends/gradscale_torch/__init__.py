@@ -1,6 +1,6 @@
 """torch tensors, torch.distributed groups, and replacements of torch's scalers for gradscale."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradscale.extras import needs
 
@@ -16,12 +16,11 @@ __all__ = ["GradScaler", "ShardedGradScaler", "TorchBackend", "backend"]
 backend = TorchBackend()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     # torch's class of this name, which it derives from, takes a second to import.
-    if name != "ShardedGradScaler":
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    from gradscale_torch.sharded import ShardedGradScaler
+    if name == "ShardedGradScaler":
+        from gradscale_torch.sharded import ShardedGradScaler
 
-    globals()[name] = ShardedGradScaler
-    return ShardedGradScaler
+        return ShardedGradScaler
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

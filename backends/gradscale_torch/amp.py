@@ -37,7 +37,7 @@ from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices
 from gradscale_torch.backend import TorchBackend
-from gradscale_torch.devices import Flags, moved
+from gradscale_torch.devices import moved
 from gradscale_torch.gradients import Settings
 from gradscale_torch.groups import is_lookalike
 from gradscale_torch.hosts import (
@@ -47,13 +47,14 @@ from gradscale_torch.hosts import (
     found_by_device,
     state_dict_of_pickle,
     untraced,
-    untraced_but_for_calls,
 )
 
 Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None
 Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
+
+_calls_traced = functools.partial(untraced, recursive=False)
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NOT_CALLED = {
@@ -92,6 +93,28 @@ def _setting(name: str, default: float = 1.0) -> property:
 
     def replace(scaler: GradScaler, value: float) -> None:
         _live(scaler).replace_setting(name, value)
+
+    return property(get, replace)
+
+
+def _field(name: str) -> property:
+    """Return a property for a field of the state, 0-d, the same tensor after ``update``; None before ``scale``."""
+
+    def get(scaler: GradScaler) -> Tensor | None:
+        state = _live(scaler).state
+        return None if state is None else getattr(state, name)
+
+    def replace(scaler: GradScaler, value: Tensor) -> None:
+        if not isinstance(value, Tensor):
+            msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
+            raise InvalidTypeError(msg)
+        iteration, live = iteration_of(scaler), _live(scaler)
+        field: Tensor = getattr(live.current(value), name)
+        fitting = moved(value, field.device, dtype=field.dtype)
+        live.replace_field(name, fitting.reshape(()) if fitting.shape else fitting)
+        # Gradients under way are unscaled with it, as by torch's scalers.
+        if iteration.state is not None:
+            iteration.state = live.state
 
     return property(get, replace)
 
@@ -268,7 +291,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
 
-    @untraced_but_for_calls
+    @_calls_traced
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
@@ -393,26 +416,6 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     # Read by apex, NeMo, accelerate, Composer and torch's own fused optimizers, beyond torch's public methods.
 
     @property
-    def _scale(self) -> Tensor | None:
-        """The scale, 0-d float32; None before the first ``scale``. Kept by identity through ``update``."""
-        state = _live(self).state
-        return None if state is None else state.scale
-
-    @_scale.setter
-    def _scale(self, value: Tensor) -> None:
-        _replace_field(self, "scale", value)
-
-    @property
-    def _growth_tracker(self) -> Tensor | None:
-        """The number of clean steps in a row, 0-d int32; None before the first ``scale``."""
-        state = _live(self).state
-        return None if state is None else state.growth_tracker
-
-    @_growth_tracker.setter
-    def _growth_tracker(self, value: Tensor) -> None:
-        _replace_field(self, "growth_tracker", value)
-
-    @property
     def _per_optimizer_states(self) -> OptimizerStates:
         return OptimizerStates(self)
 
@@ -446,6 +449,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         tracker = validation.integer("_init_growth_tracker", value, 0, validation.LARGEST_INT32)
         _live(self).replace_first("growth_tracker", tracker)
 
+    _scale = _field("scale")
+    _growth_tracker = _field("growth_tracker")
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval", 1)
@@ -459,7 +464,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         live.current(torch.empty((), device=dev))
         iteration_of(self).mistakes.knows_unscaled_loss = True
 
-    def _judge(self, optimizer: Optimizer) -> Flags:
+    def _judge(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""
         iteration = iteration_of(self)
         turn = iteration.turn_of(optimizer)
@@ -475,7 +480,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge)
 
-    def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
+    def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = iteration_of(self)
         return found_by_device(iteration, iteration.turn_of(optimizer))
@@ -534,20 +539,6 @@ def _wrapped(group: object, timeout: float) -> object:
     # An int is what new_group() gives to ranks that are not in it.
     is_torchs = isinstance(group, int) or is_lookalike(group)
     return registry.get("torch").collectives(group, timeout=timeout) if is_torchs else group
-
-
-def _replace_field(replacement: GradScaler, name: str, value: Tensor) -> None:
-    """Put a tensor of a framework's in the place of a field, by identity if it fits."""
-    if not isinstance(value, Tensor):
-        msg = f"_{name} must be a tensor, got {shown(value)}: to begin anew, load a state dict or make a new scaler"
-        raise InvalidTypeError(msg)
-    iteration, live = iteration_of(replacement), _live(replacement)
-    field: Tensor = getattr(live.current(value), name)
-    fitting = moved(value, field.device, dtype=field.dtype)
-    live.replace_field(name, fitting.reshape(()) if fitting.shape else fitting)
-    # Gradients under way are unscaled with it, as by torch's scalers.
-    if iteration.state is not None:
-        iteration.state = live.state
 
 
 def _live(replacement: GradScaler) -> LiveState:

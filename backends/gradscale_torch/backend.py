@@ -37,6 +37,7 @@ from gradscale_torch.gradients import (
     unscale_in_place,
     values_of,
 )
+from gradscale_torch.groups import TorchCollectives
 from gradscale_torch.stepping import stepping
 
 Tensor = torch.Tensor
@@ -45,7 +46,6 @@ _CPU = torch.device("cpu")
 # What the kernel is told that adapts a state of the CPU.
 _FOUND = torch.zeros((), device=_CPU), torch.ones((), device=_CPU)
 _PLAIN = {Tensor, torch.nn.Parameter}
-_NARROW = (torch.float16, torch.bfloat16)
 
 # Bytes of one block: few enough to stay in a cache, and many enough to hide what a call costs.
 _BLOCK = 1 << 18
@@ -86,8 +86,6 @@ class TorchBackend(Backend):
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
         """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
-        from gradscale_torch.groups import TorchCollectives
-
         return TorchCollectives(group, timeout)
 
     def read(self, x: Tensor, /) -> list[int]:
@@ -180,7 +178,7 @@ class TorchBackend(Backend):
             return arithmetic.unscale_arrays(grads, state, dtype=dtype, out=out)
         with torch.no_grad():
             _require_disjoint(grads, out)
-            if not all(map(_fits, grads, out)):
+            if any(grad.dtype != target.dtype for grad, target in zip(grads, out, strict=True)):
                 made, nonfinite = arithmetic.unscale_arrays(grads, state, out=out)
                 for target, new in zip(out, made, strict=True):
                     target.copy_(new)
@@ -346,13 +344,8 @@ def _scaled(leaf: object, multiply: _Multiply) -> object:
     raise InvalidValueError(msg)
 
 
-def _fits(grad: Tensor, target: Tensor) -> bool:
-    """Tell whether copying a gradient first and unscaling the copy gives the same bits."""
-    return grad is target or grad.dtype == target.dtype or (target.dtype == torch.float32 and grad.dtype in _NARROW)
-
-
 def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Refuse strided tensors to be written that share memory: in themselves, or with other tensors."""
+    """Raise SharedMemoryError for strided tensors to be written that share memory, in themselves or with others."""
     plain = {number: one for number, one in numbered(grads, out).items() if type(one) in _PLAIN and _has_memory(one)}
     spans: dict[int | None, list[tuple[Span, int]]] = {}
     for number, one in plain.items():

@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._utils import _flatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscale.core import arithmetic, gradients
@@ -20,11 +21,7 @@ from gradscale.core.protocols import Collectives, ScaleState
 from gradscale.core.validation import SMALLEST_NORMAL
 from gradscale.errors import InvalidTypeError, InvalidValueError, SharedMemoryError
 from gradscale_torch.devices import Flags, combined, is_capturing, moved, would_wait
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from gradscale_torch.groups import TorchCollectives
+from gradscale_torch.groups import TorchCollectives
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
@@ -271,11 +268,7 @@ def groups_over(optimizer: Optimizer, meshes: Sequence[DeviceMesh], timeout: flo
             f"group over all of them, such as torch.distributed.group.WORLD), or use an optimizer for each mesh"
         )
         raise InvalidValueError(msg)
-    if not meshes:
-        return ()
-    from gradscale_torch.groups import TorchCollectives
-
-    return [TorchCollectives(meshes[0], timeout)]
+    return [TorchCollectives(mesh, timeout) for mesh in meshes]
 
 
 def forbid_meta(groups: Groups) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import math
 import os
@@ -12,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,7 @@ from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
 Tensor = torch.Tensor
 
-# Seconds in which the CPU polls before it sleeps, since it is woken late; other ranks on its core get their turn.
-_SOON = 2e-3
-# Seconds. Signals, Ctrl-C among them, are seen between two slices.
-_SLICE = timedelta(seconds=0.1)
-# Seconds between two looks at a device, which has nothing to do while the CPU sleeps longer than the answer takes.
+# Seconds between two looks at a reduction: a device has nothing to do while the CPU sleeps longer than it takes.
 _LONGEST_PAUSE = 2e-4
 # Seconds that the end of a group on an accelerator may take, since it may wait for ranks that are gone.
 _ABORTING = 10.0
@@ -98,32 +95,22 @@ class TorchCollectives:
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
-    @property
-    def is_of_present_world(self) -> bool:
-        """Whether the group that was looked up has not been destroyed."""
-        return self._group is not None and is_alive(self._group.group)
-
     def start_max(self, x: Array, /) -> Reduction:
         """Begin an element-wise MAX all-reduce of 1-d int32; calling the result finishes it.
 
         The buffer is on the array's own device if the group carries it, else on the CPU or the group's accelerator.
         """
         group = self._usable()
-        sent = x if isinstance(x, Tensor) else _as_tensor(x)
-        if sent.dtype != torch.int32 or sent.ndim != 1:
-            msg = f"only 1-d int32 arrays are reduced, got {sent.ndim}-d {sent.dtype}"
+        if x.ndim != 1 or str(x.dtype).rpartition(".")[2] != "int32":
+            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
             raise InvalidValueError(msg)
-        where = self._travels_on(sent.device, group)
+        sent = x if isinstance(x, Tensor) else _as_tensor(x)
+        where = travels_on(self._carriers, sent.device, group.group)
+        if where != sent.device:
+            forbid_capture(where if sent.device.type == "cpu" else sent.device, _OF_THE_DEVICE)
         # It is sent, and then receives the result.
         buffer = sent.to(where, copy=True, memory_format=torch.contiguous_format)
         return Reduction(self, group, self.reduce(group, buffer), buffer, x)
-
-    def _travels_on(self, device: torch.device, group: GroupWait) -> torch.device:
-        """Return where what is on a device travels; no graph may be captured there."""
-        where = travels_on(self._carriers, device, group.group)
-        if where != device:
-            forbid_capture(where if device.type == "cpu" else device, _OF_THE_DEVICE)
-        return where
 
     @property
     def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
@@ -142,7 +129,7 @@ class TorchCollectives:
         total: Tensor = Reduction(self, group, work, buffer, x)()
         return total.reshape(())
 
-    def reduce(self, group: GroupWait, buffer: Tensor, operation: Literal["MAX", "SUM"] = "MAX") -> dist.Work:
+    def reduce(self, group: GroupWait, buffer: Tensor, operation: str = "MAX") -> dist.Work:
         """Start an all-reduce in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
@@ -161,25 +148,18 @@ class TorchCollectives:
             _under_way[id(work)] = (work, buffer, group.group)
         return work
 
-    def finish(self, group: GroupWait, work: dist.Work, where: torch.device) -> None:
-        """Make the CPU wait until a reduction on some device is done, it fails, or the time is over."""
+    def finish(self, group: GroupWait, work: dist.Work) -> None:
+        """Make the CPU wait until a reduction is done, it fails, or the time is over."""
         group.require_usable()
         if self._is_lookalike:
             # All that it must have is wait().
             group.run(work.wait)
         else:
-            # UCC waits without looking at the time; accelerators do not wait at all.
-            is_polled = where.type != "cpu" or self._carriers["cpu"] == "ucc"
-            group.run(self._wait, group, work, is_polled)
+            # Some wait without looking at signals and the time, and accelerators do not wait at all.
+            group.run(group.until, work.is_completed, longest_pause=_LONGEST_PAUSE)
+            # Raises its failure.
+            group.run(work.wait)
         _under_way.pop(id(work), None)
-
-    def _wait(self, group: GroupWait, work: dist.Work, is_polled: bool) -> None:
-        if is_polled:
-            group.until(work.is_completed, longest_pause=_LONGEST_PAUSE)
-        elif not poll(work.is_completed, min(_SOON, self._timeout)):
-            group.until(lambda: _is_over(work))
-        # Raises its failure.
-        work.wait()
 
     def example(self) -> Tensor:
         """Return a 0-d float32 tensor on a device of the group, for a rank that never has an array."""
@@ -207,11 +187,10 @@ class TorchCollectives:
     def _resolve(self) -> GroupWait:
         group = _resolved(self._asked, self._timeout)
         self._carriers = carriers(group)
-        self._is_gloo_on_cpu = self._carriers.get("cpu") == "gloo"
         self._is_lookalike = self._carriers.get("cpu") == _LOOKALIKE
         self.rank, self.size = group.rank(), group.size()
         # gloo's own clock goes on while the process is suspended, so its time is never over.
-        timeout = math.inf if self._is_gloo_on_cpu else self._timeout + _LATER
+        timeout = math.inf if self._carriers.get("cpu") == "gloo" else self._timeout + _LATER
         self._librarys_timeout = timedelta(seconds=seconds(timeout))
         where = f"rank {self.rank} of {self.size}"
         self._group = GroupWait(
@@ -243,32 +222,17 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
         error.add_note(f"the process group could not be aborted: {failure}: end this process")
 
 
-def _is_over(work: dist.Work) -> bool:
-    """Wait for a reduction for a slice of time, and tell whether it is done or has failed."""
-    try:
-        work.wait(_SLICE)
-    except RuntimeError:
-        return work.is_completed()
-    return True
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Reduction:
     """A reduction under way. Calling it finishes it and returns the result."""
 
-    __slots__ = ("_buffer", "_collectives", "_group", "_is_done", "_result", "_work", "_x")
-
-    def __init__(
-        self,
-        collectives: TorchCollectives,
-        group: GroupWait,
-        work: dist.Work,
-        buffer: Tensor,
-        x: Array,
-    ) -> None:
-        self._collectives, self._group, self._work = collectives, group, work
-        self._buffer, self._x = buffer, x
-        self._is_done = False
-        self._result: Array = None
+    _collectives: TorchCollectives
+    _group: GroupWait
+    _work: dist.Work
+    _buffer: Tensor
+    _x: Array
+    _is_done: bool = False
+    _result: Array = None
 
     def __call__(self) -> Array:
         """Return the result; on an accelerator the stream and not the CPU waits for the ranks."""
@@ -285,7 +249,7 @@ class Reduction:
     def wait(self) -> None:
         """Make the CPU wait for the ranks, on any device."""
         if not self._is_done:
-            self._collectives.finish(self._group, self._work, self._buffer.device)
+            self._collectives.finish(self._group, self._work)
             self._is_done = True
 
     def _order(self) -> None:
@@ -309,14 +273,10 @@ def _forget_what_is_done() -> None:
 
 def _as_tensor(x: Array) -> Tensor:
     """Return an array of another library as a tensor, by DLPack or through the CPU."""
-    xp = array_namespace(x)
-    if x.dtype != xp.int32 or x.ndim != 1:
-        msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
-        raise InvalidValueError(msg)
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] == _CPU_IN_DLPACK:
         # torch takes no read-only memory by DLPack, and ends the process at a negative stride.
         return integers(registry.backend_for(x).read(x), _CPU)
-    return from_dlpack(xp.asarray(x, copy=True))
+    return from_dlpack(array_namespace(x).asarray(x, copy=True))
 
 
 def _like(values: Tensor, x: Array) -> Array:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MappingProxyType
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -25,38 +25,30 @@ from gradscale_torch.stepping import flag_of
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCHS_KEYS = ("scale", *_FACTORS, "_growth_tracker")
 # For optimizers whose flags there are none to write to.
-_NO_FLAGS = cast(Flags, MappingProxyType({}))
+_NO_FLAGS: Mapping[torch.device, torch.Tensor] = MappingProxyType({})
 
 # How the compiler treats a frame and those that it calls; not there in every version of torch.
 _compiler: Any = torch._C._dynamo.eval_frame
-_IS_ASKED = hasattr(_compiler, "set_code_exec_strategy")
 
-_Method = TypeVar("_Method", bound=Callable[..., object])
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 
 
-def untraced(method: _Method) -> _Method:
+def untraced(method: Callable[_Arguments, _Returned], *, recursive: bool = True) -> Callable[_Arguments, _Returned]:
     """Return a method that torch.compile does not look into: bookkeeping on the CPU, and a few kernels.
 
-    Torch's own optimizers are decorated like this. ``torch.compiler.disable`` would do the same, but imports the
-    compiler at once, which takes seconds, instead of at the first call.
+    If not ``recursive`` it compiles the functions that the method calls. Torch's own optimizers are decorated like
+    this. ``torch.compiler.disable`` would do the same, but imports the compiler at once, which takes seconds, instead
+    of at the first call.
     """
-    return _skipped(method, recursive=True)
-
-
-def untraced_but_for_calls(method: _Method) -> _Method:
-    """Return a method that torch.compile does not look into, though it compiles the functions that the method calls."""
-    return _skipped(method, recursive=False)
-
-
-def _skipped(method: _Method, *, recursive: bool) -> _Method:
-    if not _IS_ASKED:
-        return cast(_Method, _disable_dynamo(method, recursive=recursive))
+    if not hasattr(_compiler, "set_code_exec_strategy"):
+        wrapped: Callable[_Arguments, _Returned] = _disable_dynamo(method, recursive=recursive)
+        return wrapped
     # As a mark of the function's code it costs nothing if nothing is compiled; a wrapper would.
     skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT
-    function = cast("FunctionType", method)
     strategy = _compiler._FrameExecStrategy(skip, skip if recursive else default)
-    _compiler.set_code_exec_strategy(function.__code__, strategy)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _compiler.set_code_exec_strategy(method.__code__, strategy)
+    vars(method)["_torchdynamo_disable"] = True
     return method
 
 
@@ -71,29 +63,23 @@ def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | 
     if not scaler.is_enabled():
         return {"_device": device, "_enabled": False}
     saved = scaler.state_dict()
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
     return {
         "_device": device,
         "_enabled": True,
         "_init_scale": saved["scale"],
-        "_scale": None,
-        "_growth_factor": scaler.get_growth_factor(),
-        "_backoff_factor": scaler.get_backoff_factor(),
-        "_growth_interval": scaler.get_growth_interval(),
         "_init_growth_tracker": saved["_growth_tracker"],
+        "_scale": None,
         "_growth_tracker": None,
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
+        **{f"_{name}": factor for name, factor in zip(_FACTORS, factors, strict=True)},
     }
 
 
 def state_dict_of_pickle(kept: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict of one of torch's scalers from the attributes that it pickles."""
-    return {
-        "scale": kept["_init_scale"],
-        "growth_factor": kept["_growth_factor"],
-        "backoff_factor": kept["_backoff_factor"],
-        "growth_interval": kept["_growth_interval"],
-        "_growth_tracker": kept["_init_growth_tracker"],
-    }
+    factors = {name: kept[f"_{name}"] for name in _FACTORS}
+    return {"scale": kept["_init_scale"], **factors, "_growth_tracker": kept["_init_growth_tracker"]}
 
 
 def _is_torchs(policy: Policy) -> bool:
@@ -115,7 +101,7 @@ class Shown:
         return (combined(self.flags, self._home) != 0).to(torch.float32) if self.flags else None
 
 
-def found_by_device(iteration: Iteration, turn: Turn) -> Flags:
+def found_by_device(iteration: Iteration, turn: Turn) -> Mapping[torch.device, torch.Tensor]:
     """Return the agreed verdict for each device of an optimizer's gradients, or for the scale's without any."""
     shown = shown_of(iteration, turn)
     return _NO_FLAGS if shown is None else shown.flags

@@ -40,7 +40,7 @@ def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
             )
             return _grad_scaler_step(step)
         return _fused_step(step)
-    if live.state is not None and live.state.scale.device.type != "cpu" and step.closure is None:
+    if live.state is not None and step.closure is None:
         forbid_capture(live.state.scale.device, NO_READS)
     return None
 
