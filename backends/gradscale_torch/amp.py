@@ -25,36 +25,21 @@ from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
-from gradscale.scaler.scaler import (
-    agree_over,
-    assemble,
-    call_of,
-    iteration_of,
-    record_disabled,
-    step_of,
-)
+from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, record_disabled, step_of
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
-from gradscale_torch import devices
+from gradscale_torch import devices, hosts
 from gradscale_torch.backend import TorchBackend
 from gradscale_torch.devices import moved
 from gradscale_torch.gradients import Settings
 from gradscale_torch.groups import is_lookalike
-from gradscale_torch.hosts import (
-    OptimizerStates,
-    as_torchs_pickle,
-    as_torchs_state_dict,
-    found_by_device,
-    state_dict_of_pickle,
-    untraced,
-)
 
 Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None
 Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
 
-_calls_traced = functools.partial(untraced, recursive=False)
+_calls_traced = functools.partial(hosts.untraced, recursive=False)
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NOT_CALLED = {
@@ -227,7 +212,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     # The iteration.
 
-    @untraced
+    @hosts.untraced
     def scale(self, outputs: _Outputs, *, loss: Tensor | float | None = None) -> _Outputs:
         """Multiply a loss, or containers of tensors, by the scale.
 
@@ -252,7 +237,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """
         return super().scale(outputs, loss=loss)
 
-    @untraced
+    @hosts.untraced
     @takes()
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
         """Divide an optimizer's gradients by the scale and judge them; at most once in an iteration.
@@ -342,7 +327,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
                 step.around = None
         return step.returned
 
-    @untraced
+    @hosts.untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, in place, to this iteration's verdicts, and begin the next iteration.
 
@@ -360,12 +345,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """
         super().update(new_scale)
 
-    @untraced
+    @hosts.untraced
     def refuse(self, optimizer: Optimizer) -> None:
         """Skip the next step of an optimizer on all ranks; as :meth:`gradscale.GradScaler.refuse`."""
         super().refuse(optimizer)
 
-    @untraced
+    @hosts.untraced
     def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
         """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
 
@@ -394,13 +379,13 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain Python values; empty when disabled. One host read."""
-        return as_torchs_state_dict(super().state_dict(), _live(self).policy)
+        return hosts.as_torchs_state_dict(super().state_dict(), _live(self).policy)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes that torch's scalers pickle, and under one more key the rest, without tensors."""
         kept = super().__getstate__()
         kept.pop("process_group", None)
-        return as_torchs_pickle(self, self._device) | {"gradscale": kept}
+        return hosts.as_torchs_pickle(self, self._device) | {"gradscale": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle of one of these or of torch's."""
@@ -411,18 +396,18 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
             return
         self.__dict__.update(type(self)(state["_device"], enabled=state["_enabled"]).__dict__)
         if state["_enabled"]:
-            self.load_state_dict(state_dict_of_pickle(state))
+            self.load_state_dict(hosts.state_dict_of_pickle(state))
 
     # Read by apex, NeMo, accelerate, Composer and torch's own fused optimizers, beyond torch's public methods.
 
     @property
-    def _per_optimizer_states(self) -> OptimizerStates:
-        return OptimizerStates(self)
+    def _per_optimizer_states(self) -> hosts.OptimizerStates:
+        return hosts.OptimizerStates(self)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, object]) -> None:
         """Take an empty mapping, which begins the iteration again, or the mapping that was read here."""
-        if isinstance(states, OptimizerStates) and states.scaler is self:
+        if isinstance(states, hosts.OptimizerStates) and states.scaler is self:
             return
         if len(states) > 0:
             msg = (
@@ -476,14 +461,14 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         iteration.unscale(turn, optimizer, request, is_look=not iteration.is_inside_closure)
         # It counts in place of one that the optimizer was stepped by, as in torch.
         turn.stage, turn.verdict = stage, None
-        return found_by_device(iteration, turn)
+        return hosts.found_by_device(iteration, turn)
 
     _check_inf_per_device = _not_called("_check_inf_per_device", _judge)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Return the verdict on each device of an optimizer's gradients, as the group has agreed."""
         iteration = iteration_of(self)
-        return found_by_device(iteration, iteration.turn_of(optimizer))
+        return hosts.found_by_device(iteration, iteration.turn_of(optimizer))
 
     def _default_groups(self) -> Sequence[Collectives]:
         return ()
@@ -551,10 +536,10 @@ class _Untraced:
     def __init__(self, step: Step) -> None:
         self._step = step
 
-    @untraced
+    @hosts.untraced
     def __enter__(self) -> None:
         self._step.__enter__()
 
-    @untraced
+    @hosts.untraced
     def __exit__(self, *error: Any) -> bool:
         return self._step.__exit__(*error)

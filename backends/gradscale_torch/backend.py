@@ -9,34 +9,17 @@ from typing import Any, TypeVar
 import torch
 
 from gradscale import Backend, DynamicScale, ScaleState
-from gradscale.core import arithmetic, gradients, tree
+from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
 from gradscale.core.backend import DoneRead, HostRead, require_values
-from gradscale.core.gradients import Collected, Listed, Request
+from gradscale.core.gradients import Collected, Listed, Request, named_gradients
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.stepper import Step
-from gradscale_torch import devices
+from gradscale_torch import devices, gradients
 from gradscale_torch.devices import Flags, TensorRead, combined, forbid_capture, integers, is_capturing, moved
-from gradscale_torch.gradients import (
-    Parameters,
-    Settings,
-    TensorGradients,
-    count_nonfinite,
-    forbid_meta,
-    group_tensors,
-    groups_over,
-    inverse_of,
-    kernel_view,
-    local_tensor,
-    meshes_of,
-    overlap,
-    require_norm,
-    unscale_in_place,
-    values_of,
-)
 from gradscale_torch.groups import TorchCollectives
 from gradscale_torch.stepping import stepping
 
@@ -81,7 +64,7 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: gradients.Settings | None = None) -> None:
         self._settings, self.is_shared, self.is_replayed = settings, settings is not None, False
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
@@ -187,12 +170,12 @@ class TorchBackend(Backend):
                 if grad is not target:
                     target.copy_(grad)
             flags: Flags = {}
-            tensors = group_tensors([kernel_view(target) for target in out])
-            forbid_meta(tensors)
+            tensors = gradients.group_tensors([gradients.kernel_view(target) for target in out])
+            gradients.forbid_meta(tensors)
             # Reading the scale of a device would be a host read; a second look is none.
             judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
-            unscale_in_place(tensors, inverse_of(state.scale), flags, judge_again=judge_again)
-            count, home = count_nonfinite(flags, tensors), state.scale.device
+            gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, judge_again=judge_again)
+            count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
                 return out, combined(flags, home).to(torch.int32)
             return out, torch.full((), count, dtype=torch.int32, device=home)
@@ -277,7 +260,7 @@ class TorchBackend(Backend):
         """Return an optimizer's gradients."""
         if self._settings is None:
             return super().collect(optimizer, listed, request)
-        return TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
+        return gradients.TensorGradients(self._settings, optimizer, listed, request, is_replayed=self.is_replayed)
 
     def stepping(self, step: Step) -> contextlib.AbstractContextManager[None] | None:
         """Return a context to make a step in of a fused optimizer; None for another one."""
@@ -286,29 +269,30 @@ class TorchBackend(Backend):
     def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
         parameters = listed.by_id(id(optimizer))
-        return isinstance(parameters, Parameters) and parameters.left_scaled
+        return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
 
     def groups_of(self, optimizer: Any) -> Sequence[Collectives]:
         """Return the mesh of an optimizer's DTensor parameters."""
         if self._settings is None:
             return ()
         # Without a look at the gradients: a rank whose gradients are refused must not stay away.
-        named = gradients.named_gradients(optimizer)
-        return groups_over(optimizer, meshes_of(one.parameter for one in named), self._settings.timeout)
+        meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
+        return gradients.groups_over(optimizer, meshes, self._settings.timeout)
 
     def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:
         """Return the mesh over which the norm of DTensor gradients is taken."""
         if self._settings is None:
             return None
-        return groups_over(optimizer, require_norm(optimizer, is_alone=is_alone), self._settings.timeout)
+        meshes = gradients.require_norm(optimizer, is_alone=is_alone)
+        return gradients.groups_over(optimizer, meshes, self._settings.timeout)
 
     def values_of(self, x: Array) -> Array | None:
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""
-        return values_of(x) if isinstance(x, Tensor) else x
+        return gradients.values_of(x) if isinstance(x, Tensor) else x
 
     def shape_of(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of a gradient on this rank: of a DTensor, that of its local part."""
-        return tuple(local_tensor(x).shape)
+        return tuple(gradients.local_tensor(x).shape)
 
     def __getstate__(self) -> dict[str, object]:
         """Return what of it a copy has."""
@@ -350,7 +334,7 @@ def _require_disjoint(grads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     spans: dict[int | None, list[tuple[Span, int]]] = {}
     for number, one in plain.items():
         if number < len(out) and not one.is_contiguous() and overlaps_itself(one.shape, one.stride()):
-            raise overlap(number, one)
+            raise gradients.overlap(number, one)
         # Pointers of other devices say where in its storage a tensor begins, and are no addresses.
         memory = None if one.is_cpu or one.is_cuda else one.untyped_storage().data_ptr()
         spans.setdefault(memory, []).append((_span(one), number))

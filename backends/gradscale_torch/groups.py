@@ -23,13 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradscale import registry
 from gradscale.core.protocols import Array
-from gradscale.errors import (
-    BackendError,
-    CallOrderError,
-    CollectiveTimeoutError,
-    InvalidTypeError,
-    InvalidValueError,
-)
+from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
 from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll
 from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
@@ -241,7 +235,12 @@ class Reduction:
             if where.type == "cpu" or not isinstance(x, Tensor) or x.device != where:
                 self.wait()
             elif not self._is_done:
-                self._order()
+                # The stream waits, and keeps the order from here on.
+                try:
+                    self._work.wait()
+                except Exception as error:
+                    raise self._group.failure(error) from error
+                _under_way.pop(id(self._work), None)
             self._result = _like(self._buffer, x)
             self._x = None
         return self._result
@@ -251,15 +250,6 @@ class Reduction:
         if not self._is_done:
             self._collectives.finish(self._group, self._work)
             self._is_done = True
-
-    def _order(self) -> None:
-        """Make the stream wait for the reduction."""
-        try:
-            self._work.wait()
-        except Exception as error:
-            raise self._group.failure(error) from error
-        # The stream keeps the order from here on.
-        _under_way.pop(id(self._work), None)
 
 
 def _forget_what_is_done() -> None:
