@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import TypeAlias
 
 import jax
@@ -72,8 +71,7 @@ class JaxBackend(Backend):
 
     def bits(self, x: jax.Array, /) -> jax.Array | None:
         """Return the bits of real values as signed integers; None for float8."""
-        width = 8 * x.dtype.itemsize
-        return None if width == 8 else lax.bitcast_convert_type(x, f"int{width}")
+        return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}") if x.dtype.itemsize > 1 else None
 
     def summarize(self, arrays: Sequence[jax.Array], /) -> jax.Array:
         """Summarize as ``gradscale.core.summaries.summarize_arrays`` does, from the bits: XLA's subnormals are 0."""
@@ -90,11 +88,13 @@ class JaxBackend(Backend):
         check_real_dtype(state.scale, dtype)
         stored = grads if out is None else out
         dtypes = [x.dtype if dtype is None or kind_of(x) is Kind.COMPLEX else jnp.dtype(dtype) for x in stored]
+        if any(isinstance(x, jax.core.Tracer) for x in (*grads, state.scale)):
+            return _unscale_leaves(grads, state.scale, dtypes)
         unscaled: dict[int, jax.Array] = {}
         counts = []
         for where, chosen in self._by_placement(grads).items():
             wanted = tuple(dtypes[index] for index in chosen)
-            made, count = _unscale_leaves([*chosen.values()], _moved(state.scale, where), wanted)
+            made, count = _unscale([*chosen.values()], _moved(state.scale, where), wanted)
             unscaled |= zip(chosen, made, strict=True)
             counts.append(count)
         return [unscaled[index] for index in range(len(grads))], self._total(counts, state.scale, jnp.int32)
@@ -129,11 +129,9 @@ class JaxBackend(Backend):
 
 
 def _moved(x: jax.Array, where: Sharding | None) -> jax.Array:
-    return x if where is None or isinstance(x, jax.core.Tracer) else jax.device_put(x, where)
+    return x if where is None else jax.device_put(x, where)
 
 
-# In a function that is traced its steps are that function's own.
-@partial(jax.jit, static_argnums=2, inline=True)
 def _unscale_leaves(grads: _Arrays, scale: jax.Array, dtypes: Sequence[DTypeLike]) -> tuple[list[jax.Array], jax.Array]:
     """Return the unscaled arrays in the wanted dtypes, and how many are not finite."""
     factor, divisor = _factor_and_divisor(scale)
@@ -154,13 +152,13 @@ def _factor_and_divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     of a quarter and 4. A multiplication alone would be slower: XLA repeats it in every use of its result, and reads the
     gradients again for each, but a division it makes once.
     """
-    one = jnp.ones_like(scale)
-    divisor = jnp.where(scale > jnp.full_like(scale, 2.0**126), jnp.full_like(scale, 4.0), one)
+    divisor = jnp.where(scale > 2.0**126, 4.0, jnp.ones_like(scale))
     # Of a scale that is a constant XLA would join the two, and their quotient may be subnormal again.
     joined: tuple[jax.Array, jax.Array] = lax.optimization_barrier((reciprocal(scale / divisor), divisor))
     return joined
 
 
+_unscale = jax.jit(_unscale_leaves, static_argnums=2)
 _multiply = jax.jit(arithmetic.multiply_arrays)
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
 sum_of_squares = jax.jit(arithmetic.sum_of_squares)

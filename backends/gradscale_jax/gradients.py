@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from types import ModuleType
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -186,7 +185,7 @@ def _require_trainable(index: int, arg: object, trained: object, *, allow_int: b
         if not _is_differentiable(leaf, allow_int=allow_int):
             msg = (
                 f"fun is differentiated by argument {index}, whose leaves must be floating or complex arrays, got "
-                f"{getattr(leaf, 'dtype', repr(leaf))} at {jax.tree_util.keystr(path) or 'its root'}: say "
+                f"{getattr(leaf, 'dtype', None) or shown(leaf)} at {jax.tree_util.keystr(path) or 'its root'}: say "
                 f"filter=eqx.is_inexact_array for equinox (and compile with eqx.filter_jit), or give params of "
                 f"params, static = eqx.partition(model, eqx.is_inexact_array) and call eqx.combine(params, static) in "
                 f"fun; with flax nnx {_OF_NNX}; for integers say allow_int=True"
@@ -204,7 +203,7 @@ _OF_NNX = (
 def _changing_variables(tree: object) -> list[str]:
     """Return the kinds of variables but parameters, such as BatchStat, in the modules of flax nnx in a tree."""
     # Who has a module has imported it.
-    nnx: ModuleType | None = sys.modules.get("flax.nnx")
+    nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return []
     variables = [x for module in trees.nodes(tree, nnx.Module) for x in trees.nodes(module, nnx.Variable)]
@@ -239,9 +238,8 @@ def _require_loss(value: Any, has_aux: bool) -> jax.Array:
 
 def _limit(state: ScaleState, loss: jax.Array) -> ScaleState:
     """Return the state with a scale that the dtype of a loss can hold, as the first cotangent must."""
-    info = jnp.finfo(loss.dtype)
-    largest = float(info.max)
-    if largest >= validation.LARGEST_FLOAT32:
+    if kind_of(loss) is Kind.WIDE:
         return state
-    fits = state.scale <= jnp.full_like(state.scale, largest)
-    return state._replace(scale=jnp.where(fits, state.scale, jnp.full_like(state.scale, 2.0 ** (info.maxexp - 1))))
+    info = jnp.finfo(loss.dtype)
+    fits = state.scale <= float(info.max)
+    return state._replace(scale=jnp.where(fits, state.scale, 2.0 ** (info.maxexp - 1)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -126,9 +126,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         return {"name": self.name, "inner_optimizer": inner, "policy": saved}
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Mapping[str, object] | None = None
-    ) -> ScaledOptimizer:
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, object] | None = None) -> ScaledOptimizer:
         """Return the optimizer that was saved; StateDictError for a bad policy, InvalidValueError for one's own."""
         if "policy" not in config["policy"]:
             msg = (

@@ -117,8 +117,7 @@ def as_state(state: object) -> ScaleState:
     if not isinstance(state, ScaleState):
         msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
-    dtypes = (jnp.float32, *[jnp.int32] * (len(state) - 1))
-    return ScaleState(*(strong(field, dtype) for field, dtype in zip(state, dtypes, strict=True)))
+    return ScaleState(strong(state.scale, jnp.float32), *(strong(tracker, jnp.int32) for tracker in state[1:]))
 
 
 def strong(leaf: object, dtype: DTypeLike | None = None) -> object:
