@@ -148,7 +148,8 @@ def _by_device(
     is_captured = any(map(_is_capturing, devices))
     found = []
     for device, chosen in zip(devices, places.values(), strict=True):
-        read, written = ([arrays[index] for index in chosen] for arrays in (sources, targets))
+        read = [sources[index] for index in chosen]
+        written = read if targets is sources else [targets[index] for index in chosen]
         with device:
             found.append((device, launch.prepare(read, written, is_captured=is_captured)))
     return found

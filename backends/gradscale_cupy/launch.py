@@ -59,7 +59,8 @@ def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: 
                 f"context of that device"
             )
             raise InvalidValueError(msg)
-    read, written = (list(zip(map(_address, arrays), map(_kind, arrays), strict=True)) for arrays in (sources, targets))
+    read = list(zip(map(_address, sources), map(_kind, sources), strict=True))
+    written = read if targets is sources else list(zip(map(_address, targets), map(_kind, targets), strict=True))
     require_disjoint(read, written)
     # A CUDA graph would read tables that are gone by then.
     launches, others = ([], list(range(len(sources)))) if is_captured else plan(read, written)

@@ -139,9 +139,8 @@ class NCCLCollectives:
 
     def _start(self, x: Array) -> cupy.cuda.Event:
         """Put the collective on the current stream, in place, and return the event behind it."""
-        stream, place = cupy.cuda.get_current_stream(), x.data.ptr
-        operation = place, place, x.size, nccl.NCCL_INT32, nccl.NCCL_MAX, stream.ptr
-        issue = functools.partial(self._comm.allReduce, *operation)
+        stream, here = cupy.cuda.get_current_stream(), x.data.ptr
+        issue = functools.partial(self._comm.allReduce, here, here, x.size, nccl.NCCL_INT32, nccl.NCCL_MAX, stream.ptr)
         if x.size in self._connected or stream.ptr == _PER_THREAD:
             issue()
         else:

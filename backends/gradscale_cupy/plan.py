@@ -103,14 +103,15 @@ def require_disjoint(sources: Sequence[Place], targets: Sequence[Place]) -> None
     # A gradient that is unscaled into itself is there once.
     pairs = enumerate(zip(sources, targets, strict=True), start=len(targets))
     places = [*enumerate(targets), *((number, source) for number, (source, target) in pairs if source != target)]
-    spans = [
-        ((address + start, address + stop), number)
-        for number, (address, kind) in places
-        for start, stop in [_span(kind)]
-        if stop
-    ]
+    spans = np.array([_span(kind) for _, (_, kind) in places], np.int64).reshape(-1, 2)
+    spans += np.array([address for _, (address, _) in places], np.int64)[:, None]
+    order = spans[:, 0].argsort()
+    if (spans[order[:-1], 1] <= spans[order[1:], 0]).all():
+        return
+    numbered = zip(spans.tolist(), places, strict=True)
+    found = [((start, stop), number) for (start, stop), (number, _) in numbered if start < stop]
     try:
-        aliasing.require_disjoint(spans, lambda *_: True, len(targets))
+        aliasing.require_disjoint(found, lambda *_: True, len(targets))
     except SharedMemoryError as error:
         error.add_note("A CuPy array counts as all memory from its first element to its last, with its gaps.")
         raise
