@@ -108,5 +108,4 @@ def _assign(targets: Sequence[Array], values: Sequence[Array]) -> None:
 
 def _launch(kernel: str, table: Launch, *arguments: Array) -> None:
     """Launch a kernel on the current device and stream, with a block for each chunk."""
-    blocks, tables = len(table.chunks), (table.table, table.chunks, np.int32(CHUNK))
-    _kernel(kernel)((blocks,), (_THREADS,), (*tables, *arguments))
+    _kernel(kernel)((len(table.chunks),), (_THREADS,), (table.table, table.chunks, np.int32(CHUNK), *arguments))
