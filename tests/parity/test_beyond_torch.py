@@ -43,6 +43,19 @@ def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factor
     assert run.parameter[0].item() == pytest.approx(-300.0, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_run_longer_than_a_new_interval_never_grows_at_torchs_and_at_once_at_ours(kind: Any) -> None:
+    run = Small(kind("cpu", 4.0, growth_interval=100))
+    for _ in range(5):
+        run.iterate(1.0)
+    run.scaler.set_growth_interval(2)
+    scales = []
+    for _ in range(4):
+        run.iterate(1.0)
+        scales.append(run.scaler.get_scale())
+    assert scales == ([4.0] * 4 if kind is TorchScaler else [8.0, 8.0, 16.0, 16.0])
+
+
 @explicit
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
