@@ -70,23 +70,7 @@ class Met(NamedTuple):
 class Agreement:
     """With whom a scaler agrees, why it cannot go on, and the numbers by which ranks tell their messages apart.
 
-    Parameters
-    ----------
-    groups : sequence of Collectives or None, default ()
-        What to agree over, in turn; empty for a process that decides alone, None while it is not known.
-    diagnoses : bool, default False
-        Whether overflows are diagnosed, which takes more collectives; the same on every rank.
-    skip : SkipSpikes, optional
-        The rule that skips spikes; the same on every rank.
-    own_rank : callable, optional
-        Returns the rank of this process for reports, or None for the one that its groups give it.
-
-    Attributes
-    ----------
-    failure : GradscaleError or None
-        Why the ranks could not agree; the iteration can only be abandoned.
-    steps : int
-        How many steps the scaler has made over its groups.
+    ``groups`` is None while they are not known. After a ``failure`` the iteration can only be abandoned.
     """
 
     def __init__(
@@ -127,7 +111,7 @@ class Agreement:
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """What is agreed over; empty for a process that decides alone. CallOrderError for a scaler without a group."""
+        """The groups to agree over; empty for a process that decides alone. CallOrderError while they are not known."""
         if self._groups is None:
             msg = "this scaler was unpickled and has no group yet: call set_group(group) on every rank first"
             raise CallOrderError(msg)
@@ -201,13 +185,7 @@ class Agreement:
         return self.groups
 
     def example(self, live: LiveState, number: int) -> Array | None:
-        """Return an array for a rank that has none; None if it need not take part.
-
-        Raises
-        ------
-        CallOrderError
-            If it has to, and no library is known.
-        """
+        """Return an array for a rank that has none; None if it need not take part. CallOrderError without a library."""
         if self.is_alone:
             return None
         found = live.example()
@@ -238,7 +216,7 @@ class Agreement:
         return f"{shown(policy)}, diagnose={self._diagnoses}, skip={shown(self._skip)}"
 
     def met(self, optimizer: object) -> Met:
-        """Return what of an optimizer is compared with the other ranks'."""
+        """Return an optimizer as the ranks compare it."""
         known = self._optimizers.by_id(id(optimizer))
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
@@ -277,20 +255,9 @@ class Agreement:
     # Messages.
 
     def send(self, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None = None) -> Ballot:
-        """Start a message over the groups of a list in turn.
+        """Start a message over groups in turn; over new ones wait until the ranks have compared their versions.
 
-        Over groups that are new this waits for the ranks, which compare their versions first.
-
-        Parameters
-        ----------
-        groups : sequence of Collectives
-            In one order on every rank; of none, the answer is what is sent.
-        sent : array
-            What this rank sends.
-        number : int
-            Of the iteration, for errors.
-        claim : Claim, optional
-            What the ranks must hold in common, of which ``sent`` has the hash over the first group.
+        ``sent`` has the hash of ``claim`` over the first group; without groups it is the answer.
         """
         try:
             for one in groups:
@@ -333,10 +300,7 @@ class Agreement:
 
 
 class Ballot:
-    """One message over the groups of a list in turn, from its start until the CPU has the answer.
-
-    :meth:`Agreement.send` makes it, and says what its parameters are.
-    """
+    """One message over the groups of a list in turn, from its start until the CPU has the answer."""
 
     def __init__(
         self, agreement: Agreement, groups: Sequence[Collectives], sent: Array, number: int, claim: Claim | None
@@ -356,10 +320,7 @@ class Ballot:
             self._begun.append(groups[0].start_max(sent))
 
     def agreed(self, *, is_read: bool = False) -> Array:
-        """Finish the message, at the first call, and return the MAX over all ranks.
-
-        For a read, let the CPU wait for the ranks, as long as it can still give up.
-        """
+        """Finish the message and return the MAX over all ranks; for a read, wait as long as it can still give up."""
         answers = self._answers
         try:
             # After Ctrl-C this goes on where it was.
@@ -388,12 +349,9 @@ class Ballot:
         return claims.read_both(backend_for(agreed), agreed, self.sent)
 
     def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False) -> Verdict:
-        """Return the verdict from an answer that was read.
+        """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ.
 
-        Raises
-        ------
-        ScaleDesyncError
-            If the ranks differ: they tell their claims, unless ``is_late``, since ranks then read it at other times.
+        Then they tell their claims, unless ``is_late``, since ranks read a late answer at different times.
         """
         if self._failure is not None:
             raise self._failure
@@ -446,8 +404,7 @@ class Ballot:
     def _told(self, own: Sequence[int], settings: str) -> str:
         """Tell the other ranks this rank's claim, and return in what they differ; empty if some rank tells nothing.
 
-        All ranks have seen the difference in the same answer. But some may have sent other messages since then, so each
-        first says that it tells, until all say so at once.
+        Some ranks may have sent other messages since, so each rank first says that it tells, until all say so at once.
         """
         before = ""
         for collectives, claim in zip(self._groups, self._claims, strict=True):

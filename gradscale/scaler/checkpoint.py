@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
     """The numbers by the names of ScaleState's fields."""
     iteration: int
     windows: SavedWindows
-    """Of a scaler that skips spikes."""
+    """Those of a scaler with ``skip=``."""
 
 
 def build(
@@ -56,10 +56,9 @@ def build(
 
 
 def parse(saved: object, policy: Policy) -> Loaded:
-    """Check a state dict of this library or of torch's scalers, and return what it says.
+    """Check a state dict of this library or of torch's scalers; ``policy`` is kept if it holds none.
 
-    Unknown keys are ignored, as torch ignores ours; ``policy`` is the scaler's own, kept if none is saved.
-    StateDictError names the key and the value.
+    Unknown keys are ignored, as torch ignores ours. StateDictError names the key and the value.
     """
     try:
         with reading("a state dict"):

@@ -65,7 +65,7 @@ _LAST_RANK = (1 << _RANK_BITS) - 1
 
 
 class Call(enum.StrEnum):
-    """What sends a message."""
+    """The call that sends a message."""
 
     STEP = "unscale_() or step()"
     NORM = "unscale_(max_norm=), for the norm over the group"
@@ -200,10 +200,7 @@ def of_arrays(
     has_gradients: bool = True,
     code: Array | int = 0,
 ) -> Array:
-    """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; ``nonfinite`` is 0-d int32.
-
-    No host read.
-    """
+    """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
 
     def word(x: Array | int) -> Array:
@@ -246,7 +243,7 @@ def shifted(backend: Backend | None, x: Array, before: Sequence[int], after: Seq
 
 
 class Found(NamedTuple):
-    """What any rank has found, as 0-d int32 of a device."""
+    """The findings of all ranks together, as 0-d int32 of a device."""
 
     nonfinite: Array
     at_min_scale: Array
@@ -255,7 +252,7 @@ class Found(NamedTuple):
 
 
 def found_in(agreed: Array) -> Found:
-    """Return what any rank has found. No host read."""
+    """Return the flags of an answer. No host read."""
     xp = array_namespace(agreed)
     # Not by index, for which NumPy gives a scalar.
     return Found(*(xp.reshape(agreed[index : index + 1], ()) for index in range(_FLAGS)))
@@ -292,7 +289,7 @@ def carried(values: Sequence[int]) -> list[int]:
 
 
 class Outcome(enum.Enum):
-    """What an answer says of the ranks."""
+    """How the ranks stand by an answer."""
 
     ONE_STATE = 0
     """All ranks have sent this message, whatever they have found, and whatever values they carry."""
@@ -306,7 +303,7 @@ class Outcome(enum.Enum):
 
 
 def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
-    """Return what the answer says; ``own`` is what this rank sent, over the last group of a list."""
+    """Return how the ranks stand by an answer; ``own`` is this rank's message over the last group of a list."""
     if own[_STAGE] == _CARRYING:
         own = carrying(own[_HASH:_MIDDLE], carried(values))
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
@@ -381,7 +378,7 @@ def spread_of(values: Sequence[int], own: Sequence[int]) -> list[str]:
 
 
 def claimed(own: Sequence[int], claim: Claim, settings: str) -> dict[str, object]:
-    """Return what the other ranks are told after a difference: the state of a message, its claim, and the settings."""
+    """Return a telling to the other ranks: the state of a message, its claim, and the settings."""
     state = {} if own[_STAGE] == _CARRYING else state_of(own)._asdict()
     return state | claim._asdict() | {"settings": [claim.settings, settings]}
 
@@ -416,7 +413,7 @@ def difference(told: Mapping[_Rank, Mapping[str, Any]]) -> str:
 
 
 def joined(differences: Iterable[str]) -> str:
-    """Return what was told over several groups, as much as an error has room for."""
+    """Join the differences over several groups, as many as an error has room for."""
     texts = list(dict.fromkeys(filter(None, differences)))
     kept = sum(length <= _LONGEST for length in itertools.accumulate(map(len, texts)))
     shown, others = texts[: max(1, kept)], texts[max(1, kept) :]
@@ -467,7 +464,7 @@ def _listed(ranks: Sequence[_Rank]) -> str:
 
 
 def greeting() -> list[int]:
-    """Return the first message over a group, whose form never changes: ``[release, -release, build, -build]``.
+    """Return the first message over a group, ``[release, -release, build, -build]``, whose form never changes.
 
     ``release`` is the version's three numbers; ``build`` is a hash of the whole version and of the form of messages.
     """
@@ -502,13 +499,7 @@ _SPAWNED_MAIN = "__mp_main__"
 
 
 def identify(policy: object) -> int:
-    """Return a number from 0 to 2**31-1 that tells policies apart: a hash of a dataclass's settings, else of its name.
-
-    Raises
-    ------
-    InvalidTypeError
-        For a setting that has no value which is the same in every process; it names the field.
-    """
+    """Return a hash of a policy's settings, or of its name, from 0 to 2**31-1."""
     if dataclasses.is_dataclass(policy):
         text = _canonical(policy, f"the policy {type(policy).__qualname__}")
     else:
@@ -517,11 +508,7 @@ def identify(policy: object) -> int:
 
 
 def _canonical(policy: Any, what: str) -> bytes:
-    """Return bytes of a dataclass's name and compared fields that are the same in every process.
-
-    The fields are numbers, text, bytes, enumerations, None, classes, tuples and frozen dataclasses of these;
-    InvalidTypeError names any other one, after ``what``.
-    """
+    """Return bytes of a dataclass's name and compared fields that are the same in every process."""
     try:
         # Not repr: which characters it escapes depends on the version of Python.
         return ascii(_fields(policy, what)).encode()

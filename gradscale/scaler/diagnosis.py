@@ -38,7 +38,7 @@ _LOWEST_INT32 = -(2**31)
 
 
 class Asked(NamedTuple):
-    """What a user asks for besides gradients; or the scaler by itself, which searches what there is to be found."""
+    """Wishes besides gradients, a user's or the scaler's own, which searches all that it can find."""
 
     names: object = None
     loss: object = None
@@ -53,15 +53,7 @@ class Asked(NamedTuple):
 
 
 class Diagnosis:
-    """What ``diagnose`` does, and a scaler with ``diagnose="on_overflow"`` in its steps.
-
-    Parameters
-    ----------
-    parts : Parts
-        The scaler's.
-    enabled : bool
-        Whether the scaler scales, so that gradients may be scaled and ranks may agree.
-    """
+    """What ``diagnose`` does, and a scaler with ``diagnose="on_overflow"`` in its steps."""
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
         self._live, self._agreement, self._reports = parts.live, parts.agreement, parts.reports
@@ -272,10 +264,7 @@ def _is_ready(turn: Turn | None) -> bool:
 
 
 def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list[RankReport]:
-    """Return the reports of all ranks, the same on every rank, by two all-reduces for each group.
-
-    If a rank could not look at its gradients, as its report's ``failure`` says, the other ranks raise a BackendError.
-    """
+    """Return the reports of all ranks, the same on every rank; BackendError if another rank's has a ``failure``."""
     # A rank is known by its ranks in all groups: the report of one may arrive over two of them.
     rank = tuple(exchange.rank for exchange in exchanges)
     reports = {rank: dataclasses.replace(own, rank=rank)}

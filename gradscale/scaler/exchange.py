@@ -13,10 +13,9 @@ from gradscale.scaler.iteration import Iteration
 
 
 class Exchange:
-    """Values of each rank of one group, in rounds of messages of the usual form; arrays are of the library of ``like``.
+    """Values of each rank of one group, in rounds of messages of the usual form, as arrays of the library of ``like``.
 
-    If some rank makes another call, the first round is a ScaleDesyncError on every rank. ``index`` is the position of
-    the group in the scaler's list.
+    If some rank makes another call, the first round is a ScaleDesyncError on every rank.
     """
 
     def __init__(

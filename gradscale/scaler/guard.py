@@ -1,7 +1,4 @@
-"""Guard: tells whether a step's loss or gradient norm is a spike beside those before; Losses: what ``scale`` was given.
-
-Whoever asks it says whose step it is, and whether the ranks made it; a refused step is none of its business.
-"""
+"""Guard: tells whether a step's loss or gradient norm is a spike beside those before; Losses: what was scaled."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ def checked_loss(loss: object, expected: str) -> Array | float:
 
 
 class Judged(NamedTuple):
-    """What a step was judged by, which the window of its optimizer learns."""
+    """The values that a step was judged by, which the window of its optimizer learns."""
 
     window: int
     """Position of the window."""
@@ -104,8 +101,7 @@ def guard_for(skip: object) -> Guard | None:
 class Guard:
     """Judges losses and norms by a rule, with a window for each optimizer.
 
-    ``put`` returns the state that takes the place of an old one, such as the old arrays with new values. Pickles and
-    copies have the windows as numbers, which optimizers take over in the order in which they are judged.
+    Pickles and copies hold the windows as numbers; optimizers take them over in the order in which they are judged.
     """
 
     def __init__(self, rule: SkipSpikes, saved: SavedWindows | None = None) -> None:
@@ -121,10 +117,7 @@ class Guard:
     def judge(
         self, optimizer: Optimizer, loss: Array | float | None, norm: Array | None, like: Callable[[], Array]
     ) -> Judged | None:
-        """Return what this rank finds in a step; None if there is nothing to judge. No host read of a device.
-
-        ``like`` returns an array beside which a first window is made.
-        """
+        """Judge a step on this rank; None if there is nothing to judge. A first window is made beside ``like()``."""
         found = [{"loss": loss, "norm": norm}[name] for name in self.rule.of]
         if all(value is None for value in found):
             return None
@@ -144,10 +137,7 @@ class Guard:
         return Judged(position, values, xp.astype(is_spike, xp.int32))
 
     def learn(self, judged: Judged, reason: Reason | Array, put: _Put) -> None:
-        """Let a window learn of a step, by why the ranks have skipped it, or the number of that as a 0-d int32.
-
-        If that is interrupted it can be done again.
-        """
+        """Let a window learn from a step, by the reason that the ranks agreed on or its number as a 0-d int32."""
         if isinstance(reason, Reason) and reason > Reason.SPIKE:
             return
         old, values = self._windows[judged.window], judged.values
@@ -161,7 +151,7 @@ class Guard:
         self._windows[judged.window] = put(old, learned)
 
     def _position_of(self, optimizer: Optimizer, like: Callable[[], Array]) -> int:
-        """Return where the window of an optimizer is; a new one takes that of one that is gone."""
+        """Return the position of an optimizer's window; a new optimizer takes over one whose owner is gone."""
         position = self._positions.by_id(id(optimizer))
         if position is not None:
             return position

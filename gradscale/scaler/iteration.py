@@ -47,7 +47,7 @@ _UNSCALING = Request()
 
 
 class Parts(NamedTuple):
-    """What a scaler is made of."""
+    """The parts of a scaler."""
 
     live: LiveState
     agreement: Agreement
@@ -71,33 +71,9 @@ class Stage(enum.Enum):
 class Turn:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
-    Attributes
-    ----------
-    stage : Stage
-        How far it has come.
-    found : Found or None
-        What this rank has found in its gradients, once they are unscaled.
-    state : ScaleState or None
-        What they were unscaled with.
-    groups : sequence of Collectives
-        What is agreed over; empty for a process that decides alone.
-    pending : Pending or None
-        The verdict on its gradients.
-    verdict : Verdict or None
-        What the optimizer was stepped by, if that was read.
-    by_closure : bool
-        Whether a closure has been evaluated, so that a step that failed may evaluate one again.
-    has_begun_to_step : bool
-        Whether a closure's first evaluation was fine: later ones are no spikes, since a line search tries losses that
-        are far apart.
-    is_refused : bool
-        Whether the user has refused the step on this rank.
-    is_left_out : bool
-        Whether ``step`` was not called where all ranks skip the step, which is as good as if it was.
-    code : array or int
-        Why this rank skips the step, other than for an overflow; 0 if it does not.
-    judged : Judged or None
-        The loss and norm that were judged, which the update learns if the step is made or skipped.
+    ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
+    spikes, since a line search tries losses that are far apart. ``is_left_out``: ``step`` was not called where all
+    ranks skip it, which is as good as if it was.
     """
 
     stage = Stage.READY
@@ -122,46 +98,19 @@ class Turn:
 
 
 class Outcome(NamedTuple):
-    """What an iteration has come to."""
+    """The result of an iteration."""
 
     report: Callable[[], UpdateReport] | None
     """Returns the report of the update; None if nobody wants it."""
     underflow: ScaleUnderflowError | None
-    """What is to be raised."""
+    """The error to raise."""
 
 
 class Iteration:
     """What happens between two updates. No part, turn or verdict keeps it alive.
 
-    Parameters
-    ----------
-    number : int
-        Position in the run, from 1.
-    parts : Parts
-        The scaler's.
-
-    Attributes
-    ----------
-    parts : Parts
-        The scaler's; each has an attribute of its own, too.
-    scaled : bool
-        Whether ``scale`` was called.
-    state : ScaleState or None
-        What is scaled and unscaled with, even if another state is loaded in between.
-    lowered : ScaleState or None
-        What closures have lowered it to; ``update`` makes it the state.
-    is_of_replaced_state : bool
-        Whether the state was loaded after ``scale``, so that the gradients belong to the one before.
-    losses : Losses
-        For the guard.
-    loss_nonfinite : tuple of arrays
-        For a diagnosis: how many of the unscaled outputs were not finite, 0-d, one for each call of ``scale``.
-    is_inside_closure : bool
-        Whether a closure, or an optimizer that asks the scaler, may call it within the step.
-    turns : list of Turn
-        In the order in which the optimizers were met.
-    steps : list of StepReport
-        In the order of the steps.
+    ``state`` stays, even if another one is loaded in between; ``lowered`` is the state after the backoffs of closures.
+    ``is_of_replaced_state``: the state was loaded after ``scale``, so the gradients belong to the one before.
     """
 
     def __init__(self, number: int, parts: Parts) -> None:
@@ -223,13 +172,7 @@ class Iteration:
     # The state in force.
 
     def in_force(self, like: Array | None = None) -> ScaleState:
-        """Return the state that gradients are scaled and unscaled with; ``like`` says where a first one is made.
-
-        Raises
-        ------
-        CallOrderError
-            If there is neither a state nor an array.
-        """
+        """Return the state to scale and unscale with; a first one is made beside ``like``, or CallOrderError."""
         state = self._closure_state or self.state
         if state is not None:
             return state
@@ -302,14 +245,7 @@ class Iteration:
     ) -> Array | None:
         """Unscale an optimizer's gradients, start the agreement on them, and return their norm if it was asked for.
 
-        ``is_look`` says that somebody judges them outside of ``unscale_`` and ``step``, which come later.
-
-        Raises
-        ------
-        CallOrderError
-            If nothing has ever been scaled, and the gradients cannot have been scaled on another rank.
-        InvalidTypeError, InvalidValueError
-            For gradients that cannot be unscaled; the other ranks hear of it.
+        ``is_look``: a framework judges them outside of ``unscale_`` and ``step``, which come later.
         """
         if turn.by_closure and not self.is_inside_closure:
             self.wrong_order(
@@ -415,15 +351,7 @@ class Iteration:
                 ballot.verdict(*ballot.read(live.backend_for), live.policy)
 
     def verdict(self, turn: Turn) -> Verdict:
-        """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step.
-
-        Raises
-        ------
-        CallOrderError
-            If the gradients could not be unscaled completely.
-        ScaleDesyncError, CollectiveTimeoutError, BackendError
-            If the ranks differ or do not come. The iteration can then only be abandoned.
-        """
+        """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""
         pending = turn.pending
         is_begun = pending is not None and (pending.is_judged or pending.is_begun)
         if pending is None or not is_begun or self.agreement.failure is not None:
@@ -457,15 +385,7 @@ class Iteration:
     # The end of the iteration.
 
     def close(self, new_scale: float | Array | None = None) -> Outcome:
-        """Adapt the state to the verdicts, or set a scale; no host read but for what somebody wants to be told.
-
-        Raises
-        ------
-        CallOrderError
-            If there is no verdict and no new scale, or a step was refused and not made.
-        ScaleDesyncError, CollectiveTimeoutError
-            For an agreement that no step has finished.
-        """
+        """Adapt the state to the verdicts, or set a scale; the host reads only the numbers that a report needs."""
         live, reports = self.live, self.reports
         self.require_sound()
         if new_scale is None:
@@ -582,7 +502,7 @@ class Iteration:
         call: Call = Call.STEP,
         index: int = 0,
     ) -> Claim:
-        """Return what the ranks must hold in common in the next message of this iteration."""
+        """Return the claim of the next message of this iteration."""
         self._messages += 1
         agreement = self.agreement
         met = agreement.met(optimizer)
@@ -633,10 +553,7 @@ class Iteration:
         return any(turn.is_incomplete for turn in self.turns)
 
     def require_boundary(self, what: str, *, abandons: bool = False) -> None:
-        """Raise CallOrderError unless nothing is refused, unscaled or stepped yet, or the iteration has failed.
-
-        ``abandons`` tells that what comes makes gradients that are divided in part useless.
-        """
+        """Raise CallOrderError in mid-iteration; ``abandons``: gradients that are divided in part may be given up."""
         if self.agreement.failure is not None or (abandons and self.is_incomplete):
             return
         is_refused = any(turn.is_refused for turn in self.turns)

@@ -9,13 +9,7 @@ from gradscale.scaler.overflow import NO_GRADIENTS
 
 
 class Mistakes:
-    """Warns of what a loop has probably left out, of each but missing gradients once.
-
-    Attributes
-    ----------
-    knows_unscaled_loss : bool
-        Whether a user was told of gradients without ``scale``, or it is known that something else scales.
-    """
+    """Warns of what a loop has probably left out, of each but missing gradients once."""
 
     knows_unscaled_loss = False
     _knows_nothing_to_judge = False

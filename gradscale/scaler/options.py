@@ -50,7 +50,7 @@ class Options(_Factors, Watching, total=False):
 
 
 DEFAULTS: dict[str, Any] = {"enabled": True, "history_size": HISTORY_SIZE}
-"""Of the options whose default is not None."""
+"""The options whose default is not None."""
 
 _FACTORS = tuple(_Factors.__annotations__)
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
@@ -60,10 +60,7 @@ _OF_TORCH = {"device", "process_group", "allow_fp16_grads"}
 
 
 def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Let a constructor or method take the options of a TypedDict besides its own; InvalidTypeError for any other.
-
-    Its signature shows them all.
-    """
+    """Add a TypedDict's options to those of a constructor or method, and to its signature; others: InvalidTypeError."""
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
@@ -124,13 +121,7 @@ def _mistake(
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:
-    """Return the policy among some options, or a DynamicScale of the factors that are given.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        For a policy together with a factor, what is no policy, or a factor that is out of range.
-    """
+    """Return the policy among some options, or a DynamicScale of the factors that are given."""
     policy = options.get("policy")
     given = {name: options[name] for name in _FACTORS if options.get(name) is not None}
     if policy is None:

@@ -37,9 +37,9 @@ class ParameterReport:
     index : int
         Position among the optimizer's parameters, from 0.
     shape : tuple of int
-        Of the array on this rank; empty if the gradient is missing.
+        Shape of the array on this rank; empty if the gradient is missing.
     dtype : str
-        Of the array, such as "float16"; empty if the gradient is missing.
+        Dtype of the array, such as "float16"; empty if the gradient is missing.
     size : int
         How many elements were looked at.
     inf, nan, zeros, subnormals : int
@@ -227,10 +227,7 @@ class OverflowReport:
     def table(self, limit: int = 20) -> str:
         """Return the report as plain text, at most ``limit`` rows of parameters.
 
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            If ``limit`` is no whole number from 0 on.
+        InvalidTypeError or InvalidValueError if ``limit`` is no whole number from 0 on.
         """
         shown = self.entries[: validation.integer("limit", limit, 0, validation.LARGEST_INT32)]
         bad = len(self.nonfinite) + self.omitted_nonfinite

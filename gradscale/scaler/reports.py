@@ -139,10 +139,7 @@ class Deferred(NamedTuple):
 
 
 class Reports:
-    """The reports of a scaler's steps; some of their verdicts are read only when somebody asks for the report.
-
-    ``options`` are a scaler's, of which these are ``on_skip``, ``on_update``, ``diagnose`` and ``history_size``.
-    """
+    """The reports of a scaler's steps; a late verdict is read when somebody asks for its report."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         # What a pickle keeps: no callbacks.

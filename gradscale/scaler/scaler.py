@@ -46,7 +46,7 @@ def parts_of(
     groups: Sequence[Collectives] | None = (),
     own_rank: Callable[[], int | None] | None = None,
 ) -> Parts:
-    """Return what a scaler with these options is made of."""
+    """Return the parts of a scaler with these options."""
     live, reports, skip = LiveState(policy_of(options), backend), Reports(options), options.get("skip")
     agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
     return Parts(live, agreement, reports, IdentityMap(), Mistakes(), guard_for(skip))
@@ -129,7 +129,7 @@ class GradScaler:
         outputs : array or nested containers of arrays
             Floating arrays of one library, on any devices; integers and ``None`` pass through.
         loss : array, number or False, optional
-            What a scaler with ``skip=`` judges in place of these outputs, such as their mean over the ranks; False for
+            A scaler with ``skip=`` judges it in place of these outputs: such as their mean over the ranks, or False for
             nothing. Default: the real arrays of one element among the outputs. Over several calls, their mean.
 
         Returns
@@ -179,7 +179,7 @@ class GradScaler:
         Parameters
         ----------
         optimizer : Optimizer
-            Whose gradients.
+            Whose gradients to divide.
         max_norm : float, optional
             Clip them to this global 2-norm, as torch's ``clip_grad_norm_`` does; also when disabled. A norm that is
             not finite is an overflow.
@@ -231,7 +231,7 @@ class GradScaler:
         Returns
         -------
         object
-            What ``optimizer.step`` returned; None for a skipped step. ``last_step`` tells the two apart.
+            The result of ``optimizer.step``; None for a skipped step. ``last_step`` tells the two apart.
 
         Raises
         ------
@@ -264,7 +264,7 @@ class GradScaler:
         Parameters
         ----------
         optimizer : Optimizer
-            Whose step.
+            The optimizer whose step to skip.
 
         Raises
         ------
@@ -346,9 +346,9 @@ class GradScaler:
         Parameters
         ----------
         optimizer : Optimizer
-            Which was stepped.
+            The one that the schedule belongs to.
         schedule : object
-            Whose ``step`` is called.
+            A schedule, with ``step``.
         *args, **kwargs
             Passed on, such as the metric of a ``ReduceLROnPlateau``.
 
@@ -386,7 +386,7 @@ class GradScaler:
 
     @property
     def on_skip(self) -> OnSkip | None:
-        """What is called with the StepReport of a skipped step, in ``step``; None for nothing.
+        """The callbacks that ``step`` calls with the StepReport of a skipped step; None without any.
 
         On rank 0 only, but for callables with a true attribute ``every_rank``, such as
         :func:`gradscale.callbacks.every_rank` gives.
@@ -399,7 +399,7 @@ class GradScaler:
 
     @property
     def on_update(self) -> OnUpdate | None:
-        """What is called with the UpdateReport of an iteration, in ``update``; None for nothing. As for ``on_skip``."""
+        """The callbacks that ``update`` calls with the UpdateReport of an iteration, as for ``on_skip``."""
         return self._parts.reports.on_update
 
     @on_update.setter
@@ -476,7 +476,7 @@ class GradScaler:
         Parameters
         ----------
         optimizer : Optimizer
-            Which ``unscale_`` and ``step`` are called with.
+            The one that ``unscale_`` and ``step`` are called with.
         name : str
             The same on every rank.
 
@@ -573,12 +573,9 @@ class GradScaler:
             self._parts.guard.load(loaded.windows, live.hooks.put)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle: settings and numbers, without arrays, groups, callbacks and reports.
+        """Return settings and numbers to pickle, without arrays, groups, callbacks and reports.
 
-        Raises
-        ------
-        CallOrderError
-            In the middle of an iteration; with gradients under way that were scaled before ``load_state_dict``.
+        CallOrderError in the middle of an iteration, or if gradients were scaled before ``load_state_dict``.
         """
         iteration, live = self._iteration, self._parts.live
         iteration.require_boundary("pickling or copying a scaler")
@@ -649,13 +646,7 @@ class GradScaler:
         return live.hooks.collect(optimizer, self._parts.listed, request).clip(one)
 
     def _checked_request(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Request:
-        """Check the arguments before anything is modified, and return the norm to clip to.
-
-        Raises
-        ------
-        InvalidValueError, InvalidTypeError
-            For a norm that is no number or negative, another ``norm_over`` or none over a group, or several groups.
-        """
+        """Check the arguments before anything is modified, and return the norm to clip to."""
         if norm_over is not None and not (isinstance(norm_over, str) and norm_over in ("rank", "group")):
             msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
             raise InvalidValueError(msg)
@@ -721,7 +712,7 @@ class ShardedGradScaler(GradScaler):
     Parameters
     ----------
     group : communicator, Collectives, or list of these
-        What to agree over: an MPI communicator (duplicated, which is collective over it), an object with ``rank``,
+        An MPI communicator (duplicated, which is collective over it), an object with ``rank``,
         ``size`` and ``start_max``, or a list of them (data, tensor, pipeline, expert), agreed over in turn.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
@@ -837,7 +828,7 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
     """Agree over other groups from now on, and abandon an iteration whose agreement has failed."""
     agreement = scaler._parts.agreement
     if groups:
-        # A policy that ranks cannot compare is refused now, and not in the first step.
+        # A policy that ranks cannot compare raises now, and not in the first step.
         agreement.identify(scaler._parts.live.policy)
     if agreement.failure is not None:
         scaler._iteration = Iteration(scaler._iteration.number, scaler._parts)

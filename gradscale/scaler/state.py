@@ -29,27 +29,9 @@ _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
 
 
 class LiveState:
-    """The state of a scaler.
+    """The state of a scaler, and the adapter and namespace of its library.
 
-    Parameters
-    ----------
-    policy : Policy
-        The rule that adapts it.
-    backend : str, Backend or None
-        An adapter or its registered name; None for the one of the arrays' library.
-
-    Attributes
-    ----------
-    hooks : Backend
-        The scaler's own adapter, or the generic one: for what is done before a library is known.
-    backend : Backend
-        The adapter of the library that the state is in, once there is a state.
-    home : namespace
-        Of that library; None without a state.
-    state : ScaleState or None
-        The present one; before, there are numbers at most, which a checkpoint has left.
-    updates : int
-        Rises by one each time the state is adapted; ``note_scale`` is told that of an earlier verdict.
+    ``hooks`` is the adapter before a library is known. ``updates`` tells ``note_scale`` how old a verdict's scale is.
     """
 
     backend: Backend
@@ -124,10 +106,7 @@ class LiveState:
         return found if known is None else known[0] > 0
 
     def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:
-        """Adapt the state to the counts of an iteration: any overflow backs the scale off once. No host read.
-
-        If all of ``held`` are true, 0-d, nothing is changed.
-        """
+        """Adapt the state to the counts of an iteration, without a host read, unless all of ``held`` (0-d) are true."""
         state = self.state or self.current()
         self.updates += 1
         found = counts[0]
@@ -279,7 +258,7 @@ class LiveState:
 
 
 def _smallest_factor(policy: Policy) -> float:
-    """Return what one update may multiply the scale by at least; 0 if it is not known."""
+    """Return the smallest factor that one update may multiply the scale by; 0 if it is not known."""
     if type(policy) is DynamicScale:
         return policy.backoff_factor
     return 1.0 if type(policy) is StaticScale else 0.0
@@ -290,7 +269,7 @@ def _with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
     if not isinstance(policy, DynamicScale):
         msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
         raise InvalidTypeError(msg)
-    # A validated copy: nothing is changed when the value is refused.
+    # A validated copy: nothing is changed when the value is wrong.
     changed = dataclasses.replace(policy, **{name: value})
     # The rule of another policy would be tried.
     return policy if getattr(changed, name) == getattr(policy, name) else changed

@@ -19,43 +19,10 @@ _LARGEST_RETRIES = 16
 class Step:
     """A context in which to call ``optimizer.step(*args, **kwargs)`` if ``is_made``, from a frame that a compiler sees.
 
-    One host read, or one for each evaluation of a closure; none if an optimizer skips by itself on a device.
-
     LBFGS and SAM call a closure several times in one step, so the scaler cannot skip the step from outside. After each
     evaluation the ranks agree on the gradients; if one is not finite the scale is backed off and the closure called
     again, until the scale cannot fall or enough has been tried. Then the step is skipped, by an exception that this
-    context ends.
-
-    Parameters
-    ----------
-    iteration : Iteration
-        The present one.
-    optimizer, args, kwargs : Optimizer, tuple, dict
-        What to step, and with what.
-    record : callable
-        Called with this step once it is over.
-    owner : object, optional
-        The scaler that the user has called, for optimizers that ask it.
-    unscale : callable, optional
-        To be called with the optimizer in place of the scaler's own ``unscale_``, which a class may have overridden.
-
-    Attributes
-    ----------
-    returned : object
-        What ``optimizer.step`` has returned.
-    verdict : Verdict or None
-        None if it is read later.
-    retries : int
-        How often a closure was evaluated again.
-    around : ExitStack or None
-        What is open during the call.
-
-    Raises
-    ------
-    CallOrderError
-        If there is a closure, and the gradients were unscaled before or the optimizer does not call it.
-    ClosureOverflowError
-        If the closure overflows at every scale after its first evaluation was fine.
+    context ends. ``unscale`` is called in place of the scaler's ``unscale_``, which a class may have overridden.
     """
 
     is_made = True

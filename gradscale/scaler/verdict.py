@@ -18,31 +18,9 @@ from gradscale.scaler.state import LiveState
 class Pending:
     """The verdict on one optimizer's gradients.
 
-    Parameters
-    ----------
-    found, state : Found, ScaleState
-        What this rank has found, and what it has unscaled with.
-    groups, claim : sequence of Collectives, Claim or None
-        What to agree over, and what the ranks must hold in common; none for a process that decides alone.
-    number : int
-        Of the iteration.
-    code : array or int, default 0
-        Why this rank skips the step, other than for an overflow.
-
-    Attributes
-    ----------
-    known : Verdict or None
-        The verdict, once it is read; of a process alone at once, if its host knows what was found.
-    numbers : Numbers or None
-        The state that was unscaled with, if it was read with the verdict.
-    override : callable or None
-        Returns 0-d what a framework has put in the verdict's place, 0 to make the step; None if it says nothing.
-    is_judged : bool
-        Whether the scaler has judged the gradients, and not a framework alone.
-    is_late : bool
-        Whether the optimizer acts on it by itself, so that it is read only when somebody asks.
-    is_captured : bool
-        Whether a captured graph writes it at each replay.
+    ``override`` returns 0-d what a framework has put in the verdict's place, 0 to make the step; None if nothing.
+    ``is_late``: the optimizer acts on it by itself, so that it is read only when somebody asks.
+    ``is_captured``: a captured graph writes it at each replay.
     """
 
     known: Verdict | None = None
