@@ -96,18 +96,7 @@ class BackendError(GradscaleError, RuntimeError):
 class CollectiveTimeoutError(GradscaleError, TimeoutError):
     """A collective was not completed in time, because some rank has not come to it.
 
-    Parameters
-    ----------
-    rank : int
-        The rank that gave up waiting.
-    size : int
-        Number of ranks in the group.
-    seconds : float
-        How long it waited.
-    iteration : int or None, default None
-        The scaler's iteration; filled in by the scaler on the way up.
-    operation : str, default "the agreement on a step"
-        What was waited for.
+    ``rank`` of ``size`` ranks gave up waiting for ``operation`` after ``seconds``; the scaler adds its ``iteration``.
     """
 
     def __init__(

@@ -27,20 +27,11 @@ _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0)
 
 
 def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = _LONGEST_PAUSE) -> bool:
-    """Ask until something is done: True; False when the time is over. Ctrl-C is seen between two questions.
+    """Ask until something is done, and return True; return False when ``timeout`` seconds are over.
 
-    Time in which this process does not run (SIGSTOP, a paused container, ``scontrol suspend``) counts at most half a
-    second, since the other ranks may have been suspended as well.
-
-    Parameters
-    ----------
-    is_done : callable
-        Is asked at least once, and once more when the time is over. What it raises ends the wait. It may itself wait,
-        for less than half a second.
-    timeout : float
-        Seconds; ``math.inf`` for ever.
-    longest_pause : float, default 0.001
-        The most seconds between two questions.
+    Ctrl-C is seen between two questions. Time in which this process does not run (SIGSTOP, a paused container,
+    ``scontrol suspend``) counts at most half a second, since the other ranks may have been suspended as well. So
+    ``is_done`` may itself wait only for less than that; it is asked at least once, and once more at the end.
     """
     waited = 0.0
     last = time.monotonic()
@@ -107,23 +98,8 @@ class GroupWait:
     """How one rank waits for the others of a group.
 
     A group whose wait was given up is unusable, through any object: the messages under way would meet those sent later.
-
-    Parameters
-    ----------
-    group : object
-        The library's own group, which has a hash.
-    library : str
-        The name in errors, such as "MPI".
-    timeout : float
-        Seconds; ``math.inf`` for ever.
-    refusal : str
-        The error for a use after the group was given up: what to pass instead. The reason is added.
-    rank, size : int
-        Position of this process in the group, and number of ranks, for errors.
-    describe : callable, optional
-        Returns the text of an exception of the library; ``str`` by default.
-    on_give_up : callable, optional
-        Called once with the exception when the group is given up.
+    A later use raises ``refusal``, which says what to pass instead, with the reason. ``group`` is the library's own and
+    has a hash; ``describe`` returns the text of a library's exception; ``on_give_up`` is called with it, once.
     """
 
     def __init__(
@@ -180,10 +156,7 @@ class GroupWait:
     ) -> _Result:
         """Call something of the library; an exception, Ctrl-C as well, gives the group up.
 
-        Raises
-        ------
-        BackendError
-            From an exception of the library; those of gradscale itself are raised as they are. In a child after fork.
+        BackendError comes from the library's exceptions, and in a child after fork; gradscale's are raised as they are.
         """
         self.require_own()
         try:

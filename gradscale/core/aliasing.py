@@ -54,11 +54,9 @@ def numbered(grads: Sequence[_Array], out: Sequence[_Array]) -> dict[int, _Array
 
 
 def require_disjoint(spans: Iterable[tuple[Span, int]], share: Callable[[int, int], bool], count: int) -> None:
-    """Refuse arrays to be written that share memory with each other or with one that is only read.
+    """Raise unless arrays to be written share memory neither with each other nor with one that is only read.
 
-    Spans are of arrays with elements, and have numbers: below ``count`` those of arrays to be written, from there on
-    those of the gradients that are written elsewhere. ``share`` tells of two numbers whether their arrays share an
-    element: columns of one array overlap in span only.
+    Numbers below ``count`` are arrays to be written. ``share`` compares elements, since columns overlap in span only.
     """
     open_spans: list[tuple[int, int]] = []
     for (start, stop), number in sorted(spans):

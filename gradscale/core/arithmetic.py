@@ -78,7 +78,7 @@ class Kind(enum.Enum):
 def dtype_kind(dtype: object, xp: Namespace) -> Kind:
     """Classify a dtype of a namespace."""
     if any(name in str(dtype) for name in _NARROW_NAMES):
-        # Under NumPy these belong to ml_dtypes, and isdtype and finfo refuse them.
+        # Under NumPy these belong to ml_dtypes, and isdtype and finfo raise for them.
         return Kind.HALF
     if "float0" in str(dtype):
         # JAX's gradient of an integer: a NumPy record without content.
@@ -150,10 +150,7 @@ def unscale_arrays(
 
 
 def sum_of_squares(arrays: Sequence[Array], like: Array) -> Array:
-    """Return the sum of the squares of all elements, of complex ones of both parts, on the device of ``like``.
-
-    It is float64, or float32 on a device without: that overflows for norms above 1.8e19.
-    """
+    """Return the sum of the squares of all elements on the device of ``like``, in float64 if it has that."""
     xp, home = array_namespace(like), device(like)
     total = xp.zeros((), dtype=_widest(xp, home), device=home)
     for x in arrays:
@@ -185,7 +182,7 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
     """Return the norm, the factor to multiply arrays by (0-d float32), and whether that is an overflow (0-d int32).
 
     The factor is ``max_norm / (norm + 1e-6)``, as in torch's ``clip_grad_norm_``, but at most 1; 1 for a norm that is
-    not finite. It is an overflow if the norm is not finite in float32, or the factor is so small that it loses bits.
+    not finite. A norm that is not finite in float32 is an overflow, and so is a factor so small that it loses bits.
     """
     xp = array_namespace(squares)
     # No finite norm is above the largest float32; beyond it the quotient would overflow.
@@ -203,7 +200,7 @@ def clip_factor(squares: Array, max_norm: float) -> tuple[Array, Array, Array]:
 
 
 def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tuple[Array, Array, Array]:
-    """Do what ``clip_factor`` does for a norm that the host has, in Python's floats, so that all ranks clip alike."""
+    """Return the answer of ``clip_factor`` for a norm that is a float, so that all ranks clip alike."""
     xp = array_namespace(like)
     rounded = validation.round_to_float32(norm)
     wanted = max_norm / (norm + _EPSILON) if math.isfinite(rounded) else 1.0
@@ -213,7 +210,7 @@ def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tu
 
 
 def check_real_dtype(like: Array, dtype: object) -> None:
-    """Refuse a wanted dtype that is neither None nor real floating."""
+    """Raise InvalidTypeError for a wanted dtype that is neither None nor real floating."""
     if dtype is None:
         return
     try:
@@ -336,8 +333,7 @@ def as_0d_array(xp: Namespace, x: Array) -> Array:
 class DeviceReplicas:
     """Copies of one 0-d array on the devices where it is needed, each made once.
 
-    ``placement`` returns where a 0-d array must be to be combined with another, or None for anywhere; ``move`` copies
-    it next to an array, if the library's own ``to_device`` is not in the order of streams.
+    ``placement`` says where a 0-d array must be, None for anywhere; ``move`` copies it in the order of streams.
     """
 
     def __init__(

@@ -98,12 +98,9 @@ class Backend:
         return to_device(x, self.placement(like))
 
     def example(self) -> Array:
-        """Return a 0-d float32 array on the default device, for a rank that has no arrays of its own.
+        """Return a 0-d float32 array on the default device, for a rank without arrays of its own.
 
-        Raises
-        ------
-        BackendNotAvailableError
-            Unless it is overridden: without a library named there is no array to make.
+        BackendNotAvailableError unless a subclass overrides it.
         """
         msg = f"backend= must name a library's adapter for a rank that has no arrays, got the {self.name} one"
         raise BackendNotAvailableError(msg)
@@ -168,7 +165,7 @@ class Backend:
     def unscale_with_squares(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None
     ) -> tuple[Sequence[Array], Array, Array]:
-        """Do what ``unscale`` does, and also return the sum of the squares of all unscaled elements.
+        """Unscale as ``unscale``, and also return the sum of the squares of all unscaled elements.
 
         It is 0-d float64 on the state's device, or float32 if there is no float64. No host read.
         """
@@ -193,10 +190,7 @@ class Backend:
     def read_summaries(
         self, arrays: Sequence[Array], others: Sequence[Array] = ()
     ) -> tuple[list[summaries.Summary], list[list[int]]]:
-        """Summarize arrays, or none, and read the summaries and other arrays, 1-d int32, in one host read.
-
-        If not all of them are on one device, each costs a read of its own.
-        """
+        """Summarize arrays, and read the summaries and ``others`` (1-d int32) in one host read for each device."""
         vectors = ([self.summarize(arrays)] if arrays else []) + list(others)
         lengths = [vector.shape[0] for vector in vectors]
         values: list[list[int]] = []
@@ -235,10 +229,7 @@ class Backend:
         return new
 
     def map_outputs(self, outputs: Any, home_for: Callable[[Array], Any], multiply: _Multiply) -> Any:
-        """Return what ``scale`` was called with, its floating arrays multiplied all at once.
-
-        ``home_for`` makes the state beside an array, if there is none, and returns the state's namespace.
-        """
+        """Return the outputs of ``scale``, floating arrays multiplied; ``home_for`` makes a state beside an array."""
         if isinstance(outputs, int):
             msg = (
                 f"outputs must be an array or nested containers of arrays, got {shown(outputs)}; wrap it, such as "

@@ -38,7 +38,7 @@ Listed: TypeAlias = IdentityMap[Any]
 
 
 class Home(Protocol):
-    """Where the state lives."""
+    """The library in which the state lives."""
 
     backend: Backend
     """The adapter of the state's library."""
@@ -56,14 +56,14 @@ class Exchanging(Protocol):
     size: int
 
     def announce(self, like: Array) -> None:
-        """Tell the other ranks what comes."""
+        """Tell the other ranks that norms follow."""
 
     def numbers(self, number: int, like: Array) -> list[int]:
         """Return the int32 of each rank."""
 
 
 class Request(NamedTuple):
-    """What is asked for besides unscaling."""
+    """Wishes besides unscaling."""
 
     max_norm: float | None = None
     """The largest 2-norm of all gradients together, to be clipped to."""
@@ -296,10 +296,10 @@ def _from_grads(optimizer: OptimizerWithGrads) -> tuple[list[Array], _Assign]:
 
 
 class HeldArray(NamedTuple):
-    """What an optimizer has for a parameter: its gradient, None if there is none, its weight, or an array of the state.
+    """An array of an optimizer for a parameter: its gradient or None, its weight, or a part of the state.
 
-    The name of a gradient is the optimizer's for the parameter (``param_names``, which torch keeps), else the
-    expression that reaches it. What no parameter has is called ``state``, with the path as key.
+    A gradient's name is from torch's ``param_names``, or else the expression that reaches it. An array that belongs to
+    no parameter is called ``state``, with the path as key.
     """
 
     kind: Literal["gradient", "weight", "state"]
@@ -352,11 +352,7 @@ def named_gradients(optimizer: Optimizer) -> list[HeldArray]:
 
 @reading("names")
 def name_gradients(located: Sequence[HeldArray], names: object) -> list[HeldArray]:
-    """Return an optimizer's gradients under the names that a user gives; None keeps their own.
-
-    Names are pairs of name and parameter (torch's ``named_parameters()``) or a mapping from one to the other, with all
-    parameters of the optimizer among them, or a string for each parameter or leaf of the tree, in order.
-    """
+    """Return gradients under names that a user gives: pairs or a mapping with parameters, or text for each in order."""
     if names is None:
         return list(located)
     usage = "pass names=model.named_parameters(), a mapping of names to parameters, or a string for each parameter"
@@ -396,8 +392,8 @@ def held_arrays(
 ) -> list[HeldArray]:
     """Return an optimizer's weights and the arrays of its state, but for integers.
 
-    ``located`` are its gradients under its own names, and ``named`` the same under the user's. ``params`` and ``state``
-    are containers of arrays; None and True stand for what optimizers of torch's kind have.
+    ``located`` are its gradients under its own names, and ``named`` the same under the user's; None for ``params`` and
+    True for ``state`` stand for those of optimizers of torch's kind.
     """
     parameters = {id(one.parameter): one.name for one in named if is_array_api_obj(one.parameter)}
     own = getattr(optimizer, "state", None)

@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 class IdentityMap(Generic[_Value]):
     """A mapping keyed by the object itself, which does not keep it alive.
 
-    ``WeakKeyDictionary`` merges objects that compare equal and refuses those without a hash. Objects that cannot be
+    ``WeakKeyDictionary`` merges objects that compare equal and takes none without a hash. Objects that cannot be
     referenced weakly, since their class has ``__slots__``, are kept alive by the map: the last 100 of them.
     """
 

@@ -57,8 +57,7 @@ def floating_leaves(
 ) -> Sequence[Array]:
     """Return the floating arrays among leaves (arrays, None, integers), each object once; all must be of one library.
 
-    ``what`` is the name of a leaf in error messages, and ``rebuild`` builds the tree, to name the place of a bad one.
-    Integers are left out, or an error; JAX's gradients of integers, which have no values, are left out.
+    Errors call a leaf ``what``, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
     if not _all_floating(leaves, home):
         with reading(what):

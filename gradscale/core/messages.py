@@ -11,7 +11,7 @@ from gradscale.errors import GradscaleError, InvalidTypeError
 
 _LONGEST = 1000
 _SHOWN = 12
-# Whose frames may lie between a user's line and a warning; torch's are those of its compiler.
+# Packages with frames between a user's line and a warning; torch's are its compiler's.
 _BETWEEN = {"gradscale", "gradscale_torch", "torch", "contextlib"}
 
 

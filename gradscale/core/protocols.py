@@ -1,4 +1,4 @@
-"""What plugs in, and what goes between: Array, Namespace, ScaleState, Policy, Collectives, GroupBackend, Optimizer."""
+"""Protocols of what plugs in, and the state: Array, Namespace, ScaleState, Policy, Collectives, Optimizer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Collectives(Protocol):
 
     Notes
     -----
-    What follows is used where a group has it:
+    These members are optional:
 
     - ``example()`` returns a 0-d float32 array, with which a rank takes part that never has one of its own. Else such a
       rank is told its library by ``backend=``.

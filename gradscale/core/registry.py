@@ -163,7 +163,7 @@ def backend_for(x: Array) -> Backend:
 
 
 def _require_standard(x: Array) -> None:
-    """Refuse an array whose library has neither an adapter nor the names that the pure core needs."""
+    """Raise for an array whose library has neither an adapter nor the names that the pure core needs."""
     missing = arithmetic.lacks(x) if is_array_api_obj(x) else {}
     if missing:
         library = arithmetic.library_name(array_namespace(x))

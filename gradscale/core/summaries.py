@@ -22,7 +22,7 @@ from gradscale.core.protocols import Array, Namespace
 from gradscale.core.validation import bits_of_float32
 
 STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
-"""What a diagnosis needs of a library besides what the core needs."""
+"""Names that a diagnosis needs of a library besides those of the core."""
 
 # How many elements are counted at once, so that no int32 wraps.
 _PIECE = 2**30
@@ -68,18 +68,10 @@ _LAYOUTS = {
 
 
 class Summary(NamedTuple):
-    """What one array holds.
+    """The numbers of special elements of one array.
 
-    Attributes
-    ----------
-    size : int
-        Number of elements.
-    inf, nan, zeros, subnormals : int
-        How many are so. A complex element counts once: as NaN if one of its parts is, else as inf, else as subnormal;
-        as zero if both parts are.
-    largest : float
-        Largest finite magnitude, of a real or imaginary part; 0.0 without any. A long double beyond float64 gives the
-        largest float64.
+    A complex element counts once: as NaN if one of its parts is, else as inf, else as subnormal; as zero if both are.
+    ``largest`` is the largest finite magnitude of a part, and 0.0 without any.
     """
 
     size: int = 0
@@ -117,11 +109,9 @@ def smallest_normal(dtype: object, xp: Namespace) -> float | Array:
 
 
 def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Array:
-    """Return what at least one array holds: what the ``summarize`` of an adapter must equal.
+    """Return 7 words for each 2**30 elements of arrays, 1-d int32 on the device of the first, for ``summaries_of``.
 
-    It is 1-d int32 on the device of the first, 7 words for each 2**30 elements of an array, which ``summaries_of``
-    reads. Subnormals are those of each array's own dtype. XLA and CuPy take those of 32 bits for 0, and so need
-    ``bits``, which is ``Backend.bits``.
+    XLA and CuPy take float32's subnormals for 0, and need ``bits``, which is ``Backend.bits``.
     """
     home = device(arrays[0])
     found = [_words(piece, bits) for x in arrays for piece in _pieces(x)]
@@ -193,7 +183,7 @@ def _judge(parts: Sequence[Array], tiny: float | Array, infinity: float) -> tupl
 
 
 def _fields(x: Array) -> tuple[Array, Array, Array]:
-    """Return what ``Layout.fields`` does of a 0-d float that is finite and not negative."""
+    """Return the fields of ``Layout.fields`` for a 0-d float that is finite and not negative."""
     xp = array_namespace(x)
     significand, exponent = significand_and_exponent(xp.asarray(x))
     scaled = significand * 2.0**_HALF_BITS

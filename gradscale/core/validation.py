@@ -91,7 +91,7 @@ def scale(name: str, value: object) -> float:
 
 
 def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
-    """Return an integer within bounds as an int; a float with an integral value is refused, as a bool is."""
+    """Return an integer within bounds as an int; a bool and a float raise InvalidTypeError."""
     expected = f"an integer from {at_least} to {at_most}"
     try:
         # Arrays of booleans can be an index, too.

@@ -31,7 +31,7 @@ _Parameters = ParamSpec("_Parameters")
 
 
 def verdict_by_name(update: Callable[_Parameters, ScaleState]) -> Callable[_Parameters, ScaleState]:
-    """Let a policy's ``update`` refuse a verdict without its name: the opposite flag would train on silently."""
+    """Let a policy's ``update`` raise for a verdict without its name: the opposite flag would train on silently."""
 
     @functools.wraps(update)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> ScaleState:

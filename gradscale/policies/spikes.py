@@ -13,7 +13,7 @@ from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
-"""What SkipSpikes needs of a library besides what the core needs."""
+"""Names that SkipSpikes needs of a library besides those of the core."""
 
 _TINY = validation.SMALLEST_NORMAL
 
@@ -46,7 +46,7 @@ class SkipSpikes:
     sides : {"above", "both"}, default "above"
         Whether a value may be too small, too.
     of : {"loss", "norm"} or tuple of these, default ("loss", "norm")
-        What a scaler judges: the losses that ``scale`` is given, and the norm that ``unscale_(max_norm=)`` returns.
+        A scaler judges the losses that ``scale`` is given, and the norm that ``unscale_(max_norm=)`` returns.
     learns_from_skipped : bool, default False
         Whether the values of skipped steps are compared with, too.
     patience : int, default 10
