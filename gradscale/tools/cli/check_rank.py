@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 END = "its end"
-"""What follows the last stage, with the complete page."""
+"""The message after the last stage, with the complete page."""
 
 MARGIN = 2.0
 """Seconds for a report to reach rank 0. A rank that failed leaves it three times that to name the rank to blame."""
@@ -50,7 +50,7 @@ _CALLS = 200
 
 
 class Report(TypedDict, total=False):
-    """What a rank tells rank 0 of a stage."""
+    """A rank's report to rank 0 on a stage."""
 
     rank: int
     host: str
@@ -279,7 +279,7 @@ class Rank:
             time.sleep(_PAUSE)
 
     def _judge(self, reports: dict[int, Report]) -> dict[int, str]:
-        """Return what is wrong with ranks: errors in the reports of a stage, or on rank 0 that some are missing."""
+        """Return the faults by rank: errors in the reports of a stage, or on rank 0 that some are missing."""
         missing = set() if self.world.rank else set(range(self.world.size)) - reports.keys()
         if missing:
             return dict.fromkeys(missing, f"did not answer within {self._timeout:g} s")

@@ -1,1 +1,1 @@
-"""What gradscale.testing offers."""
+"""Tools for tests, which gradscale.testing offers."""

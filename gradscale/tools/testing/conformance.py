@@ -234,7 +234,7 @@ def _check_unscaling(backend: Backend, member: str, values: list[Array], state: 
 
 
 def _options(xp: ModuleType, given: list[Array], way: str) -> dict[str, object]:
-    """Return what tells ``unscale`` where to write; what is complex stays so."""
+    """Return the options that tell ``unscale`` where to write; complex arrays stay complex."""
     if way == "into arrays of float32":
         out = [xp.zeros(x.shape, dtype=x.dtype if _is_complex(x) else xp.float32, device=device_of(x)) for x in given]
         return {"out": out}
@@ -269,10 +269,7 @@ def _expect_arrays(
 
 
 def _same(backend: Backend, ones: Sequence[Array], others: Sequence[Array]) -> bool:
-    """Tell whether arrays of one dtype hold the same values, with NaN equal to NaN and -0 apart from 0.
-
-    If the library takes subnormals for 0, the first ones may hold what is lost: ``_check_subnormals`` sees to them.
-    """
+    """Tell whether arrays of one dtype hold the same values, with NaN equal to NaN and -0 apart from 0."""
     if not ones or not others:
         return len(ones) == len(others)
     xp = array_namespace(ones[0])

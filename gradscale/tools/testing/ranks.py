@@ -31,7 +31,7 @@ class _Collective:
 
 
 class _World:
-    """What the ranks share: the collectives that have begun, by their position in the sequence."""
+    """The collectives that the ranks of a group have begun, by their position in the sequence."""
 
     def __init__(self, size: int) -> None:
         self.size = size
