@@ -88,10 +88,7 @@ class CupyBackend(Backend):
 
     @explained("gradients were clipped")
     def multiply_in_place(self, arrays: Sequence[Array], factor: Array, /) -> Sequence[Array]:
-        """Multiply arrays that ``unscale`` has returned by a 0-d float32 of at most 1.
-
-        One launch for each device and dtype, which writes nothing if the factor is 1. No host read.
-        """
+        """Multiply arrays by a 0-d float32 of at most 1 in one launch for each device and dtype; 1 writes nothing."""
         for device, prepared in _by_device(arrays, arrays, factor.device):
             there = _moved(factor, device)
             with device:

@@ -56,8 +56,7 @@ def _unusable(status: int) -> str:
 def explained(doing: str) -> Iterator[None]:
     """Raise gradscale's errors in place of CuPy's and CUDA's, with these as the cause; but not for lack of memory.
 
-    ``doing`` follows "CUDA failed while". BackendNotAvailableError means that there is no device, no driver or an old
-    one, or no library of CUDA.
+    The message begins "CUDA failed while ``doing``". BackendNotAvailableError: no device, driver or library of CUDA.
     """
     try:
         yield

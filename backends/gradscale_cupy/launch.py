@@ -25,7 +25,7 @@ _kind = operator.attrgetter("shape", "strides", "dtype")
 
 
 class Prepared(NamedTuple):
-    """Arrays of one device, the tables for their launches, and those that no kernel takes, with their targets.
+    """Arrays of one device with the tables for their launches, and arrays that no kernel takes, with their targets.
 
     The tables belong to the current stream: CuPy gives their memory only to work behind them there.
     """
@@ -46,10 +46,7 @@ def _kernel(name: str) -> cupy.RawKernel:
 
 
 def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: bool) -> Prepared:
-    """Return the tables for unscaling arrays of the current device into others, or into themselves.
-
-    Raises InvalidValueError if arrays to be written may share memory, or are on other devices than their gradients.
-    """
+    """Return the tables for unscaling arrays of the current device into others, or into themselves."""
     # A kernel may not reach the memory of another device.
     for source, target in zip(sources, targets, strict=True):
         if source is not target and source.data.device_id != target.data.device_id:
@@ -70,10 +67,7 @@ def prepare(sources: Sequence[Array], targets: Sequence[Array], *, is_captured: 
 
 
 def unscale(prepared: Prepared, state: ScaleState, *, squares: bool) -> list[Array]:
-    """Divide arrays by a scale that is there; return a 0-d int32, above 0 if a result is not finite.
-
-    If asked, the sum of the squares of the results comes second, 0-d float64.
-    """
+    """Divide arrays; return a 0-d int32, above 0 if a result is not finite, and, if asked, the squares' 0-d float64."""
     tables, sources, targets = prepared
     found = [cupy.zeros((), dtype=cupy.int32)]
     if squares:

@@ -37,14 +37,6 @@ class NCCLCollectives:
     timeout : float
         Seconds to wait for the other ranks in each collective; ``math.inf`` for ever.
 
-    Attributes
-    ----------
-    identity : object
-        The group as it was given, over which other objects like this one may agree.
-    rank, size, device : int
-        Position in the communicator (that of an NCCLBackend need not be MPI's, also with ``use_mpi=True``), number of
-        ranks, and CUDA device.
-
     Raises
     ------
     BackendNotAvailableError
@@ -56,9 +48,9 @@ class NCCLCollectives:
 
     Notes
     -----
-    Constructing sends nothing. Starting a collective does not make the host wait, but for the first one of each length,
-    in which NCCL connects the ranks. To finish one is a host wait, so that a step over k groups has k, and the read
-    that follows finds its answer there.
+    The rank of an NCCLBackend need not be MPI's, also with ``use_mpi=True``. Constructing sends nothing. Starting a
+    collective makes the host wait only for the first one of each length, in which NCCL connects the ranks. To finish
+    one is a host wait, so that a step over k groups has k, and the read that follows finds its answer there.
 
     The timeout, an error of NCCL or CUDA, and Ctrl-C abort the communicator, so that the kernel that waits on the
     device ends; every rank needs another one then. Not to be started between ``nccl.groupStart`` and ``groupEnd``.

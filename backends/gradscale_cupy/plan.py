@@ -48,10 +48,7 @@ class Launch(NamedTuple):
 
 
 def plan(sources: Sequence[Place], targets: Sequence[Place], chunk: int = CHUNK) -> tuple[list[Launch], list[int]]:
-    """Return a launch for each pair of dtypes, and which arrays no kernel takes: of other dtypes, or with gaps.
-
-    The arrays have equal shapes, pair by pair. A chunk has so many elements at most.
-    """
+    """Return a launch for each pair of dtypes, and which arrays no kernel takes: of other dtypes, or with gaps."""
     rows: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     others = []
     for index, ((source, kind), (target, target_kind)) in enumerate(zip(sources, targets, strict=True)):
@@ -88,10 +85,7 @@ def _launch(pair: str, table: Array, chunk: int) -> Launch:
 
 
 def require_disjoint(sources: Sequence[Place], targets: Sequence[Place]) -> None:
-    """Raise SharedMemoryError if arrays to be written may share memory: with themselves, each other or a gradient.
-
-    Each counts as all memory from its first element to its last, so that no element of another may lie in its gaps.
-    """
+    """Raise SharedMemoryError if arrays to be written may share memory, from the first element to the last of each."""
     for index, (_, kind) in enumerate(targets):
         if _overlaps_itself(kind):
             shape, strides, _ = kind

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 backend = JaxBackend()
-"""What the entry points ``jax`` (traced values) and ``jaxlib`` (arrays) name."""
+"""The adapter that the entry points ``jax`` (traced values) and ``jaxlib`` (arrays) name."""
 
 
 def __getattr__(name: str) -> object:

@@ -102,7 +102,7 @@ class JaxBackend(Backend):
     def unscale_with_squares(
         self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Do what ``unscale`` does, and return the sum of the squares; over a mesh it is taken in another order."""
+        """Unscale, and return the sum of the squares, too; over a mesh it is taken in another order."""
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         groups = [[*chosen.values()] for chosen in self._by_placement(unscaled).values()]
         squares = [sum_of_squares(group, group[0]) for group in groups]
@@ -148,9 +148,8 @@ def _unscale_leaves(grads: _Arrays, scale: jax.Array, dtypes: Sequence[DTypeLike
 def _factor_and_divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return two 0-d float32: multiplying by one and dividing by the other gives the bits of the pure core.
 
-    They are the reciprocal and 1. Above 2**126, where that is subnormal and XLA takes it for 0, they are the reciprocal
-    of a quarter and 4. A multiplication alone would be slower: XLA repeats it in every use of its result, and reads the
-    gradients again for each, but a division it makes once.
+    Above 2**126, where XLA takes the reciprocal for 0, they are that of a quarter and 4; else it and 1. XLA repeats a
+    mere multiplication in every use of its result, and reads the gradients again for each; a division it makes once.
     """
     divisor = jnp.where(scale > 2.0**126, 4.0, jnp.ones_like(scale))
     # Of a scale that is a constant XLA would join the two, and their quotient may be subnormal again.
@@ -169,9 +168,8 @@ _summarize_one = jax.jit(lambda x: summaries.summarize_arrays([x], JaxBackend().
 def count_nonfinite(arrays: _Arrays) -> jax.Array:
     """Return how many arrays hold an inf or NaN, as a 0-d int32; traceable.
 
-    ``x - x`` is 0 for finite elements and NaN for others, and a NaN stays in a sum, in whatever order it is taken and
-    over however many devices. In a maximum it does not: XLA's for the CPU drops NaNs of large arrays, as its all-reduce
-    does.
+    ``x - x`` is 0 for finite elements and NaN for others, and a NaN stays in any sum. In a maximum it does not: XLA's
+    for the CPU drops NaNs of large arrays, as its all-reduce does.
     """
     totals = [jnp.sum(x - x) for x in map(widened, arrays)]
     return sum(((total != total).astype(jnp.int32) for total in totals), jnp.zeros((), dtype=jnp.int32))

@@ -1,7 +1,4 @@
-"""Agreement over named axes, inside a compiled step: one pmax of int32 over the ranks of shard_map, vmap or pmap.
-
-Its verdict stays on the device; the host raises its errors.
-"""
+"""Agreement over named axes, inside a compiled step: one pmax of int32 over the ranks of shard_map, vmap or pmap."""
 
 from __future__ import annotations
 

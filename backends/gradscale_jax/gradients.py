@@ -154,7 +154,7 @@ def value_and_grad(
 
 
 def _indices(argnums: Any) -> int | tuple[int, ...]:
-    """Return what jax takes as ``argnums``: one number, or any numbers that can be iterated over."""
+    """Return ``argnums`` as jax takes it: one number, or numbers that can be iterated over."""
     try:
         return operator.index(argnums)
     except TypeError:

@@ -34,13 +34,13 @@ class ScaledOptimizerState(NamedTuple):
     scale_state : ScaleState
         To scale the next loss with; :func:`scale_state` finds it.
     inner_state : pytree
-        Of the inner transformation, as its last step that was taken left it.
+        The inner transformation's state after the last step that was taken.
     verdict : Verdict
-        Of the last step; before the first one a clean verdict. :func:`verdict_of` finds it.
+        The last step's; before the first one a clean verdict. :func:`verdict_of` finds it.
     skipped : array
         0-d int32: steps skipped so far; stays at the largest int32.
     windows : SpikeState, optional
-        What ``skip`` compares the next values with, a row for each of ``skip.of``; None if spikes are not skipped.
+        The values that ``skip`` compares with, a row for each of ``skip.of``; None if spikes are not skipped.
 
     Examples
     --------
@@ -251,7 +251,7 @@ def _require_windows(rule: SkipSpikes | None, windows: SpikeState | None) -> Non
 
 
 def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -> tuple[jax.Array, jax.Array]:
-    """Return what a rule judges, NaN for a loss that is not given, and whether any of it is a spike; traceable."""
+    """Return the values that a rule judges, NaN for a missing loss, and whether any is a spike; traceable."""
     found = {}
     if loss is not None and "loss" in rule.of:
         number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")

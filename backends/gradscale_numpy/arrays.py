@@ -117,28 +117,9 @@ class NumpyBackend(Backend):
     ) -> tuple[Sequence[NumpyArray], NumpyArray]:
         """Divide arrays by the scale and count those with a non-finite value, as :meth:`gradscale.Backend.unscale`.
 
-        Parameters
-        ----------
-        grads : sequence of arrays
-            float16, float32, float64, longdouble, complex, and the dtypes of ml_dtypes; any strides, any byte order.
-        state : ScaleState
-            Gives the scale.
-        dtype : dtype, optional
-            Wanted dtype of the real ones, as new arrays.
-        out : sequence of arrays, optional
-            Arrays to write to instead. NumPy's scalars, which cannot be written, come back as new arrays.
-
-        Returns
-        -------
-        arrays : sequence of arrays
-            ``out``, or new ones.
-        nonfinite : array
-            0-d int32.
-
-        Raises
-        ------
-        InvalidValueError
-            If an array to be written is read-only, or shares memory with itself or another one; nothing is modified.
+        Arrays may have any strides, any byte order, and any floating or complex dtype of NumPy or ml_dtypes; NumPy's
+        scalars, which cannot be written, come back as new arrays. InvalidValueError if an array of ``out`` is
+        read-only, or shares memory with itself or another one; nothing is modified then.
         """
         inverse = np.float32(1.0 / float(state.scale))
         sources, targets, returned = grads, grads, grads
@@ -169,7 +150,7 @@ class NumpyBackend(Backend):
         dtype: DTypeLike | None = None,
         out: Sequence[NumpyArray] | None = None,
     ) -> tuple[Sequence[NumpyArray], NumpyArray, NumpyArray]:
-        """Do what ``unscale`` does, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
+        """Unscale, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
         return unscaled, nonfinite, np.asarray(kernels.squared_norm([np.asarray(x) for x in unscaled]))
 
@@ -189,7 +170,7 @@ def _own_their_memory(arrays: Sequence[NumpyArray]) -> bool:
 
 
 def _forbid_shared_memory(grads: Sequence[NumpyArray], out: Sequence[NumpyArray]) -> None:
-    """Refuse arrays that share memory, part of which would be divided twice."""
+    """Raise for arrays that share memory, part of which would be divided twice."""
     arrays = numbered(grads, out)
     spans = [
         (span(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize), number)

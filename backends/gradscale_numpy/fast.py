@@ -152,7 +152,7 @@ _LOOPS = {"float16": (_scale_halves, _widen_halves), "bfloat16": (_scale_bfloats
 
 
 def unscale_all(sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32) -> int:
-    """Do what `kernels.unscale_all` does; if both sequences are one object, all arrays in it are C-contiguous."""
+    """Unscale as ``kernels.unscale_all``; if both sequences are one object, all arrays in it are C-contiguous."""
     if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
         flat = [out if out.ndim == 1 else out.reshape(-1) for out in outs]
         whole = len(flat) - len(flat) % _TOGETHER

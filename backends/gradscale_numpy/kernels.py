@@ -54,11 +54,10 @@ _HALF_MINUS_INFINITY = 0xFC00
 def unscale_all(
     sources: Sequence[Array], outs: Sequence[Array], inverse: np.float32, unscale_block: UnscaleBlock | None = None
 ) -> int:
-    """Multiply each source by `inverse` into its out and count the outs that are then not finite.
+    """Multiply each source by ``inverse`` into its out and count the outs that are then not finite.
 
-    The product is formed in float32, or in the source's own type if that is wider, rounded once, and cast to the type
-    of the out. Each out has the shape of its source and is complex exactly if that is. It is the source itself, or
-    shares no memory with any source; no two outs share memory.
+    The product is rounded once, to float32 or a wider type of the source, and cast. An out has its source's shape, is
+    complex exactly if that is, and is the source itself or shares no memory with any source or other out.
     """
     nonfinite = 0
     unscale_block = unscale_block or _widen_finite_half
@@ -171,7 +170,7 @@ def _blocks(size: int, *arrays: Array) -> Iterator[Sequence[Array]]:
 
 
 def _widen_finite_half(source: Array, out: Array, inverse: np.float32) -> bool | None:
-    """Store float16 times `inverse` in a float32 array and return True, if all of the source is finite; else None.
+    """Store float16 times ``inverse`` in a float32 array and return True, if all of the source is finite; else None.
 
     NumPy converts float16 one element at a time. Moved into place as integers, the bits of a finite float16 are exactly
     the float32 of 2**-112 times its value. The missing power of two goes into the factor, which stays exact.
@@ -212,7 +211,7 @@ def bits(x: Array) -> Array | None:
 
 
 def summary_of(array: Array) -> Summary:
-    """Return what an array holds, counted block by block."""
+    """Summarize an array, block by block."""
     if array.dtype.type is np.longdouble:
         # Taking its largest magnitude apart takes longer than counting a block.
         return _compared(array)

@@ -92,14 +92,8 @@ def _attribute() -> int:
 class MPICollectives:
     """MAX all-reduces over a duplicate of a communicator, so that its messages never meet the user's.
 
-    The duplicate is made once for each communicator and freed with it.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        Constructing is collective over it.
-    timeout : float
-        Seconds to wait for the other ranks, here and in each collective.
+    The duplicate is made once for each communicator, which is collective over it, and freed with it. A rank waits for
+    the others ``timeout`` seconds, here and in each collective.
 
     Raises
     ------
@@ -158,25 +152,11 @@ class MPICollectives:
         return self._group.group
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
-        """Begin an element-wise MAX all-reduce; the returned call finishes it.
+        """Begin an element-wise MAX all-reduce of a 1-d int32 array; the returned call finishes it.
 
-        Parameters
-        ----------
-        x : array
-            1-d int32 of any library. An array of a device is read now: the host waits for the device.
-
-        Returns
-        -------
-        callable
-            Returns a new array of the same library and device. It raises CollectiveTimeoutError when some rank does
-            not come, after which the group cannot be used any more, and BackendError for MPI's own errors.
-
-        Raises
-        ------
-        CallOrderError
-            When MPI was finalised.
-        BackendError
-            After a collective that was given up; in a child after fork.
+        The host reads an array of a device now. The call returns a new array of the same library and device, or raises
+        CollectiveTimeoutError if some rank does not come, and BackendError for MPI's own errors. After either, and in a
+        child after fork, this raises BackendError; CallOrderError if MPI was finalised.
         """
         _require_not_finalized()
         self._group.require_usable()

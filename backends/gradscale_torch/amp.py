@@ -119,21 +119,11 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         The ranks to agree with. Default: the mesh of the optimizer's parameters if they are DTensors, else none: this
         process decides alone, which is right if every rank holds all gradients (DDP).
     allow_fp16_grads : bool, default False
-        Whether gradients may be float16; torch refuses them.
+        Whether gradients may be float16, for which torch's scaler raises ValueError.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks.
-    policy : DynamicScale, StaticScale or a Policy of your own, optional
-        The rule that adapts the scale, instead of ``init_scale``, ``growth_factor``, ``backoff_factor`` and
-        ``growth_interval``.
-    on_skip, on_update : callable or sequence of callables, optional
-        Called on rank 0 with the StepReport of each skipped step, and with the UpdateReport of each iteration.
-    diagnose : {"on_overflow"}, optional
-        Find out for each skipped step which parameters overflowed, on every rank: ``last_step(optimizer).overflow``.
-        From the third in a row on the weights and the optimizer's state are searched, too.
-    history_size : int, default 1024
-        How many StepReports ``history`` keeps.
-    skip : SkipSpikes, optional
-        Skip the steps whose loss or norm it calls a spike, too. The scale stays as it is.
+    policy, on_skip, on_update, diagnose, history_size, skip : optional
+        As in :class:`gradscale.GradScaler`.
 
     Raises
     ------
@@ -221,7 +211,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         outputs : tensor, mapping or iterable of tensors
             On any devices; part of their autograd graph.
         loss : tensor, number or False, optional
-            What a scaler with ``skip=`` judges in place of these outputs; as in :meth:`gradscale.GradScaler.scale`.
+            A scaler with ``skip=`` judges it in place of these outputs; as in :meth:`gradscale.GradScaler.scale`.
 
         Returns
         -------
@@ -291,15 +281,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Returns
         -------
         object
-            The result of ``optimizer.step``; None for a skipped step. ``last_step`` tells the two apart.
-
-        Raises
-        ------
-        CallOrderError
-            When it was called already since the last ``update``, or inside of another call; when none of the
-            optimizer's parameters has a gradient.
-        ScaleDesyncError, CollectiveTimeoutError
-            Over a group: on every rank when the states differ; when some rank never comes.
+            The result of ``optimizer.step``; None for a skipped step. The errors are those of
+            :meth:`gradscale.GradScaler.step`.
 
         Notes
         -----
@@ -338,10 +321,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
         Raises
         ------
-        CallOrderError
-            When no optimizer has been unscaled or stepped since the last ``update``, and there is no ``new_scale``.
-        ScaleUnderflowError, InvalidValueError, InvalidTypeError, ScaleDesyncError, CollectiveTimeoutError
-            As :meth:`gradscale.GradScaler.update`.
+        GradscaleError
+            Those of :meth:`gradscale.GradScaler.update`.
         """
         super().update(new_scale)
 

@@ -122,34 +122,11 @@ class TorchBackend(Backend):
     def unscale(
         self, grads: Sequence[Tensor], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Tensor] | None = None
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """Divide tensors by the scale and judge them.
+        """Divide tensors by the scale and judge them, as :meth:`gradscale.Backend.unscale`.
 
-        Parameters
-        ----------
-        grads : sequence of tensors
-            Floating or complex; dense, sparse or DTensors. Those that are part of an autograd graph stay part of it
-            if new tensors are made.
-        state : ScaleState
-            Gives the scale.
-        dtype : dtype, optional
-            Wanted dtype of the real ones, as new tensors.
-        out : sequence of tensors, optional
-            Tensors to write to instead; the gradients themselves for unscaling in place, outside of autograd's sight.
-
-        Returns
-        -------
-        tensors : sequence of tensors
-            ``out``, or new ones.
-        nonfinite : tensor
-            0-d int32 on the state's device. No host read.
-
-        Raises
-        ------
-        InvalidTypeError
-            For DTensors, whose verdict is not this rank's alone.
-        InvalidValueError
-            For a tensor to be written whose elements share memory; with each other, or with another of the tensors
-            (SharedMemoryError).
+        They may be sparse. New ones stay part of an autograd graph, and ``out`` is written without it. InvalidTypeError
+        for DTensors, whose verdict is not this rank's alone. InvalidValueError if elements of a tensor to be written
+        share memory, and SharedMemoryError if it shares memory with another tensor.
         """
         if any(hasattr(grad, "device_mesh") for grad in grads):
             msg = (
@@ -195,10 +172,7 @@ class TorchBackend(Backend):
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
-        """Return the state after a step, in its tensors if others look at them, by torch's kernel if that has the rule.
-
-        No host read.
-        """
+        """Return the state after a step, by torch's kernel if that has the rule, in its tensors if others see them."""
         home = state.scale.device
         if home.type != "cpu" and is_capturing(home):
             self.is_replayed = True
@@ -220,9 +194,9 @@ class TorchBackend(Backend):
         return ScaleState(*state)
 
     def put(self, old: _State, new: _State) -> _State:
-        """Write a named tuple of tensors into those of another, if others look at them, and return these as a new one.
+        """Write a named tuple of tensors into those of another, if others look at them, and return these in a new one.
 
-        A new tuple of the same tensors: values kept for the old one are out of date.
+        Values that are kept for the old tuple are out of date.
         """
         if self._settings is None:
             return new
@@ -275,7 +249,7 @@ class TorchBackend(Backend):
         """Return the mesh of an optimizer's DTensor parameters."""
         if self._settings is None:
             return ()
-        # Without a look at the gradients: a rank whose gradients are refused must not stay away.
+        # Without a look at the gradients: a rank whose gradients raise an error must not stay away.
         meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
         return gradients.groups_over(optimizer, meshes, self._settings.timeout)
 
@@ -295,7 +269,7 @@ class TorchBackend(Backend):
         return tuple(gradients.local_tensor(x).shape)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what of it a copy has."""
+        """Return the attributes of a copy."""
         return self.__dict__ | {"is_replayed": False}
 
 
@@ -367,7 +341,7 @@ def _addresses(x: Tensor) -> Tensor:
 
 
 def _counted(tensor: Tensor) -> Summary | None:
-    """Return what a tensor of IEEE numbers of the CPU holds, counted block by block; None for any other."""
+    """Summarize a tensor of IEEE numbers of the CPU, block by block; None for any other."""
     layout = layout_of(tensor.dtype)
     if layout is None or tensor.device.type != "cpu":
         return None

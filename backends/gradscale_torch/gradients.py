@@ -37,7 +37,7 @@ _SMALL = 1 << 14
 
 
 class Settings(NamedTuple):
-    """What one of torch's scalers is made with."""
+    """The arguments of one of torch's scalers."""
 
     device: torch.device | str | int | None
     """The one that is trained on."""
@@ -66,10 +66,7 @@ class Parameters:
 
 
 class TensorGradients:
-    """An optimizer's gradients on their way; see :class:`gradscale.core.gradients.Gradients`.
-
-    Nothing is modified by collecting them, but for sparse float16 ones, which are coalesced.
-    """
+    """An optimizer's gradients on their way. Collecting coalesces sparse float16 ones, and modifies no others."""
 
     is_touched = False
 
@@ -170,10 +167,7 @@ class TensorGradients:
         return wanted.float(), norm.float()
 
     def _squares(self, home: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the squared 2-norm of all gradients together, and that of this rank's.
-
-        Of DTensors by one all-reduce, on a rank without any, too.
-        """
+        """Return the squared norm of all gradients, by an all-reduce for DTensors, and that of this rank's."""
         mesh = groups_over(self._optimizer, self._parameters.meshes, self._settings.timeout)
         if not mesh:
             own = sum_of_squares(self._tensors, home)

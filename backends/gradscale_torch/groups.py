@@ -108,7 +108,7 @@ class TorchCollectives:
 
     @property
     def within(self) -> Callable[[float], contextlib.AbstractContextManager[None]]:
-        """Lets waits end after some seconds, if not before; those of what only looks like a group have no end."""
+        """Ends waits after some seconds; an object that only looks like a group has none, and waits for ever."""
         group = self._usable()
         if self._is_lookalike:
             msg = "what only looks like a process group waits for ever"
@@ -466,10 +466,7 @@ def _make(ranks: tuple[int, ...], mesh: DeviceMesh, timeout: float) -> dist.Proc
 
 
 def _meet(ranks: tuple[int, ...], timeout: float) -> None:
-    """Wait in the store of the world until all members have come, or the time is over.
-
-    The store may have outlived worlds in which they met before.
-    """
+    """Wait in the store of the world until all members have come, or the time is over; they may have met before."""
     store = dist.distributed_c10d._get_default_store()
     key = f"gradscale/{','.join(map(str, ranks))}"
     size = len(ranks)
@@ -507,10 +504,9 @@ def _is_available(kind: str) -> bool:
 
 
 def travels_on(found: dict[str, str], device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Return the device on which a tensor of ``device`` is reduced.
+    """Return the device on which the group reduces a tensor of ``device``; the ranks' must all be of one type.
 
-    Its own, if the group carries it without the CPU; else the CPU, if the group has a backend for it; else the
-    group's accelerator. So the ranks' tensors must all be on devices of one type.
+    It is the tensor's own, if the group carries it without the CPU; else the CPU, or else the group's accelerator.
     """
     if device.type in found and (device.type == "cpu" or found[device.type] not in _HOST_BACKENDS):
         return device

@@ -35,11 +35,9 @@ _Returned = TypeVar("_Returned")
 
 
 def untraced(method: Callable[_Arguments, _Returned], *, recursive: bool = True) -> Callable[_Arguments, _Returned]:
-    """Return a method that torch.compile does not look into: bookkeeping on the CPU, and a few kernels.
+    """Return a method that torch.compile does not look into, but for the functions that it calls if not ``recursive``.
 
-    If not ``recursive`` it compiles the functions that the method calls. Torch's own optimizers are decorated like
-    this. ``torch.compiler.disable`` would do the same, but imports the compiler at once, which takes seconds, instead
-    of at the first call.
+    ``torch.compiler.disable`` would do the same, but imports the compiler at once, which takes seconds.
     """
     if not hasattr(_compiler, "set_code_exec_strategy"):
         wrapped: Callable[_Arguments, _Returned] = _disable_dynamo(method, recursive=recursive)

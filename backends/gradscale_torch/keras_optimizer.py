@@ -92,9 +92,9 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         Parameters
         ----------
         grads : sequence of Tensor or None
-            Of the scaled loss.
+            Gradients of the scaled loss.
         trainable_variables : sequence of keras.Variable
-            As many; the gradients become those of their tensors, in the same dtypes.
+            One for each gradient, which becomes its tensor's, in the same dtype.
 
         Raises
         ------

@@ -103,19 +103,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
     def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
         """Step a learning-rate schedule unless the last step of its optimizer was skipped.
 
-        Parameters
-        ----------
-        optimizer : torch.optim.Optimizer
-            As ``fabric.setup`` has given it, or the one that was given to it.
-        schedule : object
-            Whose ``step`` is called.
-        *args, **kwargs
-            Passed on.
-
-        Raises
-        ------
-        CallOrderError, InvalidTypeError
-            As :meth:`gradscale.GradScaler.step_schedule`.
+        As :meth:`gradscale.GradScaler.step_schedule`. ``fabric.setup`` has returned ``optimizer``, or was given it.
         """
         if self.scaler is None:
             schedule.step(*args, **kwargs)
@@ -127,17 +115,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
 
 
 class HeldSchedule:
-    """A learning-rate schedule whose ``step`` waits for a step of its optimizer; all else is the schedule's own.
-
-    Parameters
-    ----------
-    scaler : GradScaler or ShardedGradScaler
-        Which steps the optimizer.
-    optimizer : torch.optim.Optimizer
-        The one that the scaler is given.
-    schedule : object
-        Has ``step``. ``isinstance`` takes this for it.
-    """
+    """A schedule, to ``isinstance`` as well, whose ``step`` waits for a step of the optimizer by the scaler."""
 
     __slots__ = ("_last", "_optimizer", "_scaler", "_schedule")
 
