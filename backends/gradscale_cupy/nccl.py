@@ -83,7 +83,7 @@ class NCCLCollectives:
         return f"NCCLCollectives(rank={self.rank}, size={self.size}, timeout={self._timeout})"
 
     def start_max(self, x: Array, /) -> Callable[[], Array]:
-        """Begin an element-wise MAX all-reduce on the current stream; calling what is returned finishes it.
+        """Begin an element-wise MAX all-reduce on the current stream; the returned call finishes it.
 
         The 1-d int32 array is left alone. A CuPy array must be on the communicator's device, else it is an
         InvalidValueError; arrays of other libraries pass through the host. The call returns the same array each time.

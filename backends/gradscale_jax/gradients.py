@@ -173,7 +173,7 @@ def _completed(trained: object, whole: object) -> object:
 
 
 def _require_trainable(index: int, arg: object, trained: object, *, allow_int: bool) -> None:
-    """Raise InvalidTypeError for what cannot be differentiated by, and for flax nnx modules that change in a call."""
+    """Raise InvalidTypeError for leaves that have no gradient, and for flax nnx modules that change in a call."""
     changing = _changing_variables(arg)
     if changing:
         msg = (

@@ -1,4 +1,4 @@
-"""Unscale and judge NumPy arrays in bounded memory, and count what they hold, with NumPy alone.
+"""Unscale and judge NumPy arrays in bounded memory, and summarize them, with NumPy alone.
 
 A block is multiplied and judged while it is in the processor's cache, so that the verdict costs no second pass through
 memory and no temporary of the array's size. Small arrays of one type are judged together.

@@ -74,7 +74,7 @@ class _Duplicate:
         self.is_given_up = False
 
     def give_up(self, _: BaseException) -> None:
-        """Keep what is under way, and send nothing more."""
+        """Keep the messages under way, and send no more."""
         self.is_given_up = True
 
     def free(self) -> None:

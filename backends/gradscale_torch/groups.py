@@ -201,7 +201,7 @@ class TorchCollectives:
 
 
 def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseException) -> None:
-    """End what waits on an accelerator; a group of the CPU has nothing there."""
+    """End waits on an accelerator; a group of the CPU has none there."""
     abort: Callable[[], None] | None = getattr(group, "abort", None)
     if abort is None or not any(kind != "cpu" and one not in _HOST_BACKENDS for kind, one in carriers.items()):
         return

@@ -43,7 +43,7 @@ STANDARD_FUNCTIONS = (
     "zeros_like",
 )
 CLIPPING_FUNCTIONS = ("imag", "sqrt", "sum")
-"""What clipping needs of a library besides."""
+"""Names that clipping needs of a library besides."""
 # float64 only on devices whose __array_namespace_info__ has it.
 STANDARD_DTYPES = ("float32", "float64", "int32")
 # Of an array; to_device only where arrays are on several, and the conversion to int only for the host read.
@@ -132,7 +132,7 @@ def nonfinite_flag(x: Array, home: object) -> Array:
 def unscale_arrays(
     grads: Sequence[Array], state: ScaleState, *, dtype: object = None, out: Sequence[Array] | None = None
 ) -> tuple[list[Array], Array]:
-    """Divide floating arrays by the scale into new ones and count the non-finite: what every adapter must equal."""
+    """Divide floating arrays by the scale into new ones and count the non-finite; every adapter must equal this."""
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)

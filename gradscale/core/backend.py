@@ -81,7 +81,7 @@ class Backend:
         return None
 
     def start_read(self, x: Array, /) -> HostRead:
-        """Begin what ``read`` does, without making the host wait if the library can; by default it waits here."""
+        """Begin a ``read``, without making the host wait if the library can; by default it waits here."""
         return DoneRead(self.read(x))
 
     def placement(self, like: Array, /) -> object:
@@ -108,7 +108,7 @@ class Backend:
     def forbid_tracing(self, what: str, /) -> None:
         """Raise in a function that is compiled or captured, in which the scale of a scaler would become a constant.
 
-        ``what`` was called, for the message. By default nothing is forbidden.
+        ``what`` names the call in the message. By default nothing is forbidden.
         """
 
     def bits(self, x: Array, /) -> Array | None:  # noqa: ARG002
@@ -229,7 +229,10 @@ class Backend:
         return new
 
     def map_outputs(self, outputs: Any, home_for: Callable[[Array], Any], multiply: _Multiply) -> Any:
-        """Return the outputs of ``scale``, floating arrays multiplied; ``home_for`` makes a state beside an array."""
+        """Return the outputs of ``scale``, with all floating arrays multiplied at once.
+
+        ``home_for`` makes the state beside an array, if there is none, and returns the state's namespace.
+        """
         if isinstance(outputs, int):
             msg = (
                 f"outputs must be an array or nested containers of arrays, got {shown(outputs)}; wrap it, such as "
@@ -262,7 +265,7 @@ class Backend:
         return ()
 
     def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:  # noqa: ARG002
-        """Return over what the norm of an optimizer's gradients is taken; None if the user has to say so."""
+        """Return the groups over which an optimizer's norm is taken; None if the user has to say so."""
         return None
 
     def values_of(self, x: Array) -> Array | None:

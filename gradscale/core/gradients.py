@@ -63,7 +63,7 @@ class Exchanging(Protocol):
 
 
 class Request(NamedTuple):
-    """Wishes besides unscaling."""
+    """The options of a call besides unscaling."""
 
     max_norm: float | None = None
     """The largest 2-norm of all gradients together, to be clipped to."""
@@ -197,7 +197,7 @@ def _clip(
 
 
 def _norms_of_ranks(backend: Backend, norm: Array, exchange: Exchanging) -> list[float]:
-    """Return the norm of what each rank holds, so that the CPU computes the same norm of them all on every rank."""
+    """Return the norm of all ranks' parts, so that the CPU computes the same norm of them all on every rank."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
     kept = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
@@ -416,7 +416,7 @@ def held_arrays(
 
 
 def _in_state(state: object, parameters: Mapping[int, str]) -> Iterator[HeldArray]:
-    """Yield what a container or torch's mapping of parameters holds; no iterator in it is read."""
+    """Yield the items of a container or of torch's mapping of parameters; no iterator in it is read."""
     if not isinstance(state, Mapping) or all(isinstance(key, (str, int)) for key in state):
         for path, leaf in _leaves("state", tree.leaves_with_paths(state, _is_leaf)):
             yield HeldArray("state", "state", leaf, key=path)

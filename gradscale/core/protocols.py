@@ -83,7 +83,8 @@ class Collectives(Protocol):
     - ``within(seconds)`` returns a context in which no wait takes longer; one that does raises CollectiveTimeoutError.
       Else ranks that differ call ``start_max`` and what it returns in a thread while they tell each other what they
       hold, and leave that thread behind after 5 seconds.
-    - ``wait()``, of what ``start_max`` returns, makes the CPU wait for the ranks where calling it makes a device wait.
+    - ``wait()``, of the object that ``start_max`` returns, makes the CPU wait for the ranks where calling that object
+      makes a device wait.
 
     Examples
     --------
@@ -113,7 +114,7 @@ class Collectives(Protocol):
 
 @runtime_checkable
 class GroupBackend(Protocol):
-    """What the adapter of a communication library supplies; registered like a :class:`~gradscale.Backend`.
+    """The adapter of a communication library; registered like a :class:`~gradscale.Backend`.
 
     One object may be both, for a library that brings arrays and process groups.
 

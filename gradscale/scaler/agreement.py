@@ -124,7 +124,7 @@ class Agreement:
 
     @property
     def is_unjoined(self) -> bool:
-        """Whether it is not known what to agree over."""
+        """Whether the groups are not known."""
         return self._groups is None
 
     def join(self, groups: Sequence[Collectives]) -> None:
@@ -212,7 +212,7 @@ class Agreement:
         return self._identity
 
     def settings(self, policy: Policy) -> str:
-        """Return in words what :meth:`identify` returns as a number."""
+        """Return in words the settings that :meth:`identify` hashes."""
         return f"{shown(policy)}, diagnose={self._diagnoses}, skip={shown(self._skip)}"
 
     def met(self, optimizer: object) -> Met:
@@ -344,7 +344,7 @@ class Ballot:
         return agreed
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
-        """Return the answer and what this rank has sent: one host read."""
+        """Return the answer and this rank's own message: one host read."""
         agreed = self.agreed(is_read=True)
         return claims.read_both(backend_for(agreed), agreed, self.sent)
 

@@ -76,7 +76,7 @@ class Call(enum.StrEnum):
 
 
 class Claim(NamedTuple):
-    """What ranks must hold in common besides the state, in words."""
+    """Words that ranks must hold in common besides the state."""
 
     call: str
     iteration: int = 0
@@ -143,7 +143,7 @@ HELD = Reason.SPIKE, Reason.REFUSED
 
 
 class Verdict(NamedTuple):
-    """What the group agreed on, as Python values."""
+    """The agreement of the group, as Python values."""
 
     reason: Reason
     """Why no rank makes the step, if so."""
@@ -264,7 +264,7 @@ def bounds_in(agreed: Array) -> tuple[Array, Array]:
 
 
 def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], list[int]]:
-    """Return the group's answer and what this rank has sent: one host read."""
+    """Return the group's answer and this rank's own message: one host read."""
     if agreed is sent:
         values = backend.read(agreed)
         return values, values

@@ -38,7 +38,7 @@ _LOWEST_INT32 = -(2**31)
 
 
 class Asked(NamedTuple):
-    """Wishes besides gradients, a user's or the scaler's own, which searches all that it can find."""
+    """Options of ``diagnose``, from a user or from the scaler by itself, which searches all that it can find."""
 
     names: object = None
     loss: object = None
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class Diagnosis:
-    """What ``diagnose`` does, and a scaler with ``diagnose="on_overflow"`` in its steps."""
+    """Makes the reports of ``diagnose``, and of a scaler with ``diagnose="on_overflow"`` in its steps."""
 
     def __init__(self, parts: Parts, *, enabled: bool) -> None:
         self._live, self._agreement, self._reports = parts.live, parts.agreement, parts.reports
@@ -119,7 +119,7 @@ class Diagnosis:
         return self._reports.last(optimizer).skipped if verdict is None else verdict.reason > 0
 
     def _look(self, optimizer: Optimizer, iteration: Iteration, turn: Turn | None, asked: Asked) -> RankReport:
-        """Look at what this rank holds: one host read."""
+        """Look at this rank's arrays: one host read."""
         located = named_gradients(optimizer)
         named = name_gradients(located, asked.names)
         looked, is_searched = self._choose(optimizer, named), asked.searches

@@ -1,4 +1,4 @@
-"""Exchange: what each rank of one group holds, for the norms and diagnoses of one iteration."""
+"""Exchange: values of each rank of one group, for the norms and diagnoses of one iteration."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Judged(NamedTuple):
     window: int
     """Position of the window."""
     values: Array
-    """1-d float32, in the order of the rule's ``of``; NaN for what this rank does not have."""
+    """1-d float32, in the order of the rule's ``of``; NaN for a value that this rank does not have."""
     reason: Reason | Array
     """SPIKE or STEPPED; its number as a 0-d int32 if the CPU would have to wait for it."""
 
@@ -217,7 +217,7 @@ class Guard:
 
 
 def checked_windows(saved: object) -> SavedWindows:
-    """Return the saved windows of a state dict; InvalidValueError or InvalidTypeError for what is none."""
+    """Return the saved windows of a state dict; InvalidValueError or InvalidTypeError for others."""
     windows: SavedWindows = []
     for index, each in enumerate(_sequence("spikes", saved, "a list with a mapping for each optimizer")):
         windows.append({})

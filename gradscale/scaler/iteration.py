@@ -1,4 +1,4 @@
-"""Iteration: what happens between two updates, for all optimizers; Turn: how far one of them has come in it."""
+"""Iteration: the calls between two updates, for all optimizers; Turn: how far one of them has come in it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
 
 
 class Iteration:
-    """What happens between two updates. No part, turn or verdict keeps it alive.
+    """The calls between two updates. No part, turn or verdict keeps it alive.
 
     ``state`` stays, even if another one is loaded in between; ``lowered`` is the state after the backoffs of closures.
     ``is_of_replaced_state``: the state was loaded after ``scale``, so the gradients belong to the one before.
@@ -188,7 +188,7 @@ class Iteration:
 
     @contextlib.contextmanager
     def inside_closure(self) -> Iterator[None]:
-        """Scale and unscale with what closures have lowered the state to, if they have."""
+        """Scale and unscale with the state that closures have lowered, if they have."""
         self._closure_state, self.is_inside_closure = self.lowered, True
         losses = self.losses
         try:
@@ -451,7 +451,7 @@ class Iteration:
                 guard.learn(turn.judged, turn.pending.reason(), self.live.backend.put)
 
     def _adapt(self, pending: Sequence[Pending]) -> None:
-        """Let the policy update the state by what all verdicts say."""
+        """Let the policy update the state by all verdicts."""
         counts: list[Array | int] = []
         held: list[Array | bool] = []
         for one in pending:

@@ -1,4 +1,4 @@
-"""What a scaler can be told: its options, their defaults, and the error for what is none of them."""
+"""The options of a scaler, their defaults, and the error for any others."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ class GradScaler:
         params: object = None,
         state: object = False,
     ) -> OverflowReport:
-        """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and what is the cause.
+        """Report inf, NaN, zeros, subnormals and the largest magnitude of each gradient, and the cause.
 
         May be called at any time after the backward pass: before or after ``unscale_`` and ``step``, also a skipped
         one, and after ``update``. No gradient, state or stage is changed.
@@ -448,7 +448,7 @@ class GradScaler:
         Returns
         -------
         OverflowReport
-            ``print`` shows it as a table; ``broken`` is what the weights and the state hold. One host read, and one for
+            ``print`` shows it as a table; ``broken`` lists the weights and the state. One host read, and one for
             each array of these that is of another library; with ``gather`` one more, and an all-reduce, for each 32
             bytes that the ranks of a group tell.
 
@@ -483,7 +483,7 @@ class GradScaler:
         Raises
         ------
         InvalidTypeError
-            For what is no string.
+            For a name that is no string.
         """
         if not isinstance(name, str):
             msg = f"name must be a string, got {shown(name)}"

@@ -146,7 +146,7 @@ class LiveState:
             raise BackendError(msg)
 
     def checked(self, values: Sequence[int]) -> Numbers:
-        """Return a fingerprint that was read as numbers; BackendError for what no policy makes."""
+        """Return a fingerprint that was read as numbers; BackendError for numbers that no policy makes."""
         bits, *trackers = values
         scale = validation.float32_from_bits(bits)
         self.require_possible(scale)
@@ -168,7 +168,7 @@ class LiveState:
         self._seen, self._replaced_at = (scale, self.updates), self.updates
 
     def numbers_of(self, state: ScaleState) -> Numbers:
-        """Return the numbers of a state: one host read. BackendError for what no policy makes."""
+        """Return the numbers of a state: one host read. BackendError for numbers that no policy makes."""
         backend = self.backend_for(state.scale)
         known = backend.peek(state)
         if known is None:

@@ -1,4 +1,4 @@
-"""Step: what comes before and after the call of ``optimizer.step``, plainly, by itself, or with a closure."""
+"""Step: the work around the call of ``optimizer.step``, plainly, by the optimizer itself, or with a closure."""
 
 from __future__ import annotations
 

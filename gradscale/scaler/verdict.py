@@ -18,7 +18,7 @@ from gradscale.scaler.state import LiveState
 class Pending:
     """The verdict on one optimizer's gradients.
 
-    ``override`` returns 0-d what a framework has put in the verdict's place, 0 to make the step; None if nothing.
+    ``override`` returns a framework's verdict, which counts in its place, 0-d: 0 to make the step; None without one.
     ``is_late``: the optimizer acts on it by itself, so that it is read only when somebody asks.
     ``is_captured``: a captured graph writes it at each replay.
     """
@@ -74,7 +74,7 @@ class Pending:
         return self.is_judged or (self.override is not None and self.override() is not None)
 
     def read(self) -> Verdict:
-        """Return the verdict, read now if it is not yet (one host read), or what a framework has put in its place."""
+        """Return the verdict, read now if it is not yet (one host read), or a framework's in its place."""
         found = self.known or self._read()
         shown = None if self.override is None else self.override()
         if shown is None:

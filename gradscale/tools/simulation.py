@@ -62,7 +62,7 @@ def _magnitudes(values: object) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulation:
-    """What a policy has done in a simulated run.
+    """The scales and skipped steps of a simulated run.
 
     Attributes
     ----------

@@ -145,7 +145,7 @@ def _watch(process: subprocess.Popen[bytes], connection: Connection, rank: int, 
 
 
 def show(page: Page, as_json: bool) -> None:
-    """Print the page as JSON or for people, and what is wrong on stderr."""
+    """Print the page as JSON or for people, and the faults on stderr."""
     notes = _notes(page)
     if as_json:
         print_json(page | {"notes": notes})

@@ -1,4 +1,4 @@
-"""One rank of a check: its stages, and what rank 0 makes of all ranks' reports.
+"""One rank of a check: its stages, and rank 0's page of all ranks' reports.
 
 A collective that some rank does not come to tells nobody which one it is. So every rank also reports to rank 0 outside
 of the group that is checked: by messages of its own over MPI, or by the store of torch.distributed.

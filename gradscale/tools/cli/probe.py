@@ -47,7 +47,7 @@ class Component(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found out about one component."""
+    """The finding about one component."""
 
     name: str
     # It was used and gave the right answers; is not installed; failed; or was not done in time.
@@ -111,7 +111,7 @@ def _adapter(name: str) -> Details:
 
 
 def _arrays(backend: Backend) -> Details:
-    """Scale, unscale and update on small arrays, and compare with what must come out."""
+    """Scale, unscale and update on small arrays, and compare with the right results."""
     like = backend.example()
     xp = array_namespace(like)
     policy = gradscale.DynamicScale(init_scale=1024.0)
@@ -212,7 +212,7 @@ _OURS = (
 
 
 def main() -> None:
-    """Print what is found out about the component named on the command line."""
+    """Print the finding about the component named on the command line."""
     # On a line of its own, whatever the libraries have printed before.
     print("\n" + json.dumps(dataclasses.asdict(examine(sys.argv[1]))), flush=True)
 

@@ -318,7 +318,7 @@ def check_library(like: Array) -> None:
     Raises
     ------
     InvalidTypeError
-        For what is no array.
+        For an object that is no array.
     BackendNotAvailableError
         If the library lacks functions or members, with their names, or fails in a computation, with its exception.
     AssertionError

@@ -73,7 +73,7 @@ class ThreadCollectives:
         Raises
         ------
         InvalidTypeError
-            For what is no array.
+            For an object that is no array.
         InvalidValueError
             By the returned call, on every rank, if the ranks' arrays differ in library, shape or dtype.
         """
