@@ -320,7 +320,7 @@ class Ballot:
             self._begun.append(groups[0].start_max(sent))
 
     def agreed(self, *, is_read: bool = False) -> Array:
-        """Finish the message and return the MAX over all ranks; for a read, wait as long as it can still give up."""
+        """Finish the message and return the MAX over all ranks; for a read, wait while the CPU can give up."""
         answers = self._answers
         try:
             # After Ctrl-C this goes on where it was.

@@ -1,4 +1,4 @@
-"""Guard: tells whether a step's loss or gradient norm is a spike beside those before; Losses: what was scaled."""
+"""Guard: tells whether a step's loss or gradient norm is a spike beside those before; Losses: those of an iteration."""
 
 from __future__ import annotations
 
