@@ -171,13 +171,21 @@ def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             literal.replace_self(nodes.reference("", "", literal.deepcopy(), internal=False, refuri=elsewhere[name]))
 
 
+def public_names(module: types.ModuleType) -> list[str]:
+    """Return the names that a module lists as public, or else those of what it defines."""
+    if module is gradscale:
+        return dir(gradscale)
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    listed: list[str] = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    return listed
+
+
 def find_undocumented(_: Sphinx, env: BuildEnvironment) -> None:
     """Hold the reference to having every public name; a module among them has its own names instead."""
-    modules = {name: importlib.import_module(name) for name in DOCUMENTED}
-    public = {name: dir(module) if module is gradscale else module.__all__ for name, module in modules.items()}
+    public = {name: public_names(importlib.import_module(name)) for name in DOCUMENTED}
     for name in public["gradscale"]:
         if isinstance(getattr(gradscale, name), types.ModuleType):
-            public[f"gradscale.{name}"] = getattr(gradscale, name).__all__
+            public[f"gradscale.{name}"] = public_names(getattr(gradscale, name))
     documented = {*env.domains["py"].objects, *public, "gradscale.__version__"}
     for missing in sorted({f"{module}.{name}" for module, names in public.items() for name in names} - documented):
         LOGGER.warning("no page of the reference has %s", missing)
