@@ -120,7 +120,7 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
         home, flags = turn.state.scale.device, dict(turn.found.flags or {})
         if turn.groups and home.type == "cpu" and not pending.is_late:
             iteration.verdict(turn)
-        if turn.groups or turn.is_refused or not isinstance(turn.code, int) or turn.code:
+        if turn.groups or not isinstance(turn.code, int) or turn.code:
             flag = flag_of(pending, home)
             flags = {device: moved(flag, device).clone() for device in flags or [home]}
         pending.override = Shown(flags, home)

@@ -111,7 +111,7 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
 
 
 class Reason(enum.IntEnum):
-    """Why a rank skips a step, the gravest last; false if it makes it."""
+    """Why a rank skips a step, the gravest last; false if it makes it. The number of a spike is 1."""
 
     STEPPED = 0
     SPIKE = 1
@@ -159,7 +159,7 @@ class Verdict(NamedTuple):
     """The scale that all ranks hold."""
 
 
-def judged(
+def verdict_from(
     nonfinite: int, local_nonfinite: int, at_min_scale: bool, scale: float, has_gradients: bool, code: int
 ) -> Verdict:
     """Return the verdict that counts, flags and the gravest :func:`reason_code` give."""
@@ -218,7 +218,7 @@ def carrying(words: Sequence[int], values: Sequence[int]) -> list[int]:
     return [0] * _FLAGS + [_CARRYING, *values[:half], *words, -_CARRYING, *values[half:], *map(operator.neg, words)]
 
 
-def refusal(words: Sequence[int], rank: int) -> list[int]:
+def failure(words: Sequence[int], rank: int) -> list[int]:
     """Return the message of a rank whose gradients cannot be unscaled."""
     return of_numbers(Numbers(0.0), words, nonfinite=1, code=reason_code(Reason.FAILED, rank))
 
@@ -326,7 +326,9 @@ def failed_rank(values: Sequence[int]) -> int:
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     """Return the verdict of ranks that hold one state."""
-    return judged(values[0], own[0], bool(values[1]), float32_from_bits(values[_SCALE]), bool(values[2]), values[3])
+    return verdict_from(
+        values[0], own[0], bool(values[1]), float32_from_bits(values[_SCALE]), bool(values[2]), values[3]
+    )
 
 
 # What differs, in words.
@@ -470,7 +472,10 @@ def greeting() -> list[int]:
     """
     major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
-    build = zlib.crc32(ascii((__version__, LENGTH, _USUAL, Claim._fields)).encode()) & 0x7FFFFFFF
+    build = (
+        zlib.crc32(ascii((__version__, LENGTH, _USUAL, Claim._fields, [*Reason.__members__], [*Call])).encode())
+        & 0x7FFFFFFF
+    )
     return [release, -release, build, -build]
 
 

@@ -82,7 +82,8 @@ class Turn:
     groups: Sequence[Collectives] = ()
     pending: Pending | None = None
     verdict: Verdict | None = None
-    by_closure = has_begun_to_step = is_refused = is_left_out = False
+    by_closure = has_begun_to_step = is_left_out = False
+    refused: Reason | None = None
     code: Array | int = 0
     judged: Judged | None = None
 
@@ -97,7 +98,7 @@ class Turn:
         return self.pending is not None and self.pending.is_begun
 
 
-class Outcome(NamedTuple):
+class Ended(NamedTuple):
     """The result of an iteration."""
 
     report: Callable[[], UpdateReport] | None
@@ -159,7 +160,7 @@ class Iteration:
 
     def forget_turns(self) -> None:
         """Let every optimizer begin its turn again; agreements under way are finished first."""
-        self.judged()
+        self.read_verdicts()
         self._known, self.turns = {}, []
 
     def look(self, losses: Iterable[Array | float]) -> None:
@@ -276,7 +277,7 @@ class Iteration:
             # Over a group another rank may have the loss.
             if not self.scaled and not live.hooks.is_replayed:
                 self.mistakes.look_for_scale(self.number, optimizer)
-            is_seen = is_look or turn.is_refused or turn.has_begun_to_step or self.losses.is_used
+            is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_seen:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
@@ -296,8 +297,8 @@ class Iteration:
             # If gradients are judged a second time their norm is not known any longer.
             if self.guard is not None and before[0] is Stage.READY:
                 turn.code = self._judge(self.guard, turn, optimizer, found.norm, state)
-            if turn.is_refused:
-                turn.code = claims.reason_code(Reason.REFUSED, agreement.rank())
+            if turn.refused is not None:
+                turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.claim(groups, optimizer, request.max_norm) if groups else None
             turn.found, turn.state, turn.groups = found, state, groups
             turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code)
@@ -306,7 +307,7 @@ class Iteration:
             raise
         return found.norm
 
-    def refuse(self, optimizer: Optimizer) -> None:
+    def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
         if not callable(getattr(optimizer, "step", None)):
             raise _no_optimizer(optimizer)
@@ -317,9 +318,10 @@ class Iteration:
         pending = turn.pending if turn.stage is Stage.UNSCALED else None
         if pending is not None and turn.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
-        turn.is_refused = True
+        turn.refused = reason
         if pending is not None:
-            pending.refuse(claims.reason_code(Reason.REFUSED, self.agreement.rank()))
+            turn.code = claims.reason_code(reason, self.agreement.rank())
+            pending.refuse(turn.code)
 
     def _judge(
         self, guard: Guard, turn: Turn, optimizer: Optimizer, norm: Array | None, state: ScaleState
@@ -327,7 +329,7 @@ class Iteration:
         """Return the code of a spike that this rank sees, 0 of none; 0-d int32 if the host does not know."""
         # The losses are this optimizer's, whether it is judged by them or not.
         loss, self.losses = self.losses.mean(), self.losses._replace(is_used=True)
-        if turn.is_refused or turn.has_begun_to_step:
+        if turn.refused or turn.has_begun_to_step:
             return 0
         turn.judged = guard.judge(optimizer, loss, norm, lambda: state.scale)
         # The number of a spike is 1.
@@ -345,7 +347,7 @@ class Iteration:
             claim = self.claim(groups, optimizer)
             if self.state is None and not live.is_made:
                 self.in_force(agreement.example(live, self.number))
-            sent = live.backend.integers(claims.refusal(claims.hash_of(claim), agreement.rank()), live.current().scale)
+            sent = live.backend.integers(claims.failure(claims.hash_of(claim), agreement.rank()), live.current().scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
                 ballot.verdict(*ballot.read(live.backend_for), live.policy)
@@ -353,8 +355,7 @@ class Iteration:
     def verdict(self, turn: Turn) -> Verdict:
         """Finish the agreement on an optimizer's gradients and return its verdict: the one host read of a step."""
         pending = turn.pending
-        is_begun = pending is not None and (pending.is_judged or pending.is_begun)
-        if pending is None or not is_begun or self.agreement.failure is not None:
+        if pending is None or not pending.is_begun or self.agreement.failure is not None:
             self.require_sound()
             self.wrong_order(_INCOMPLETE)
         try:
@@ -368,7 +369,7 @@ class Iteration:
         if turn.stage is Stage.READY:
             self.unscale(turn, optimizer)
         verdict = self.verdict(turn)
-        if verdict.reason and verdict.reason is Reason.NO_GRADIENTS:
+        if verdict.reason is Reason.NO_GRADIENTS:
             self.forbid_step_without_gradients(turn, optimizer, verdict)
         return verdict
 
@@ -384,14 +385,14 @@ class Iteration:
 
     # The end of the iteration.
 
-    def close(self, new_scale: float | Array | None = None) -> Outcome:
+    def close(self, new_scale: float | Array | None = None) -> Ended:
         """Adapt the state to the verdicts, or set a scale; the host reads only the numbers that a report needs."""
         live, reports = self.live, self.reports
         self.require_sound()
         if new_scale is None:
             self._raise_if_a_refused_step_is_missing()
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
-        pending, verdicts = self.judged()
+        pending, verdicts = self.read_verdicts()
         if wanted is None and self.lowered is None and not pending:
             self._forbid_update()
         report = self._report(pending, verdicts, wanted) if reports.wants_updates else None
@@ -404,7 +405,7 @@ class Iteration:
             live.take(self.lowered)
         else:
             self._adapt(pending)
-        return Outcome(report, underflow)
+        return Ended(report, underflow)
 
     def _report(
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
@@ -465,14 +466,14 @@ class Iteration:
         if counts:
             self.live.advance(counts, held if len(held) == len(counts) else ())
 
-    def judged(self) -> tuple[list[Pending], list[Verdict]]:
+    def read_verdicts(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""
         pending, verdicts = [], []
         for turn in self.turns:
             one = turn.pending
-            if one is not None and (one.is_judged or one.is_begun):
+            if one is not None and one.is_begun:
                 verdict = None if one.is_late else turn.verdict or self.verdict(turn)
-                if verdict is not None and verdict.reason and verdict.reason is Reason.NO_GRADIENTS:
+                if verdict is not None and verdict.reason is Reason.NO_GRADIENTS:
                     continue
                 pending.append(one)
                 if verdict is not None:
@@ -508,16 +509,16 @@ class Iteration:
         met = agreement.met(optimizer)
         is_step = call is Call.STEP
         return Claim(
-            call,
-            self.number,
-            self._messages - 1,
-            met.number,
-            agreement.number_over(groups[0]),
-            index,
-            agreement.identify(self.live.policy) if is_step else 0,
-            agreement.steps if is_step else 0,
-            max_norm,
-            met.kind,
+            call=call,
+            iteration=self.number,
+            message=self._messages - 1,
+            optimizer=met.number,
+            scaler=agreement.number_over(groups[0]),
+            group=index,
+            settings=agreement.identify(self.live.policy) if is_step else 0,
+            steps=agreement.steps if is_step else 0,
+            max_norm=max_norm,
+            kind=met.kind,
         )
 
     # Errors of ranks and callers.
@@ -530,7 +531,7 @@ class Iteration:
     def _raise_if_a_refused_step_is_missing(self) -> None:
         """Raise CallOrderError if a step was refused, and neither unscaled nor made."""
         for turn in self.turns:
-            if turn.is_refused and turn.stage is Stage.READY:
+            if turn.refused and turn.stage is Stage.READY:
                 self.wrong_order(
                     "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
                     "same object, which then makes no step, or end the iteration with update(get_scale())"
@@ -556,7 +557,7 @@ class Iteration:
         """Raise CallOrderError in mid-iteration; ``abandons``: gradients that are divided in part may be given up."""
         if self.agreement.failure is not None or (abandons and self.is_incomplete):
             return
-        is_refused = any(turn.is_refused for turn in self.turns)
+        is_refused = any(turn.refused for turn in self.turns)
         if self.is_inside_closure or is_refused or any(turn.stage is not Stage.READY for turn in self.turns):
             msg = (
                 f"{what} is possible only at the beginning of an iteration, before {'refuse(), ' * is_refused}"

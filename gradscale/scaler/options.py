@@ -35,16 +35,13 @@ class Watching(TypedDict, total=False):
     skip: SkipSpikes | None
 
 
-class _Factors(TypedDict, total=False):
+class Options(Watching, total=False):
+    """The options of gradscale's own scalers."""
+
     init_scale: float | None
     growth_factor: float | None
     backoff_factor: float | None
     growth_interval: int | None
-
-
-class Options(_Factors, Watching, total=False):
-    """The options of gradscale's own scalers."""
-
     enabled: bool
     backend: str | Backend | None
 
@@ -52,7 +49,7 @@ class Options(_Factors, Watching, total=False):
 DEFAULTS: dict[str, Any] = {"enabled": True, "history_size": HISTORY_SIZE}
 """The options whose default is not None."""
 
-_FACTORS = tuple(_Factors.__annotations__)
+_FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScale)}
 _POLICY_MEMBERS = ("init_scale", "init", "update", "backoff", "clamp", "at_min_scale")
 # Arguments of torch's scalers alone.
@@ -66,7 +63,9 @@ def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]
         own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
         make = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
         told = {} if kind is None else kind.__annotations__
-        fields = [make(x, default=DEFAULTS.get(x), annotation=one.__forward_arg__) for x, one in told.items()]
+        # The factors come first, as torch has them.
+        names = sorted(told, key=lambda name: name not in _FACTORS)
+        fields = [make(x, default=DEFAULTS.get(x), annotation=told[x].__forward_arg__) for x in names]
         signature = inspect.Signature([*own, *fields])
 
         @functools.wraps(function)

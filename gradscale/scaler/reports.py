@@ -102,11 +102,12 @@ OnUpdate: TypeAlias = Callable[[UpdateReport], object] | Sequence[Callable[[Upda
 HISTORY_SIZE = 1024
 
 
-_REASONS: dict[Reason, Literal["overflow", "spike", "refused", "no gradients"]] = {
+# The gravest first.
+REASONS: dict[Reason, Literal["overflow", "spike", "refused", "no gradients"]] = {
     Reason.NO_GRADIENTS: "no gradients",
     Reason.OVERFLOW: "overflow",
-    Reason.SPIKE: "spike",
     Reason.REFUSED: "refused",
+    Reason.SPIKE: "spike",
 }
 
 
@@ -245,7 +246,7 @@ def step_report(
     why, by, nonfinite, local_nonfinite, _, scale = verdict
     if not why:
         return StepReport(False, scale, 0, "stepped", iteration, retries)
-    return StepReport(True, scale, nonfinite, _REASONS[why], iteration, retries, local_nonfinite, overflow, by)
+    return StepReport(True, scale, nonfinite, REASONS[why], iteration, retries, local_nonfinite, overflow, by)
 
 
 def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, rank: int) -> None:

@@ -11,7 +11,7 @@ from gradscale.core.gradients import Found
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import HELD, LENGTH, Claim, Reason, Verdict, judged
+from gradscale.scaler.claim import HELD, LENGTH, Claim, Reason, Verdict, verdict_from
 from gradscale.scaler.state import LiveState
 
 
@@ -54,7 +54,7 @@ class Pending:
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             if not groups:
                 live.require_possible(numbers[0])
-                self.known = judged(count, count, at_min_scale, numbers[0], has_gradients, code)
+                self.known = verdict_from(count, count, at_min_scale, numbers[0], has_gradients, code)
                 return
             values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, has_gradients, code)
             sent = live.backend.integers(values, state.scale)
@@ -117,7 +117,7 @@ class Pending:
         found = claims.verdict_of(agreed, sent)
         if isinstance(self._code, int) and self._code:
             # A refusal after the message was made.
-            found = judged(found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, True, self._code)
+            found = verdict_from(found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, True, self._code)
         if found.nonfinite:
             found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
         return found

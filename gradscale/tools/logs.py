@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, LogWriteError
-from gradscale.scaler.reports import StepReport, UpdateReport
+from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
 
 __all__ = ["JSONLines", "read_log", "row_of"]
 
@@ -34,7 +34,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
         "scale": report.scale,
         "new_scale": getattr(report, "new_scale", None),
         "skipped": report.skipped,
-        "reason": next((reason for reason in ("overflow", "refused", "spike") if reason in reasons), None),
+        "reason": next((reason for reason in REASONS.values() if reason in reasons), None),
         "nonfinite": max((step.nonfinite for step in steps), default=0),
         "retries": sum(step.retries for step in steps),
         "magnitude": max(magnitudes, default=None),

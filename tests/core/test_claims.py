@@ -341,7 +341,7 @@ def test_a_message_that_carries_values_is_taken_for_no_other(data: Any, state: A
     others = [
         claims.of_numbers(state, WORDS),
         claims.telling(),
-        claims.refusal(WORDS, 1),
+        claims.failure(WORDS, 1),
         claims.carrying(claims.hash_of(Claim(Call.NORM)), values),
         data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=18, max_size=18)),
     ]
