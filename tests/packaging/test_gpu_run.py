@@ -189,7 +189,7 @@ def test_wheels_in_a_folder_are_there_with_their_programs_and_a_copy_without_git
     tmp_path: Path,
 ) -> None:
     copy = tmp_path / "copy"
-    for name in (".ci/gpu.py", "pyproject.toml", "gradscale/__init__.py"):
+    for name in (".ci/gpu.py", "pyproject.toml", "gradscale/version.py"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text((ROOT / name).read_text())
     (copy / "tests").mkdir()
