@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.messages import reading, shown
@@ -22,6 +22,8 @@ from gradscale.extras import needs
 from gradscale.policies.dynamic import next_numbers
 
 __all__ = ["Gradients", "Simulation", "measured", "recorded", "simulate"]
+
+_Checked = TypeVar("_Checked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +47,12 @@ class Gradients:
     largest: Sequence[float]
 
     def __post_init__(self) -> None:
-        # Asked for in one go: a recorded run has millions.
-        if type(self.largest) not in (list, tuple) or set(map(type, self.largest)) != {float}:
-            object.__setattr__(self, "largest", _magnitudes(self.largest))
+        # A number of another precision would be multiplied by the scale in that one, and overflow there.
+        largest = _checked(self.largest, "numbers", validation.magnitude, "the magnitude of step")
+        object.__setattr__(self, "largest", largest)
         if not self.largest:
             msg = "a trace must hold at least one step, got an empty one"
             raise InvalidValueError(msg)
-
-
-def _magnitudes(values: object) -> list[float]:
-    # A number of another precision would be multiplied by the scale in that one, and overflow there.
-    return [
-        validation.magnitude(f"the magnitude of step {number}", value) for number, value in _numbered(values, "numbers")
-    ]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -146,7 +141,7 @@ def recorded(overflows: str | Iterable[bool]) -> Gradients:
             msg = f"a trace must hold C (clean) and O (overflow) alone, got {wrong[0]!r} at position {wrong.end()}"
             raise InvalidValueError(msg)
         overflows = [letter in "oO" for letter in "".join(overflows.split())]
-    steps = [validation.boolean(f"step {number}", value) for number, value in _numbered(overflows, "True or False")]
+    steps = _checked(overflows, "True or False", validation.boolean, "step")
     return Gradients([math.inf if overflow else 0.0 for overflow in steps])
 
 
@@ -167,15 +162,16 @@ def measured(magnitudes: Iterable[float]) -> Gradients:
     >>> simulate(presets.torch(), measured([0.5, 2.0, 0.5])).skipped  # 2.0 times 65536 overflows
     (False, True, False)
     """
-    return Gradients(_magnitudes(magnitudes))
+    return Gradients(magnitudes)  # type: ignore[arg-type]
 
 
-def _numbered(values: object, wanted: str) -> Iterator[tuple[int, object]]:
+def _checked(values: object, wanted: str, check: Callable[[str, object], _Checked], name: str) -> list[_Checked]:
+    """Return the values of a trace, each checked under its name and number."""
     if not isinstance(values, Iterable):
         msg = f"a trace must be an iterable of {wanted}, got {shown(values)} of type {type(values).__name__}"
         raise InvalidTypeError(msg)
     with reading("a trace"):
-        yield from enumerate(values, 1)
+        return [check(f"{name} {number}", value) for number, value in enumerate(values, 1)]
 
 
 def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, name: str | None = None) -> Simulation:
@@ -212,76 +208,58 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     validation.policy(policy)
     if not isinstance(gradients, Gradients):
         gradients = recorded(gradients)
-    run, raised = _Run(policy), False
+    with needs("simulate()", "numpy"):
+        import numpy as np
+    found = np.zeros((), np.int32), np.ones((), np.int32)
+    # An array that cannot be asked for its value.
+    hidden = type("Hidden", (np.ndarray,), dict.fromkeys(("__bool__", "__int__", "__float__", "__index__"), _hide))
+    with _explained(policy):
+        state = policy.init(np.zeros((), np.float32))
+        numbers = _numbers_of(state)
+        # What a rule asks of arrays does not depend on their values.
+        unseen = ScaleState._make(x.view(hidden) for x in state)
+        _numbers_of(policy.update(unseen, nonfinite=found[1].view(hidden)))
+        is_raising = policy.at_min_scale(state) is not None
     scales: list[float] = []
     skipped: list[bool] = []
+    raised_at = None
     for magnitude in gradients.largest:
         # Not the opposite comparison: a NaN is an overflow.
-        overflow = not magnitude * run.scale <= LARGEST_FLOAT16
-        scales.append(run.scale)
+        overflow = not magnitude * numbers.scale <= LARGEST_FLOAT16
+        scales.append(numbers.scale)
         skipped.append(overflow)
-        if overflow and run.is_at_min_scale():
-            raised = True
-            break
-        run.advance(overflow)
+        if overflow and is_raising:
+            state = ScaleState(*(x.dtype.type(y) for x, y in zip(state, numbers, strict=True)))
+            if policy.at_min_scale(state):
+                raised_at = len(scales)
+                break
+        # Of a policy whose rule is for arrays alone, the state is always the present one.
+        following = next_numbers(policy, numbers, overflow)
+        if following is None:
+            with _explained(policy):
+                state = policy.update(state, nonfinite=found[overflow])
+                following = _numbers_of(state)
+        numbers = following
     return Simulation(
         name=repr(policy) if name is None else name,
         scale=tuple(scales),
         skipped=tuple(skipped),
-        final_scale=run.scale,
-        raised_at=len(scales) if raised else None,
+        final_scale=numbers.scale,
+        raised_at=raised_at,
     )
 
 
-class _Run:
-    """A policy and its state: numbers for the rules that are written for them, and NumPy's arrays for all others."""
-
-    def __init__(self, policy: Policy) -> None:
-        with needs("simulate()", "numpy"):
-            import numpy as np
-        self._policy, self._found = policy, (np.zeros((), np.int32), np.ones((), np.int32))
-        # An array that cannot be asked for its value.
-        hidden = type("Hidden", (np.ndarray,), dict.fromkeys(("__bool__", "__int__", "__float__", "__index__"), _hide))
-        with self._explained():
-            self._state = policy.init(np.zeros((), np.float32))
-            self._numbers = _numbers_of(self._state)
-            # What a rule asks of arrays does not depend on their values.
-            unseen = ScaleState._make(x.view(hidden) for x in self._state)
-            _numbers_of(policy.update(unseen, nonfinite=self._found[1].view(hidden)))
-            self._is_raising = policy.at_min_scale(self._state) is not None
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            msg = (
-                f"the policy must be pure functions of 0-d arrays of the array API standard to be simulated, got "
-                f"{shown(self._policy)}, and trying it failed with {type(error).__name__}: {error}"
-            )
-            raise InvalidTypeError(msg) from error
-
-    @property
-    def scale(self) -> float:
-        """The present scale."""
-        return self._numbers.scale
-
-    def is_at_min_scale(self) -> bool:
-        """Tell whether an overflow now is raised."""
-        if not self._is_raising:
-            return False
-        state = ScaleState(*(x.dtype.type(y) for x, y in zip(self._state, self._numbers, strict=True)))
-        found = self._policy.at_min_scale(state)
-        return found is not None and bool(found)
-
-    def advance(self, overflow: bool) -> None:
-        """Go on to the next step."""
-        numbers = next_numbers(self._policy, self._numbers, overflow)
-        if numbers is None:
-            with self._explained():
-                self._state = self._policy.update(self._state, nonfinite=self._found[overflow])
-                numbers = _numbers_of(self._state)
-        self._numbers = numbers
+@contextlib.contextmanager
+def _explained(policy: Policy) -> Iterator[None]:
+    """Say that a policy cannot be simulated if trying it fails."""
+    try:
+        yield
+    except Exception as error:
+        msg = (
+            f"the policy must be pure functions of 0-d arrays of the array API standard to be simulated, got "
+            f"{shown(policy)}, and trying it failed with {type(error).__name__}: {error}"
+        )
+        raise InvalidTypeError(msg) from error
 
 
 def _hide(*_: object) -> NoReturn:
