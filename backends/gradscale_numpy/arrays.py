@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,9 +85,9 @@ class NumpyBackend(Backend):
         """Return the numbers in 0-d arrays."""
         return list(map(_item, arrays))
 
-    def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
-        """Return a state with some fields replaced by numbers."""
-        return state._replace(**{name: np.array(x, getattr(state, name).dtype) for name, x in numbers.items()})
+    def number_like(self, number: float, like: NumpyArray) -> NumpyArray:
+        """Return a number as a 0-d array of the dtype of another."""
+        return np.array(number, like.dtype)
 
     def bits(self, x: NumpyArray, /) -> NumpyArray | None:
         """Return the bits of real values in any byte order as signed integers; None for float8 and long double."""

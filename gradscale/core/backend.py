@@ -211,10 +211,11 @@ class Backend:
 
     def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
         """Return a state with some fields replaced by numbers, in the library and on the device of the others."""
-        xp, where = array_namespace(state.scale), self.placement(state.scale)
-        return state._replace(
-            **{name: xp.asarray(x, dtype=getattr(state, name).dtype, device=where) for name, x in numbers.items()}
-        )
+        return state._replace(**{name: self.number_like(x, getattr(state, name)) for name, x in numbers.items()})
+
+    def number_like(self, number: float, like: Array) -> Array:
+        """Return a number as a 0-d array of the dtype of another, where that is."""
+        return array_namespace(like).asarray(number, dtype=like.dtype, device=self.placement(like))
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Array | int, held: Array | None) -> ScaleState:
         """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""

@@ -28,6 +28,8 @@ _rebuilding = reading("a container of arrays, made anew with other leaves,")
 
 
 def _is_leaf(node: object) -> bool:
+    if isinstance(node, (list, tuple, dict)):
+        return False
     # Arrays, text and sets are iterable, and no containers of gradients.
     if node is None or hasattr(node, "shape") or isinstance(node, (str, bytes, bytearray, set, frozenset, type)):
         return True
@@ -40,9 +42,11 @@ def _is_dataclass(node: object) -> bool:
 
 def _opened(node: Array) -> tuple[Sequence[Hashable], list[object]]:
     """Return the keys and the children of a container; a sequence's keys are numbers, a dataclass's ``.name``."""
+    if isinstance(node, (list, tuple)):
+        return range(len(node)), list(node)
     if isinstance(node, Mapping):
         return list(node), list(node.values())
-    if _is_dataclass(node):
+    if dataclasses.is_dataclass(node):
         return _opened({f".{field.name}": getattr(node, field.name) for field in dataclasses.fields(node)})
     children = list(node)
     return range(len(children)), children

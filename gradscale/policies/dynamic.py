@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import ClassVar, Literal, ParamSpec
+from typing import Any, ClassVar, Literal, ParamSpec
 
 from array_api_compat import array_namespace, device, is_array_api_obj, to_device
 
@@ -354,10 +354,10 @@ class StaticScale:
         return None
 
 
-def next_numbers(policy: object, state: Numbers, nonfinite: int) -> Numbers | None:
+def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Numbers | None:
     """Return the numbers of the state after a step, bit for bit; None for a policy whose rule is for arrays alone."""
     if type(policy) is StaticScale:
-        return state
+        return Numbers(*state)
     # A class derived from it may have another rule.
     if type(policy) is not DynamicScale:
         return None
@@ -379,11 +379,11 @@ def next_numbers(policy: object, state: Numbers, nonfinite: int) -> Numbers | No
         counted, steps = 0 if backoff else counted, 0 if backoff or grow else steps
     else:
         steps = rescale_tracker
-        events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
         if policy.hysteresis == 1:
             counted = overflow_tracker
-        elif any(events[name] for name in policy.hysteresis_refill):
-            counted = 0
+        else:
+            events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
+            counted = 0 if any(events[name] for name in policy.hysteresis_refill) else counted
     if backoff:
         lowered, floor = rounded(scale * policy.backoff_factor), rounded(policy.min_scale)
         scale = max(lowered, floor) if policy.at_min != "hold" or lowered >= floor else scale

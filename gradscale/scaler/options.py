@@ -67,10 +67,11 @@ def takes(kind: type | None = None) -> Callable[[Callable[_Arguments, _Returned]
         names = sorted(told, key=lambda name: name not in _FACTORS)
         fields = [make(x, default=DEFAULTS.get(x), annotation=told[x].__forward_arg__) for x in names]
         signature = inspect.Signature([*own, *fields])
+        known = signature.parameters.keys()
 
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-            if kwargs.keys() <= signature.parameters.keys():
+            if not kwargs or kwargs.keys() <= known:
                 try:
                     return function(*args, **kwargs)
                 except TypeError:

@@ -119,9 +119,10 @@ class LiveState:
         is_held = functools.reduce(self.home.logical_and, held) if held else None
         if isinstance(found, int) and is_held is None and not self.backend.is_shared:
             known = self.backend.peek(state)
-            new = None if known is None else next_numbers(self.policy, Numbers(*known), found)
-            if new is not None:
-                self.state = self.backend.with_numbers(state, new._asdict())
+            new = None if known is None else next_numbers(self.policy, known, found)
+            if known is not None and new is not None:
+                pairs = zip(new, known, state, strict=True)
+                self.state = ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])
                 return
         self.state = self.backend.adapt(self.policy, state, found, is_held)
 
