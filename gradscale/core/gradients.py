@@ -271,7 +271,7 @@ def _require_tree(optimizer: OptimizerWithGrads) -> object:
     """Return the ``grads`` of an optimizer, if they can be walked."""
     gradients = optimizer.grads
     # An iterator would be empty for the optimizer after the scaler has walked it.
-    if not is_array_api_obj(gradients) and (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)):
+    if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):
         msg = f"grads of {type(optimizer).__name__} must be arrays in nested containers, got {shown(gradients)}"
         raise InvalidTypeError(msg)
     return gradients
