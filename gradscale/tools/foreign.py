@@ -220,12 +220,10 @@ def load_foreign_state(
 
 def _scaler_of(fields: _Fields, names: list[str], loss_id: int | None) -> _Fields:
     """Return the state of one of apex's loss scalers."""
-    if loss_id is not None:
-        loss_id = validation.integer("loss_id", loss_id, 0, validation.LARGEST_INT32)
     name = names[0] if loss_id is None and len(names) == 1 else f"loss_scaler{loss_id}"
     if not isinstance(fields.get(name), Mapping):
         msg = (
-            f"the apex state holds {len(names)} loss scalers, {', '.join(names)}, got loss_id={loss_id}; "
+            f"the apex state holds {len(names)} loss scalers, {', '.join(names)}, got loss_id={shown(loss_id)}; "
             f"load each into a scaler of its own, with loss_id= its number"
         )
         raise StateDictError(msg)

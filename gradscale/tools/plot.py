@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gradscale.core import validation
 from gradscale.core.messages import shown
@@ -18,6 +18,8 @@ from gradscale.tools.simulation import Simulation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from gradscale.scaler.scaler import GradScaler
 
 __all__ = ["history", "simulation"]
 
@@ -39,17 +41,8 @@ _LIMITS = (
 _COLUMNS = 2000
 
 
-class _Scaler(Protocol):
-    """The members of a scaler that are drawn."""
-
-    @property
-    def history(self) -> list[StepReport]: ...
-
-    def get_scale(self) -> float: ...
-
-
 def history(
-    history: _Scaler | Iterable[StepReport | UpdateReport] | str | os.PathLike[str],
+    history: GradScaler | Iterable[StepReport | UpdateReport] | str | os.PathLike[str],
     path: str | os.PathLike[str] | None = None,
     *,
     ax: Axes | None = None,
@@ -134,10 +127,7 @@ def simulation(results: Simulation | Sequence[Simulation], path: str | os.PathLi
     """
     runs = list(results) if isinstance(results, Iterable) else [results]
     if not runs or not all(isinstance(run, Simulation) for run in runs):
-        msg = (
-            f"results must be at least one Simulation, as gradscale.tools.simulation.simulate() returns, "
-            f"got {shown(results)}"
-        )
+        msg = f"results must be at least one Simulation, as simulate() returns, got {shown(results)}"
         raise InvalidTypeError(msg)
     figure, axes = _panels([1] * len(runs), 3.6 if len(runs) == 1 else 1.0 + 1.7 * len(runs))
     for ax, run in zip(axes, runs, strict=True):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypeAlias
 
 import gradscale
 from gradscale.core import registry
@@ -30,9 +30,6 @@ from gradscale.errors import BackendError, CollectiveTimeoutError
 from gradscale.scaler import claim as claims
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.probe import mpi_library
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 END = "its end"
 """The message after the last stage, with the complete page."""
@@ -48,43 +45,11 @@ _LATE = 0.3
 _WARM_UP = 20
 _CALLS = 200
 
+Report: TypeAlias = dict[str, Any]
+"""A rank's report to rank 0 on a stage: an ``error``, and whether it ``is_consequence``, or what was asked for."""
 
-class Report(TypedDict, total=False):
-    """A rank's report to rank 0 on a stage."""
-
-    rank: int
-    host: str
-    pid: int
-    device: str
-    cores: int
-    gradscale: str
-    versions: dict[str, str]
-    median: float
-    p95: float
-    error: str
-    is_consequence: bool
-
-
-class StageResult(TypedDict):
-    """How a stage went; stages of one kind are one line of the page."""
-
-    name: str
-    kind: str
-    ok: bool
-    seconds: float
-
-
-class Page(TypedDict):
-    """The result of a check."""
-
-    ok: bool
-    group: str
-    size: int
-    timeout: float
-    ranks: list[Report]
-    stages: list[StageResult]
-    latency: dict[str, float] | None
-    problems: list[dict[str, int | str]]
+Page: TypeAlias = dict[str, Any]
+"""The result of a check, as ``check --json`` prints it but for the notes."""
 
 
 class _MPIWorld:
@@ -103,7 +68,7 @@ class _MPIWorld:
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.rank, self._comm.size
         # Requests and buffers live as long as this.
-        self._sent: list[MPI.Request] = []
+        self._sent: list[Any] = []
 
     def join(self) -> object:
         """Return the group; collective over all ranks."""
@@ -393,7 +358,7 @@ def main(group: str, timeout: float, place: int, launched: int, descriptor: int)
     parent = Connection(descriptor)
     hearing = threading.Thread(target=_hear, args=(parent,), daemon=True)
     hearing.start()
-    page = Page(ok=True, group=group, size=launched, timeout=timeout, ranks=[], stages=[], latency=None, problems=[])
+    page: Page = {"ok": True, "group": group, "timeout": timeout, "ranks": [], "stages": [], "latency": None}
     try:
         world = _MPIWorld() if group == "mpi" else _TorchWorld(timeout)
         rank = Rank(world, timeout, launched)

@@ -31,18 +31,15 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
     # A process alone: under mpiexec, it is none of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     started: list[Popen[str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for component in chosen:
             command = [sys.executable, "-P", "-m", "gradscale.tools.cli.probe", component.name]
             process = Popen(
                 command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace", env=environment
             )
-            started.append(process)
+            started.append(stack.enter_context(process))
+            stack.callback(process.kill)
         return [_outcome(*pair, timeout, end) for pair in zip(chosen, started, strict=True)]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 def _outcome(component: Component, process: Popen[str], timeout: float, end: float) -> Finding:

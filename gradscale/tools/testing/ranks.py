@@ -116,14 +116,9 @@ class ThreadCollectives:
 
 def _maximum(arrays: dict[int, Array]) -> Array | GradscaleError:
     """Return the element-wise MAX of the ranks' arrays, or the error for arrays that do not go together."""
-    sent = [(array_namespace(x).__name__, tuple(x.shape), f"{x.dtype}") for x in arrays.values()]
-    for rank, one in zip(arrays, sent, strict=True):
-        if one != sent[0]:
-            first = next(iter(arrays))
-            return InvalidValueError(
-                f"every rank must send an array of one library, shape and dtype, got {sent[0]} on rank {first} and "
-                f"{one} on rank {rank}"
-            )
+    sent = {rank: (array_namespace(x).__name__, tuple(x.shape), f"{x.dtype}") for rank, x in sorted(arrays.items())}
+    if len({*sent.values()}) > 1:
+        return InvalidValueError(f"every rank must send an array of one library, shape and dtype, got by rank {sent}")
     xs = list(arrays.values())
     return functools.reduce(array_namespace(xs[0]).maximum, xs)
 
@@ -174,7 +169,6 @@ def run_ranks(
     seconds = validation.timeout(timeout)
     world = _World(size)
     results: list[Any] = [None] * size
-    failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
@@ -182,7 +176,6 @@ def run_ranks(
         except BaseException as error:
             results[rank] = error
             with world.changed:
-                failures.append(error)
                 if not return_exceptions and world.failed_rank is None:
                     world.failed_rank = rank
                     world.changed.notify_all()
@@ -192,6 +185,6 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join()
-    if failures and not return_exceptions:
-        raise failures[0]
+    if world.failed_rank is not None:
+        raise results[world.failed_rank]
     return results
