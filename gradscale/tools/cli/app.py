@@ -11,6 +11,7 @@ import typer
 import gradscale
 from gradscale.errors import GradscaleError
 from gradscale.tools.cli.check import check
+from gradscale.tools.cli.check_rank import MPIEXEC, TORCHRUN
 from gradscale.tools.cli.doctor import doctor
 from gradscale.tools.cli.output import error_line
 from gradscale.tools.cli.simulate import simulate
@@ -47,10 +48,7 @@ def _main(
 app.command(epilog="Examples: gradscale doctor · gradscale doctor numpy,mpi · gradscale doctor --require numpy,mpi")(
     doctor
 )
-app.command(
-    epilog="Examples: mpiexec -n 4 python -m gradscale check --group mpi · "
-    "torchrun --nproc-per-node 2 -m gradscale check --group torch"
-)(check)
+app.command(epilog=f"Examples: {MPIEXEC} · {TORCHRUN}")(check)
 app.command(
     epilog="Examples: gradscale simulate CCOC -p torch -p megatron · gradscale simulate scale.jsonl --plot scales.png"
 )(simulate)
@@ -60,13 +58,11 @@ def run(arguments: list[str] | None = None) -> None:
     """Run the command line, with these arguments in place of those of the process, and exit."""
     try:
         app(args=arguments, prog_name="gradscale")
-    except GradscaleError as error:
+    except (GradscaleError, OSError) as error:
         error_line(" ".join(str(error).split()))
-        sys.exit(1)
-    except OSError as error:
-        error_line(str(error))
-        # Python would write the rest at its end, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, GradscaleError):
+            # Python would write the rest at its end, and fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as ending:
         # typer's answer to Ctrl-C is this exit code alone.

@@ -23,16 +23,12 @@ from typing import Annotated
 import typer
 
 from gradscale.extras import needs
-from gradscale.tools.cli.check_rank import END, MARGIN, Page, named
+from gradscale.tools.cli.check_rank import END, MARGIN, MPIEXEC, TORCHRUN, Page, named
 from gradscale.tools.cli.output import console, error_line, print_json, seconds, table
 
 RANK_PROGRAM = ("-P", "-m", "gradscale.tools.cli.check_rank")
 """Python's arguments for one rank; those of its ``main`` follow."""
 
-_COMMANDS = (
-    "mpiexec -n 4 python -m gradscale check --group mpi, or "
-    "torchrun --nproc-per-node 2 -m gradscale check --group torch"
-)
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Those of torchrun and of MPI come first: inside of a step of Slurm they speak of the inner launch.
@@ -53,7 +49,7 @@ def _group(given: str) -> str:
     by_mpiexec = any(name in os.environ for name in _MPI)
     if not given and by_torchrun == by_mpiexec:
         found = "both mpiexec and torchrun have" if by_mpiexec else "neither mpiexec nor torchrun has"
-        msg = f"give --group mpi or --group torch: {found} started this process. Start it with {_COMMANDS}"
+        msg = f"give --group mpi or --group torch: {found} started this process. Start it with {MPIEXEC}, or {TORCHRUN}"
         raise typer.BadParameter(msg)
     return given or ("torch" if by_torchrun else "mpi")
 

@@ -6,7 +6,6 @@ of the group that is checked: by messages of its own over MPI, or by the store o
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import math
@@ -33,6 +32,10 @@ from gradscale.tools.cli.probe import mpi_library
 
 END = "its end"
 """The message after the last stage, with the complete page."""
+
+MPIEXEC = "mpiexec -n 4 python -m gradscale check --group mpi"
+TORCHRUN = "torchrun --nproc-per-node 2 -m gradscale check --group torch"
+"""How a check is started."""
 
 MARGIN = 2.0
 """Seconds for a report to reach rank 0. A rank that failed leaves it three times that to name the rank to blame."""
@@ -166,7 +169,6 @@ class _TorchWorld:
         os._exit(1)
 
 
-@dataclasses.dataclass
 class _Optimizer:
     grads: list[Array]
 
@@ -315,7 +317,8 @@ class Rank:
     def _step(self, scaler: gradscale.GradScaler, value: float, *, wanted: str) -> Report:
         """Make one iteration with a value among the gradients."""
         array = self.world.array
-        optimizer = _Optimizer([array([SCALE] * 8, "float32"), array([SCALE, SCALE, value], "float16")])
+        optimizer = _Optimizer()
+        optimizer.grads = [array([SCALE] * 8, "float32"), array([SCALE, SCALE, value], "float16")]
         # Without it the scaler has no state yet.
         scaler.scale(optimizer.grads[0][:1])
         done = scaler.step(optimizer) or "skipped"
@@ -368,7 +371,7 @@ def main(group: str, timeout: float, place: int, launched: int, descriptor: int)
     except (ImportError, RuntimeError, OSError, KeyError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         if group == "torch" and "RANK" not in os.environ:
-            first += ": start it with torchrun --nproc-per-node 2 -m gradscale check --group torch"
+            first += f": start it with {TORCHRUN}"
         reason = f"cannot join the group over {group}: {type(error).__name__}: {first}"
         error_line(f"check: {named(place, launched, os.getpid())} {reason}")
         parent.send((END, timeout, place, launched, None))

@@ -21,22 +21,18 @@ from gradscale.tools.simulation import Gradients, Simulation, measured, recorded
 from gradscale.tools.simulation import simulate as run_policy
 
 _WIDEST = 10_000  # columns, more than any table needs
-_SAME = (
-    "The trace says which steps overflow, so every preset skips the same ones; a log with magnitudes shows the "
-    "difference."
-)
+_SAME = "The trace says which steps overflow, so every preset skips the same ones; a log with magnitudes tells more."
 
 
 def simulate(
     trace: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="TRACE",
             help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row (- for stdin), or steps "
             "such as CCOC (C clean, O overflow).",
-            show_default=False,
         ),
-    ] = "",
+    ] = None,
     preset: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,7 +40,6 @@ def simulate(
             "-p",
             metavar="NAME[:SETTING=VALUE,...]",
             help="What to run; more than once for several. Default: torch.",
-            show_default=False,
         ),
     ] = None,
     plot: Annotated[
