@@ -35,7 +35,6 @@ _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _MOST_RANKS = 16
-_LONGEST = 1e6  # seconds
 # The name of a group for people, and the module that it needs; its extra has the group's name.
 _GROUPS = {"mpi": ("MPI", "mpi4py"), "torch": ("torch.distributed", "torch")}
 
@@ -107,7 +106,7 @@ def _ranks(size: int) -> str:
 
 def _watch(process: subprocess.Popen[bytes], connection: Connection, rank: int, size: int, as_json: bool) -> int:
     """Follow a rank until it ends or its time in a stage is over, show rank 0's page, and return the exit code."""
-    stage, limit = "its start", _LONGEST
+    stage, limit = "its start", 1e6
     page: Page | None = None  # of a rank that has joined
     status: int | None = None
     while connection.poll(limit):

@@ -85,8 +85,8 @@ class _MPIWorld:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the group's libraries."""
-        found = {name: importlib.metadata.version(name) for name in ("numpy", "mpi4py")}
-        return found | {"MPI": mpi_library()}
+        version = importlib.metadata.version
+        return {"numpy": version("numpy"), "mpi4py": version("mpi4py"), "MPI": mpi_library()}
 
     def put(self, number: int, report: Report) -> None:
         """Leave the report of a stage for rank 0."""

@@ -34,9 +34,7 @@ def examine(chosen: Sequence[Component], timeout: float) -> list[Finding]:
     with contextlib.ExitStack() as stack:
         for component in chosen:
             command = [sys.executable, "-P", "-m", "gradscale.tools.cli.probe", component.name]
-            process = Popen(
-                command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace", env=environment
-            )
+            process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, errors="replace", env=environment)
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
         return [_outcome(*pair, timeout, end) for pair in zip(chosen, started, strict=True)]

@@ -8,7 +8,7 @@ import sys
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 _WIDTH = 120  # columns, without a terminal to ask
 
@@ -21,10 +21,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def table(*columns: str) -> Table:
     """Return an empty table with these headings, whose columns fold long text."""
-    made = Table(box=box.SIMPLE, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+    return Table(*(Column(name, overflow="fold") for name in columns), box=box.SIMPLE, pad_edge=False)
 
 
 def error_line(text: str) -> None:
