@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError
+from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError, InvalidValueError
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -88,6 +88,13 @@ def forbid_forked(library: str, owner: str) -> NoReturn:
         f'child by multiprocessing.get_context("spawn"), with a group or a scaler of its own'
     )
     raise BackendError(msg)
+
+
+def require_message(x: Any) -> None:
+    """Raise InvalidValueError unless an array is 1-d int32, as all that ranks send each other is."""
+    if x.ndim != 1 or str(x.dtype).rpartition(".")[2] != "int32":
+        msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
+        raise InvalidValueError(msg)
 
 
 # Why a group can no longer be used. The groups are kept: freeing some waits for lost ranks.

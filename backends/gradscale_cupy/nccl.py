@@ -7,13 +7,12 @@ import functools
 from collections.abc import Callable
 
 import cupy
-from array_api_compat import array_namespace
 from cupy.cuda import runtime
 
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait, call_within, in_thread
+from gradscale.waiting import GroupWait, call_within, in_thread, require_message
 from gradscale_cupy.availability import explained, forbid_capture, nccl_module, require_nccl
 
 nccl = nccl_module()
@@ -90,10 +89,7 @@ class NCCLCollectives:
         CallOrderError while the stream is capturing a CUDA graph.
         """
         self.require_usable()
-        xp = array_namespace(x)
-        if x.ndim != 1 or x.dtype != xp.int32:
-            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
-            raise InvalidValueError(msg)
+        require_message(x)
         is_ours = isinstance(x, cupy.ndarray)
         if is_ours and x.device.id != self.device:
             msg = (
@@ -114,9 +110,8 @@ class NCCLCollectives:
             self._group.run(self._poll, lambda: _is_over(event))
             if is_ours:
                 return result
-            where = registry.backend_for(x).placement(x)
             with explained("an agreement over NCCL was read"), cupy.cuda.Device(self.device):
-                return xp.asarray(cupy.asnumpy(result).tolist(), dtype=x.dtype, device=where)
+                return registry.backend_for(x).integers(cupy.asnumpy(result).tolist(), x)
 
         return finish
 

@@ -14,8 +14,9 @@ from gradscale import ScaleState, registry
 from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
-from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError, ScaleDesyncError, ScaleUnderflowError
+from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
+from gradscale.waiting import require_message
 from gradscale_jax import trees
 
 
@@ -66,9 +67,7 @@ class AxisCollectives:
 
     def start_max(self, x: jax.Array, /) -> Callable[[], jax.Array]:
         """Make an element-wise MAX all-reduce of a 1-d int32 array, when the compiler likes; the call returns it."""
-        if x.ndim != 1 or x.dtype != jnp.int32:
-            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
-            raise InvalidValueError(msg)
+        require_message(x)
         reduced = lax.pmax(x, self._names)
         return lambda: reduced
 

@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
-from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendNotAvailableError, CallOrderError, InvalidTypeError, InvalidValueError
 from gradscale.extras import needs, remedy
-from gradscale.waiting import GroupWait, forbid_forked, on_fork
+from gradscale.waiting import GroupWait, forbid_forked, on_fork, require_message
 
 with needs("gradscale_numpy.mpi", "mpi"):
     try:
@@ -160,10 +159,8 @@ class MPICollectives:
         """
         _require_not_finalized()
         self._group.require_usable()
+        require_message(x)
         is_host = isinstance(x, np.ndarray)
-        if x.ndim != 1 or x.dtype != (np.int32 if is_host else array_namespace(x).int32):
-            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
-            raise InvalidValueError(msg)
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
         receive = np.empty_like(send)
         try:
@@ -174,7 +171,7 @@ class MPICollectives:
 
         def finish() -> Array:
             self._wait(request, "the agreement on a step")
-            return receive if is_host else _like(receive, x)
+            return receive if is_host else registry.backend_for(x).integers(receive.tolist(), x)
 
         return finish
 
@@ -191,12 +188,6 @@ class MPICollectives:
         _require_not_finalized()
         self._group.run(self._group.until, request.Test, operation)
         _under_way.pop(id(request), None)
-
-
-def _like(values: _Vector, x: Array) -> Array:
-    """Return a NumPy array as one of the library and device of ``x``."""
-    xp = array_namespace(x)
-    return xp.asarray(values.tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))
 
 
 class MPIBackend:

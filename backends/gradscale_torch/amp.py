@@ -310,34 +310,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
                 step.around = None
         return step.returned
 
-    @hosts.untraced
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale, in place, to this iteration's verdicts, and begin the next iteration.
-
-        Parameters
-        ----------
-        new_scale : number or 1-element tensor, optional
-            Set this scale instead; the tracker stays. A tensor costs a host read.
-
-        Raises
-        ------
-        GradscaleError
-            Those of :meth:`gradscale.GradScaler.update`.
-        """
-        super().update(new_scale)
-
-    @hosts.untraced
-    def refuse(self, optimizer: Optimizer) -> None:
-        """Skip the next step of an optimizer on all ranks; as :meth:`gradscale.GradScaler.refuse`."""
-        super().refuse(optimizer)
-
-    @hosts.untraced
-    def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
-        """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
-
-        As :meth:`gradscale.GradScaler.step_schedule`.
-        """
-        super().step_schedule(optimizer, schedule, *args, **kwargs)
+    update = hosts.untraced(gradscale.GradScaler.update)
+    refuse = hosts.untraced(gradscale.GradScaler.refuse)
+    step_schedule = hosts.untraced(gradscale.GradScaler.step_schedule)
 
     def set_group(self, group: object) -> None:
         """Agree over another group from now on; None for the default of the constructor.

@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll
+from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll, require_message
 from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
 Tensor = torch.Tensor
@@ -95,9 +95,7 @@ class TorchCollectives:
         The buffer is on the array's own device if the group carries it, else on the CPU or the group's accelerator.
         """
         group = self._usable()
-        if x.ndim != 1 or str(x.dtype).rpartition(".")[2] != "int32":
-            msg = f"only 1-d int32 arrays are reduced, got {x.ndim}-d {x.dtype}"
-            raise InvalidValueError(msg)
+        require_message(x)
         sent = x if isinstance(x, Tensor) else _as_tensor(x)
         where = travels_on(self._carriers, sent.device, group.group)
         if where != sent.device:
@@ -273,10 +271,9 @@ def _like(values: Tensor, x: Array) -> Array:
     """Return a tensor as an array of the library and device of ``x``."""
     if isinstance(x, Tensor):
         return values.to(x.device)
-    xp = array_namespace(x)
     if values.device.type == "cpu":
-        return xp.asarray(values.tolist(), dtype=x.dtype, device=registry.backend_for(x).placement(x))
-    return xp.from_dlpack(values)
+        return registry.backend_for(x).integers(values.tolist(), x)
+    return array_namespace(x).from_dlpack(values)
 
 
 # Which group.
@@ -351,6 +348,8 @@ def _resolved(group: object, timeout: float) -> dist.ProcessGroup:
     if not dist.is_available():
         msg = "this build of torch has no torch.distributed: install another, or use gradscale's other groups"
         raise BackendError(msg)
+    # An int, an object or None, depending on torch's version and on how new_group was called.
+    non_member = dist.GroupMember.NON_GROUP_MEMBER
     if group is None:
         found = default_group()
         if found is None:
@@ -359,7 +358,7 @@ def _resolved(group: object, timeout: float) -> dist.ProcessGroup:
         found = _of_mesh(group, timeout)
     elif isinstance(group, dist.ProcessGroup) or is_lookalike(group):
         found = group
-    elif _is_non_member(group):
+    elif type(group) is type(non_member) and group == non_member:
         msg = (
             f"group must be a process group that this process belongs to, got GroupMember.NON_GROUP_MEMBER, which "
             f"new_group() returns outside the group (this is rank {dist.get_rank() if default_group() else '?'} of the "
@@ -392,12 +391,6 @@ _NOT_INITIALISED = (
     "torch.distributed is not initialised, so there is no default group: call torch.distributed.init_process_group() "
     "before the first step, in a program that torchrun starts (torchrun --nproc-per-node 2 program.py)"
 )
-
-
-def _is_non_member(group: object) -> bool:
-    # An int, an object or None, depending on torch's version and on how new_group was called.
-    non_member = dist.GroupMember.NON_GROUP_MEMBER
-    return type(group) is type(non_member) and bool(group == non_member)
 
 
 def _require_alive(group: dist.ProcessGroup) -> None:
