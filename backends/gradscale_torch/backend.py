@@ -80,8 +80,8 @@ class TorchBackend(Backend):
         return values
 
     def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
-        """Return the numbers in 0-d tensors of the CPU; None if one is on a device."""
-        return None if any(devices.would_wait(x.device) for x in arrays) else [x.item() for x in arrays]
+        """Return the numbers in 0-d tensors of one device; None if that is not the CPU."""
+        return None if devices.would_wait(arrays[0].device) else [x.item() for x in arrays]
 
     def start_read(self, x: Tensor, /) -> HostRead:
         """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""

@@ -77,7 +77,7 @@ class Backend:
         return [int(x[index]) for index in range(x.shape[0])]
 
     def peek(self, arrays: Sequence[Array], /) -> list[Any] | None:  # noqa: ARG002
-        """Return the numbers in 0-d arrays if the host has them; None if it would have to wait, and by default."""
+        """Return the numbers in 0-d arrays of one device; None if the host would have to wait, and by default."""
         return None
 
     def start_read(self, x: Array, /) -> HostRead:
