@@ -47,9 +47,11 @@ class Gradients:
     largest: Sequence[float]
 
     def __post_init__(self) -> None:
-        # A number of another precision would be multiplied by the scale in that one, and overflow there.
-        largest = _checked(self.largest, "numbers", validation.magnitude, "the magnitude of step")
-        object.__setattr__(self, "largest", largest)
+        # A recorded run has millions, floats already. A number of another precision would be multiplied by the scale in
+        # that one, and overflow there.
+        if type(self.largest) not in (list, tuple) or not all(type(x) is float and not x < 0.0 for x in self.largest):
+            largest = _checked(self.largest, "numbers", validation.magnitude, "the magnitude of step")
+            object.__setattr__(self, "largest", largest)
         if not self.largest:
             msg = "a trace must hold at least one step, got an empty one"
             raise InvalidValueError(msg)

@@ -6,7 +6,6 @@ of the group that is checked: by messages of its own over MPI, or by the store o
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -85,7 +85,6 @@ class _MPIWorld:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the group's libraries."""
-        version = importlib.metadata.version
         return {"numpy": version("numpy"), "mpi4py": version("mpi4py"), "MPI": mpi_library()}
 
     def put(self, number: int, report: Report) -> None:
@@ -150,7 +149,7 @@ class _TorchWorld:
         return torch.tensor(values, dtype=getattr(torch, dtype), device=self._device)
 
     def versions(self) -> dict[str, str]:
-        return {"torch": importlib.metadata.version("torch"), "backend": self._backend}
+        return {"torch": version("torch"), "backend": self._backend}
 
     def put(self, number: int, report: Report) -> None:
         self._store.set(f"{self.rank} {number}", json.dumps(report))
