@@ -246,9 +246,7 @@ def reciprocal(x: Array) -> Array:
     Without float64 the last bit is the compiler's own, such as XLA's on a GPU; for powers of two there is no rounding.
     """
     xp = array_namespace(x)
-    if not has_float64(xp, device(x)):
-        return as_0d_array(xp, xp.full_like(x, 1.0) / x)
-    wide = xp.astype(x, xp.float64)
+    wide = xp.astype(x, _widest(xp, device(x)))
     return as_0d_array(xp, xp.astype(xp.full_like(wide, 1.0) / wide, xp.float32))
 
 

@@ -192,11 +192,9 @@ class Backend:
     ) -> tuple[list[summaries.Summary], list[list[int]]]:
         """Summarize arrays, and read the summaries and ``others`` (1-d int32) in one host read for each device."""
         vectors = ([self.summarize(arrays)] if arrays else []) + list(others)
-        lengths = [vector.shape[0] for vector in vectors]
-        values: list[list[int]] = []
         if vectors and all(self.placement(vector) == self.placement(vectors[0]) for vector in vectors):
             together = iter(self.read(array_namespace(vectors[0]).concat(vectors)))
-            values = [[next(together) for _ in range(length)] for length in lengths]
+            values = [[next(together) for _ in range(vector.shape[0])] for vector in vectors]
         else:
             values = [self.read(vector) for vector in vectors]
         found = values.pop(0) if arrays else []

@@ -121,10 +121,8 @@ class Gradients:
         with _reading_optimizer:
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))
-            elif hasattr(optimizer, "grads"):
-                self._leaves, self._assign = _from_grads(optimizer)
             else:
-                raise _neither(optimizer)
+                self._leaves, self._assign = _from_grads(optimizer)
         self._what = f"gradient of {type(optimizer).__name__}"
         self._master_dtype = getattr(optimizer, "master_dtype", None)
         self._request = request
@@ -209,15 +207,6 @@ def _norms_of_ranks(backend: Backend, norm: Array, exchange: Exchanging) -> list
     return [validation.float32_from_bits(bits) for bits in exchange.numbers(number, norm)]
 
 
-def _neither(optimizer: object) -> InvalidTypeError:
-    msg = (
-        f"an optimizer must have param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested "
-        f"containers, to be read and assigned), got {shown(optimizer)} of type {type(optimizer).__name__}, which has "
-        f"neither"
-    )
-    return InvalidTypeError(msg)
-
-
 def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
     """Return each group of ``param_groups`` and its parameters."""
     found = []
@@ -268,7 +257,14 @@ def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _As
 
 
 def _require_tree(optimizer: OptimizerWithGrads) -> object:
-    """Return the ``grads`` of an optimizer, if they can be walked."""
+    """Return the ``grads`` of an optimizer without ``param_groups``, if there are any that can be walked."""
+    if not hasattr(optimizer, "grads"):
+        msg = (
+            f"an optimizer must have param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in "
+            f"nested containers, to be read and assigned), got {shown(optimizer)} of type {type(optimizer).__name__}, "
+            f"which has neither"
+        )
+        raise InvalidTypeError(msg)
     gradients = optimizer.grads
     # An iterator would be empty for the optimizer after the scaler has walked it.
     if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):
@@ -335,8 +331,6 @@ class ListedParameters:
 def named_gradients(optimizer: Optimizer) -> list[HeldArray]:
     """Return an optimizer's gradients with their names: one for each parameter, in order, gradient or not."""
     if not hasattr(optimizer, "param_groups"):
-        if not hasattr(optimizer, "grads"):
-            raise _neither(optimizer)
         return [HeldArray("gradient", path, leaf) for path, leaf in tree.leaves_with_paths(_require_tree(optimizer))]
     parameters: dict[int, tuple[str, object]] = {}
     for index, (group, listed) in enumerate(_parameter_lists(cast("OptimizerWithGroups", optimizer))):

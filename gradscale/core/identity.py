@@ -19,9 +19,6 @@ class IdentityMap(Generic[_Value]):
         self._entries: dict[int, tuple[object, _Value]] = {}
         self._kept: list[int] = []
 
-    def __getitem__(self, key: object) -> _Value:
-        return self._entries[id(key)][1]
-
     def put(self, key: object, value: _Value) -> None:
         """Set the value of an object."""
         # Weakly, because a cycle would keep the map and its arrays until the collector runs.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar, cast
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -15,9 +15,7 @@ from gradscale.core.protocols import Array, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 _T = TypeVar("_T")
-_Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
-_OTHERS = (Kind.INTEGRAL, Kind.UNKNOWN)
 _reading_leaves = reading("an array")
 
 

@@ -156,7 +156,7 @@ def backend_for(x: Array) -> Backend:
     if kind not in _backends:
         name = _registered_name(kind)
         # The numbers that stand for arrays have only what policies need.
-        if name is None and kind.__module__.partition(".")[0] != "gradscale":
+        if name is None and kind.__module__.partition(".")[0] != "gradscale" and is_array_api_obj(x):
             _require_standard(x)
         _backends[kind] = _PURE if name is None else array_backend(name)
     return _backends[kind]
@@ -164,8 +164,7 @@ def backend_for(x: Array) -> Backend:
 
 def _require_standard(x: Array) -> None:
     """Raise for an array whose library has neither an adapter nor the names that the pure core needs."""
-    missing = arithmetic.lacks(x) if is_array_api_obj(x) else {}
-    if missing:
+    if missing := arithmetic.lacks(x):
         library = arithmetic.library_name(array_namespace(x))
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
         msg = (

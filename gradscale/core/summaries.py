@@ -26,8 +26,6 @@ STANDARD_FUNCTIONS = ("abs", "imag", "max", "sum")
 
 # How many elements are counted at once, so that no int32 wraps.
 _PIECE = 2**30
-# Words of one piece: four counts, and the magnitude's exponent and halves.
-_LENGTH = 7
 _HALF_BITS = 26
 
 _Bits: TypeAlias = Callable[[Array], "Array | None"]
@@ -111,6 +109,8 @@ def smallest_normal(dtype: object, xp: Namespace) -> float | Array:
 def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Array:
     """Return 7 words for each 2**30 elements of arrays, 1-d int32 on the device of the first, for ``summaries_of``.
 
+    They are four counts, and the exponent and the halves of the magnitude.
+
     XLA and CuPy take float32's subnormals for 0, and need ``bits``, which is ``Backend.bits``.
     """
     home = device(arrays[0])
@@ -121,7 +121,12 @@ def summarize_arrays(arrays: Sequence[Array], bits: _Bits | None = None) -> Arra
 def summaries_of(arrays: Sequence[Array], found: Iterable[int]) -> list[Summary]:
     """Return the summaries in the words of ``summarize_arrays`` that the host has read."""
     words = iter(found)
-    return [join(_summary(part, itertools.islice(words, _LENGTH)) for part in _sizes(x)) for x in arrays]
+
+    def summary(size: int) -> Summary:
+        inf, nan, zeros, subnormals, *fields = itertools.islice(words, 7)
+        return Summary(size, inf, nan, zeros, subnormals, _number(*fields))
+
+    return [join(map(summary, _sizes(x))) for x in arrays]
 
 
 def _sizes(x: Array) -> list[int]:
@@ -136,11 +141,6 @@ def _pieces(x: Array) -> list[Array]:
         return [x]
     flat = array_namespace(x).reshape(x, (-1,))
     return [flat[index * _PIECE : index * _PIECE + size] for index, size in enumerate(sizes)]
-
-
-def _summary(size: int, words: Iterable[int]) -> Summary:
-    inf, nan, zeros, subnormals, exponent, high, low = words
-    return Summary(size, inf, nan, zeros, subnormals, _number(exponent, high, low))
 
 
 def _number(exponent: int, high: int, low: int) -> float:

@@ -24,7 +24,6 @@ _LONGEST_WAY = 2_000_000
 _BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
 
 _Choice = TypeVar("_Choice")
-_Value = TypeVar("_Value")
 
 
 def _wrong_type(name: str, expected: str, value: object) -> InvalidTypeError:
@@ -105,11 +104,6 @@ def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     return converted
 
 
-def whole(value: _Value) -> _Value | int:
-    """Return a float that is a whole number as an int, and anything else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def boolean(name: str, value: object) -> bool:
     """Return a bool; NumPy's is fine, numbers are not."""
     if type(value).__name__ in ("bool_", "bool"):
@@ -181,13 +175,11 @@ def policy(value: Any, members: Iterable[str] = ("init", "update", "at_min_scale
 def is_fixed(policy: object) -> bool:
     """Tell whether a policy is a frozen dataclass of settings that cannot change either."""
     parameters = getattr(type(policy), "__dataclass_params__", None)
-    if parameters is None or not parameters.frozen:
-        return False
-    try:
-        hash(policy)
-    except TypeError:
-        return False
-    return True
+    if parameters is not None and parameters.frozen:
+        with contextlib.suppress(TypeError):
+            hash(policy)
+            return True
+    return False
 
 
 def is_power_of_two(value: float) -> bool:

@@ -59,7 +59,9 @@ class BoundedScale:
     max_scale: float | None = None
     at_min: AtMin = "clamp"
 
-    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold")
+    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
+    # The most that the tracker can count.
+    LARGEST_INTERVAL: ClassVar[int] = validation.LARGEST_INT32
     # A larger factor would overflow in the product that is discarded where growth is not made.
     LARGEST_GROWTH: ClassVar[float] = validation.LARGEST_FLOAT32
 
@@ -81,26 +83,16 @@ class BoundedScale:
                 "growth_factor", self.growth_factor, above=1.0, at_most=self.LARGEST_GROWTH
             ),
             "backoff_factor": validation.number("backoff_factor", self.backoff_factor, above=0.0, below=1.0),
-            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.largest_interval),
+            "growth_interval": validation.integer("growth_interval", self.growth_interval, 1, self.LARGEST_INTERVAL),
             "min_scale": validation.scale("min_scale", self.min_scale),
             "at_min": validation.choice("at_min", self.at_min, self.AT_MIN_CHOICES),
             "max_scale": None if self.max_scale is None else validation.scale("max_scale", self.max_scale),
         }
 
     @property
-    def largest_interval(self) -> int:
-        """The largest growth interval that its tracker can count."""
-        return validation.LARGEST_INT32
-
-    @property
     def largest_scale(self) -> float:
         """``max_scale``, or float32's own largest."""
         return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
-
-    @property
-    def largest_trackers(self) -> tuple[int, int, int]:
-        """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
-        return (validation.LARGEST_INT32,) * 3
 
     def init(self, like: Array) -> ScaleState:
         """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
@@ -141,10 +133,6 @@ class BoundedScale:
     def at_min_scale(self, state: ScaleState) -> Array | None:  # noqa: ARG002
         """Return None: it never raises."""
         return None
-
-    def next_scale(self, xp: ModuleType, scale: Array, lower: Array, grow: Array) -> Array:
-        """Return a scale backed off, grown, or as it is."""
-        return xp.where(lower, self.lowered_scale(xp, scale), xp.where(grow, self.raised_scale(xp, scale), scale))
 
     def lowered_scale(self, xp: ModuleType, scale: Array) -> Array:
         """Return a scale backed off once, as ``at_min`` says. No host read."""
@@ -227,14 +215,6 @@ class DynamicScale(BoundedScale):
     hysteresis_refill: tuple[Refill, ...] = ("clean_step",)
     tolerance: float | None = None
 
-    AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp", "hold", "raise")
-
-    @property
-    def largest_interval(self) -> int:
-        """The largest growth interval that its tracker can count."""
-        # The tracker counts one step more where growth comes one step later.
-        return validation.LARGEST_INT32 - (self.growth_after != "interval")
-
     @property
     def largest_trackers(self) -> tuple[int, int, int]:
         """The largest growth, overflow and rescale tracker that ``update`` makes of a fresh state."""
@@ -249,6 +229,9 @@ class DynamicScale(BoundedScale):
             "hysteresis": validation.integer("hysteresis", self.hysteresis, 1, validation.LARGEST_INT32),
             "hysteresis_refill": validation.choices("hysteresis_refill", self.hysteresis_refill, _REFILL),
         }
+        if self.growth_after != "interval":
+            # The tracker counts one step more where growth comes one step later.
+            validation.integer("growth_interval", self.growth_interval, 1, self.LARGEST_INTERVAL - 1)
         if self.tolerance is not None:
             checked["tolerance"] = validation.number("tolerance", self.tolerance, at_least=0.0, at_most=1.0)
             if checked["hysteresis"] != 1:
@@ -268,7 +251,8 @@ class DynamicScale(BoundedScale):
 
         backoff = xp.logical_and(overflow, self._backoff_due(xp, state))
         overflow_tracker, rescale_tracker = self._next_trackers(xp, state, overflow, grow, backoff)
-        scale = self.next_scale(xp, state.scale, backoff, grow)
+        kept = xp.where(grow, self.raised_scale(xp, state.scale), state.scale)
+        scale = xp.where(backoff, self.lowered_scale(xp, state.scale), kept)
         return new_state(xp, scale, growth_tracker, overflow_tracker, rescale_tracker)
 
     def at_min_scale(self, state: ScaleState) -> Array | None:
@@ -283,9 +267,11 @@ class DynamicScale(BoundedScale):
         return as_0d_array(xp, xp.logical_and(at_min, self._backoff_due(xp, state)))
 
     def _backoff_due(self, xp: ModuleType, state: ScaleState) -> Array:
-        """Return a 0-d bool: would an overflow now be one too many."""
+        """Return a 0-d bool: would an overflow now be one too many, or reach the tolerated fraction of the steps."""
         if self.tolerance is not None:
-            return is_reached(xp, self.tolerance, state.overflow_tracker, state.rescale_tracker)
+            counts = [next_count(xp, tracker, validation.LARGEST_INT32) for tracker in state[2:]]
+            overflows, steps = (xp.astype(count, xp.float32) for count in counts)
+            return as_0d_array(xp, overflows / steps >= xp.full_like(steps, self.tolerance))
         overflows = next_count(xp, state.overflow_tracker, self.hysteresis)
         return overflows >= xp.full_like(overflows, self.hysteresis)
 
@@ -293,16 +279,15 @@ class DynamicScale(BoundedScale):
         self, xp: ModuleType, state: ScaleState, overflow: Array, grow: Array, backoff: Array
     ) -> tuple[Array, Array]:
         """Return the overflow and rescale trackers after a step."""
-        if self.tolerance is not None:
-            overflows = next_count(xp, state.overflow_tracker, validation.LARGEST_INT32)
-            steps = next_count(xp, state.rescale_tracker, validation.LARGEST_INT32)
-            zero = xp.zeros_like(steps)
-            counted = xp.where(overflow, overflows, state.overflow_tracker)
-            return xp.where(backoff, zero, counted), xp.where(xp.logical_or(backoff, grow), zero, steps)
-        if self.hysteresis == 1:
+        if self.tolerance is None and self.hysteresis == 1:
             return state.overflow_tracker, state.rescale_tracker
-        overflows = next_count(xp, state.overflow_tracker, self.hysteresis)
+        limit = self.hysteresis if self.tolerance is None else validation.LARGEST_INT32
+        overflows = next_count(xp, state.overflow_tracker, limit)
         counted = xp.where(overflow, overflows, state.overflow_tracker)
+        if self.tolerance is not None:
+            steps = next_count(xp, state.rescale_tracker, limit)
+            zero = xp.zeros_like(steps)
+            return xp.where(backoff, zero, counted), xp.where(xp.logical_or(backoff, grow), zero, steps)
         events = {"clean_step": xp.logical_not(overflow), "growth": grow, "backoff": backoff}
         for name in self.hysteresis_refill:
             counted = xp.where(events[name], xp.zeros_like(counted), counted)
@@ -429,13 +414,6 @@ def overflow_flag(nonfinite: Array, like: Array) -> Array:
 def next_count(xp: ModuleType, tracker: Array, limit: int) -> Array:
     """Return a tracker plus one, which stays at ``limit`` so that no counter wraps."""
     return xp.minimum(tracker, xp.full_like(tracker, limit - 1)) + xp.full_like(tracker, 1)
-
-
-def is_reached(xp: ModuleType, tolerance: float, overflow_tracker: Array, rescale_tracker: Array) -> Array:
-    """Return a 0-d bool: would one more overflow reach this fraction of the steps since the last change."""
-    overflows = xp.astype(next_count(xp, overflow_tracker, validation.LARGEST_INT32), xp.float32)
-    steps = xp.astype(next_count(xp, rescale_tracker, validation.LARGEST_INT32), xp.float32)
-    return as_0d_array(xp, overflows / steps >= xp.full_like(steps, tolerance))
 
 
 def times(xp: ModuleType, scale: Array, factor: float) -> Array:

@@ -78,13 +78,10 @@ def _preset(**defaults: object) -> Callable[[Callable[_Given, _Rule]], Callable[
 
 def _float32(settings: _Settings, **fixed: Any) -> DynamicScale:
     """Return the rule of a system whose factors are float32 numbers, or which has one such number for both."""
-    largest = validation.LARGEST_FLOAT32
-    factor = validation.number("growth_factor", settings["growth_factor"], above=1.0, at_most=largest)
-    fields: dict[str, Any] = {**settings, "growth_factor": validation.round_to_float32(factor), **fixed}
-    if "backoff_factor" in settings:
-        factor = validation.number("backoff_factor", settings["backoff_factor"], above=0.0, below=1.0)
-        return DynamicScale(**fields | {"backoff_factor": validation.round_to_float32(factor)})
-    return DynamicScale(**fields, backoff_factor=1.0 / fields["growth_factor"])
+    rule = DynamicScale(**settings, **fixed)
+    growth_factor, given = map(validation.round_to_float32, (rule.growth_factor, rule.backoff_factor))
+    backoff_factor = given if "backoff_factor" in settings else 1.0 / growth_factor
+    return dataclasses.replace(rule, growth_factor=growth_factor, backoff_factor=backoff_factor)
 
 
 @_preset(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
@@ -201,9 +198,8 @@ def colossalai(**settings: Unpack[_Settings]) -> DynamicScale:
 
     Not reproduced: gradients divided by the scale after the update; a checkpoint without trackers, interval and bounds.
     """
-    settings["hysteresis"] = max(
-        validation.integer("hysteresis", settings["hysteresis"], 0, validation.LARGEST_INT32), 1
-    )
+    hysteresis = validation.integer("hysteresis", settings["hysteresis"], 0, validation.LARGEST_INT32)
+    settings["hysteresis"] = max(hysteresis, 1)
     return _float32(settings, hysteresis_refill=("growth",))
 
 
@@ -273,7 +269,9 @@ def jmp(**settings: Unpack[_Settings]) -> DynamicScale:
 
     Not reproduced: the minimum is lost, and 1 again, after any jit or tree_map.
     """
-    settings["growth_interval"] = validation.whole(settings["growth_interval"])
+    interval: object = settings["growth_interval"]
+    if isinstance(interval, float) and interval.is_integer():
+        settings["growth_interval"] = int(interval)
     smallest = validation.number("min_scale", settings["min_scale"], at_least=0.0)
     settings["min_scale"] = smallest or validation.SMALLEST_NORMAL
     return _float32(settings)

@@ -37,16 +37,12 @@ class GradualScale(BoundedScale):
     fast_start: bool = False
 
     AT_MIN_CHOICES: ClassVar[tuple[AtMin, ...]] = ("clamp",)
+    LARGEST_INTERVAL: ClassVar[int] = 2**20
     LARGEST_GROWTH: ClassVar[float] = 2.0
 
     def checked_settings(self) -> dict[str, object]:
         """Return the checked values of all fields."""
         return {"fast_start": validation.boolean("fast_start", self.fast_start)} | super().checked_settings()
-
-    @property
-    def largest_interval(self) -> int:
-        """The largest growth interval that its tracker can count."""
-        return 2**20
 
     @property
     def largest_trackers(self) -> tuple[int, int, int]:

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import NamedTuple, TypeAlias
 
+from array_api_compat import array_namespace
+
 from gradscale.core import registry, validation
 from gradscale.core.backend import Backend
 from gradscale.core.identity import IdentityMap
@@ -40,20 +42,10 @@ _greeted: IdentityMap[bool] = IdentityMap()
 
 def _is_weak(group: object) -> bool:
     """Tell whether a group may be noted down: another would be kept for ever, with memory of a device."""
-    try:
+    with contextlib.suppress(TypeError):
         weakref.ref(group)
-    except TypeError:
-        return False
-    return True
-
-
-def _count_scaler(group: object) -> int:
-    """Return how many scalers a library's own group has had before, and count one more."""
-    if not _is_weak(group):
-        return 0
-    number = _scalers.by_id(id(group)) or 0
-    _scalers.put(group, number + 1)
-    return number
+        return True
+    return False
 
 
 class Met(NamedTuple):
@@ -221,11 +213,8 @@ class Agreement:
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
         if known is None or known.size != size:
-            if known is None:
-                number = self._count[0]
-                self._count[0] += 1
-            else:
-                number = known.number
+            number = self._count[0] if known is None else known.number
+            self._count[0] += known is None
             name = self._names.by_id(id(optimizer))
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             # With a name, ranks may hold other parts of a model, such as the stages of a pipeline.
@@ -247,7 +236,9 @@ class Agreement:
             group = getattr(collectives, "identity", collectives)
             number = self._had.by_id(id(group))
             if number is None:
-                number = _count_scaler(group)
+                number = _scalers.by_id(id(group)) or 0
+                if _is_weak(group):
+                    _scalers.put(group, number + 1)
                 self._had.put(group, number)
             self._own_numbers.put(collectives, number)
         return number
@@ -285,13 +276,10 @@ class Agreement:
         return fresh.__dict__
 
     def __copy__(self) -> Agreement:
-        # A copy in the same process talks to the same ranks.
-        copied = Agreement(self._groups, diagnoses=self._diagnoses, skip=self._skip, own_rank=self._own_rank)
-        copied._lost = self._lost
-        # The same numbers, since some ranks may go on with a copy and others with the original.
-        copied.steps, copied._optimizers, copied._count = self.steps, self._optimizers, self._count
-        copied._names = self._names
-        copied._own_numbers, copied._had, copied._greeted = self._own_numbers, self._had, self._greeted
+        # A copy in the same process talks to the same ranks, and has the same numbers, since some ranks may go on with
+        # a copy and others with the original.
+        copied = Agreement()
+        copied.__dict__ |= self.__dict__ | {"failure": None}
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
@@ -345,8 +333,10 @@ class Ballot:
 
     def read(self, backend_for: Callable[[Array], Backend]) -> tuple[list[int], list[int]]:
         """Return the answer and this rank's own message: one host read."""
-        agreed = self.agreed(is_read=True)
-        return claims.read_both(backend_for(agreed), agreed, self.sent)
+        agreed, sent = self.agreed(is_read=True), self.sent
+        both = agreed if agreed is sent else array_namespace(agreed).concat([agreed, sent])
+        values = backend_for(agreed).read(both)
+        return values[: claims.LENGTH], values[claims.LENGTH :] or values
 
     def verdict(self, agreed: Sequence[int], sent: Sequence[int], policy: Policy, *, is_late: bool = False) -> Verdict:
         """Return the verdict from an answer that was read; ScaleDesyncError if the ranks differ.
@@ -370,9 +360,9 @@ class Ballot:
             return claims.foreign_message(where)
         if found is Outcome.FAILED:
             return ScaleDesyncError(
-                f"rank {claims.failed_rank(agreed)} has refused its gradients, seen by {where}: the error on that rank "
-                f"says why. No rank takes this step. Once they are right, load one checkpoint on every rank, or call "
-                f"set_group()"
+                f"rank {claims.verdict_of(agreed, own).by} has refused its gradients, seen by {where}: the error on "
+                f"that rank says why. No rank takes this step. Once they are right, load one checkpoint on every rank, "
+                f"or call set_group()"
             )
         settings = self._agreement.settings(policy)
         differing = silence = ending = ""

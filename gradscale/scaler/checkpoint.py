@@ -8,23 +8,16 @@ from typing import Any, NamedTuple
 
 from gradscale.core import validation
 from gradscale.core.messages import key_names, reading, shown
-from gradscale.core.protocols import Policy
+from gradscale.core.protocols import Policy, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError, StateDictError
-from gradscale.policies import dynamic as policies
-from gradscale.policies import rules
+from gradscale.policies.dynamic import BoundedScale, DynamicScale, StaticScale
+from gradscale.policies.rules import GradualScale
 from gradscale.scaler.guard import SavedWindows, checked_windows
 
 VERSION = 1
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (policies.DynamicScale, policies.StaticScale, rules.GradualScale)
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (DynamicScale, StaticScale, GradualScale)}
 # Our names of the trackers, by the keys they are saved under; torch knows only the first.
-_TRACKERS = {
-    "_growth_tracker": "growth_tracker",
-    "_overflow_tracker": "overflow_tracker",
-    "_rescale_tracker": "rescale_tracker",
-}
-_FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+_TRACKERS = {f"_{name}": name for name in ScaleState._fields[1:]}
 # What torch needs to keep a scale: it does not check that the growth factor is above 1.
 _STATIC_FACTORS = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1}
 
@@ -45,7 +38,7 @@ def build(
 ) -> dict[str, object]:
     """Return the state dict of a policy, of the numbers of a state and of windows, if there are any."""
     saved: dict[str, object] = {"scale": snapshot["scale"]}
-    saved |= {name: getattr(policy, name, _STATIC_FACTORS[name]) for name in _FACTORS}
+    saved |= {name: getattr(policy, name, static) for name, static in _STATIC_FACTORS.items()}
     saved |= {key: snapshot.get(name, 0) for key, name in _TRACKERS.items()}
     saved |= {"version": VERSION, "iteration": iteration}
     if type(policy) in _KINDS.values():
@@ -63,8 +56,6 @@ def parse(saved: object, policy: Policy) -> Loaded:
     try:
         with reading("a state dict"):
             return _parse(validation.mapping("a state dict", saved), policy)
-    except StateDictError:
-        raise
     except (InvalidTypeError, InvalidValueError) as error:
         msg = f"the state dict cannot be loaded: {error}; nothing was changed"
         raise StateDictError(msg) from error
@@ -72,16 +63,13 @@ def parse(saved: object, policy: Policy) -> Loaded:
 
 def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
     if not saved:
-        msg = (
-            "the state dict is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load "
-            "another"
-        )
-        raise StateDictError(msg)
+        msg = "it is empty, as a disabled scaler saves it; construct this scaler with enabled=False, or load another"
+        raise InvalidValueError(msg)
     version = validation.integer("version", saved.get("version", VERSION), 1, validation.LARGEST_INT32)
     if version > VERSION:
         msg = f"version {version} is newer than {VERSION}, the newest that this gradscale reads; upgrade it"
         raise InvalidValueError(msg)
-    missing = [key for key in ("scale", *_FACTORS, "_growth_tracker") if key not in saved]
+    missing = [key for key in ("scale", *_STATIC_FACTORS, "_growth_tracker") if key not in saved]
     if missing:
         msg = (
             f"keys {missing} are missing, got {key_names(saved)} (gradscale.load_foreign_state translates the "
@@ -108,12 +96,12 @@ def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:
             )
             raise InvalidValueError(msg)
         policy = restored
-    factors = {name: saved[name] for name in _FACTORS}
-    if isinstance(policy, policies.BoundedScale):
+    factors = {name: saved[name] for name in _STATIC_FACTORS}
+    if isinstance(policy, BoundedScale):
         return dataclasses.replace(policy, **factors)
     # A static scale, or a policy of the user's, has no factors to take over; they must be sane all the same.
     if any(validation.number(name, value) != _STATIC_FACTORS[name] for name, value in factors.items()):
-        policies.DynamicScale(**factors)
+        DynamicScale(**factors)
     return policy
 
 

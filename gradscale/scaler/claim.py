@@ -168,7 +168,7 @@ def verdict_from(
         reason, by = reason_and_rank(code)
     elif not has_gradients:
         reason = Reason.NO_GRADIENTS
-    if nonfinite and reason is not Reason.OVERFLOW:
+    if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         reason, by = Reason.OVERFLOW, None
     return Verdict(reason, by, nonfinite, local_nonfinite, at_min_scale, scale)
 
@@ -212,10 +212,10 @@ def of_arrays(
     return xp.concat([start, -start[_FLAGS:]])
 
 
-def carrying(words: Sequence[int], values: Sequence[int]) -> list[int]:
+def carrying(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
     """Return the message of one round of values, of which there are :data:`CARRIED`; it says nothing of a state."""
     half = CARRIED // 2
-    return [0] * _FLAGS + [_CARRYING, *values[:half], *words, -_CARRYING, *values[half:], *map(operator.neg, words)]
+    return [0] * _FLAGS + [stage, *values[:half], *words, -stage, *values[half:], *map(operator.neg, words)]
 
 
 def failure(words: Sequence[int], rank: int) -> list[int]:
@@ -225,8 +225,7 @@ def failure(words: Sequence[int], rank: int) -> list[int]:
 
 def telling() -> list[int]:
     """Return the message of a rank that has met a difference, and waits until all ranks tell their claims."""
-    fields = [_TELLING] + [0] * (_FIELDS - 1)
-    return [0] * _FLAGS + fields + list(map(operator.neg, fields))
+    return carrying(hash_of(None), [0] * CARRIED, _TELLING)
 
 
 def shifted(backend: Backend | None, x: Array, before: Sequence[int], after: Sequence[int]) -> Array:
@@ -261,15 +260,6 @@ def found_in(agreed: Array) -> Found:
 def bounds_in(agreed: Array) -> tuple[Array, Array]:
     """Return the least and the greatest state and hash of any rank, 1-d int32; they are equal if all hold one."""
     return -agreed[_MIDDLE + 1 :], agreed[_SCALE:_MIDDLE]
-
-
-def read_both(backend: Backend, agreed: Array, sent: Array) -> tuple[list[int], list[int]]:
-    """Return the group's answer and this rank's own message: one host read."""
-    if agreed is sent:
-        values = backend.read(agreed)
-        return values, values
-    both = backend.read(array_namespace(agreed).concat([agreed, sent]))
-    return both[: len(both) // 2], both[len(both) // 2 :]
 
 
 def state_bits(values: Sequence[int]) -> Sequence[int]:
@@ -307,7 +297,7 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     if own[_STAGE] == _CARRYING:
         own = carrying(own[_HASH:_MIDDLE], carried(values))
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    has_failed = values[3] >> _RANK_BITS >= Reason.FAILED
+    has_failed = reason_number(Found(*values[:_FLAGS]).code) >= Reason.FAILED
     if values[_FLAGS:] == own[_FLAGS:] and not has_failed:
         return Outcome.ONE_STATE
     stages = {values[_STAGE], -values[_MIDDLE]}
@@ -319,16 +309,11 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     return Outcome.TOLD if _TELLING in stages and own[_STAGE] != _TELLING else Outcome.DIFFERENT
 
 
-def failed_rank(values: Sequence[int]) -> int:
-    """Return the lowest rank whose gradients cannot be unscaled, if there is any."""
-    return reason_and_rank(values[3])[1]
-
-
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
-    """Return the verdict of ranks that hold one state."""
-    return verdict_from(
-        values[0], own[0], bool(values[1]), float32_from_bits(values[_SCALE]), bool(values[2]), values[3]
-    )
+    """Return the verdict of ranks that hold one state, or of which some cannot unscale their gradients."""
+    nonfinite, at_min_scale, has_gradients, code = values[:_FLAGS]
+    scale = float32_from_bits(values[_SCALE])
+    return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, bool(has_gradients), code)
 
 
 # What differs, in words.
@@ -375,8 +360,7 @@ def spread_of(values: Sequence[int], own: Sequence[int]) -> list[str]:
     """Do that for an answer on the CPU; [] if some message had no state."""
     if {values[_STAGE], -values[_MIDDLE]} != {_USUAL}:
         return []
-    lowest = [-value for value in values[_MIDDLE + 1 :]]
-    return spread(lowest, values[_SCALE:_MIDDLE], state_of(own))
+    return spread([-value for value in values[_MIDDLE + 1 :]], state_bits(values), state_of(own))
 
 
 def claimed(own: Sequence[int], claim: Claim, settings: str) -> dict[str, object]:
@@ -448,12 +432,9 @@ def _apart(texts: Sequence[str]) -> list[str]:
 
 def _listed(ranks: Sequence[_Rank]) -> str:
     """Return ranks as text, such as ``0-61, 63``, with the ranks in each group of a list as ``0/1``."""
-    runs: list[list[_Rank]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == (*rank[:-1], rank[-1] - 1):
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run the last number grows as the position does.
+    numbered = itertools.groupby(enumerate(ranks), lambda item: (*item[1][:-1], item[1][-1] - item[0]))
+    runs = [[rank for _, rank in run] for _, run in numbered]
     texts: list[str] = []
     for run in runs[:_LISTED]:
         names = ["/".join(map(str, rank)) for rank in run]
@@ -472,10 +453,8 @@ def greeting() -> list[int]:
     """
     major, minor, micro = map(int, re.findall(r"\d+", f"{__version__}.0.0")[:3])
     release = (major & 0x7FF) << 20 | (minor & 0x3FF) << 10 | micro & 0x3FF
-    build = (
-        zlib.crc32(ascii((__version__, LENGTH, _USUAL, Claim._fields, [*Reason.__members__], [*Call])).encode())
-        & 0x7FFFFFFF
-    )
+    form = __version__, LENGTH, _USUAL, Claim._fields, [*Reason.__members__], [*Call]
+    build = zlib.crc32(ascii(form).encode()) & 0x7FFFFFFF
     return [release, -release, build, -build]
 
 
@@ -498,31 +477,23 @@ def require_one_version(values: Sequence[int], own: Sequence[int], where: str) -
 
 _Form: TypeAlias = "str | bytes | tuple[_Form, ...] | None"
 
-_MAIN = "__main__"
-# The name that the program's module has in a spawned process.
-_SPAWNED_MAIN = "__mp_main__"
-
 
 def identify(policy: object) -> int:
     """Return a hash of a policy's settings, or of its name, from 0 to 2**31-1."""
+    text = type(policy).__qualname__
     if dataclasses.is_dataclass(policy):
-        text = _canonical(policy, f"the policy {type(policy).__qualname__}")
-    else:
-        text = type(policy).__qualname__.encode()
-    return zlib.crc32(text) & 0x7FFFFFFF
-
-
-def _canonical(policy: Any, what: str) -> bytes:
-    """Return bytes of a dataclass's name and compared fields that are the same in every process."""
-    try:
-        # Not repr: which characters it escapes depends on the version of Python.
-        return ascii(_fields(policy, what)).encode()
-    except RecursionError as error:
-        msg = f"{what} must be the same value in every process, got one that is too deep or holds itself"
-        raise InvalidTypeError(msg) from error
+        what = f"the policy {text}"
+        try:
+            # Not repr: which characters it escapes depends on the version of Python.
+            text = ascii(_fields(policy, what))
+        except RecursionError as error:
+            msg = f"{what} must be the same value in every process, got one that is too deep or holds itself"
+            raise InvalidTypeError(msg) from error
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 def _fields(value: Any, what: str) -> _Form:
+    """Return a dataclass's name and compared fields as nested tuples of text, the same in every process."""
     compared = [field.name for field in dataclasses.fields(value) if field.compare]
     forms = [(name, _form(getattr(value, name), f"{what}.{name}")) for name in compared]
     return ("dataclass", type(value).__qualname__, *forms)
@@ -564,5 +535,6 @@ def _real(value: SupportsFloat) -> str:
 
 
 def _name(kind: type) -> str:
-    module = _MAIN if kind.__module__ == _SPAWNED_MAIN else kind.__module__
+    # In a spawned process the program's module has another name.
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     return f"{module}.{kind.__qualname__}"

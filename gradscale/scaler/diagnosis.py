@@ -34,7 +34,6 @@ _SUSPICIOUS = 3
 # parameters on 512 ranks would be some 200 MB on every one of them.
 _GATHERED = 4096
 _GATHERED_OF_EACH = 8
-_LOWEST_INT32 = -(2**31)
 
 
 class Asked(NamedTuple):
@@ -270,8 +269,8 @@ def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list
     reports = {rank: dataclasses.replace(own, rank=rank)}
     for exchange in exchanges:
         limit = max(_GATHERED_OF_EACH, _GATHERED // (exchange.size * len(reports)))
-        sent = _pack([report.worst(limit) for report in reports.values()])
-        received = exchange.texts(sent, like)
+        told = [dataclasses.astuple(report.worst(limit)) for report in reports.values()]
+        received = exchange.texts(zlib.compress(json.dumps(told).encode()), like)
         reports = {report.rank: report for message in received for report in _unpack(message)}
     failed = [report for report in reports.values() if report.failure]
     if failed and not own.failure:
@@ -279,10 +278,6 @@ def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list
         msg = f"the diagnosis failed on rank {where}, and so on all: {failed[0].failure}"
         raise BackendError(msg)
     return list(reports.values())
-
-
-def _pack(reports: Sequence[RankReport]) -> bytes:
-    return zlib.compress(json.dumps([dataclasses.astuple(report) for report in reports]).encode())
 
 
 def _unpack(message: bytes) -> list[RankReport]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
@@ -12,6 +12,7 @@ from gradscale.core.messages import shown
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.scaler.claim import Reason, Verdict
 from gradscale.scaler.overflow import OverflowReport
+from gradscale.scaler.verdict import Pending
 
 
 class StepReport(NamedTuple):
@@ -111,27 +112,13 @@ REASONS: dict[Reason, Literal["overflow", "spike", "refused", "no gradients"]] =
 }
 
 
-class Deferrable(Protocol):
-    """A verdict that the CPU may read later."""
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether each replay of a captured graph overwrites it."""
-
-    def has_arrived(self) -> bool:
-        """Tell whether it can be read without waiting."""
-
-    def read(self) -> Verdict:
-        """Read it."""
-
-
 _Report = TypeVar("_Report")
 
 
 class Deferred(NamedTuple):
     """A step whose verdict the CPU has not read yet."""
 
-    pending: Deferrable
+    pending: Pending
     iteration: int
 
     def report(self) -> StepReport:
@@ -217,7 +204,7 @@ class Reports:
         if report.skipped and self._on_skip and rank is not None:
             _call(self._on_skip, report, rank())
 
-    def record_later(self, optimizer: object, iteration: int, pending: Deferrable) -> None:
+    def record_later(self, optimizer: object, iteration: int, pending: Pending) -> None:
         """Keep a step whose verdict the CPU has not read; the history leaves out those of captured graphs."""
         entry = Deferred(pending, iteration)
         self._last.put(optimizer, entry)
@@ -225,7 +212,7 @@ class Reports:
             self.under_way.append(entry)
             self._history.append(entry)
 
-    def poll(self) -> Iterator[Deferrable]:
+    def poll(self) -> Iterator[Pending]:
         """Yield the deferred verdicts that have arrived since the last call, in order, without waiting."""
         while self.under_way and self.under_way[0].pending.has_arrived():
             yield self.under_way.popleft().pending

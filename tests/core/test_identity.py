@@ -24,7 +24,7 @@ def test_of_objects_that_cannot_be_referenced_weakly_the_last_hundred_are_kept()
         last = Slotted()
         mapping.put(last, value)
     assert len(mapping) == 101
-    assert (mapping[thing], mapping[last]) == (-1, 999)
+    assert (mapping.by_id(id(thing)), mapping.by_id(id(last))) == (-1, 999)
 
 
 def test_neither_an_object_in_a_cycle_nor_the_map_waits_for_another_reference() -> None:
