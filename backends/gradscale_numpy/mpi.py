@@ -163,10 +163,7 @@ class MPICollectives:
         is_host = isinstance(x, np.ndarray)
         send = np.ascontiguousarray(x) if is_host else np.asarray(registry.backend_for(x).read(x), dtype=np.int32)
         receive = np.empty_like(send)
-        try:
-            request = self._comm.Iallreduce(send, receive, op=MPI.MAX)
-        except MPI.Exception as error:
-            raise self._group.failure(error) from error
+        request = self._group.run(self._comm.Iallreduce, send, receive, op=MPI.MAX)
         _under_way[id(request)] = (request, send, receive)
 
         def finish() -> Array:

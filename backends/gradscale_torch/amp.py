@@ -39,7 +39,6 @@ Device: TypeAlias = str | torch.device | int | None
 Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
 
-_calls_traced = functools.partial(hosts.untraced, recursive=False)
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NOT_CALLED = {
@@ -266,7 +265,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
 
-    @_calls_traced
+    @functools.partial(hosts.untraced, recursive=False)
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 

@@ -129,10 +129,7 @@ class TorchCollectives:
             # Older torch, such as 2.6, has no other reductions.
             options.asyncOp = True
         options.timeout = self._librarys_timeout
-        try:
-            work: dist.Work = group.group.allreduce([buffer], options)
-        except Exception as error:
-            raise group.failure(error) from error
+        work: dist.Work = group.run(group.group.allreduce, [buffer], options)
         # Captured work belongs to the graph, and during the capture nothing may be asked for.
         is_captured = buffer.device.type != "cpu" and is_capturing(buffer.device)
         if not self._is_lookalike and not is_captured:
@@ -143,14 +140,12 @@ class TorchCollectives:
     def finish(self, group: GroupWait, work: dist.Work) -> None:
         """Make the CPU wait until a reduction is done, it fails, or the time is over."""
         group.require_usable()
-        if self._is_lookalike:
-            # All that it must have is wait().
-            group.run(work.wait)
-        else:
+        # All that the work of a lookalike must have is wait().
+        if not self._is_lookalike:
             # Some wait without looking at signals and the time, and accelerators do not wait at all.
             group.run(group.until, work.is_completed, longest_pause=_LONGEST_PAUSE)
-            # Raises its failure.
-            group.run(work.wait)
+        # Raises its failure.
+        group.run(work.wait)
         _under_way.pop(id(work), None)
 
     def example(self) -> Tensor:
@@ -234,10 +229,7 @@ class Reduction:
                 self.wait()
             elif not self._is_done:
                 # The stream waits, and keeps the order from here on.
-                try:
-                    self._work.wait()
-                except Exception as error:
-                    raise self._group.failure(error) from error
+                self._group.run(self._work.wait)
                 _under_way.pop(id(self._work), None)
             self._result = _like(self._buffer, x)
             self._x = None
@@ -380,8 +372,9 @@ def _resolved(group: object, timeout: float) -> dist.ProcessGroup:
         raise InvalidValueError(msg)
     if not carriers(found):
         msg = (
-            f"group must carry tensors of a device of this machine, got a group of {_configuration(found)!r}, and "
-            f"none of these is available here: pass one that has gloo, such as new_group(backend='gloo')"
+            f"group must carry tensors of a device of this machine, got a group of "
+            f"{dist.get_backend_config(found)!r}, and none of these is available here: pass one that has gloo, such as "
+            f"new_group(backend='gloo')"
         )
         raise InvalidValueError(msg)
     return found
@@ -475,21 +468,15 @@ def _meet(ranks: tuple[int, ...], timeout: float) -> None:
         raise
 
 
-def _configuration(group: dist.ProcessGroup) -> str:
-    return str(dist.get_backend_config(group))
-
-
 def carriers(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backends of a group by device type, of those devices that this machine has."""
     if is_lookalike(group):
         return {"cpu": _LOOKALIKE}
-    pairs = [pair.partition(":") for pair in _configuration(group).split(",")]
+    pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
     return {kind: backend for kind, _, backend in pairs if backend and _is_available(kind)}
 
 
 def _is_available(kind: str) -> bool:
-    if kind == "cpu":
-        return True
     try:
         return bool(torch.get_device_module(kind).is_available())
     except (AttributeError, RuntimeError):

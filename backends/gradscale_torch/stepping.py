@@ -109,7 +109,7 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
     step.kwargs = {**step.kwargs, "grad_scaler": step.owner}
     with within_the_step(iteration):
         yield
-    if turn.is_judged:
+    if turn.pending is not None and turn.pending.is_begun:
         step.verdict = iteration.verdict(turn)
     else:
         step.verdict = Verdict(Reason.STEPPED, None, 0, 0, False, iteration.live.scale())

@@ -53,6 +53,6 @@ class Exchange:
         sent = live.backend_for(like).integers(claims.carrying(claims.hash_of(claim), values), like)
         with agreement.failing():
             ballot = agreement.send([self._group], sent, iteration.number, claim)
-            agreed, own = ballot.read(live.backend_for)
-            ballot.verdict(agreed, own, live.policy)
-        return claims.carried(agreed)
+            answer = ballot.read(live.backend_for)
+            ballot.verdict(*answer, live.policy)
+        return claims.carried(answer[0])

@@ -90,12 +90,7 @@ class Turn:
     @property
     def is_incomplete(self) -> bool:
         """Whether the gradients may be divided in part, after an interrupt or a failure."""
-        return self.stage is Stage.UNSCALED and not self.is_judged
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether the gradients have been judged, so that the verdict counts in the update."""
-        return self.pending is not None and self.pending.is_begun
+        return self.stage is Stage.UNSCALED and (self.pending is None or not self.pending.is_begun)
 
 
 class Ended(NamedTuple):

@@ -130,5 +130,4 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         either = f"policy= or {', '.join(f'{name}=' for name in given)}"
         msg = f"give {either}, not both, got {shown(policy)} and {shown(given)}"
         raise InvalidValueError(msg)
-    found: Policy = validation.policy(policy, _POLICY_MEMBERS)
-    return found
+    return validation.policy(policy, _POLICY_MEMBERS)
