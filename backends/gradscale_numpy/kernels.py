@@ -66,7 +66,7 @@ def unscale_all(
         if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
             largest = max(map(_size, outs), default=0)
             if largest <= SMALL:
-                return sum(_scale_singles(part, np.asarray(inverse)) for part in _parts_of(outs, largest))
+                return sum(map(_scale_singles, _parts_of(outs, largest), itertools.repeat(np.asarray(inverse))))
         for source, out in zip(sources, outs, strict=True):
             if out.size > SMALL:
                 nonfinite += not _unscale_one(source, out, inverse, unscale_block)

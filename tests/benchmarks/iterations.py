@@ -23,6 +23,8 @@ _SETTINGS: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1 << 30}
 _TARGETS = {
     ("numpy", 1): 1.1,
     ("numpy", 300): 0.8,
+    ("numpy with fast", 1): 1.15,
+    ("numpy with fast", 300): 0.75,
     ("torch", 1): 1.05,
     ("torch", 300): 0.6,
 }
@@ -38,10 +40,10 @@ def _iterated(scaler: Any, loss: Any, optimizer: Any, times: int) -> Callable[[]
     return run
 
 
-def _numpy(count: int, times: int) -> Callable[[], None]:
+def _numpy(count: int, times: int, *, fast: bool) -> Callable[[], None]:
     parameters = [SimpleNamespace(grad=np.ones(_SIZE, np.float32)) for _ in range(count)]
     optimizer = Idle(parameters)
-    scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=False))
+    scaler = gradscale.GradScaler(**_SETTINGS, backend=NumpyBackend(fast=fast))
     return _iterated(scaler, np.ones((), np.float32), optimizer, times)
 
 
@@ -65,7 +67,8 @@ def iterations(quick: bool) -> list[Row]:
     for count in _COUNTS:
         times = max(1, _TOGETHER // (10 + count))
         runs = {
-            "numpy": _numpy(count, times),
+            "numpy": _numpy(count, times, fast=False),
+            "numpy with fast": _numpy(count, times, fast=True),
             "torch": _torch(gradscale_torch.GradScaler, count, times),
             "peer": _torch(torch.amp.GradScaler, count, times),
         }
@@ -73,7 +76,7 @@ def iterations(quick: bool) -> list[Row]:
             run()
         rounds = max(11, 20_000 // (10 + count) // times) // (5 if quick else 1)
         medians = interleaved({name: Call(run) for name, run in runs.items()}, rounds)
-        for name in ("numpy", "torch"):
+        for name in ("numpy", "numpy with fast", "torch"):
             case = f"iteration of {count} gradients of {_SIZE} elements, {name} / torch's"
             target = _TARGETS.get((name, count), 1.0)
             rows.append(Row(case, medians[name] / times, medians["peer"] / times, "s", target))
