@@ -124,8 +124,8 @@ class LogUpdates:
 
     def _tell_skip(self, step: StepReport) -> None:
         text = f"iteration {step.iteration}: step skipped"
-        why = {"spike": "saw a spike", "refused": "refused it"}.get(step.reason)
-        if why is not None:
+        if step.skipped and step.reason != "overflow":
+            why = {"spike": "saw a spike", "refused": "refused it"}.get(step.reason, step.reason)
             self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}")
         elif step.skipped:
             count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
