@@ -187,7 +187,7 @@ class DynamicScale(BoundedScale):
     max_scale : float, optional
         The scale is never above. Default: none but float32's range, where growth stops at the last finite value.
     at_min : {"clamp", "hold", "raise"}, default "clamp"
-        A backoff that would pass below ``min_scale`` goes to ``min_scale``; leaves the scale (metaseq); or goes to
+        A backoff that would pass below ``min_scale`` goes to ``min_scale``; leaves the scale; or goes to
         ``min_scale``, and the scaler raises ScaleUnderflowError for the next overflow that must back off (DeepSpeed,
         fairseq). A pure function cannot raise on a value: functional loops read :meth:`at_min_scale`.
 
