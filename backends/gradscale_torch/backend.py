@@ -26,7 +26,7 @@ from gradscale_torch.stepping import stepping
 Tensor = torch.Tensor
 
 _CPU = torch.device("cpu")
-# What the kernel is told that adapts a state of the CPU.
+# Arguments of the kernel that adapts a state of the CPU.
 _FOUND = torch.zeros((), device=_CPU), torch.ones((), device=_CPU)
 _PLAIN = {Tensor, torch.nn.Parameter}
 

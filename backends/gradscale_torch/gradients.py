@@ -79,7 +79,7 @@ class TensorGradients:
             listed.put(optimizer, parameters)
         self._settings, self._optimizer, self._parameters, self._request = settings, optimizer, parameters, request
         self._is_replayed = is_replayed
-        # What holds the values, to be overwritten; and sparse gradients with duplicate indices, whose sums must be
+        # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
         # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
         takes_fp16 = settings.allows_fp16 or request.judges_only or not settings.is_enabled
         self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16)

@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     def fields(self, bits: Array) -> tuple[Array, Array, Array]:
         """Return (exponent, high, low) of bits without a sign, an int or array: (high * 2**26 + low) * 2**exponent."""
         biased = bits >> self.fraction_bits
-        is_normal = -(-biased >> 16)  # 1 where there is an exponent, else 0
+        is_normal = -(-biased >> 16)  # 1 if the exponent is not 0, else 0
         mantissa = (bits & self.smallest_normal - 1) | (is_normal << self.fraction_bits)
         bias = (self.mask >> self.fraction_bits + 1) + self.fraction_bits
         return biased + 1 - is_normal - bias, mantissa >> _HALF_BITS, mantissa & (1 << _HALF_BITS) - 1

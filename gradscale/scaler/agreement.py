@@ -375,7 +375,7 @@ class Ballot:
         elif found is Outcome.TOLD:
             silence = "this one has not told its own"
         if silence:
-            # What was sent last may still be under way.
+            # The last message may still be under way.
             ending = f". Call set_group() with another group, too, since {silence}"
             self._agreement.lose(BackendError(f"the ranks differed{ending}"), self._number)
         if not differing:
@@ -405,7 +405,7 @@ class Ballot:
             carry = functools.partial(self._carry, collectives)
             ranks = zip(*(gather_numbers(one.rank, collectives, carry) for one in self._groups), strict=True)
             told = json.dumps([claims.claimed(own, claim, settings), before]).encode()
-            # What several ranks tell is sent once.
+            # If several ranks tell the same, the first of them sends it.
             hashes = gather_numbers(zlib.crc32(told) & 0x7FFFFFFF, collectives, carry)
             firsts = [hashes.index(one) for one in hashes]
             texts = gather_texts(told if collectives.rank in firsts else b"", collectives, carry)

@@ -61,7 +61,7 @@ _RANK_BITS = 20
 _LAST_RANK = (1 << _RANK_BITS) - 1
 
 
-# What ranks hold.
+# The words and numbers that ranks hold in common.
 
 
 class Call(enum.StrEnum):
@@ -107,7 +107,7 @@ def hash_of(claim: Claim | None) -> tuple[int, ...]:
     return number >> 64 - _WORD_BITS, number & (1 << _WORD_BITS) - 1
 
 
-# What is to be done.
+# Reasons to skip a step, and the verdict made of them.
 
 
 class Reason(enum.IntEnum):
@@ -173,7 +173,7 @@ def verdict_from(
     return Verdict(reason, by, nonfinite, local_nonfinite, at_min_scale, scale)
 
 
-# What is sent.
+# The message that a rank sends.
 
 
 def of_numbers(
@@ -238,7 +238,7 @@ def shifted(backend: Backend | None, x: Array, before: Sequence[int], after: Seq
     return x + backend.integers(row, x)
 
 
-# What comes back.
+# The answer of the group.
 
 
 class Found(NamedTuple):
@@ -316,7 +316,7 @@ def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, bool(has_gradients), code)
 
 
-# What differs, in words.
+# The words for a difference between ranks.
 
 # The position in each group of a list.
 _Rank: TypeAlias = tuple[int, ...]
@@ -325,7 +325,7 @@ _Rank: TypeAlias = tuple[int, ...]
 _NAMED, _VALUES, _CHARACTERS, _LISTED = 4, 12, 720, 8
 # Characters of what is told over several groups.
 _LONGEST = 1800
-# What is told of ranks that make different calls.
+# The fields that are named if ranks make different calls.
 _OF_ANY_CALL = ("call", "iteration", "message", "optimizer", "scaler", "group")
 _NAMES = {
     "call": "the call itself",

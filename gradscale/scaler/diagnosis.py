@@ -282,7 +282,7 @@ def _gather(own: RankReport, exchanges: Sequence[Exchange], like: Array) -> list
 
 def _unpack(message: bytes) -> list[RankReport]:
     reports = []
-    # What is behind the end of what was compressed is left out.
+    # The decompressor ignores the padding behind the compressed text.
     for rank, entries, broken, *rest in json.loads(zlib.decompressobj().decompress(message)):
         first, second = (
             tuple(ParameterReport(name, tuple(rank), k, tuple(shape), *more) for name, _, k, shape, *more in rows)

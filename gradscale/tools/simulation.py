@@ -218,7 +218,7 @@ def simulate(policy: Policy, gradients: Gradients | str | Iterable[bool], *, nam
     with _explained(policy):
         state = policy.init(np.zeros((), np.float32))
         numbers = _numbers_of(state)
-        # What a rule asks of arrays does not depend on their values.
+        # A rule asks the same of all arrays, whatever their values.
         unseen = ScaleState._make(x.view(hidden) for x in state)
         _numbers_of(policy.update(unseen, nonfinite=found[1].view(hidden)))
         is_raising = policy.at_min_scale(state) is not None
