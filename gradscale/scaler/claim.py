@@ -2,7 +2,7 @@
 
 A :class:`Claim` is what ranks must hold in common besides the state. A hash of it travels in 18 int32 (72 bytes)::
 
-    [nonfinite, at_min_scale, has_gradients, code, stage, scale, three trackers, two of the hash, minus stage, ...]
+    [nonfinite, at_min_scale, presence, code, stage, scale, three trackers, two of the hash, minus stage, ...]
 
 After an element-wise MAX over the ranks, the first four are what any rank found (:func:`reason_code`: why a rank skips
 the step, and which it is), and each of the next seven is minus the one of its negative exactly when all ranks hold one
@@ -91,7 +91,7 @@ class Claim(NamedTuple):
     settings: int = 0
     """The number of the policy and the rest; see :func:`identify`."""
     steps: int = 0
-    """Made so far."""
+    """Made in the iterations before."""
     max_norm: float | None = None
     kind: str = ""
     """The optimizer's class and number of ``param_groups``, or its name."""
@@ -120,7 +120,9 @@ class Reason(enum.IntEnum):
     FAILED = 4
     """Its gradients cannot be unscaled; an error on every rank."""
     NO_GRADIENTS = 5
-    """No rank has a gradient, an error on every rank; in no message, where the flags say it."""
+    """No rank has a gradient; an error on every rank, as the next, and both in no message, where the flags say it."""
+    NOT_SCALED = 6
+    """No rank has scaled anything since its state was made or loaded, and there are gradients."""
 
 
 def reason_code(reason: Reason, rank: int) -> int:
@@ -136,6 +138,16 @@ def reason_number(code: Array | int) -> Array | int:
 def reason_and_rank(code: int) -> tuple[Reason, int]:
     """Return the reason and the rank of a :func:`reason_code`."""
     return Reason(code >> _RANK_BITS), _LAST_RANK - (code & _LAST_RANK)
+
+
+class Presence(enum.IntEnum):
+    """The gradients that a rank has; the MAX over ranks counts."""
+
+    NONE = 0
+    ZEROS = 1
+    """Nothing but zeros (:attr:`UNSCALED`: others), though nothing was scaled since the state was made or loaded."""
+    UNSCALED = 2
+    SOME = 3
 
 
 HELD = Reason.SPIKE, Reason.REFUSED
@@ -157,20 +169,28 @@ class Verdict(NamedTuple):
     """Whether the overflow must be raised, as the policy says."""
     scale: float
     """The scale that all ranks hold."""
+    is_idle: bool = False
+    """Whether the gradients are zeros that nobody has scaled, as in the step of a host that loads an optimizer."""
+
+    @property
+    def moves_scale(self) -> bool:
+        """Whether the step is clean or an overflow."""
+        return self.reason not in HELD and not self.is_idle
 
 
 def verdict_from(
-    nonfinite: int, local_nonfinite: int, at_min_scale: bool, scale: float, has_gradients: bool, code: int
+    nonfinite: int, local_nonfinite: int, at_min_scale: bool, scale: float, presence: int, code: int
 ) -> Verdict:
     """Return the verdict that counts, flags and the gravest :func:`reason_code` give."""
     reason, by = Reason.STEPPED, None
     if code:
         reason, by = reason_and_rank(code)
-    elif not has_gradients:
-        reason = Reason.NO_GRADIENTS
+    elif presence in (Presence.NONE, Presence.UNSCALED):
+        reason = Reason.NOT_SCALED if presence else Reason.NO_GRADIENTS
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         reason, by = Reason.OVERFLOW, None
-    return Verdict(reason, by, nonfinite, local_nonfinite, at_min_scale, scale)
+    is_idle = presence == Presence.ZEROS
+    return Verdict(reason, by, nonfinite, local_nonfinite, at_min_scale, scale, is_idle)
 
 
 # The message that a rank sends.
@@ -181,13 +201,13 @@ def of_numbers(
     words: Sequence[int],
     nonfinite: int = 0,
     at_min_scale: bool = False,
-    has_gradients: bool = True,
+    presence: int = Presence.SOME,
     code: int = 0,
 ) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
     fields = [_USUAL, bits_of_float32(scale), *trackers, *words]
-    return [nonfinite, at_min_scale, has_gradients, code, *fields, *map(operator.neg, fields)]
+    return [nonfinite, at_min_scale, presence, code, *fields, *map(operator.neg, fields)]
 
 
 def of_arrays(
@@ -197,7 +217,7 @@ def of_arrays(
     nonfinite: Array,
     words: Sequence[int],
     *,
-    has_gradients: bool = True,
+    presence: int = Presence.SOME,
     code: Array | int = 0,
 ) -> Array:
     """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
@@ -207,7 +227,7 @@ def of_arrays(
         return backend.integers([x], like) if isinstance(x, int) else xp.reshape(xp.astype(x, xp.int32), (1,))
 
     at_min_scale = policy.at_min_scale(state)
-    found = nonfinite, False if at_min_scale is None else at_min_scale, has_gradients, code, _USUAL
+    found = nonfinite, False if at_min_scale is None else at_min_scale, presence, code, _USUAL
     start = xp.concat([*map(word, found), backend.fingerprint(state), backend.integers(words, like)])
     return xp.concat([start, -start[_FLAGS:]])
 
@@ -246,7 +266,7 @@ class Found(NamedTuple):
 
     nonfinite: Array
     at_min_scale: Array
-    has_gradients: Array
+    presence: Array
     code: Array
 
 
@@ -311,9 +331,9 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     """Return the verdict of ranks that hold one state, or of which some cannot unscale their gradients."""
-    nonfinite, at_min_scale, has_gradients, code = values[:_FLAGS]
+    nonfinite, at_min_scale, presence, code = values[:_FLAGS]
     scale = float32_from_bits(values[_SCALE])
-    return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, bool(has_gradients), code)
+    return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, presence, code)
 
 
 # The words for a difference between ranks.
@@ -332,7 +352,7 @@ _NAMES = {
     "message": "call of the iteration",
     "scaler": "scaler of the group",
     "group": "position of the group in the list",
-    "steps": "steps made so far",
+    "steps": "steps made in the iterations before",
     "kind": "optimizer's class, number of param_groups or name",
 }
 _CONSEQUENCES = {

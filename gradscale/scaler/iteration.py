@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from gradscale.core.gradients import Found, Listed, Request
+from array_api_compat import array_namespace, is_array_api_obj
+
+from gradscale.core.arithmetic import is_floating
+from gradscale.core.gradients import Found, Listed, Request, named_gradients
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import (
@@ -24,7 +27,7 @@ from gradscale.errors import (
 from gradscale.policies.dynamic import next_numbers
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import HELD, Call, Claim, Reason, Verdict
+from gradscale.scaler.claim import Call, Claim, Presence, Reason, Verdict
 from gradscale.scaler.guard import Guard, Judged, Losses
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
@@ -88,6 +91,11 @@ class Turn:
     judged: Judged | None = None
 
     @property
+    def is_over(self) -> bool:
+        """Whether the step was made or skipped, or left out where all ranks skip."""
+        return self.stage is Stage.STEPPED or self.is_left_out
+
+    @property
     def is_incomplete(self) -> bool:
         """Whether the gradients may be divided in part, after an interrupt or a failure."""
         return self.stage is Stage.UNSCALED and (self.pending is None or not self.pending.is_begun)
@@ -100,25 +108,29 @@ class Ended(NamedTuple):
     """Returns the report of the update; None if nobody wants it."""
     underflow: ScaleUnderflowError | None
     """The error to raise."""
+    steps: int
+    """How many optimizers were stepped, or left out where all ranks skip."""
 
 
 class Iteration:
     """The calls between two updates. No part, turn or verdict keeps it alive.
 
-    ``state`` stays, even if another one is loaded in between; ``lowered`` is the state after the backoffs of closures.
-    ``is_of_replaced_state``: the state was loaded after ``scale``, so the gradients belong to the one before.
+    ``state`` is the one that outputs were scaled with last, and that gradients are divided by. ``lowered`` is the state
+    after the backoffs of closures.
     """
 
     def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
         self.parts = parts
         self.live, self.agreement, self.reports, self._listed, self.mistakes, self.guard = parts
-        self.scaled = self.is_of_replaced_state = self.is_inside_closure = False
+        self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
         self.losses = _NO_LOSSES
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
+        # Of all iterations before, since the scaler has joined its groups or a state was loaded.
+        self.steps_before = 0
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
         # By id(optimizer): a weak reference to it, and its turn.
@@ -153,6 +165,21 @@ class Iteration:
         """Return the ``id()`` of each optimizer met in this iteration."""
         return [identity for identity, (reference, _) in self._known.items() if reference() is not None]
 
+    def begin_anew(self, number: int) -> Iteration:
+        """Return the iteration after a load, once the agreements under way are finished.
+
+        Gradients that nobody has unscaled yet can still be, by the state that they were scaled with.
+        """
+        following, state = Iteration(number, self.parts), self.state
+        if self.agreement.failure is None:
+            self.read_verdicts()
+        if state is not None and self.is_at_boundary:
+            xp = array_namespace(state.scale)
+            # The load may write to the arrays of the state.
+            following.state = ScaleState(*(xp.asarray(one, copy=True) for one in state))
+            following.scaled, following.losses = self.scaled, self.losses
+        return following
+
     def forget_turns(self) -> None:
         """Let every optimizer begin its turn again; agreements under way are finished first."""
         self.read_verdicts()
@@ -167,8 +194,12 @@ class Iteration:
 
     # The state in force.
 
+    def to_scale_with(self, like: Array) -> ScaleState:
+        """Return the state to scale with; a first one is made beside ``like``."""
+        return self._closure_state or self.live.current(like)
+
     def in_force(self, like: Array | None = None) -> ScaleState:
-        """Return the state to scale and unscale with; a first one is made beside ``like``, or CallOrderError."""
+        """Return the state to unscale with; a first one is made beside ``like``, or CallOrderError."""
         state = self._closure_state or self.state
         if state is not None:
             return state
@@ -178,7 +209,11 @@ class Iteration:
 
     def note_scaled(self, state: ScaleState) -> None:
         """Record the state that outputs were scaled with."""
+        self.live.is_fresh = False
         if self._closure_state is None:
+            if self.state is not None and self.state.scale is not state.scale:
+                # The losses before were those of an iteration that a load has given up.
+                self.losses = _NO_LOSSES
             self.state = state
         self.scaled = True
 
@@ -186,7 +221,7 @@ class Iteration:
     def inside_closure(self) -> Iterator[None]:
         """Scale and unscale with the state that closures have lowered, if they have."""
         self._closure_state, self.is_inside_closure = self.lowered, True
-        losses = self.losses
+        losses, scaled, self.scaled = self.losses, self.scaled, False
         try:
             yield
         except BaseException:
@@ -195,6 +230,16 @@ class Iteration:
             raise
         finally:
             self._closure_state, self.is_inside_closure = None, False
+            self.scaled = self.scaled or scaled
+
+    def require_scaled(self, optimizer: Optimizer) -> None:
+        """Raise CallOrderError if the evaluation of a closure has not called ``scale``."""
+        if not self.scaled and not self.live.hooks.is_replayed:
+            self._tell_of_failure(optimizer)
+            self.wrong_order(
+                "the closure of step() has not called scale(): make the backward pass of scaler.scale(loss) in each of "
+                "its evaluations; or make it before, and call step(optimizer) without the closure"
+            )
 
     def lower(self) -> bool:
         """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
@@ -258,19 +303,16 @@ class Iteration:
         groups = groups or gradients.groups
         like = None
         # If outputs were scaled there is a state.
+        presence = self._presence(optimizer, groups)
+        if presence is Presence.UNSCALED and not groups:
+            self._forbid_unscaled("")
         if self.state is None and not live.is_made:
-            if not groups and not live.is_known:
-                # As in a pipeline, of which the last stage alone has a loss.
-                self.wrong_order(
-                    "step() or unscale_() was called, and scale() has never been called: make the gradients of "
-                    "scaler.scale(loss); if another rank alone has the loss, use ShardedGradScaler"
-                )
             like = gradients.like
             if like is None:
                 like = agreement.example(live, self.number)
         if not groups:
             # Over a group another rank may have the loss.
-            if not self.scaled and not live.hooks.is_replayed:
+            if not (self.scaled or live.is_fresh or live.hooks.is_replayed):
                 self.mistakes.look_for_scale(self.number, optimizer)
             is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_seen:
@@ -296,11 +338,36 @@ class Iteration:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.claim(groups, optimizer, request.max_norm) if groups else None
             turn.found, turn.state, turn.groups = found, state, groups
-            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code)
+            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, presence)
         except GradscaleError as error:
             agreement.failure = error
             raise
+        if groups and presence is not Presence.SOME and self.verdict(turn).reason is Reason.NOT_SCALED:
+            # As in a pipeline, another rank may have the loss.
+            turn.stage, turn.pending = Stage.READY, None
+            self._forbid_unscaled(" on any rank")
         return found.norm
+
+    def _forbid_unscaled(self, where: str) -> NoReturn:
+        since = " since a state was loaded" if self.live.updates else ""
+        self.wrong_order(
+            f"step() or unscale_() was called, and scale() has never been called{where}{since}: make the gradients of "
+            f"scaler.scale(loss); if another rank alone has the loss, use ShardedGradScaler"
+        )
+
+    def _presence(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence:
+        """Look at gradients if nothing was scaled since the state was made or loaded: a host read for each."""
+        live = self.live
+        if self.scaled or not live.is_fresh or live.hooks.is_replayed:
+            return Presence.SOME
+        if live.scale() == 1.0 and (groups or live.is_known):
+            return Presence.SOME
+        if not live.is_known:
+            return Presence.UNSCALED
+        held = [live.hooks.values_of(one.array) for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
+        arrays = [one for one in held if one is not None and is_floating(one)]
+        found = [live.backend_for(one).read_summaries([one])[0][0] for one in arrays]
+        return Presence.ZEROS if all(one.zeros == one.size for one in found) else Presence.UNSCALED
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
@@ -341,7 +408,10 @@ class Iteration:
                 return
             claim = self.claim(groups, optimizer)
             if self.state is None and not live.is_made:
-                self.in_force(agreement.example(live, self.number))
+                like = None
+                with contextlib.suppress(Exception):
+                    like = live.hooks.collect(optimizer, self._listed, _UNSCALING).like
+                self.in_force(agreement.example(live, self.number) if like is None else like)
             sent = live.backend.integers(claims.failure(claims.hash_of(claim), agreement.rank()), live.current().scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
@@ -394,13 +464,15 @@ class Iteration:
         underflow = None if wanted is not None else self._underflow(verdicts)
         if self.guard is not None:
             self._learn(self.guard)
+        steps = sum(turn.is_over for turn in self.turns)
+        # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
             live.replace_scale(wanted)
         elif self.lowered is not None:
             live.take(self.lowered)
         else:
             self._adapt(pending)
-        return Ended(report, underflow)
+        return Ended(report, underflow, steps)
 
     def _report(
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
@@ -414,9 +486,9 @@ class Iteration:
         before = steps[0].scale if steps else verdicts[0].scale if verdicts else live.scale()
         # A closure that overflows at every scale reads its verdict at a lower scale than the update starts from.
         is_read = len(verdicts) == len(pending) > 0 and not any(step.retries for step in self.steps)
-        known = pending[-1].numbers if is_read and self.lowered is None and not self.is_of_replaced_state else None
+        known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
         # Computed from what was read, which spares a read.
-        read = [verdict.nonfinite for verdict in verdicts if verdict.reason not in HELD]
+        read = [verdict.nonfinite for verdict in verdicts if verdict.moves_scale]
         new = known if known is None or not read else next_numbers(live.policy, known, max(read))
         skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
 
@@ -442,8 +514,7 @@ class Iteration:
     def _learn(self, guard: Guard) -> None:
         for turn in self.turns:
             # What was only looked at, or stepped by somebody else, teaches nothing.
-            is_over = turn.stage is Stage.STEPPED or turn.is_left_out
-            if is_over and turn.judged is not None and turn.pending is not None:
+            if turn.is_over and turn.judged is not None and turn.pending is not None:
                 guard.learn(turn.judged, turn.pending.reason(), self.live.backend.put)
 
     def _adapt(self, pending: Sequence[Pending]) -> None:
@@ -473,9 +544,7 @@ class Iteration:
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
-                    if verdict.reason and turn.stage is Stage.UNSCALED and not turn.is_left_out:
-                        turn.is_left_out = True
-                        self.agreement.steps += 1
+                    turn.is_left_out = verdict.reason > 0 and turn.stage is Stage.UNSCALED
         return pending, verdicts
 
     # Messages.
@@ -511,7 +580,7 @@ class Iteration:
             scaler=agreement.number_over(groups[0]),
             group=index,
             settings=agreement.identify(self.live.policy) if is_step else 0,
-            steps=agreement.steps if is_step else 0,
+            steps=self.steps_before if is_step else 0,
             max_norm=max_norm,
             kind=met.kind,
         )
@@ -548,15 +617,22 @@ class Iteration:
         """Whether an optimizer's gradients may be divided in part, so that the iteration can only be abandoned."""
         return any(turn.is_incomplete for turn in self.turns)
 
-    def require_boundary(self, what: str, *, abandons: bool = False) -> None:
-        """Raise CallOrderError in mid-iteration; ``abandons``: gradients that are divided in part may be given up."""
-        if self.agreement.failure is not None or (abandons and self.is_incomplete):
-            return
-        is_refused = any(turn.refused for turn in self.turns)
-        if self.is_inside_closure or is_refused or any(turn.stage is not Stage.READY for turn in self.turns):
+    @property
+    def is_of_live_state(self) -> bool:
+        """Whether the gradients are of the state in force: none was loaded since they were scaled."""
+        return self.state is None or self.state.scale is self.live.current().scale
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether no optimizer's turn has begun."""
+        return not self.is_inside_closure and all(turn.stage is Stage.READY and not turn.refused for turn in self.turns)
+
+    def require_boundary(self, what: str) -> None:
+        """Raise CallOrderError in mid-iteration."""
+        if self.agreement.failure is None and not self.is_at_boundary:
             msg = (
-                f"{what} is possible only at the beginning of an iteration, before {'refuse(), ' * is_refused}"
-                f"unscale_() and step(), or at its end, after update(); this is the middle of iteration {self.number}"
+                f"{what} is possible only at the beginning of an iteration, before refuse(), unscale_() and step(), or "
+                f"at its end, after update(); this is the middle of iteration {self.number}"
             )
             raise CallOrderError(msg)
 

@@ -23,7 +23,7 @@ from gradscale.scaler.agreement import Agreement
 from gradscale.scaler.claim import Call
 from gradscale.scaler.diagnosis import Asked, Diagnosis
 from gradscale.scaler.exchange import Exchange
-from gradscale.scaler.guard import checked_loss, guard_for, is_loss
+from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.iteration import Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.options import DEFAULT_TIMEOUT, Options, policy_of, takes
@@ -195,7 +195,8 @@ class GradScaler:
         Raises
         ------
         CallOrderError
-            When it was called already, or after ``step``, or before any ``scale``.
+            When it was called already, or after ``step``, or before any ``scale`` since the scaler was made or a state
+            loaded; then over a group on every rank, after the gradients were divided.
         InvalidTypeError
             When the object has no gradients, or something among them is no floating array.
         InvalidValueError
@@ -237,7 +238,8 @@ class GradScaler:
         ------
         CallOrderError
             When it was called already since the last ``update``, or inside of another call; when none of the
-            optimizer's parameters has a gradient, on any rank.
+            optimizer's parameters has a gradient, on any rank; for an evaluation of a closure without ``scale``, and as
+            for ``unscale_``.
         ScaleDesyncError, CollectiveTimeoutError
             Over a group: on every rank when the states differ; when some rank never comes.
         ClosureOverflowError
@@ -311,6 +313,7 @@ class GradScaler:
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             following = Iteration(ended.number + 1, parts)
             outcome = ended.close(new_scale)
+            following.steps_before = ended.steps_before + outcome.steps
             self._iteration = following
             underflow = outcome.underflow
             try:
@@ -545,63 +548,52 @@ class GradScaler:
         The policy's settings in it replace this scaler's; leave out the key ``policy`` to keep them (torch's three
         factors are taken over all the same). A scale outside of the bounds is moved to the nearer one.
 
+        It begins an iteration anew, at any time, and is in force from the next ``scale`` on: after Ctrl-C make new
+        gradients. Only those that were scaled before, and that no ``unscale_`` or ``step`` has met, can still be
+        stepped: they are divided by the scale that made them.
+
         Raises
         ------
         StateDictError
             When it is empty, lacks one of torch's five keys, holds a bad value, or was written by a newer version;
             every value is checked first, and nothing is changed.
         CallOrderError
-            In the middle of an iteration.
+            Inside of ``step``.
         """
         if not self._enabled:
             return
-        self._iteration.require_boundary("load_state_dict()", abandons=True)
+        if self._busy.locked():
+            self._iteration.require_boundary("load_state_dict()")
         loaded = checkpoint.parse(state_dict, self._parts.live.policy)
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
-        before, self._iteration = self._iteration, Iteration(loaded.iteration, self._parts)
-        is_under_way = before.scaled and agreement.failure is None and not before.is_incomplete
-        if is_under_way:
-            # These gradients are unscaled by what they were scaled with.
-            self._iteration.scaled = self._iteration.is_of_replaced_state = True
-            self._iteration.state = before.state
-            self._iteration.losses = before.losses
+        self._iteration = self._iteration.begin_anew(loaded.iteration)
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
-        live.load(loaded.policy, loaded.snapshot, keep=is_under_way)
+        live.load(loaded.policy, loaded.snapshot)
         if self._parts.guard is not None:
             self._parts.guard.load(loaded.windows, live.hooks.put)
 
     def __getstate__(self) -> dict[str, object]:
         """Return settings and numbers to pickle, without arrays, groups, callbacks and reports.
 
-        CallOrderError in the middle of an iteration, or if gradients were scaled before ``load_state_dict``.
+        CallOrderError in the middle of an iteration. Gradients scaled before ``load_state_dict`` are the original's.
         """
-        iteration, live = self._iteration, self._parts.live
+        iteration = self._iteration
         iteration.require_boundary("pickling or copying a scaler")
-        before = iteration.state
-        if (
-            before is not None
-            and before.scale is not live.current().scale
-            and live.numbers_of(before).scale != live.scale()
-        ):
-            iteration.wrong_order(
-                "a scaler is to be pickled or copied between load_state_dict() and unscale_() or step() of gradients "
-                "that were scaled before: the copy would divide them by the loaded scale. Copy it before "
-                "load_state_dict() or after update()"
-            )
+        scaled, losses = (iteration.scaled, iteration.losses) if iteration.is_of_live_state else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))
-        losses = iteration.losses._replace(total=float(iteration.losses.total))
+        losses, steps = losses._replace(total=float(losses.total)), iteration.steps_before
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
-        return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, iteration.scaled, losses)} | forgotten
+        return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        number, scaled, losses = kept["_iteration"]
+        number, scaled, losses, steps = kept["_iteration"]
         self._assemble(kept["_parts"], kept["_enabled"])
         self._iteration = Iteration(number, self._parts)
-        self._iteration.scaled, self._iteration.losses = scaled, losses
+        self._iteration.scaled, self._iteration.losses, self._iteration.steps_before = scaled, losses, steps
 
     # The parts put together.
 
@@ -609,7 +601,7 @@ class GradScaler:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
         iteration = self._iteration
         live = iteration.live
-        state = iteration.in_force(arrays[0])
+        state = iteration.to_scale_with(arrays[0])
         live.backend.forbid_tracing("scale()")
         products = live.backend.scale(arrays, state)
         iteration.note_scaled(state)
@@ -625,7 +617,7 @@ class GradScaler:
         """Return the namespace of the state, made beside an array if there is none yet."""
         live = self._parts.live
         live.backend_for(like).forbid_tracing("scale()")
-        self._iteration.in_force(like)
+        self._iteration.to_scale_with(like)
         return live.home
 
     def _count_nonfinite(self, outputs: Sequence[object]) -> None:
@@ -687,8 +679,6 @@ class GradScaler:
         """Record a step, with its verdict or without one that is read later."""
         iteration, reports, optimizer, turn = step.iteration, self._parts.reports, step.optimizer, step.turn
         turn.stage, turn.verdict = Stage.STEPPED, step.verdict
-        agreement = self._parts.agreement
-        agreement.steps += 1
         if step.verdict is None:
             assert turn.pending is not None
             reports.record_later(optimizer, iteration.number, turn.pending)
@@ -698,7 +688,7 @@ class GradScaler:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         report = step_report(step.verdict, iteration.number, step.retries, overflow)
         iteration.steps.append(report)
-        reports.record(optimizer, report, agreement.rank)
+        reports.record(optimizer, report, self._parts.agreement.rank)
 
 
 class ShardedGradScaler(GradScaler):
@@ -832,4 +822,5 @@ def agree_over(scaler: GradScaler, groups: Sequence[Collectives]) -> None:
         agreement.identify(scaler._parts.live.policy)
     if agreement.failure is not None:
         scaler._iteration = Iteration(scaler._iteration.number, scaler._parts)
+    scaler._iteration.steps_before = 0
     agreement.join(groups)

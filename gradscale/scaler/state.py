@@ -45,6 +45,8 @@ class LiveState:
             raise InvalidTypeError(msg)
         self.policy = policy
         self.updates = 0
+        # Nothing was scaled by it, or adapted it, since it was made or loaded.
+        self.is_fresh = True
         # A scale that the host knows, and the number of updates before it; 0 if it knows none.
         self._seen = 0.0, 0
         self.home: Any = None
@@ -109,6 +111,7 @@ class LiveState:
         """Adapt the state to the counts of an iteration, without a host read, unless all of ``held`` (0-d) are true."""
         state = self.state or self.current()
         self.updates += 1
+        self.is_fresh = False
         found = counts[0]
         for count in counts[1:]:
             # What the host knows is an overflow, or says nothing.
@@ -203,19 +206,19 @@ class LiveState:
         self.policy = _with_setting(self.policy, name, value)
         self._largest = self._reachable(self.policy, self._largest)
 
-    def load(self, policy: Policy, numbers: dict[str, Any], *, keep: bool) -> None:
-        """Go on with another policy and other numbers; ``keep`` says that the present state is still in use."""
+    def load(self, policy: Policy, numbers: dict[str, Any]) -> None:
+        """Go on with another policy and other numbers."""
+        self.is_fresh = True
         self.policy = policy
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
         self._note_replaced()
-        self._replace(numbers, keep=keep)
+        self._replace(numbers)
 
-    def _replace(self, numbers: dict[str, float], *, keep: bool = False) -> None:
+    def _replace(self, numbers: dict[str, float]) -> None:
         if self.state is None:
             self._restored |= numbers
             return
-        new = self.backend.with_numbers(self.state, numbers)
-        self.state = new if keep else self.backend.put(self.state, new)
+        self.state = self.backend.put(self.state, self.backend.with_numbers(self.state, numbers))
 
     def _reachable(self, policy: Policy, reached: Sequence[int] = ()) -> _Trackers:
         """Return the largest values that the trackers of a policy's states can have."""

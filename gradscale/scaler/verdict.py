@@ -11,7 +11,7 @@ from gradscale.core.gradients import Found
 from gradscale.core.protocols import Array, Collectives, Numbers, ScaleState
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement
-from gradscale.scaler.claim import HELD, LENGTH, Claim, Reason, Verdict, verdict_from
+from gradscale.scaler.claim import LENGTH, Claim, Presence, Reason, Verdict, verdict_from
 from gradscale.scaler.state import LiveState
 
 
@@ -40,8 +40,9 @@ class Pending:
         claim: Claim | None,
         number: int,
         code: Array | int = 0,
+        presence: Presence = Presence.SOME,
     ) -> None:
-        count, has_gradients = found.nonfinite, found.has_gradients
+        count, self._presence = found.nonfinite, presence if found.has_gradients else Presence.NONE
         # The state as numbers, if the host knows them; alone, of the scale.
         numbers = live.backend.peek(state if groups else state[:1])
         if not isinstance(code, int):
@@ -54,17 +55,15 @@ class Pending:
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             if not groups:
                 live.require_possible(numbers[0])
-                self.known = verdict_from(count, count, at_min_scale, numbers[0], has_gradients, code)
+                self.known = verdict_from(count, count, at_min_scale, numbers[0], self._presence, code)
                 return
-            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, has_gradients, code)
+            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, self._presence, code)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            sent = claims.of_arrays(
-                live.backend, live.policy, state, count, words, has_gradients=has_gradients, code=code
-            )
+            sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence=self._presence, code=code)
         self._found, self._state, self._rank, self._updates = found, state, agreement.rank, live.updates
         self._ballot = agreement.send(groups, sent, number, claim)
 
@@ -117,7 +116,9 @@ class Pending:
         found = claims.verdict_of(agreed, sent)
         if isinstance(self._code, int) and self._code:
             # A refusal after the message was made.
-            found = verdict_from(found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, True, self._code)
+            found = verdict_from(
+                found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, self._presence, self._code
+            )
         if found.nonfinite:
             found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
         return found
@@ -136,10 +137,12 @@ class Pending:
     def count(self) -> Array | int | None:
         """Return the agreed count for the update of the state, 0-d if the host does not know it; no host read.
 
-        None for a known spike or refusal, which moves no scale.
+        None for a verdict that moves no scale.
         """
         known = self.known
-        if known is not None and known.reason in HELD and self.read().reason in HELD:
+        if known is None and not self._groups and self._presence is Presence.ZEROS:
+            return None
+        if known is not None and not known.moves_scale and not self.read().moves_scale:
             return None
         shown = None if self.override is None else self.override()
         if shown is None:

@@ -198,8 +198,8 @@ def test_the_functions_bring_a_scale_to_the_host_and_to_devices() -> None:
 
 def test_a_rank_without_a_loss_has_its_state_where_the_others_have_theirs() -> None:
     # Such as a stage of a pipeline, with FSDP2's CPU offload: its messages must go over NCCL, too.
-    run = Run(GradScaler("cuda", init_scale=8.0, group=Group()), "SGD", "cpu")
-    run.parameter.grad = torch.full((5,), 8.0)
+    run = Run(GradScaler("cuda", init_scale=1.0, group=Group()), "SGD", "cpu")
+    run.parameter.grad = torch.full((5,), 1.0)
     run.step()
     assert run.held == [[0.875] * 5]
     assert str(run.scaler._scale.device) == "cuda:0"

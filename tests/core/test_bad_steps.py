@@ -330,9 +330,8 @@ def test_a_refusal_is_of_an_optimizer_that_is_stepped_afterwards() -> None:
     scaler.scale(np.float32(1.0))
     scaler.refuse(wrapped := Optimizer())
     optimizer.grads = [np.ones(3, np.float32)]
-    for call in (lambda: scaler.load_state_dict(scaler.state_dict()), lambda: copy.deepcopy(scaler)):
-        with pytest.raises(gradscale.CallOrderError, match="the middle of iteration 6"):
-            call()
+    with pytest.raises(gradscale.CallOrderError, match="the middle of iteration 6"):
+        copy.deepcopy(scaler)
     scaler.step(optimizer)
     with pytest.raises(gradscale.CallOrderError, match=r"nor stepped: call step\(\) of the same object"):
         scaler.update()

@@ -16,7 +16,7 @@ import pytest
 from libraries import Library
 from optimizers import Tree, iterate
 
-from gradscale import CallOrderError, DynamicScale, GradScaler, StateDictError, StaticScale, presets
+from gradscale import CallOrderError, DynamicScale, GradScaler, SkipSpikes, StateDictError, StaticScale, presets
 
 # See conftest.py.
 LONG = True
@@ -227,18 +227,95 @@ def test_a_policy_of_the_users_is_never_replaced() -> None:
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 5)
 
 
-@pytest.mark.parametrize("road", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_copy_that_would_divide_gradients_under_way_by_a_loaded_scale_is_refused(arrays: Library, road: Any) -> None:
+SAVED = GradScaler(init_scale=1024.0).state_dict()
+SAVED_BEFORE_GROWTH = GradScaler(init_scale=1024.0, growth_interval=2).state_dict() | {"_growth_tracker": 1}
+
+
+def test_gradients_scaled_before_a_load_are_divided_by_the_scale_that_made_them(arrays: Library) -> None:
     scaler, optimizer = GradScaler(), Tree()
     factor = scaler.scale(arrays.asarray(1.0))
-    road(scaler)
-    scaler.load_state_dict(GradScaler(init_scale=1024.0).state_dict())
-    with pytest.raises(CallOrderError, match=r"the copy would divide them by the loaded scale"):
-        road(scaler)
+    scaler.load_state_dict(SAVED)
     optimizer.grads = [factor * arrays.asarray([5.0])]
     scaler.step(optimizer)
-    # By what they were scaled with.
     arrays.assert_array(optimizer.grads[0], [5.0])
     scaler.update()
     arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 1024.0)
-    road(scaler)
+
+
+@pytest.mark.parametrize("road", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_after_a_load_has_the_loaded_scale_and_no_gradients_of_the_one_before(
+    arrays: Library, road: Callable[[GradScaler], GradScaler]
+) -> None:
+    scaler, optimizer = GradScaler(), Tree()
+    factor = scaler.scale(arrays.asarray(1.0))
+    scaler.load_state_dict(SAVED)
+    other = road(scaler)
+    assert other.get_scale() == 1024.0
+    optimizer.grads = [factor * arrays.asarray([5.0])]
+    with pytest.raises(CallOrderError, match=r"scale\(\) has never been called since a state was loaded"):
+        other.step(optimizer)
+    optimizer.grads = [other.scale(arrays.asarray([5.0]))]
+    other.step(optimizer)
+    arrays.assert_array(optimizer.grads[0], [5.0])
+
+
+@pytest.mark.parametrize("before", ["scale", "unscale_", "step", "refuse"])
+def test_a_load_begins_the_iteration_anew_at_any_time(arrays: Library, before: str) -> None:
+    scaler, optimizer = GradScaler(growth_interval=1), Tree()
+    optimizer.grads = [scaler.scale(arrays.asarray([5.0]))]
+    if before != "scale":
+        getattr(scaler, before)(optimizer)
+    steps = optimizer.steps
+    scaler.load_state_dict(SAVED)
+    if before != "scale":
+        with pytest.raises(CallOrderError, match=r"scale\(\) has never been called since a state was loaded"):
+            scaler.step(optimizer)
+    arrays.assert_array(scaler.scale(arrays.asarray(1.0)), 1024.0)
+    optimizer.grads = [scaler.scale(arrays.asarray([3.0]))]
+    assert scaler.get_scale() == 1024.0
+    scaler.step(optimizer)
+    arrays.assert_array(optimizer.grads[0], [3.0])
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    assert (optimizer.steps - steps, report.reason, report.scale) == (1, "stepped", 1024.0)
+    assert scaler.state_dict()["iteration"] == SAVED["iteration"] + 1
+
+
+def test_the_loss_of_an_iteration_that_a_load_ends_is_not_judged(arrays: Library) -> None:
+    def ended(value: float) -> str:
+        optimizer.grads = [scaler.scale(arrays.asarray(value)) * arrays.asarray([1.0])]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.last_step(optimizer).reason
+
+    scaler, optimizer = GradScaler(skip=SkipSpikes(of="loss", window=8)), Tree()
+    assert [ended(value) for value in (1.0, 1.1) * 8] == ["stepped"] * 16
+    saved = scaler.state_dict()
+    scaler.scale(arrays.asarray(100.0))
+    scaler.load_state_dict(saved)
+    assert ended(1.0) == "stepped"
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("value", [0.0, 4.0])
+def test_a_step_after_a_load_needs_a_scaled_loss_but_for_zeros_which_move_no_scale(
+    arrays: Library, value: float, is_used: bool
+) -> None:
+    scaler, optimizer = GradScaler(growth_interval=2), Tree()
+    if is_used:
+        iterate(arrays, scaler, optimizer)
+    scaler.load_state_dict(SAVED_BEFORE_GROWTH)
+    optimizer.grads = [arrays.asarray([value])]
+    before = optimizer.steps
+    if value:
+        for call in (scaler.unscale_, scaler.step):
+            with pytest.raises(CallOrderError, match=r"never been called since .*make the gradients of scaler\.scale"):
+                call(optimizer)
+        arrays.assert_array(optimizer.grads[0], [value])
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.steps - before == (value == 0.0)
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (1024.0, 1)
+    iterate(arrays, scaler, optimizer)
+    assert scaler.get_scale() == 2048.0

@@ -36,7 +36,7 @@ def maximum(messages: list[list[int]]) -> list[int]:
 @given(state=STATES, found=st.lists(st.tuples(st.integers(0, 2**31 - 1), CODES), min_size=1, max_size=8))
 def test_ranks_that_hold_the_same_learn_the_greatest_count_and_code(state: Any, found: list[tuple[int, int]]) -> None:
     sent = [claims.of_numbers(state, WORDS, count, code=code) for count, code in found]
-    sent.append(claims.of_numbers(state, WORDS, has_gradients=False))
+    sent.append(claims.of_numbers(state, WORDS, presence=claims.Presence.NONE))
     agreed = maximum(sent)
     for own in sent:
         assert claims.outcome(agreed, own) is Outcome.ONE_STATE

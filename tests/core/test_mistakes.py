@@ -325,13 +325,12 @@ MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
-    "load_state_dict": lambda scaler: scaler.load_state_dict(scaler.state_dict()),
 }
 
 
 @pytest.mark.parametrize("what", MIDDLE)
 @pytest.mark.parametrize("after", ["unscale_", "step", "a closure"])
-def test_no_copy_and_no_load_in_the_middle_of_an_iteration(arrays: Library, what: str, after: str) -> None:
+def test_no_copy_in_the_middle_of_an_iteration(arrays: Library, what: str, after: str) -> None:
     scaler, optimizer = begun(arrays)
     # After scale() it is fine.
     MIDDLE[what](scaler)
@@ -339,7 +338,7 @@ def test_no_copy_and_no_load_in_the_middle_of_an_iteration(arrays: Library, what
     if after == "a closure":
         minimiser = Evaluating()
         minimiser.grads = optimizer.grads
-        scaler.step(minimiser, lambda: None)
+        scaler.step(minimiser, lambda: scaler.scale(arrays.asarray(1.0)))
     else:
         getattr(scaler, after)(optimizer)
     # Also when the optimizer is gone.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from axes import require
 from scenarios import Trainer, grid_of_threads, raised
-from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree
+from worlds import GlooWorld, ProcessWorld, ThreadWorld, agree, each
 
 import gradscale
 from gradscale.testing import ThreadCollectives, run_ranks
@@ -53,6 +53,22 @@ def test_ranks_of_torch_that_differ_and_send_other_messages_are_told_so(program:
 def test_what_ranks_may_do_is_no_error(world: World, library: str) -> None:
     require(library.split()[0])
     agree(world, scenarios.legal, [(rank, library) for rank in range(world.size)])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_checkpoint_that_all_ranks_load_begins_anew_on_each(world: World, library: str) -> None:
+    require(library.split()[0])
+    agree(world, scenarios.resumed, [(rank, library) for rank in range(world.size)])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_skipped_step_may_be_left_out_before_the_next_optimizer_is_stepped(world: World, library: str) -> None:
+    require(library.split()[0])
+    agree(world, scenarios.skipped_step_left_out, [(rank, library) for rank in range(world.size)])
+
+
+def test_a_closure_that_does_not_scale_on_one_rank_is_told_to_all(world: World) -> None:
+    each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 
 
 @pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.torch), "list", "agreement"])

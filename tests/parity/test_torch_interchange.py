@@ -134,13 +134,18 @@ def test_an_unpickled_sharded_scaler_agrees_over_the_default_group_and_asks_for_
 @pytest.mark.parametrize("variant", ["SGD", "SGD-fused"])
 @pytest.mark.parametrize("how", ["state_dict", "pickle"])
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale-step"])
-def test_after_a_resume_gradients_can_be_unscaled_before_the_first_loss(how: str, explicit: bool, variant: str) -> None:
+def test_gradients_after_a_resume_are_of_a_loss_that_was_scaled(how: str, explicit: bool, variant: str) -> None:
     before = started(GradScaler, [1.0])
     scaler = pickle.loads(pickle.dumps(before)) if how == "pickle" else GradScaler("cpu")
     if how == "state_dict":
         scaler.load_state_dict(before.state_dict())
     run = Small(scaler, variant)
     run.parameter.grad = torch.full((2,), 2048.0)
+    if how == "state_dict":
+        with pytest.raises(AssertionError, match=r"scale\(\) has never been called since a state was loaded"):
+            run.step(explicit=explicit)
+        assert (run.parameter.grad.tolist(), run.held) == ([2048.0, 2048.0], [[0.0, 0.0]])
+        return
     with pytest.warns(UserWarning, match=r"scale\(\) was not called in iteration \d, and the gradients of SGD"):
         run.step(explicit=explicit)
     assert (run.held, run.state, run.report.skipped) == ([[-2.0, -2.0]], (1024.0, 2), False)

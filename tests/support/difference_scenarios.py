@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from group_scenarios import fresh
-from scenarios import Trainer, agreement, gradients, loss, raised, rank_and_size
+from scenarios import SGD, TIMEOUT, Trainer, agreement, gradients, loss, raised, rank_and_size
 
 import gradscale
 from gradscale.scaler import agreement as agreements
@@ -125,7 +126,7 @@ ROUND = 0.1  # one float32, and two float64 with the next number
 DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]] = {
     "swapped steps": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1)), REORDERED),
     "swapped unscaling": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1), True), REORDERED),
-    "step left out": (leave_out, held("steps made so far", 2, 3)),
+    "step left out": (leave_out, held("steps made in the iterations before", 2, 3)),
     "diagnosis alone": (diagnosed, calls("diagnosis", "step")),
     "diagnosis of another": (
         lambda trainer, is_odd: trainer.scaler.diagnose(trainer.optimizers[is_odd], gather=True),
@@ -223,6 +224,88 @@ def legal(group: Any, odd_rank: int, library: str) -> None:
     other.iterate((0,))
     saved = trainer.scaler.state_dict()
     assert (float(saved["scale"]), int(saved["_growth_tracker"])) == (65536.0, 5)
+
+
+def resumed(group: Any, odd_rank: int, library: str) -> Any:
+    """Load one checkpoint on every rank, though the odd rank has scaled before, and then scale on one rank alone."""
+    rank, _ = rank_and_size(group)
+    is_odd = rank == odd_rank
+    trainer = Trainer(group, library, init_scale=65536.0)
+    scaler, optimizers = trainer.scaler, trainer.optimizers
+    saved = gradscale.GradScaler(init_scale=1024.0, growth_interval=2).state_dict() | {"_growth_tracker": 1}
+    scaler.load_state_dict(saved)
+    # Nobody has scaled since.
+    trainer.fill(0.0)
+    scaler.step(optimizers[0])
+    scaler.update()
+    assert (trainer.steps, scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (1, 1024.0, 1)
+    trainer.fill(1.0)
+    for call in (scaler.unscale_, scaler.step):
+        raised(gradscale.CallOrderError, lambda call=call: call(optimizers[0]), "never been called on any rank since a")
+    scaler.load_state_dict(saved)
+    # As in a pipeline, of which one stage has a loss.
+    if is_odd:
+        scaler.scale(loss(library.split()[0]))
+    trainer.fill(1024.0)
+    scaler.step(optimizers[0])
+    scaler.update()
+    trainer.iterate()
+    assert (trainer.steps, scaler.get_scale()) == (4, 2048.0)
+    # A loss that nobody uses.
+    if is_odd:
+        scaler.scale(loss(library.split()[0]))
+    scaler.load_state_dict(saved)
+    trainer.iterate()
+    # All are in the middle of an iteration, and have stepped other optimizers.
+    trainer.refill()
+    scaler.step(optimizers[0])
+    if is_odd:
+        scaler.step(optimizers[1])
+    else:
+        scaler.unscale_(optimizers[1])
+    scaler.load_state_dict(saved)
+    trainer.iterate((1, 0))
+    return scaler.state_dict()
+
+
+def skipped_step_left_out(group: Any, odd_rank: int, library: str) -> Any:
+    """Leave out on the odd rank the step of the first optimizer that all ranks skip, before the next is stepped."""
+    rank, _ = rank_and_size(group)
+    trainer = Trainer(group, library)
+    trainer.iterate()
+    trainer.refill(float("inf") if rank == odd_rank else 1.0)
+    trainer.scaler.unscale_(trainer.optimizers[0])
+    if rank != odd_rank:
+        trainer.scaler.step(trainer.optimizers[0])
+    trainer.scaler.step(trainer.optimizers[1])
+    trainer.scaler.update()
+    trainer.iterate()
+    return trainer.scaler.state_dict()
+
+
+def closure_without_scale(group: Any, odd_rank: int, evaluation: int) -> None:
+    """Step with a closure that does not call ``scale`` in one evaluation on the odd rank; every rank is told."""
+
+    class Evaluating(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return [closure() for _ in range(3)]
+
+    rank, _ = rank_and_size(group)
+    scaler = gradscale.ShardedGradScaler(group=group, timeout=TIMEOUT, init_scale=4.0)
+    optimizer, evaluations = Evaluating(None), []
+
+    def closure() -> None:
+        evaluations.append(1)
+        one = loss("numpy")
+        scaled = one if rank == odd_rank and len(evaluations) == evaluation else scaler.scale(one)
+        optimizer.grads = [scaled * np.ones(3, np.float32)]
+
+    call = lambda: scaler.step(optimizer, closure)  # noqa: E731
+    if rank == odd_rank:
+        raised(gradscale.CallOrderError, call, "the closure of step() has not called scale()")
+    else:
+        raised(gradscale.ScaleDesyncError, call, f"rank {odd_rank} has refused its gradients")
+    assert len(evaluations) == evaluation
 
 
 # What needs groups of its own.

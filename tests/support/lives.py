@@ -35,29 +35,46 @@ CALLS = {"backward": 4, "unscale": 5, "step": 8, "update": 5, "set_scale": 0.1, 
 class Model:
     """What a scaler does, as plainly as it can be said."""
 
-    def __init__(self, size: int, is_known: bool) -> None:
+    def __init__(self, size: int, has_group: bool) -> None:
         self.scale, self.run, self.iteration = 2.0**16, 0, 1
         self.growth, self.backoff, self.interval = 2.0, 0.5, 5
-        # Whether there is a state on the device yet.
-        self.is_known = is_known
+        # Whether another rank may have scaled; whether nothing ever was, or since a load; and in this iteration.
+        self.has_group, self.is_new, self.is_fresh, self.is_scaled = has_group, True, True, False
         # By optimizer: the gradient on each rank, how far it is in its iteration, and whether one is bad.
         self.gradients = [[0.0] * size for _ in range(OPTIMIZERS)]
         self.begin()
 
     def begin(self) -> None:
         """Begin an iteration."""
-        self.stages, self.bad = ["ready"] * OPTIMIZERS, [False] * OPTIMIZERS
+        self.stages = ["ready"] * OPTIMIZERS
+        self.bad, self.idle = [False] * OPTIMIZERS, [False] * OPTIMIZERS
+
+    def may_unscale(self, k: int) -> bool:
+        """Tell whether gradients may be unscaled: after a load zeros alone, or those of a loss that was scaled."""
+        if self.is_scaled or not self.is_fresh:
+            return True
+        self.idle[k] = not any(self.gradients[k]) and not self.is_new
+        is_overflow = self.has_group and not all(map(math.isfinite, self.divided(k)))
+        return self.idle[k] or (self.scale == 1.0 and (self.has_group or not self.is_new)) or is_overflow
+
+    def divided(self, k: int) -> list[float]:
+        """Return the gradients of all ranks, unscaled."""
+        with np.errstate(all="ignore"):
+            return [float(np.float32(value / self.scale)) for value in self.gradients[k]]
 
     def divide(self, k: int) -> None:
         """Unscale in float32: gradients that are unscaled again in a later iteration drift away."""
-        with np.errstate(all="ignore"):
-            self.gradients[k] = [float(np.float32(value / self.scale)) for value in self.gradients[k]]
+        self.gradients[k] = self.divided(k)
         self.bad[k] = not all(map(math.isfinite, self.gradients[k]))
         self.stages[k] = "unscaled"
 
     def update(self) -> None:
         """End an iteration in which optimizers have been judged."""
-        if any(self.bad):
+        judged = [k for k in range(OPTIMIZERS) if self.stages[k] != "ready" and not self.idle[k]]
+        self.is_fresh = self.is_fresh and not judged
+        if not judged:
+            pass
+        elif any(self.bad):
             self.scale, self.run = max(self.scale * self.backoff, LOWEST), 0
         else:
             self.run += 1
@@ -65,6 +82,7 @@ class Model:
                 grown = self.scale * self.growth
                 self.scale, self.run = grown if grown <= HIGHEST else self.scale, 0
         self.iteration += 1
+        self.is_scaled = False
         self.begin()
 
     def state(self) -> dict[str, Any]:
@@ -99,8 +117,7 @@ class _Life:
         self.rank, self.size = (0, 1) if group is None else rank_and_size(group)
         self.scaler = self.make()
         self.optimizers = [SGD([np.zeros(1, np.float32)]) for _ in range(OPTIMIZERS)]
-        # Over a group a rank may have no state of its own.
-        self.model = Model(self.size, is_known=group is not None)
+        self.model = Model(self.size, has_group=group is not None)
         self.counts: collections.Counter[str] = collections.Counter()
         self.story: collections.deque[str] = collections.deque(maxlen=20)
         if group is not None:
@@ -142,7 +159,7 @@ class _Life:
     def backward(self) -> None:
         model = self.model
         self.require(float(self.scaler.scale(np.float32(1.0))), model.scale)
-        model.is_known = True
+        model.is_new, model.is_fresh, model.is_scaled = False, False, True
         for k, optimizer in enumerate(self.optimizers):
             values = [self.chance.choice(VALUES) for _ in range(self.size)]
             if self.chance.random() < 0.1:
@@ -154,8 +171,11 @@ class _Life:
 
     def unscale(self) -> None:
         k, how = self.chance.randrange(OPTIMIZERS), self.chance.choice(["plain", "plain", "rank", "group"])
-        if self.model.stages[k] != "ready" or not self.model.is_known:
+        if self.model.stages[k] != "ready":
             self.refused(lambda: self.scaler.unscale_(self.optimizers[k]))
+            return
+        if not self.model.may_unscale(k):
+            self.refuse_unscaled(k, self.scaler.unscale_)
             return
         self.model.divide(k)
         clip: dict[str, Any] = {}
@@ -177,10 +197,13 @@ class _Life:
     def step(self) -> None:
         k = self.chance.randrange(OPTIMIZERS)
         optimizer, model = self.optimizers[k], self.model
-        if model.stages[k] == "stepped" or not model.is_known:
+        if model.stages[k] == "stepped":
             self.refused(lambda: self.scaler.step(optimizer))
             return
         if model.stages[k] == "ready":
+            if not model.may_unscale(k):
+                self.refuse_unscaled(k, self.scaler.step)
+                return
             model.divide(k)
         before, bad = optimizer.steps, model.bad[k]
         returned = self.scaler.step(optimizer)
@@ -194,6 +217,13 @@ class _Life:
         diagnosis = self.scaler.diagnose(optimizer, params=optimizer.weights, state={"past": optimizer.weights})
         self.require((diagnosis.broken, diagnosis.cause in ("weights", "optimizer state")), ((), False))
 
+    def refuse_unscaled(self, k: int, call: Callable[[Any], Any]) -> None:
+        """Assert that gradients of a loss that no rank has scaled are an error; over a group they are divided."""
+        self.refused(lambda: call(self.optimizers[k]), r"scale() has never been called")
+        if self.group is not None:
+            self.model.divide(k)
+            self.model.stages[k], self.model.bad[k] = "ready", False
+
     def update(self) -> None:
         # A step that is left out after unscale_ counts all the same.
         if self.model.stages == ["ready"] * OPTIMIZERS:
@@ -205,7 +235,7 @@ class _Life:
     def set_scale(self) -> None:
         wanted = 2.0 ** self.chance.randint(-126, 127)
         self.scaler.update(np.array([wanted], np.float32) if self.chance.random() < 0.5 else wanted)
-        self.model.scale, self.model.is_known = wanted, True
+        self.model.scale, self.model.is_scaled, self.model.is_new = wanted, False, False
         self.model.iteration += 1
         self.model.begin()
 
@@ -220,7 +250,7 @@ class _Life:
             "same": lambda: self.scaler.load_state_dict(saved),
             "fresh": lambda: other.load_state_dict(saved),
         }
-        if how != "fresh" and self.model.stages != ["ready"] * OPTIMIZERS:
+        if how in ("pickle", "deepcopy") and self.model.stages != ["ready"] * OPTIMIZERS:
             self.refused(roads[how])
             return
         made = roads[how]()
@@ -228,8 +258,13 @@ class _Life:
         if how == "pickle" and self.group is not None:
             self.refused(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
             self.scaler.set_group(self.group)
+        if how in ("same", "fresh"):
+            self.model.is_new, self.model.is_fresh = False, True
+            self.model.is_scaled &= how == "same" and self.model.stages == ["ready"] * OPTIMIZERS
+        elif self.model.is_fresh:
+            # The gradients of a loss that was scaled before a load are the original's.
+            self.model.is_scaled = False
         self.model.begin()
-        self.model.is_known = self.model.is_known or how in ("same", "fresh")
 
     def change_setting(self) -> None:
         if self.model.stages != ["ready"] * OPTIMIZERS:
