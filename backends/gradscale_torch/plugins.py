@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from gradscale.errors import CallOrderError, InvalidTypeError
 from gradscale.extras import needs
+from gradscale.scaler.iteration import Stage
 from gradscale.scaler.reports import StepReport
+from gradscale.scaler.scaler import iteration_of
 from gradscale_torch.amp import GradScaler
 
 with needs("gradscale_torch.plugins", "lightning"):
     from lightning.fabric import is_wrapped
     from lightning.fabric.plugins import MixedPrecision as FabricsMixedPrecision
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import MixedPrecision as TrainersMixedPrecision
 
 
@@ -47,6 +51,9 @@ class MixedPrecision(TrainersMixedPrecision):
     With ``frequency=n`` it is the step of each n-th batch that counts. Schedules of epochs, Lightning's default, are
     left alone.
 
+    In manual optimization ``self.clip_gradients(optimizer, 0.5)`` unscales the gradients first, at most once in a step;
+    Lightning's own plugin clips gradients that are still scaled.
+
     Checkpoints hold the scaler's state under the key of Lightning's own plugin, and either plugin takes the other's.
     """
 
@@ -59,6 +66,27 @@ class MixedPrecision(TrainersMixedPrecision):
         scaler: GradScaler | None = None,
     ) -> None:
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        """Clip gradients, unscaled now if they are not yet, as in manual optimization."""
+        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if clip_val > 0 and self.scaler is not None and _is_scaled(self.scaler, stepped):
+            self.scaler.unscale_(stepped)
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step as Lightning does, but for gradients that are unscaled already, which are not unscaled again."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        if _is_scaled(self.scaler, optimizer):
+            return super().optimizer_step(optimizer, model, lambda: result, **kwargs)
+        self._after_closure(model, optimizer)
+        stepped = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return stepped
 
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
@@ -166,6 +194,11 @@ def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradS
         msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
         raise InvalidTypeError(msg)
     return scaler
+
+
+def _is_scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer's gradients are still to be unscaled by a call of the scaler."""
+    return iteration_of(scaler).turn_of(optimizer).stage is Stage.READY
 
 
 def _counts_steps(config: Any) -> bool:

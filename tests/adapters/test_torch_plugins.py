@@ -142,6 +142,47 @@ def test_the_trainer_clips_skips_and_steps_as_with_torchs_scaler(
         assert [not 0 < norm <= 0.0101 for norm in norms] == [not math.isfinite(norm) for norm in norms] == hosts.SKIPS
 
 
+@pytest.mark.parametrize("place", ["loop", "closure"])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_gradients_that_are_clipped_by_hand_are_unscaled_before(clip: str, place: str) -> None:
+    class Automatic(module_class()):  # type: ignore[misc]
+        schedule = None
+
+    class Manual(Automatic):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> None:
+                optimizer.zero_grad()
+                self.manual_backward(loss_of(self.network, batch))
+                if self.trainer.global_step + 1 in self.overflows:
+                    overflow(self.network)
+                self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm=clip)
+
+            if place == "loop":
+                closure()
+            optimizer.step(*[closure] * (place == "closure"))
+
+    by_hand, automatic = Manual(), Automatic()
+    fit(plugin(), by_hand)
+    fit(plugin(), automatic, gradient_clip_val=0.01, gradient_clip_algorithm=clip)
+    assert by_hand.rows == automatic.rows
+
+
+def test_a_fused_optimizer_that_is_clipped_by_hand_is_lightnings_error() -> None:
+    class Module(module_class()):  # type: ignore[misc]
+        schedule, automatic_optimization = None, False
+
+        def training_step(self, batch: Any) -> None:
+            self.manual_backward(loss_of(self.network, batch))
+            self.clip_gradients(self.optimizers(), gradient_clip_val=0.01)
+
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(plugin(), Module("SGD-fused"))
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "SGD-fused", "AdamW-fused"])
 def test_twelve_steps_of_which_eight_are_skipped_are_four_of_the_schedule(optimizer: str) -> None:
     precision = plugin()
