@@ -188,7 +188,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         factors = _factors(
             options.get("policy"), is_enabled, (init_scale, growth_factor, backoff_factor, growth_interval)
         )
-        backend = TorchBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout, is_enabled))
+        backend = TorchBackend(Settings(device, allow_fp16_grads, self._is_sharded, self._timeout))
         assemble(self, backend, {**options, **factors}, enabled=is_enabled, own_rank=_own_rank)
         self.set_group(group)
 

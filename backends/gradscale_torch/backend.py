@@ -16,6 +16,7 @@ from gradscale.core.gradients import Collected, Listed, Request, named_gradients
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
+from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.stepper import Step
 from gradscale_torch import devices, gradients
@@ -172,26 +173,27 @@ class TorchBackend(Backend):
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
-        """Return the state after a step, by torch's kernel if that has the rule, in its tensors if others see them."""
+        """Return the state after a step, by torch's kernel if that has the rule."""
         home = state.scale.device
         if home.type != "cpu" and is_capturing(home):
             self.is_replayed = True
-        # The tensors of torch's inference mode cannot be written outside of it.
-        is_fixed = held is not None or self._settings is None or state.scale.is_inference()
-        if is_fixed or type(policy) is not DynamicScale or not _is_kernels_rule(policy):
-            return self.put(state, super().adapt(policy, state, nonfinite, held))
-        scale, tracker = state[:2]
+        settings = self._settings
+        if settings is None or held is not None or type(policy) is not DynamicScale or not _is_kernels_rule(policy):
+            return super().adapt(policy, state, nonfinite, held)
+        scale, tracker = map(torch.clone, state[:2])
         if home.type != "cpu" or tracker.item() >= policy.growth_interval:
             # The kernel grows at the interval alone.
             tracker.clamp_(max=policy.growth_interval - 1)
         found = _FOUND[nonfinite > 0] if isinstance(nonfinite, int) else nonfinite.float()
-        torch._amp_update_scale_(
-            scale, tracker, found, policy.growth_factor, policy.backoff_factor, policy.growth_interval
-        )
+        growth, backoff = policy.growth_factor, policy.backoff_factor
+        if home.type == "cpu" and settings.is_sharded:
+            # torch's ShardedGradScaler multiplies a tensor by them there, in float32.
+            growth, backoff = round_to_float32(growth), round_to_float32(backoff)
+        torch._amp_update_scale_(scale, tracker, found, growth, backoff, policy.growth_interval)
         if home.type != "cpu" or scale.item() < policy.min_scale:
             # The kernel goes on into the subnormals, and to 0.
             scale.clamp_(min=policy.min_scale)
-        return ScaleState(*state)
+        return ScaleState(scale, tracker, *state[2:])
 
     def put(self, old: _State, new: _State) -> _State:
         """Write a named tuple of tensors into those of another, if others look at them, and return these in a new one.
@@ -217,7 +219,7 @@ class TorchBackend(Backend):
             if tensor.device.type != "cpu" and is_capturing(tensor.device):
                 self.is_replayed = True
             product = tensor * moved(state.scale, tensor.device)
-            scaled.append(product.to(tensor.dtype) if self._settings.keeps_dtype else product)
+            scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 
     def map_outputs(self, outputs: object, home_for: Callable[[Tensor], Any], multiply: _Multiply) -> object:

@@ -43,12 +43,10 @@ class Settings(NamedTuple):
     """The one that is trained on."""
     allows_fp16: bool
     """Whether gradients may be float16."""
-    keeps_dtype: bool
-    """Whether a half-precision loss comes back in its dtype."""
+    is_sharded: bool
+    """Whether to compute as torch's ShardedGradScaler; a half-precision loss then comes back in its dtype, too."""
     timeout: float
     """Seconds to wait for the ranks of a mesh."""
-    is_enabled: bool
-    """Whether the scaler scales."""
 
     @property
     def trains_on_cpu(self) -> bool:
@@ -81,7 +79,7 @@ class TensorGradients:
         self._is_replayed = is_replayed
         # The tensors of values, to be overwritten; and the sparse gradients with duplicate indices, whose sums must be
         # judged once they are unscaled. Optimizers that unscale by themselves, and clipping alone, take float16.
-        takes_fp16 = settings.allows_fp16 or request.judges_only or not settings.is_enabled
+        takes_fp16 = settings.allows_fp16 or request.judges_only or not request.are_scaled
         self._tensors, self._uncoalesced = _collect(parameters, allow_fp16=takes_fp16)
 
     @property

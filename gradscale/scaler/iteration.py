@@ -126,6 +126,8 @@ class Iteration:
         self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
+        # An update that was interrupted takes it once more.
+        self._adapted: ScaleState | None = None
         self.losses = _NO_LOSSES
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
@@ -489,7 +491,8 @@ class Iteration:
         known = pending[-1].numbers if is_read and self.lowered is None and self.is_of_live_state else None
         # Computed from what was read, which spares a read.
         read = [verdict.nonfinite for verdict in verdicts if verdict.moves_scale]
-        new = known if known is None or not read else next_numbers(live.policy, known, max(read))
+        is_seen = live.is_made and live.backend.peek(live.current()[:1]) is not None
+        new = None if known is None or not read or is_seen else next_numbers(live.policy, known, max(read))
         skipped = any(step.skipped for step in steps) or any(verdict.reason for verdict in verdicts)
 
         def report() -> UpdateReport:
@@ -530,7 +533,9 @@ class Iteration:
         if self.reports.under_way:
             self.check_late_verdicts()
         if counts:
-            self.live.advance(counts, held if len(held) == len(counts) else ())
+            if self._adapted is None:
+                self._adapted = self.live.advanced(counts, held if len(held) == len(counts) else ())
+            self.live.adopt(self._adapted)
 
     def read_verdicts(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""

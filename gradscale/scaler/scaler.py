@@ -657,7 +657,7 @@ class GradScaler:
         agreement = self._parts.agreement
         over = self._parts.live.hooks.norm_groups(optimizer, is_alone=not self._enabled or agreement.is_alone)
         if not self._enabled:
-            return Request(largest)
+            return Request(largest, are_scaled=False)
         groups = agreement.usable_groups() if over is None else over
         if not groups or norm_over == "rank":
             return Request(largest)

@@ -107,8 +107,11 @@ class LiveState:
         known = None if found is None else self.backend.peek((found,))
         return found if known is None else known[0] > 0
 
-    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:
-        """Adapt the state to the counts of an iteration, without a host read, unless all of ``held`` (0-d) are true."""
+    def advanced(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> ScaleState:
+        """Return the state after an iteration's counts, which ``adopt`` takes, or as it is if all of ``held`` are true.
+
+        No host read.
+        """
         state = self.state or self.current()
         self.updates += 1
         self.is_fresh = False
@@ -125,14 +128,17 @@ class LiveState:
             new = None if known is None else next_numbers(self.policy, known, found)
             if known is not None and new is not None:
                 pairs = zip(new, known, state, strict=True)
-                self.state = ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])
-                return
-        self.state = self.backend.adapt(self.policy, state, found, is_held)
+                return ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])
+        return self.backend.adapt(self.policy, state, found, is_held)
+
+    def adopt(self, state: ScaleState) -> None:
+        """Go on with a state that shares no array with the present one that it changes; twice is as good as once."""
+        self.state = self.backend.put(self.current(), state)
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
         self._note_replaced()
-        self.state = self.backend.put(self.current(), state)
+        self.adopt(state)
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Replace a lazy state by the values just read, or its graph would hold all iterations before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from interrupts import interrupted_anywhere
 from small_torch import Small, assert_same
 
 import gradscale
+from gradscale import CallOrderError
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = pytest.mark.torch
@@ -185,6 +187,32 @@ def test_ctrl_c_anywhere_in_a_step_leaves_a_scaler_and_an_optimizer_that_can_be_
         before = run.parameter.tolist()
         run.iterate(1.0)
         assert run.parameter.tolist() == [value - 1.0 for value in before]
+
+
+@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"tolerance": 0.5}], ids=str)
+@pytest.mark.parametrize("gradient", [1.0, math.inf], ids=["finite", "inf"])
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
+    request: pytest.FixtureRequest, options: dict[str, Any], gradient: float, optimizer: str
+) -> None:
+    if "fused" in optimizer:
+        request.getfixturevalue("late")
+
+    def begin() -> tuple[Small, Any]:
+        policy = gradscale.DynamicScale(init_scale=4.0, growth_interval=1, **options)
+        run = Small(GradScaler("cpu", policy=policy), optimizer)
+        run.iterate(math.inf)
+        run.give(gradient)
+        run.scaler.step(run.optimizer)
+        return run, run.scaler.update
+
+    uninterrupted, update = begin()
+    update()
+    for run in interrupted_anywhere("/gradscale", begin):
+        # It may have come when all was done.
+        with contextlib.suppress(CallOrderError):
+            run.scaler.update()
+        assert run.scaler.state_dict() == uninterrupted.scaler.state_dict()
 
 
 @explicit

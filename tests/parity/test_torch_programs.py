@@ -76,13 +76,15 @@ class Chance:
     def loops(self) -> Plan:
         """Return a program without mistakes, as torch's ShardedGradScaler takes it.
 
-        It rounds other numbers than powers of two, and neither unscales for fused optimizers nor can it be pickled.
+        It neither unscales for fused optimizers nor can it be pickled.
         """
         is_fused = self._random.random() < 0.3
         kinds = [self._random.choice(FUSED if is_fused else ["SGD-sparse", "Adam-foreach"]) for _ in self._optimizers]
         left_out = {"judge", "unscale"} if is_fused else {"judge"}
         calls = [call for _ in range(6) for call in self._iteration() if call[0] not in left_out]
-        settings = {"init_scale": 2.0**12, "growth_interval": 2}
+        choice = self._random.choice
+        factors = {"growth_factor": choice([2.0, 1.1]), "backoff_factor": choice([0.5, 0.9])}
+        settings = {"init_scale": choice([2.0**12, 3000.1]), **factors, "growth_interval": 2}
         return Plan(settings, True, kinds, ["float32"] * len(kinds), calls)
 
     def _bad(self) -> float | None:
@@ -404,6 +406,22 @@ def test_random_loops_with_the_sharded_scaler_are_torchs() -> None:
     makers = [functools.partial(make, "cpu") for make in (ShardedGradScaler, TorchSharded)]
     failed = [run_both(Chance(seed).loops(), makers) for seed in range(examples(300))]
     assert sum(failed) / len(failed) < 0.5
+
+
+@pytest.mark.usefixtures("group")
+def test_a_report_tells_the_scale_that_the_sharded_scaler_rounds_as_torchs() -> None:
+    reports: list[gradscale.UpdateReport] = []
+    scaler = ShardedGradScaler(
+        "cpu", growth_factor=1.1, backoff_factor=0.9, growth_interval=1, on_update=reports.append
+    )
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    for value in (1.0, math.inf, math.inf, 1.0, 1.0):
+        scaler.scale(parameter.sum() * value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert reports[-1].new_scale == scaler.get_scale()
 
 
 class Inexact(TorchScaler):  # type: ignore[misc]
