@@ -115,7 +115,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     enabled : object, default True
         Every method of a disabled scaler passes through.
     group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
-        The ranks to agree with. Default: the mesh of the optimizer's parameters if they are DTensors, else none: this
+        The ranks to agree with. Default: the meshes of the optimizer's parameters if they are DTensors, else none: this
         process decides alone, which is right if every rank holds all gradients (DDP).
     allow_fp16_grads : bool, default False
         Whether gradients may be float16, for which torch's scaler raises ValueError.
@@ -250,8 +250,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         CallOrderError
             When it was called already, or after ``step``, or before any ``scale``.
         InvalidValueError
-            For float16 gradients that are not allowed, DTensors of two meshes, and ``max_norm`` for plain tensors over
-            a group.
+            For float16 gradients that are not allowed, and ``max_norm`` for plain tensors over a group or DTensors of
+            meshes over different ranks.
         SharedMemoryError
             For a gradient that is expanded, or whose elements overlap when the optimizer's parameters are met first.
         InvalidTypeError

@@ -248,19 +248,19 @@ class TorchBackend(Backend):
         return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
 
     def groups_of(self, optimizer: Any) -> Sequence[Collectives]:
-        """Return the mesh of an optimizer's DTensor parameters."""
+        """Return the meshes of an optimizer's DTensor parameters."""
         if self._settings is None:
             return ()
         # Without a look at the gradients: a rank whose gradients raise an error must not stay away.
         meshes = gradients.meshes_of(one.parameter for one in named_gradients(optimizer))
-        return gradients.groups_over(optimizer, meshes, self._settings.timeout)
+        return gradients.groups_over(meshes, self._settings.timeout)
 
     def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:
         """Return the mesh over which the norm of DTensor gradients is taken."""
         if self._settings is None:
             return None
         meshes = gradients.require_norm(optimizer, is_alone=is_alone)
-        return gradients.groups_over(optimizer, meshes, self._settings.timeout)
+        return gradients.groups_over(meshes, self._settings.timeout)
 
     def values_of(self, x: Array) -> Array | None:
         """Return the dense tensor of a gradient's values on this rank. A loss may be of another library."""

@@ -95,9 +95,8 @@ class TensorGradients:
 
     @property
     def groups(self) -> Sequence[Collectives]:
-        """The mesh of DTensor parameters."""
-        meshes = self._parameters.meshes
-        return groups_over(self._optimizer, meshes, self._settings.timeout) if meshes else ()
+        """The meshes of DTensor parameters."""
+        return groups_over(self._parameters.meshes, self._settings.timeout)
 
     def unscale(self, live: Home, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; or judge them alone.
@@ -166,7 +165,7 @@ class TensorGradients:
 
     def _squares(self, home: torch.device) -> tuple[Tensor, Tensor]:
         """Return the squared norm of all gradients, by an all-reduce for DTensors, and that of this rank's."""
-        mesh = groups_over(self._optimizer, self._parameters.meshes, self._settings.timeout)
+        mesh = groups_over(self._parameters.meshes, self._settings.timeout)
         if not mesh:
             own = sum_of_squares(self._tensors, home)
             return own, own
@@ -194,7 +193,7 @@ class TensorGradients:
 
 
 def require_norm(optimizer: Optimizer, *, is_alone: bool) -> tuple[DeviceMesh, ...]:
-    """Return the mesh of parameters; InvalidValueError if a norm over ranks is not defined, on every rank alike."""
+    """Return the mesh over the parameters' ranks; InvalidValueError without one such, on every rank alike."""
     parameters = _listed(optimizer).unique
     name, meshes = type(optimizer).__name__, meshes_of(parameters)
     if not is_alone and not meshes:
@@ -206,9 +205,9 @@ def require_norm(optimizer: Optimizer, *, is_alone: bool) -> tuple[DeviceMesh, .
         raise InvalidValueError(msg)
     is_mixed = meshes and not all(hasattr(one, "device_mesh") for one in parameters)
     if is_mixed or len(meshes) > 1:
-        what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {len(meshes)} meshes"
+        what = "DTensors beside plain tensors" if is_mixed else f"DTensors of {meshes}"
         msg = (
-            f"unscale_(max_norm=) needs the parameters of one mesh, got {what} in {name}: call "
+            f"unscale_(max_norm=) needs parameters that are spread over the same ranks, got {what} in {name}: call "
             f"unscale_(optimizer), and clip each kind with torch.nn.utils.clip_grad_norm_"
         )
         raise InvalidValueError(msg)
@@ -246,20 +245,18 @@ def _parameters_of(optimizer: Optimizer) -> Parameters:
 
 
 def meshes_of(parameters: Iterable[Any]) -> tuple[DeviceMesh, ...]:
-    """Return the meshes of DTensors among some parameters."""
-    return tuple(dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")))
+    """Return the meshes of DTensors, the largest first, one for all that are over the same ranks.
+
+    So ranks come to one that they share in the same place, also if some hold parameters of smaller ones besides.
+    """
+    by_ranks: dict[frozenset[int], DeviceMesh] = {}
+    for mesh in dict.fromkeys(one.device_mesh for one in parameters if hasattr(one, "device_mesh")):
+        by_ranks.setdefault(frozenset(mesh.mesh.flatten().tolist()), mesh)
+    return tuple(by_ranks[ranks] for ranks in sorted(by_ranks, key=len, reverse=True))
 
 
-def groups_over(optimizer: Optimizer, meshes: Sequence[DeviceMesh], timeout: float) -> Sequence[TorchCollectives]:
-    """Return the mesh of DTensor parameters as groups; none without one."""
-    if len(meshes) > 1:
-        both = " and ".join(map(repr, meshes))
-        msg = (
-            f"the parameters of {type(optimizer).__name__} are DTensors of {len(meshes)} meshes, "
-            f"{both}: which ranks have to agree is not known. Construct the scaler with group= (a mesh or process "
-            f"group over all of them, such as torch.distributed.group.WORLD), or use an optimizer for each mesh"
-        )
-        raise InvalidValueError(msg)
+def groups_over(meshes: Sequence[DeviceMesh], timeout: float) -> Sequence[TorchCollectives]:
+    """Return meshes as groups."""
     return [TorchCollectives(mesh, timeout) for mesh in meshes]
 
 

@@ -14,6 +14,7 @@ from worlds import GlooWorld, agree
 pytestmark = [pytest.mark.torch, pytest.mark.tier("ranks")]
 
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+MESHES = ("same", "half", "half first", "some")
 # For each, the scenario and what it is asked beside each rank in turn.
 TURNS: list[tuple[Any, ...]] = [
     *(("as_torchs", explicit) for explicit in (False, True)),
@@ -22,10 +23,12 @@ TURNS: list[tuple[Any, ...]] = [
     *(("never_scaled", is_fused) for is_fused in (False, True)),
     *(("no_gradient_of_a_mesh", max_norm) for max_norm in (None, 0.5)),
     *(("clip_of_a_mesh", value) for value in (math.inf, math.nan)),
+    *(("two_meshes", kind, which, False) for kind in MESHES for which in range(2)),
 ]
 ONCE: list[tuple[Any, ...]] = [
     *(("fused_on_all", name) for name in FUSED),
-    *(("two_meshes", is_given, bad_rank) for is_given, bad_rank in ((False, None), (True, None), (True, 0), (True, 1))),
+    *(("two_meshes", None, kind, 0, is_given) for kind in MESHES for is_given in (False, True)),
+    *(("clip_of_two_meshes", kind) for kind in MESHES if kind != "some"),
     ("clip_dtensors_and_plain_tensors",),
 ]
 
@@ -64,6 +67,11 @@ def test_each_rank_in_turn(gloo: GlooWorld, scenarios: Any, name: str, others: l
 def test_all_ranks(gloo: GlooWorld, scenarios: Any, name: str, arguments: list[Any]) -> None:
     leave_out_adagrad(arguments)
     agree(gloo, getattr(scenarios, name), [tuple(arguments)])
+
+
+def test_an_infinity_on_each_rank_of_crossed_meshes_is_found_on_all(scenarios: Any) -> None:
+    cases = [(bad_rank, "crossed", which, False) for bad_rank in range(4) for which in range(2)]
+    agree(GlooWorld(4), scenarios.two_meshes, cases)
 
 
 # FSDP, and meshes.

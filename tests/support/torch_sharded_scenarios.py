@@ -13,7 +13,7 @@ import torch
 from fsdp_scenarios import FSDP2, Collectives, Setup, make_scaler, started
 from scenarios import raised, rank_and_size
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import gradscale
@@ -213,24 +213,63 @@ def clip_of_a_mesh(group: Any, bad_rank: int, value: float) -> None:
     assert (report.nonfinite, report.local_nonfinite, report.by) == (1, int(rank == bad_rank), bad_rank)
 
 
-def two_meshes(group: Any, is_given: bool, bad_rank: int | None) -> None:
-    """Step one optimizer with DTensors of two meshes, which needs a group."""
-    is_bad = group.rank() == bad_rank
-    meshes = [init_device_mesh("cpu", shape) for shape in ((group.size(),), (group.size(), 1))]
-    parameters = [sharded(mesh, math.inf if is_bad else 4.0) for mesh in meshes]
+def meshes_over(size: int, rank: int, kind: str) -> list[DeviceMesh]:
+    """Return two meshes: over the same ranks, or over all ranks and over this one's half of them, as of experts.
+
+    Of "some", the ranks of the second half have no mesh of their own; "crossed" are the dimensions of a mesh of 4.
+    """
+    if kind == "crossed":
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        return [whole["data"], whole["expert"]]
+    everyone = init_device_mesh("cpu", (size,))
+    if kind == "same":
+        return [everyone, init_device_mesh("cpu", (size, 1))]
+    half = size - size // 2
+    # Each rank makes both.
+    parts = [DeviceMesh("cpu", list(ranks)) for ranks in (range(half), range(half, size))]
+    own = [] if kind == "some" and rank >= half else [parts[rank >= half]]
+    return [everyone, *own] if kind == "half" else [*own, everyone]
+
+
+def two_meshes(group: Any, bad_rank: int | None, kind: str, which: int, is_given: bool) -> None:
+    """Step one optimizer with DTensors of two meshes, one of which then has a bad value on one rank."""
+    rank, size = rank_and_size(group)
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
     scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0, **{"group": group} if is_given else {})
     optimizer = make_optimizer(parameters)
+    values = [4.0] * len(parameters)
+    for is_bad in (False, rank == bad_rank):
+        values[which % len(values)] = math.inf if is_bad else 4.0
+        for one, value in zip(parameters, values, strict=True):
+            one.grad.to_local().fill_(value)  # type: ignore[union-attr]
+        before = started()
+        scaler.scale(loss())
+        scaler.step(optimizer)
+        scaler.update()
+        assert [local(one.grad) for one in parameters] == [[value / 4.0] * 2 for value in values]
+    assert started() - before == (1 if is_given or kind == "same" else len(parameters))
+    assert (optimizer.real_steps, scaler.get_scale()) == ((2, 4.0) if bad_rank is None else (1, 2.0))
+
+
+def clip_of_two_meshes(group: Any, kind: str) -> None:
+    """Clip by the norm of all shards over the same ranks; over others it is not defined, and nothing is modified."""
+    rank, size = rank_and_size(group)
+    parameters = [sharded(mesh, 4.0) for mesh in meshes_over(size, rank, kind)]
+    scaler = make_scaler(FSDP2, "gradscale", init_scale=4.0)
+    optimizer = make_optimizer(parameters)
     scaler.scale(loss())
-    if not is_given:
-        said = *map(repr, meshes), "group="
-        raised(gradscale.InvalidValueError, lambda: scaler.step(optimizer), *said)
-        assert (optimizer.real_steps, scaler.get_scale(), local(parameters[0].grad)) == (0, 4.0, [4.0] * 2)
+    if kind != "same":
+        said = "spread over the same ranks", "clip_grad_norm_"
+        raised(gradscale.InvalidValueError, lambda: scaler.unscale_(optimizer, max_norm=0.5), *said)
+        assert (local(parameters[0].grad), scaler.get_scale()) == ([4.0] * 2, 4.0)
+        scaler.step(optimizer)
         return
+    norm = math.sqrt(2 * 2 * size)
+    assert math.isclose(scaler.unscale_(optimizer, max_norm=0.5).item(), norm, rel_tol=1e-6)
     scaler.step(optimizer)
     scaler.update()
-    has_stepped = bad_rank is None
-    assert (optimizer.real_steps, scaler.get_scale()) == ((1, 4.0) if has_stepped else (0, 2.0))
-    assert local(parameters[0].grad) == [math.inf if is_bad else 1.0] * 2
+    for one in parameters:
+        assert math.isclose(local(one.grad)[0], 0.5 / norm, rel_tol=1e-4)
 
 
 def clip_dtensors_and_plain_tensors(group: Any) -> None:
