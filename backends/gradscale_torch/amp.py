@@ -46,6 +46,9 @@ _NOT_CALLED = {
     "_maybe_opt_step": "construct it with group= to agree on each step with other ranks",
     "_check_inf_per_device": "construct it with group= to agree on each step with other ranks",
     "_get_scale_async": "construct it with policy= for a scale of your own",
+    "_lazy_init_scale_growth_tracker": "construct it with init_scale= or policy= for a state of your own",
+    "_check_scale_growth_tracker": "construct it with init_scale= or policy= for a state of your own",
+    "_amp_update_scale_cpu_": "construct it with policy= for a rule of your own",
 }
 
 
@@ -128,8 +131,8 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     ------
     InvalidValueError, InvalidTypeError
         For an argument out of range or of a wrong type, and for a device that does not exist; for a subclass that
-        overrides ``_unscale_grads_``, ``_maybe_opt_step``, ``_check_inf_per_device`` or ``_get_scale_async``, which the
-        steps of this one do not call; they call ``unscale_``.
+        overrides a private method of torch's, such as ``_unscale_grads_``, ``_maybe_opt_step`` or
+        ``_check_inf_per_device``, which the steps of this one do not call; they call ``unscale_``.
 
     Notes
     -----
@@ -361,16 +364,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, object]) -> None:
-        """Take an empty mapping, which begins the iteration again, or the mapping that was read here."""
+        """Take other states, of which none begins the iteration again, or the mapping that was read here."""
         if isinstance(states, hosts.OptimizerStates) and states.scaler is self:
             return
-        if len(states) > 0:
-            msg = (
-                f"_per_optimizer_states can be set to an empty mapping, which begins the iteration anew, got "
-                f"{shown(states)}"
-            )
-            raise InvalidValueError(msg)
-        iteration_of(self).forget_turns()
+        given = validation.mapping("_per_optimizer_states", states)
+        self._per_optimizer_states.clear()
+        self._per_optimizer_states.update(given)
 
     @property
     def _init_scale(self) -> float:
@@ -397,12 +396,17 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     _unscale_grads_ = _not_called("_unscale_grads_")
     _maybe_opt_step = _not_called("_maybe_opt_step")
     _get_scale_async = _not_called("_get_scale_async")
+    _check_scale_growth_tracker = _not_called("_check_scale_growth_tracker")
+    # Of torch's ShardedGradScaler alone.
+    _amp_update_scale_cpu_ = _not_called("_amp_update_scale_cpu_")
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+    def _make_state(self, dev: torch.device | str) -> None:
         """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
         live = _live(self)
         live.current(torch.empty((), device=dev))
         iteration_of(self).mistakes.knows_unscaled_loss = True
+
+    _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)
 
     def _judge(self, optimizer: Optimizer) -> Mapping[torch.device, Tensor]:
         """Judge gradients and leave them scaled; the stage stays. Over a group, this is the group's verdict."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -96,7 +96,9 @@ class Shown:
 
     def __call__(self) -> torch.Tensor | None:
         """Return whether to skip the step, 0-d float32, exactly 0 or 1; None without any flag."""
-        return (combined(self.flags, self._home) != 0).to(torch.float32) if self.flags else None
+        # Some have one element in one dimension.
+        flags = {device: flag.reshape(()) for device, flag in self.flags.items()}
+        return (combined(flags, self._home) != 0).to(torch.float32) if flags else None
 
 
 def found_by_device(iteration: Iteration, turn: Turn) -> Mapping[torch.device, torch.Tensor]:
@@ -128,41 +130,38 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
     return pending.override
 
 
-class OptimizerState(Mapping[str, Any]):
+class OptimizerState(MutableMapping[str, Any]):
     """``stage`` and ``found_inf_per_device`` of an optimizer in one iteration, as they are when they are read.
 
     Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
     """
 
-    def __init__(self, iteration: Iteration, key: int) -> None:
-        self._iteration, self._key = iteration, key
+    def __init__(self, iteration: Iteration, turn: Turn) -> None:
+        self._iteration, self._turn = iteration, turn
 
     def __getitem__(self, name: str) -> Any:
-        turn = self._iteration.by_id(self._key)
         if name == "stage":
-            return OptState.READY if turn is None else OptState(turn.stage.value)
+            return OptState(self._turn.stage.value)
         if name != "found_inf_per_device":
             raise KeyError(name)
-        return _NO_FLAGS if turn is None else found_by_device(self._iteration, turn)
+        return found_by_device(self._iteration, self._turn)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self or (name == "stage" and not isinstance(value, OptState)):
-            msg = f"stage (an OptState) and found_inf_per_device (a dict) can be set, got {name!r}: {shown(value)}"
-            raise InvalidValueError(msg)
-        turn = self._iteration.by_id(self._key)
-        if turn is None:
-            if value != self[name]:
-                msg = (
-                    f"{name} can be set once the scaler has met the optimizer in this iteration, got {shown(value)}: "
-                    f"call unscale_(optimizer) or _found_inf_per_device(optimizer) before"
-                )
-                raise InvalidValueError(msg)
-        elif name == "stage":
-            turn.stage, turn.verdict = Stage(value.value), None
-        else:
-            override = shown_of(self._iteration, turn)
+        if name == "stage" and isinstance(value, OptState):
+            self._turn.stage, self._turn.verdict = Stage(value.value), None
+        elif name == "found_inf_per_device" and _are_flags(value):
+            for flag in value.values():
+                # Beside one of them, if there is no state yet.
+                self._iteration.live.current(flag)
+            override = shown_of(self._iteration, self._turn)
             if override is not None:
                 override.flags = value
+        else:
+            msg = f"stage (an OptState) and found_inf_per_device (a dict) can be set, got {name!r}: {shown(value)}"
+            raise InvalidValueError(msg)
+
+    def __delitem__(self, name: str) -> None:
+        self[name] = _refresh_per_optimizer_state()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(("stage", "found_inf_per_device"))
@@ -170,22 +169,42 @@ class OptimizerState(Mapping[str, Any]):
     def __len__(self) -> int:
         return 2
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
-class OptimizerStates(Mapping[int, OptimizerState]):
+
+class OptimizerStates(MutableMapping[int, OptimizerState]):
     """A view of the present iteration by ``id(optimizer)``. Reading a verdict in it finishes the agreement on it."""
 
     def __init__(self, scaler: gradscale.GradScaler) -> None:
         self.scaler = scaler
 
+    def __contains__(self, key: object) -> bool:
+        return key in iteration_of(self.scaler).ids()
+
     def __getitem__(self, key: int) -> OptimizerState:
-        return OptimizerState(iteration_of(self.scaler), key)
+        iteration = iteration_of(self.scaler)
+        return OptimizerState(iteration, iteration.turn_at(key))
 
     def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            self[key][name] = value
+        written = dict(state)
+        if key in self:
+            del self[key]
+        self[key].update(written)
+
+    def __delitem__(self, key: int) -> None:
+        iteration_of(self.scaler).forget(key)
+
+    def clear(self) -> None:
+        """Begin the iteration again."""
+        iteration_of(self.scaler).forget()
 
     def __iter__(self) -> Iterator[int]:
         return iter(iteration_of(self.scaler).ids())
 
     def __len__(self) -> int:
         return len(iteration_of(self.scaler).ids())
+
+
+def _are_flags(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(flag, torch.Tensor) for flag in value.values())

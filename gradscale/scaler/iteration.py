@@ -46,6 +46,8 @@ _INCOMPLETE = (
 )
 
 _NO_LOSSES = Losses()
+# In the place of an optimizer of which only the id() is known.
+_NOT_MET = object()
 _UNSCALING = Request()
 
 
@@ -135,8 +137,8 @@ class Iteration:
         self.steps_before = 0
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
-        # By id(optimizer): a weak reference to it, and its turn.
-        self._known: dict[int, tuple[Callable[[], Optimizer | None], Turn]] = {}
+        # By id(optimizer): a weak reference to it, or _NOT_MET in its place, and its turn.
+        self._known: dict[int, tuple[Callable[[], object], Turn]] = {}
         self._closure_state: ScaleState | None = None
         self._messages = 0
 
@@ -149,13 +151,21 @@ class Iteration:
         known = self._known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1]
-        turn = Turn()
+        turn = self.turn_at(id(optimizer))
         try:
             reference: Callable[[], Optimizer | None] = weakref.ref(optimizer)
         except TypeError:
             reference = lambda: optimizer  # noqa: E731
         self._known[id(optimizer)] = reference, turn
-        self.turns.append(turn)
+        return turn
+
+    def turn_at(self, identity: int) -> Turn:
+        """Return the turn of the optimizer with this ``id()``, which need not have been met in this iteration."""
+        turn = self.by_id(identity)
+        if turn is None:
+            turn = Turn()
+            self._known[identity] = lambda: _NOT_MET, turn
+            self.turns.append(turn)
         return turn
 
     def by_id(self, identity: int) -> Turn | None:
@@ -182,10 +192,16 @@ class Iteration:
             following.scaled, following.losses = self.scaled, self.losses
         return following
 
-    def forget_turns(self) -> None:
-        """Let every optimizer begin its turn again; agreements under way are finished first."""
+    def forget(self, identity: int | None = None) -> None:
+        """Let the optimizer with this ``id()``, or each, begin its turn again; agreements under way are finished first.
+
+        KeyError for an optimizer without a turn.
+        """
         self.read_verdicts()
-        self._known, self.turns = {}, []
+        if identity is None:
+            self._known, self.turns = {}, []
+        else:
+            self.turns.remove(self._known.pop(identity)[1])
 
     def look(self, losses: Iterable[Array | float]) -> None:
         """Look at losses, whose mean the guard judges the next optimizer by."""

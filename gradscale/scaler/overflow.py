@@ -12,7 +12,8 @@ from gradscale.core import validation
 
 Cause = Literal["none", "scale", "model", "underflow", "no gradients", "weights", "optimizer state"]
 NO_GRADIENTS = (
-    "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model"
+    "they were zeroed after backward(), or never made, or the optimizer holds the parameters of another model "
+    "(in torch's words: No inf checks were recorded for this optimizer)"
 )
 
 # Gradients underflow above these shares. float16 has 10 binades of subnormals: if a tenth of all nonzero values lies

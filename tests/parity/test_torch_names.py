@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from axes_torch import gradscale_torch, torch
 from small_torch import Small
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+import gradscale
 from gradscale import GradscaleError, GradScaler, InvalidTypeError, InvalidValueError, ShardedGradScaler, presets
 
 pytestmark = pytest.mark.torch
@@ -40,6 +42,7 @@ def states_of(run: Small) -> Any:
 # Overrides.
 
 NOT_CALLED = ["_unscale_grads_", "_maybe_opt_step", "_get_scale_async", "_check_inf_per_device"]
+NOT_CALLED += ["_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker", "_amp_update_scale_cpu_"]
 ADVICE = r"(group=|allow_fp16_grads=True|policy=)"
 
 
@@ -131,20 +134,57 @@ def test_a_verdict_that_is_cleared_in_place_lets_the_step_be_made(pair: tuple[An
         assert (run.held, run.state) == ([[-1.0] * 2], (65536.0, 1))
 
 
-def test_a_write_that_would_be_lost_is_an_error(pair: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_what_is_written_before_the_scaler_has_met_the_optimizer_is_its_verdict(
+    pair: tuple[Any, Any], found: float, shape: tuple[int, ...]
+) -> None:
+    def script(make: Any) -> Any:
+        run = Small(make("cpu", init_scale=4.0))
+        run.put(1.0)
+        # As apex's DistributedFusedAdam does when it has unscaled by itself.
+        state = states_of(run)
+        state["found_inf_per_device"] = {torch.device("cpu"): torch.full(shape, found)}
+        state["stage"] = OptState.UNSCALED
+        assert id(run.optimizer) in run.scaler._per_optimizer_states
+        run.step()
+        return run.held, run.scaler.get_scale()
+
+    assert same(pair, script) == (([[0.0, 0.0]], 2.0) if found else ([[-1.0, -1.0]], 4.0))
+
+
+def test_a_verdict_that_is_written_before_there_is_a_scale_counts(pair: tuple[Any, Any]) -> None:
+    run = Small(pair[0]("cpu", init_scale=4.0))
+    states_of(run).update(stage=OptState.UNSCALED, found_inf_per_device={torch.device("cpu"): torch.ones(1)})
+    run.step()
+    assert (run.held, run.scaler.get_scale()) == ([[0.0, 0.0]], 2.0)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_flags_of_one_element_are_taken_of_two_devices_and_by_any_policy(
+    pair: tuple[Any, Any], hysteresis: int
+) -> None:
+    run = Small(pair[0]("cpu", policy=gradscale.DynamicScale(init_scale=4.0, hysteresis=hysteresis)))
+    for flags in ([0.0, 1.0], [1.0, 0.0]):
+        run.put(1.0)
+        # The same place by two names, as there may be no other device.
+        names = torch.device("cpu"), torch.device("cpu", 0)
+        found = {name: torch.full((1,), flag) for name, flag in zip(names, flags, strict=True)}
+        states_of(run).update(stage=OptState.UNSCALED, found_inf_per_device=found)
+        run.step()
+    assert (run.held, run.scaler.get_scale()) == ([[0.0, 0.0]], 4.0 / 2 ** (2 // hysteresis))
+
+
+def test_what_is_no_state_of_an_optimizer_is_an_error(pair: tuple[Any, Any]) -> None:
     run = Small(pair[0]("cpu"))
-    state = states_of(run)
-    state["stage"] = OptState.READY
-    for name, value in (("stage", OptState.STEPPED), ("found_inf_per_device", {"cpu": 1.0})):
-        with pytest.raises(InvalidValueError, match=f"{name} can be set .* unscale_"):
-            state[name] = value
     with pytest.raises(TypeError):
-        state["found_inf_per_device"]["cpu"] = 1.0
+        states_of(run)["found_inf_per_device"]["cpu"] = 1.0
     run.put(1.0)
-    run.scaler.unscale_(run.optimizer)
-    for name, value in (("stage", "READY"), ("found", {})):
+    for name, value in (("stage", "READY"), ("found", {}), ("found_inf_per_device", {"cpu": 1.0})):
         with pytest.raises(InvalidValueError, match=f"got .*{name}"):
-            state[name] = value
+            states_of(run)[name] = value
+    with pytest.raises(InvalidTypeError, match="_per_optimizer_states must be a mapping"):
+        run.scaler._per_optimizer_states = 1
 
 
 def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any]) -> None:
@@ -160,12 +200,98 @@ def test_optimizer_states_set_anew_begin_the_iteration_anew(pair: tuple[Any, Any
         return run.held, run.scaler.state_dict()
 
     assert same(pair, script)[0] == [[-1.0, -1.0]]
-    run = Small(pair[0]("cpu"))
-    with pytest.raises(InvalidValueError, match="_per_optimizer_states can be set to an empty mapping"):
-        run.scaler._per_optimizer_states = {id(run.optimizer): {}}
 
 
-# Functions and numbers.
+def delete(states: Any, key: int) -> None:
+    """Take one state out."""
+    del states[key]
+
+
+BEGIN_ANEW: dict[str, Callable[[Any, int], Any]] = {
+    "pop": lambda states, key: states.pop(key, None),
+    "del": delete,
+    "clear": lambda states, _: states.clear(),
+    "fresh": lambda states, key: states.update({key: _refresh_per_optimizer_state()}),
+}
+
+
+@pytest.mark.parametrize("way", BEGIN_ANEW)
+def test_an_optimizer_whose_state_is_taken_out_begins_anew_and_its_verdict_is_forgotten(
+    pair: tuple[Any, Any], way: str
+) -> None:
+    def script(make: Any, is_other_bad: bool) -> Any:
+        run = Small(make("cpu", init_scale=4.0))
+        other = Small(run.scaler)
+        other.put(math.inf if is_other_bad else 16.0)
+        run.put(math.inf)
+        for one in (run, other):
+            run.scaler.unscale_(one.optimizer)
+        BEGIN_ANEW[way](run.scaler._per_optimizer_states, id(run.optimizer))
+        run.put(16.0)
+        run.scaler.step(run.optimizer)
+        if way != "clear":
+            run.scaler.step(other.optimizer)
+        run.scaler.update()
+        return run.held, other.held, run.scaler.get_scale()
+
+    for is_other_bad in (False, True):
+        told = same(pair, functools.partial(script, is_other_bad=is_other_bad))
+        assert told[2] == (2.0 if is_other_bad and way != "clear" else 4.0)
+    with pytest.raises(KeyError):
+        del pair[0]("cpu")._per_optimizer_states[1]
+
+
+@pytest.mark.parametrize("gradient", [16.0, math.inf])
+@pytest.mark.parametrize("way", ["one", "all"])
+def test_a_copy_of_a_state_can_be_set_later(pair: tuple[Any, Any], gradient: float, way: str) -> None:
+    def script(make: Any) -> Any:
+        run, key = Small(make("cpu", init_scale=4.0)), 0
+        key = id(run.optimizer)
+        run.put(gradient)
+        run.scaler.unscale_(run.optimizer)
+        # As hivemind does, whose wrapped optimizer is stepped later.
+        kept = copy.deepcopy(states_of(run))
+        run.scaler._per_optimizer_states[key] = _refresh_per_optimizer_state()
+        assert (states_of(run)["stage"], states_of(run)["found_inf_per_device"]) == (OptState.READY, {})
+        if way == "one":
+            run.scaler._per_optimizer_states[key] = kept
+        else:
+            run.scaler._per_optimizer_states = {key: kept}
+        run.step()
+        return run.held, run.scaler.get_scale()
+
+    assert same(pair, script)[1] == (4.0 if gradient == 16.0 else 2.0)
+
+
+# Messages, functions and numbers.
+
+
+def test_a_step_without_gradients_has_torchs_words(pair: tuple[Any, Any]) -> None:
+    # torch's ShardedGradScaler steps.
+    for make in {pair[0], torch.amp.GradScaler}:
+        run = Small(make("cpu"))
+        run.put(None)
+        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+            run.scaler.step(run.optimizer)
+
+
+def test_a_scaler_that_is_switched_off_passes_through(pair: tuple[Any, Any]) -> None:
+    def script(make: Any) -> Any:
+        run = Small(make("cpu"))
+        # As fairscale's ShardedGradScaler.
+        run.scaler._enabled = False
+        loss = torch.ones(())
+        assert run.scaler.scale(loss) is loss
+        run.give(1.0)
+        run.step(explicit=True)
+        return run.held, run.scaler.is_enabled(), run.scaler.get_scale(), run.scaler.state_dict()
+
+    same(pair, script)
+    # torch's takes no float16.
+    run = Small(pair[0]("cpu"), dtypes=["float16"])
+    run.scaler._enabled = False
+    run.parameter.grad = torch.full_like(run.parameter, 4.0)
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(32**0.5)
 
 
 def test_torchs_functions_are_found_when_its_names_are_replaced(
