@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, Unpack
+from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None
 Optimizer = torch.optim.Optimizer
 _Outputs = TypeVar("_Outputs")
+_Loss = TypeVar("_Loss")
 
 
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -229,6 +230,12 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """
         return super().scale(outputs, loss=loss)
 
+    @overload
+    def unscale_(self, optimizer: Optimizer) -> None: ...
+    @overload
+    def unscale_(self, optimizer: Optimizer, *, max_norm: float) -> Tensor: ...
+    @overload
+    def unscale_(self, optimizer: Optimizer, *, max_norm: float | None) -> Tensor | None: ...
     @hosts.untraced
     @takes()
     def unscale_(self, optimizer: Optimizer, *, max_norm: float | None = None) -> Tensor | None:
@@ -268,6 +275,10 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         norm: Tensor | None = super().unscale_(optimizer, max_norm=max_norm)
         return norm
 
+    @overload
+    def step(self, optimizer: Optimizer, closure: Callable[[], _Loss]) -> _Loss | None: ...
+    @overload
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
     @functools.partial(hosts.untraced, recursive=False)
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.

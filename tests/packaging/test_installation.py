@@ -71,6 +71,35 @@ def test_an_editable_install_serves_scripts_and_type_checkers(
     assert 'Revealed type is "gradscale_numpy.arrays.NumpyBackend"' in completed.stdout, completed.stdout
 
 
+TYPED = """
+from typing import assert_type
+import torch
+from gradscale_torch import GradScaler, ShardedGradScaler
+
+optimizer = torch.optim.LBFGS([torch.ones(1, requires_grad=True)])
+largest: float | None = 1.0
+for scaler in (GradScaler("cpu"), ShardedGradScaler("cpu")):
+    assert_type(scaler.scale(torch.ones(())), torch.Tensor)
+    assert_type(scaler.scale([torch.ones(())]), list[torch.Tensor])
+    scaler.unscale_(optimizer)
+    assert_type(scaler.unscale_(optimizer, max_norm=1.0), torch.Tensor)
+    assert_type(scaler.unscale_(optimizer, max_norm=largest), torch.Tensor | None)
+    assert_type(scaler.step(optimizer), float | None)
+    assert_type(scaler.step(optimizer, lambda: torch.ones(())), torch.Tensor | None)
+    assert_type(scaler.step(optimizer, closure=lambda: torch.ones(())), torch.Tensor | None)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.tier("all")
+def test_type_checkers_know_what_the_methods_of_torchs_replacements_return(tmp_path: Path) -> None:
+    require("torch")
+    require("mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    completed = run(tmp_path, sys.executable, "-m", "mypy", "--strict", "--config-file=", tmp_path / "typed.py")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+
+
 @pytest.mark.tier("all")
 def test_the_folders_of_a_clone_come_after_those_of_a_program(installed: tuple[Path, Path], tmp_path: Path) -> None:
     _, python = installed
