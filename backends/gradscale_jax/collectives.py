@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -97,6 +98,8 @@ class Verdict(NamedTuple):
     >>> verdict.check(policy)  # raises nothing: an overflow is no error
     >>> print(verdict.finite, verdict.nonfinite, verdict.desynced)
     False 1 False
+    >>> print(verdict)
+    Verdict(skipped, gradient arrays that are not finite: 1, scale 65536)
     """
 
     nonfinite: jax.Array
@@ -118,6 +121,14 @@ class Verdict(NamedTuple):
         It is ``finite`` unless spikes are skipped, too.
         """
         return jnp.logical_and(self.finite, jnp.logical_not(self.spike))
+
+    def __repr__(self) -> str:
+        """Say in words what happened; of a traced verdict, or of several, show the fields."""
+        if isinstance(self.spike, (jax.Array, np.ndarray, np.generic)) and np.shape(self.spike) == ():
+            # Traced, or donated to a compiled step.
+            with contextlib.suppress(TypeError, RuntimeError):
+                return f"Verdict({_in_words(self)})"
+        return f"Verdict(nonfinite={self.nonfinite!r}, desynced={self.desynced!r}, spike={self.spike!r})"
 
     def __bool__(self) -> NoReturn:
         msg = (
@@ -160,6 +171,16 @@ class Verdict(NamedTuple):
                 f"the unscaled loss or the data, or lower min_scale"
             )
             raise ScaleUnderflowError(msg)
+
+
+def _in_words(verdict: Verdict) -> str:
+    nonfinite, desynced, _, highest, lowest, spike = (np.asarray(field).tolist() for field in verdict)
+    if desynced:
+        return "; ".join(["skipped, ranks hold different states", *claims.spread(lowest, highest)])
+    what = "skipped, a spike" if spike else "taken"
+    if nonfinite:
+        what = f"skipped, gradient arrays that are not finite: {nonfinite}"
+    return f"{what}, scale {validation.float32_from_bits(highest[0]):.9g}"
 
 
 def agree(

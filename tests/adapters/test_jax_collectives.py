@@ -176,6 +176,38 @@ def test_stacked_verdicts_are_checked(mapped: str) -> None:
         verdicts.check(POLICY)
 
 
+@pytest.mark.tier("quick")
+def test_a_verdict_says_in_words_what_happened() -> None:
+    state = POLICY.init(jnp.zeros(()))._replace(scale=jnp.float32(2.0**24))
+    traced = []
+
+    def verdict(nonfinite: Any, spike: Any) -> Any:
+        made = gradscale_jax.agree(nonfinite, state, POLICY, spike=spike)
+        traced.append(str(made))
+        return made
+
+    for given, words in (
+        ((0, False), "taken, scale 16777216"),
+        ((2, False), "skipped, gradient arrays that are not finite: 2, scale 16777216"),
+        ((2, True), "skipped, gradient arrays that are not finite: 2, scale 16777216"),
+        ((0, True), "skipped, a spike, scale 16777216"),
+    ):
+        for made in (verdict(jnp.int32(given[0]), given[1]), jax.jit(verdict)(*given)):
+            assert str(made) == repr(made) == repr(jax.device_get(made)) == f"Verdict({words})"
+        assert str(jax.tree.map(lambda x: x.dtype, made)) == (
+            "Verdict(nonfinite=dtype('int32'), desynced=dtype('bool'), spike=dtype('bool'))"
+        )
+    assert any("Tracer" in text for text in traced)
+
+    def held(scale: Any) -> Any:
+        return gradscale_jax.agree(jnp.int32(0), state._replace(scale=scale), POLICY, "ranks")
+
+    several = jax.vmap(held, axis_name="ranks")(jnp.asarray([2.0, 4.0]))
+    assert str(several).startswith("Verdict(nonfinite=Array([0, 0], dtype=int32), desynced=Array([ True,  True]")
+    one = str(jax.tree.map(lambda x: x[0], several))
+    assert one == "Verdict(skipped, ranks hold different states; scale from 2.0 to 4.0)"
+
+
 def squares_over_the_mesh(policy: Any, state: Any, w: Any) -> Any:
     return gradscale_jax.value_and_grad(lambda w: (w * w).sum(), policy, axis_name="data")(state, w)
 
