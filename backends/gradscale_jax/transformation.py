@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,8 +26,22 @@ from gradscale_jax.collectives import Verdict, agree
 T = TypeVar("T")
 
 
-class ScaledOptimizerState(NamedTuple):
+class _Stored(NamedTuple):
+    """What a pytree sees of a state: names that no optax transformation has, and values that have none."""
+
+    gradscale_scale_state: tuple[jax.Array, ...]
+    gradscale_inner_state: Any
+    gradscale_verdict: tuple[jax.Array, ...]
+    skipped: jax.Array
+    gradscale_windows: dict[str, tuple[jax.Array, ...]]
+    """At most one, by a name that says what its windows hold."""
+
+
+class ScaledOptimizerState(_Stored):
     """State of :func:`scaled`; a pytree of arrays, whose dtypes and shapes never change.
+
+    ``optax.tree_utils.tree_get`` and ``tree_set`` find what ``tx`` calls ``count``, ``scale`` or ``inner_state``, and
+    nothing of gradscale's: in the pytree the attributes have other names. ``opt_state._replace`` takes those below.
 
     Attributes
     ----------
@@ -51,11 +65,39 @@ class ScaledOptimizerState(NamedTuple):
     1 32768.0
     """
 
-    scale_state: ScaleState
-    inner_state: Any
-    verdict: Verdict
-    skipped: jax.Array
-    windows: SpikeState | None = None
+    __slots__ = ()
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The state to scale the next loss with."""
+        return ScaleState(*self.gradscale_scale_state)
+
+    @property
+    def inner_state(self) -> Any:
+        """The inner transformation's state."""
+        return self.gradscale_inner_state
+
+    @property
+    def verdict(self) -> Verdict:
+        """The last step's verdict."""
+        return Verdict(*self.gradscale_verdict)
+
+    @property
+    def windows(self) -> SpikeState | None:
+        """The values that ``skip`` compares with."""
+        return next((SpikeState(*fields) for fields in self.gradscale_windows.values()), None)
+
+    def _replace(self, **changes: Any) -> ScaledOptimizerState:
+        """Return a state with other attributes."""
+        for name, value in changes.items():
+            changes[name] = tuple(value) if isinstance(value, (ScaleState, Verdict, SpikeState)) else value
+        if "windows" in changes:
+            changes["windows"] = dict.fromkeys(self.gradscale_windows, changes["windows"])
+        return super()._replace(**{x if x in self._fields else f"gradscale_{x}": changes[x] for x in changes})
+
+    def __repr__(self) -> str:
+        names = [name.removeprefix("gradscale_") for name in self._fields]
+        return f"ScaledOptimizerState({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 def scaled(
@@ -97,8 +139,8 @@ def scaled(
     Raises
     ------
     InvalidTypeError
-        From ``update``: for a state of another transformation, for leaves that are no arrays, for a loss that is no
-        number, or when the dtypes of the state of ``tx`` change in a step.
+        From ``update``: for a state of another transformation or another ``skip``, for leaves that are no arrays, for a
+        loss that is no number, or when the dtypes of the state of ``tx`` change in a step.
     InvalidValueError
         From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: when it stands inside
         another one, or inside ``optax.masked`` or ``optax.partition``, which would leave other gradients scaled.
@@ -135,9 +177,9 @@ def scaled(
         zero = jnp.zeros_like(scale_state.growth_tracker)
         # Compiled, since its results then are on no chosen device unless the state is.
         verdict, windows = jax.jit(
-            lambda state: (agree(zero, state, policy), None if skip is None else empty_windows(skip, state.scale))
+            lambda state: (agree(zero, state, policy), _named(skip, lambda rule: empty_windows(rule, state.scale)))
         )(scale_state)
-        return ScaledOptimizerState(scale_state, inner_state, verdict, zero, windows)
+        return ScaledOptimizerState(tuple(scale_state), inner_state, tuple(verdict), zero, windows)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
@@ -149,8 +191,7 @@ def scaled(
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
         grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
-        _require_windows(skip, state.windows)
-        windows, is_spike = state.windows, None
+        windows, is_spike = _windows_in(state, skip), None
         if skip is not None and windows is not None:
             values, is_spike = _judge(skip, windows, extra_args.get("value"), grads)
         verdict = agree(nonfinite, state.scale_state, policy, axis_name, spike=is_spike)
@@ -164,12 +205,12 @@ def scaled(
         if skip is not None and windows is not None:
             windows = skip.learn(windows, jnp.where(verdict.finite, values, jnp.nan), skipped=verdict.spike)
         is_counted = jnp.logical_and(jnp.logical_not(taken), state.skipped < validation.LARGEST_INT32)
-        return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
-            trees.select(held, state.scale_state, updated),
-            trees.select(taken, inner_state, state.inner_state),
-            verdict,
-            state.skipped + is_counted.astype(jnp.int32),
-            windows,
+        return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), state._replace(
+            scale_state=trees.select(held, state.scale_state, updated),
+            inner_state=trees.select(taken, inner_state, state.inner_state),
+            verdict=verdict,
+            skipped=state.skipped + is_counted.astype(jnp.int32),
+            windows=windows,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -239,15 +280,21 @@ def _states_in(tree: object) -> list[ScaledOptimizerState]:
     return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
 
 
-def _require_windows(rule: SkipSpikes | None, windows: SpikeState | None) -> None:
-    """Raise InvalidTypeError for windows of another rule."""
-    given = None if windows is None else windows.values.shape
-    if given != (None if rule is None else (len(rule.of), rule.window)):
+def _named(rule: SkipSpikes | None, make: Callable[[SkipSpikes], Iterable[T]]) -> dict[str, tuple[T, ...]]:
+    """Return what is made of a rule by the name of what it measures; nothing without a rule."""
+    return {} if rule is None else {f"gradscale_{'_and_'.join(rule.of)}": tuple(make(rule))}
+
+
+def _windows_in(state: ScaledOptimizerState, rule: SkipSpikes | None) -> SpikeState | None:
+    """Return the windows of a state; InvalidTypeError for those of another rule."""
+    shapes = {name: np.shape(fields[0]) for name, fields in state.gradscale_windows.items()}
+    if shapes != _named(rule, lambda rule: (len(rule.of), rule.window)):
         msg = (
-            f"the state must be one for skip={rule!r}, got windows of shape {given}: begin with init(params), or give "
-            f"the skip= that the state was made with"
+            f"the state must be one made {f'with skip={rule!r}' if rule else 'without skip='}, got windows of shape "
+            f"{shapes or None}: begin with init(params), or give the skip= that the state was made with"
         )
         raise InvalidTypeError(msg)
+    return state.windows
 
 
 def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -> tuple[jax.Array, jax.Array]:
@@ -295,15 +342,13 @@ def _most_spread(params: object) -> jax.Array:
     return max(placed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
 
 
+def _is_real(leaf: object) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def _cast(params: T, dtype: DTypeLike | None) -> T:
     """Return parameters with their real floating leaves in a dtype, as the gradients come."""
-
-    def cast(leaf: object) -> object:
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf.astype(dtype)
-        return leaf
-
-    made: T = params if dtype is None else jax.tree.map(cast, params)
+    made: T = params if dtype is None else jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, params)
     return made
 
 

@@ -72,3 +72,13 @@ def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_stopped(
     assert_same_bits(restored, state)
     resumed, straight = (trained(range(5, 7), params, each, rule) for each in (restored, state))
     assert_same_bits(resumed, straight)
+
+
+@pytest.mark.parametrize("way", ["flax-bytes", "orbax"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+def test_windows_of_losses_are_not_loaded_as_windows_of_norms(tmp_path: Path, way: str) -> None:
+    rules = [SkipSpikes(window=3, of=of) for of in ("loss", "norm")]
+    of_loss, of_norm = (gradscale_jax.scaled(optax.sgd(0.1), POLICY, skip=rule).init(first_params()) for rule in rules)
+    WAYS[way](of_loss, of_loss, tmp_path / "same")
+    with pytest.raises(ValueError, match="gradscale_norm"):
+        WAYS[way](of_loss, of_norm, tmp_path / "other")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -152,3 +154,55 @@ def test_the_parameters_in_the_state_can_be_told_from_the_rest() -> None:
     marked = optax.tree_map_params(tx, lambda _: "sharded", state, transform_non_params=lambda _: "replicated")
     assert marked.inner_state[0].mu == {"weight": "sharded"}
     assert set(marked.scale_state) == set(marked.verdict) == {marked.skipped} == {"replicated"}
+
+
+def names_of_states(module: Any, seen: set[Any]) -> Iterator[str]:
+    """Yield the names of the states that are public in optax, and of their fields."""
+    seen.add(module)
+    for value in (getattr(module, name) for name in dir(module) if not name.startswith("_")):
+        if isinstance(value, types.ModuleType) and value.__name__.startswith("optax.") and value not in seen:
+            yield from names_of_states(value, seen)
+        elif isinstance(value, type) and hasattr(value, "_fields"):
+            yield from (value.__name__, *value._fields)
+
+
+OF_OPTAX = {*names_of_states(optax, set())}
+RULES = [None, *(gradscale.SkipSpikes(window=4, of=of) for of in ("loss", "norm", ("loss", "norm")))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "norm", "both"])
+def test_no_name_in_a_state_is_one_that_optax_uses(rule: Any) -> None:
+    state = scaled(optax.identity(), skip=rule).init(PARAMS)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    keys = {getattr(key, "name", getattr(key, "key", None)) for path in paths for key in path}
+    assert {"gradscale_scale_state", "gradscale_verdict"} <= keys
+    assert {"count", "scale", "inner_state", "ScaleByAdamState"} <= OF_OPTAX
+    assert not {*keys, type(state).__name__} & OF_OPTAX
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "norm", "both"])
+def test_values_are_found_and_set_by_name_as_without_scaling(rule: Any) -> None:
+    tree, bare = optax.tree_utils, optax.chain(optax.masked(optax.adam(0.1), MASKED), optax.contrib.reduce_on_plateau())
+    own, state = bare.init(PARAMS), scaled(bare, skip=rule).init(PARAMS)
+    for name in (*OF_OPTAX, *gradscale.ScaleState._fields, *gradscale_jax.Verdict._fields, "values", "loss", "norm"):
+        found = [[value for _, value in tree.tree_get_all_with_path(each, name)] for each in (state, own)]
+        assert jax.tree.structure(found[0]) == jax.tree.structure(found[1]), name
+        assert jax.tree.leaves(found[0]) == jax.tree.leaves(found[1]), name
+    assert (tree.tree_get(state, "scale"), tree.tree_get(state, "nu")["a"]) == (1.0, 0.0)
+    changed = tree.tree_set(state, scale=jnp.float32(0.5), count=jnp.int32(7))
+    assert changed.inner_state == tree.tree_set(own, scale=jnp.float32(0.5), count=jnp.int32(7))
+    assert repr(changed._replace(inner_state=None)) == repr(state._replace(inner_state=None))
+    with pytest.raises(KeyError):
+        tree.tree_set(state, growth_tracker=jnp.int32(7))
+
+
+def test_a_state_is_replaced_by_the_names_of_its_attributes() -> None:
+    tx, grads = scaled(SGD, skip=RULES[-1]), {"a": jnp.ones(()), "b": jnp.ones(())}
+    first = tx.init(PARAMS)
+    _, later = tx.update({**grads, "a": jnp.asarray(jnp.inf)}, tx.update(grads, first, value=1.0)[1], value=1.0)
+    for name in ("scale_state", "inner_state", "verdict", "skipped", "windows"):
+        mixed = first._replace(**{name: getattr(later, name)})
+        assert str(getattr(mixed, name)) == str(getattr(later, name))
+        assert jax.tree.structure(mixed) == jax.tree.structure(first)
+    with pytest.raises(ValueError, match="unexpected field names"):
+        first._replace(scale=1.0)

@@ -188,10 +188,12 @@ def test_what_cannot_be_judged_is_refused() -> None:
     for wrong in (True, "7.5", grads, jnp.asarray(7), jnp.asarray(1j)):
         with pytest.raises(InvalidTypeError, match="value must be the loss, a number or a real floating array of one"):
             of_loss.update(grads, of_loss.init(grads), value=wrong)
-    rules = (None, SkipSpikes(window=4), SkipSpikes(window=8), SkipSpikes(window=8, of="norm"))
+    rules = [None, SkipSpikes(window=4), *(SkipSpikes(window=8, of=of) for of in (("loss", "norm"), "loss", "norm"))]
     for made, used in ((a, b) for a in rules for b in rules if a is not b):
         with pytest.raises(InvalidTypeError, match=r"got windows of shape .*: begin with init"):
             transformation(used).update(grads, transformation(made).init(grads), value=1.0)
+    with pytest.raises(InvalidTypeError, match=r"made without skip=, got windows of shape .*norm': \(1, 8\)"):
+        transformation(None).update(grads, transformation(rules[-1]).init(grads))
 
 
 def test_losses_are_not_looked_at_unless_spikes_are_skipped() -> None:
