@@ -120,8 +120,8 @@ def scaled(
     axis_name : str or tuple of str, optional
         As for :func:`gradscale_jax.value_and_grad`. Default: none, which is right under plain jit.
     dtype : dtype, optional
-        Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters, such
-        as float32 for float16 parameters. Default: that of each gradient.
+        Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters: float32
+        for float16 parameters or gradients, in which the ``eps`` of ``tx`` would be 0. Default: that of each gradient.
     skip : SkipSpikes, optional
         Skip spikes, too, of the global norm of the unscaled gradients and of the loss that ``update`` is given as
         ``value=``; the scale stays as it is. Each rank of ``axis_name`` judges its own values, and all skip together;
@@ -139,8 +139,9 @@ def scaled(
     Raises
     ------
     InvalidTypeError
-        From ``update``: for a state of another transformation or another ``skip``, for leaves that are no arrays, for a
-        loss that is no number, or when the dtypes of the state of ``tx`` change in a step.
+        From ``init`` and ``update``: for leaves of float16 or float8 without ``dtype``. From ``update``: for a state of
+        another transformation or another ``skip``, for leaves that are no arrays, for a loss that is no number, or when
+        the dtypes of the state of ``tx`` change in a step.
     InvalidValueError
         From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: when it stands inside
         another one, or inside ``optax.masked`` or ``optax.partition``, which would leave other gradients scaled.
@@ -167,7 +168,7 @@ def scaled(
     guard_for(skip)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
-        _forbid_masked(params)
+        _require_leaves(params, dtype)
         scale_state = policy.init(_most_spread(params))
         check_real_dtype(scale_state.scale, dtype)
         inner_state = jax.tree.map(trees.strong, inner.init(_cast(params, dtype)))
@@ -187,7 +188,7 @@ def scaled(
         if not isinstance(state, ScaledOptimizerState):
             msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
-        _forbid_masked(updates)
+        _require_leaves(updates, dtype)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
         grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
@@ -326,7 +327,8 @@ def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs
     return optax.with_extra_args_support(tx)
 
 
-def _forbid_masked(tree: object) -> None:
+def _require_leaves(tree: object, dtype: DTypeLike | None) -> None:
+    """Raise an error for leaves that an optax mask keeps back, and, without a dtype, for those in which 1e-8 is 0."""
     if trees.nodes(tree, optax.MaskedNode):
         msg = (
             "scaled() must not stand inside optax.masked, optax.partition or optax.freeze: the leaves that these keep "
@@ -334,6 +336,14 @@ def _forbid_masked(tree: object) -> None:
             "scaled(optax.masked(tx, mask), policy)"
         )
         raise InvalidValueError(msg)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if dtype is None and _is_real(leaf) and jnp.finfo(leaf.dtype).smallest_subnormal > 1e-8:
+            msg = (
+                f"parameters and gradients must have a dtype that tx can compute in, got {leaf.dtype} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}, in which an eps of 1e-8 is 0 and a gradient of 0 makes "
+                f"NaN: say scaled(tx, policy, dtype=jnp.float32), in which tx then computes and holds its state"
+            )
+            raise InvalidTypeError(msg)
 
 
 def _most_spread(params: object) -> jax.Array:

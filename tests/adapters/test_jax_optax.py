@@ -129,8 +129,28 @@ def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation() -
     np.testing.assert_allclose(run.updates["weight"], -0.5 * 2.0**-26 / (2.0**-26 + 1e-8), rtol=1e-4)
     assert run.params["weight"].dtype == np.float16
     assert not np.array_equal(run.params["weight"][0], np.asarray(params["weight"]))
-    own = scaled(optax.adam(0.5))
+    own = scaled(optax.adam(0.5), dtype=np.float16)
     assert drive(scaled_step(own), params, own.init(params), grads, "jit").updates["weight"].dtype == np.float16
+
+
+def test_leaves_in_which_an_epsilon_is_zero_are_refused_unless_a_dtype_is_given() -> None:
+    refused = pytest.raises(gradscale.InvalidTypeError, match=r"got float\d.* at \['w'\].*dtype=jnp.float32\)")
+    for dtype in ("float16", "float8_e4m3fn", "float8_e5m2"):
+        narrow, wide = {"w": jnp.ones(2, dtype)}, {"w": jnp.ones(2)}
+        for make in (jnp.asarray, np.asarray):
+            with refused:
+                scaled().init({"w": make(narrow["w"])})
+        with refused:
+            jax.eval_shape(scaled().init, narrow)
+        with refused:
+            jax.jit(scaled().update)(narrow, scaled().init(wide), wide)
+    for dtype in ("bfloat16", "float32", "complex64", "int32"):
+        scaled().init({"w": jnp.ones(2, dtype)})
+
+    # An unused row, whose gradient is 0.
+    params, tx = {"w": jnp.ones(2, jnp.float16)}, scaled(dtype=jnp.float32)
+    updates, _ = tx.update({"w": jnp.asarray([1024.0, 0.0], jnp.float16)}, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=1e-4)
 
 
 @pytest.mark.tier("ranks")

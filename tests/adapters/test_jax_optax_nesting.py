@@ -108,7 +108,7 @@ def test_something_else_than_a_transformation_is_refused(tx: Any) -> None:
 
 
 def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused() -> None:
-    params = {"a": jnp.ones((), jnp.float16)}
+    params = {"a": jnp.ones((), jnp.bfloat16)}
     tx = scaled(optax.adam(1.0))
     with pytest.raises(gradscale.InvalidValueError, match="dtype must be a real floating dtype"):
         scaled(SGD, dtype=jnp.int32).init(params)
@@ -116,7 +116,7 @@ def test_a_dtype_or_state_or_gradient_that_does_not_fit_is_refused() -> None:
         tx.update(params, optax.EmptyState(), params)
     with pytest.raises(gradscale.InvalidTypeError, match="array"):
         tx.update({"a": "text"}, tx.init(params), params)
-    with pytest.raises(gradscale.InvalidTypeError, match=r"got float32 .* float16 .*dtype=jnp.float32"):
+    with pytest.raises(gradscale.InvalidTypeError, match=r"got float32 .* bfloat16 .*dtype=jnp.float32"):
         tx.update({"a": jnp.ones((), jnp.float32)}, tx.init(params), params)
     with pytest.raises(gradscale.CallOrderError, match="not bound"):
         scaled(SGD, axis_name="data").update(params, tx.init(params), params)
