@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradscale.errors import BackendNotAvailableError, MissingExtraError
+from gradscale.errors import BackendNotAvailableError, InvalidTypeError, MissingExtraError
 
 # What an extra does not bring: CuPy is a distribution of another name for each CUDA.
 _BESIDES = {"cupy": " cupy-cuda12x"}
@@ -91,3 +91,14 @@ def import_keras(backend: str) -> Any:
     if keras.config.backend() != backend:
         raise BackendNotAvailableError(msg.format(f"Keras on {keras.config.backend()}"))
     return keras
+
+
+def require_unscaled(keras: Any, optimizer: object) -> None:
+    """Raise InvalidTypeError for what is no optimizer of Keras, and for one that scales already."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not isinstance(optimizer, keras.Optimizer):
+        msg = (
+            f"inner_optimizer must be an optimizer of Keras that does not scale, such as keras.optimizers.Adam(0.01), "
+            f"got a {type(optimizer).__name__}: of a name make one with keras.optimizers.get(name); of one that scales "
+            f"and would divide the gradients twice, give the optimizer inside"
+        )
+        raise InvalidTypeError(msg)

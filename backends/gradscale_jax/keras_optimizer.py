@@ -12,7 +12,7 @@ from gradscale import DynamicScale, ScaleState
 from gradscale.core import validation
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidValueError
-from gradscale.extras import import_keras
+from gradscale.extras import import_keras, require_unscaled
 from gradscale.scaler import checkpoint
 from gradscale_jax import trees
 
@@ -34,7 +34,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     Parameters
     ----------
     inner_optimizer : keras.optimizers.Optimizer
-        Makes the steps, and sees unscaled gradients.
+        Makes the steps, and sees unscaled gradients; none that scales by itself.
     policy : Policy, optional
         Such as ``gradscale.presets.keras()``, whose rule is Keras's. Default: ``gradscale.DynamicScale()``.
     name : str, optional
@@ -48,7 +48,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     Raises
     ------
     InvalidTypeError
-        For a policy that is none.
+        For a policy that is none, or an inner optimizer that is none or scales already.
     BackendNotAvailableError
         When this module is imported without Keras, or with Keras on another backend than JAX.
 
@@ -71,6 +71,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     """
 
     def __init__(self, inner_optimizer: object, policy: Policy | None = None, name: str | None = None) -> None:
+        require_unscaled(keras, inner_optimizer)
         super().__init__(inner_optimizer, name=name)
         self.policy: Policy = DynamicScale() if policy is None else validation.policy(policy)
         self.fields = [keras.Variable(field, trainable=False) for field in self.policy.init(jnp.zeros(()))]

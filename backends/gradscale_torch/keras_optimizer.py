@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.extras import import_keras
+from gradscale.extras import import_keras, require_unscaled
 from gradscale_torch.amp import GradScaler
 
 keras = import_keras("torch")
@@ -29,7 +29,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     Parameters
     ----------
     inner_optimizer : keras.optimizers.Optimizer
-        Makes the steps, and sees unscaled gradients.
+        Makes the steps, and sees unscaled gradients; none that scales by itself.
     scaler : GradScaler or ShardedGradScaler, optional
         Of ``gradscale_torch``. Default: a ``GradScaler`` for the device that Keras computes on, which takes float16
         gradients: those of float16 variables.
@@ -44,7 +44,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
     Raises
     ------
     InvalidTypeError
-        For a scaler that is not of ``gradscale_torch``.
+        For a scaler that is not of ``gradscale_torch``, or an inner optimizer that is none or scales already.
     BackendNotAvailableError
         When this module is imported without Keras, or with Keras on another backend than torch.
 
@@ -73,6 +73,7 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         elif not isinstance(scaler, GradScaler):
             msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
             raise InvalidTypeError(msg)
+        require_unscaled(keras, inner_optimizer)
         super().__init__(inner_optimizer, name=name)
         self.scaler = scaler
 

@@ -125,6 +125,13 @@ def calls() -> dict[str, Any]:
         "no scaler": raised(lambda: made(keras.optimizers.SGD(1.0), 1024.0)),
         "no variables": raised(lambda: optimizer.apply([grads])),
         "bad state": raised(lambda: keras.saving.deserialize_keras_object(bad)),
+        "no optimizer": [
+            raised(lambda inner=inner: made(inner))
+            for inner in (
+                *("adam", None, 3, keras.optimizers.SGD, json.loads(json.dumps(config))),
+                *(around(keras.optimizers.SGD(1.0)) for around in (keras.optimizers.LossScaleOptimizer, made)),
+            )
+        ],
         "no policy": raised(lambda: keras.saving.deserialize_keras_object(own)),
     }
 
