@@ -177,9 +177,8 @@ def _in_words(verdict: Verdict) -> str:
     nonfinite, desynced, _, highest, lowest, spike = (np.asarray(field).tolist() for field in verdict)
     if desynced:
         return "; ".join(["skipped, ranks hold different states", *claims.spread(lowest, highest)])
-    what = "skipped, a spike" if spike else "taken"
-    if nonfinite:
-        what = f"skipped, gradient arrays that are not finite: {nonfinite}"
+    bad = f"gradient arrays that are not finite: {nonfinite}" if nonfinite else "a spike"
+    what = f"skipped, {bad}" if nonfinite or spike else "taken"
     return f"{what}, scale {validation.float32_from_bits(highest[0]):.9g}"
 
 
@@ -230,10 +229,8 @@ def agree(
                 f"{shown(spike)}: of several values give jnp.any(spike)"
             )
             raise InvalidTypeError(msg)
-        of_rank = claims.reason_code(claims.Reason.SPIKE, 0) - jnp.asarray(
-            0 if group is None else group.rank, jnp.int32
-        )
-        code = jnp.where(spike, of_rank, jnp.zeros_like(of_rank))
+        rank = 0 if group is None else group.rank
+        code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - rank, 0)
     backend = registry.backend_for(state.scale)
     message = claims.of_arrays(backend, policy, state, nonfinite, words, code=code)
     if group is not None:

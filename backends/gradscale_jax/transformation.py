@@ -89,11 +89,11 @@ class ScaledOptimizerState(_Stored):
 
     def _replace(self, **changes: Any) -> ScaledOptimizerState:
         """Return a state with other attributes."""
-        for name, value in changes.items():
-            changes[name] = tuple(value) if isinstance(value, (ScaleState, Verdict, SpikeState)) else value
-        if "windows" in changes:
-            changes["windows"] = dict.fromkeys(self.gradscale_windows, changes["windows"])
-        return super()._replace(**{x if x in self._fields else f"gradscale_{x}": changes[x] for x in changes})
+        kinds = ScaleState, Verdict, SpikeState
+        given: dict[str, Any] = {name: tuple(x) if isinstance(x, kinds) else x for name, x in changes.items()}
+        if "windows" in given:
+            given["windows"] = dict.fromkeys(self.gradscale_windows, given["windows"])
+        return super()._replace(**{x if x in self._fields else f"gradscale_{x}": given[x] for x in given})
 
     def __repr__(self) -> str:
         names = [name.removeprefix("gradscale_") for name in self._fields]
