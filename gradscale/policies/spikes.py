@@ -46,7 +46,8 @@ class SkipSpikes:
     sides : {"above", "both"}, default "above"
         Whether a value may be too small, too.
     of : {"loss", "norm"} or tuple of these, default ("loss", "norm")
-        A scaler judges the losses that ``scale`` is given, and the norm that ``unscale_(max_norm=)`` returns.
+        A scaler judges the losses that ``scale`` is given, and the norm that ``unscale_(max_norm=)`` returns. ``judge``
+        and ``learn`` take any values: keep a state for each quantity.
     learns_from_skipped : bool, default False
         Whether the values of skipped steps are compared with, too.
     patience : int, default 10
@@ -63,7 +64,8 @@ class SkipSpikes:
 
     Notes
     -----
-    A value that is inf or NaN is a spike once there are ``min_values``, and never learned. If all values are equal
+    A value of NaN, inf or -inf is a spike on whatever ``sides`` once there are ``min_values``, with ``above`` from the
+    first on, and never learned. A step whose gradients are not finite either is an overflow. If all values are equal
     their standard deviation is exactly 0: another equal value is no spike, any greater one is.
 
     It decides as the rules of OLMo-core and MaxText do (:meth:`olmo_core`, :meth:`maxtext`), but for their faults: in

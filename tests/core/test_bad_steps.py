@@ -455,6 +455,26 @@ def test_a_loss_that_is_not_finite_is_a_spike(settings: dict[str, Any], value: f
     assert scaler.state_dict()["spikes"][0]["loss"]["values"] == [1.0] * 5
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_a_loss_that_is_not_finite_skips_nothing_before_there_are_values_and_an_overflow_comes_first(
+    value: float,
+) -> None:
+    scaler, optimizer = gradscale.GradScaler(init_scale=4.0, skip=gradscale.SkipSpikes(window=4)), Optimizer()
+    reasons = [iterate(scaler, optimizer, loss).reason for loss in (1.0, value, 1.0, value)]
+    assert reasons == ["stepped", "stepped", "stepped", "spike"]
+    assert (iterate(scaler, optimizer, value, value).reason, scaler.get_scale()) == ("overflow", 2.0)
+
+
+def test_saved_windows_of_losses_are_not_taken_for_those_of_norms() -> None:
+    saved = trained(policy=ONE, skip=gradscale.SkipSpikes(window=8, of="loss"))[0].state_dict()
+    scaler, optimizer = gradscale.GradScaler(policy=ONE, skip=gradscale.SkipSpikes(window=8, of="norm")), Optimizer()
+    scaler.load_state_dict(saved)
+    assert iterate(scaler, optimizer, 1.0, 99.0, max_norm=1e9).reason == "stepped"
+    [window] = scaler.state_dict()["spikes"]
+    assert list(window) == ["norm"]
+    assert len(window["norm"]["values"]) == 1
+
+
 def test_what_is_unscaled_and_not_stepped_is_not_learned() -> None:
     scaler, optimizer = trained(policy=ONE, skip=gradscale.SkipSpikes(window=8))
     other = Optimizer()
