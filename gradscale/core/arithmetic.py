@@ -310,6 +310,12 @@ def lacks(like: Array) -> dict[str, list[str]]:
     """Return by kind the functions, dtypes and members of arrays that a library lacks of those that the core needs."""
     xp = array_namespace(like)
     functions = [name for name in STANDARD_FUNCTIONS if not hasattr(xp, name)]
+    if not functions:
+        try:
+            xp.__array_namespace_info__()
+        except RuntimeError:
+            # A library that is set to an older standard, and says so where it is called.
+            functions.append("__array_namespace_info__")
     dtypes = [name for name in STANDARD_DTYPES if name != "float64" and not hasattr(xp, name)]
     members = [name for name in STANDARD_MEMBERS if name not in _BY_FUNCTION and not hasattr(like, name)]
     if "__int__" in members and (hasattr(like, "compute") or hasattr(like, "tolist")):

@@ -168,8 +168,8 @@ def _require_standard(x: Array) -> None:
         library = arithmetic.library_name(array_namespace(x))
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
         msg = (
-            f"{library} has no adapter for gradscale, and lacks what it needs of the array API standard, got {listed} "
-            f"missing: write an adapter for it, derived from gradscale.Backend, or convert the arrays"
+            f"{library} has no adapter for gradscale, and lacks what it needs of the array API standard of 2023.12 or "
+            f"newer, got {listed} missing: write an adapter for it, derived from gradscale.Backend, or convert the arrays"
         )
         raise BackendNotAvailableError(msg)
 

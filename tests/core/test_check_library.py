@@ -78,6 +78,17 @@ def test_each_function_and_dtype_that_is_missing_is_named(cripple: Callable[...,
                 use(x)
 
 
+@pytest.mark.parametrize("version", ["2021.12", "2022.12"])
+@pytest.mark.filterwarnings("ignore:The 2021.12 version")
+def test_a_library_of_an_older_standard_is_told_which_one_it_needs(strict: Library, version: str) -> None:
+    x = strict.asarray([1.0, 2.0])
+    told = r"lacks what .* standard of 2023\.12 or newer, got functions __array_namespace_info__ missing"
+    with strict.xp.ArrayAPIStrictFlags(api_version=version):
+        for use in (DynamicScale().init, gradscale.GradScaler().scale, check_library):
+            with pytest.raises(BackendNotAvailableError, match=told if use is not check_library else "array_namespace"):
+                use(x)
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 def test_each_member_that_is_missing_is_named(strict: Library, name: str) -> None:
     had = dict.fromkeys({*arithmetic.STANDARD_MEMBERS} - COMPARISONS - {name}, ())
