@@ -146,3 +146,18 @@ def test_ndonnx_runs_the_core_eagerly(ndonnx: Any) -> None:
     assert Backend().read(arithmetic.fingerprint(new)) == expected
     chosen = gradscale.select(nonfinite == array(0, np.int32), unscaled, grads)
     np.testing.assert_array_equal(chosen[0].unwrap_numpy(), np.array([8.0, 2.0], np.float32), strict=True)
+
+
+@pytest.mark.parametrize("quantity", ["loss", "norm"])
+def test_a_rule_for_spikes_judges_arrays_of_a_library_that_moves_none(ndonnx: Any, quantity: Any) -> None:
+    scaler, optimizer = GradScaler(skip=gradscale.SkipSpikes(window=8, of=quantity)), Tree()
+    reasons = []
+    for step in range(7):
+        value = np.float32(100.0 if step == 5 else 2.0 + step % 2)
+        factor = scaler.scale(ndonnx.asarray(value)) / ndonnx.asarray(value)
+        optimizer.grads = [ndonnx.asarray(np.full(2, value, np.float32)) * factor]
+        scaler.unscale_(optimizer, max_norm=1e6)
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.last_step(optimizer).reason)
+    assert reasons == ["stepped"] * 5 + ["spike", "stepped"]

@@ -113,6 +113,22 @@ def test_the_magnitudes_of_a_log_tell_which_steps_overflow(
     assert [row["skipped"] for row in json.loads(run(str(path), "--json")[1])] == [skipped]
 
 
+@pytest.mark.parametrize("magnitude", ["", ', "magnitude": 0.0625'], ids=["", "with magnitudes"])
+@pytest.mark.parametrize("reason", ["spike", "refused"])
+def test_a_step_that_moves_no_scale_is_no_overflow(reason: str, magnitude: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    clean, held, overflow = (
+        f'{{"scale": 65536.0, "skipped": {skipped}, "reason": {why}{magnitude}}}\n'
+        for skipped, why in (("false", "null"), ("true", f'"{reason}"'), ("true", '"overflow"'))
+    )
+    path.write_text(clean + held * 5 + overflow + clean)
+    (row,) = json.loads(run(str(path), "--json", "-p", "torch:growth_interval=2")[1])
+    assert (row["steps"], row["skipped"], row["final_scale"]) == (3, 1, 2.0**15)
+    path.write_text(clean + held + clean)
+    (row,) = json.loads(run(str(path), "--json", "-p", "torch:growth_interval=2")[1])
+    assert (row["skipped"], row["final_scale"]) == (0, 2.0**17)
+
+
 @pytest.mark.parametrize("width", [60, 200])
 def test_no_number_is_broken_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     require("cli")
