@@ -169,7 +169,8 @@ def _require_standard(x: Array) -> None:
         listed = "; ".join(f"{kind} {', '.join(names)}" for kind, names in missing.items())
         msg = (
             f"{library} has no adapter for gradscale, and lacks what it needs of the array API standard of 2023.12 or "
-            f"newer, got {listed} missing: write an adapter for it, derived from gradscale.Backend, or convert the arrays"
+            f"newer, got {listed} missing: write an adapter for it, derived from gradscale.Backend, or convert the "
+            f"arrays"
         )
         raise BackendNotAvailableError(msg)
 

@@ -16,7 +16,7 @@ from array_api_compat import array_namespace, device, is_array_api_obj, to_devic
 from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array, has_float64
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Numbers, ScaleState
+from gradscale.core.protocols import Array, Namespace, Numbers, ScaleState
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 AtMin = Literal["clamp", "hold", "raise"]
@@ -94,7 +94,7 @@ class BoundedScale:
         """``max_scale``, or float32's own largest."""
         return validation.LARGEST_FLOAT32 if self.max_scale is None else self.max_scale
 
-    def init(self, like: Array) -> ScaleState:
+    def init(self, like: Array = None) -> ScaleState:
         """Return the first state, in the library and on the device of ``like``: ``init_scale``, trackers of 0."""
         return _first_state(self.init_scale, like)
 
@@ -317,7 +317,7 @@ class StaticScale:
     def __post_init__(self) -> None:
         object.__setattr__(self, "init_scale", validation.scale("init_scale", self.init_scale))
 
-    def init(self, like: Array) -> ScaleState:
+    def init(self, like: Array = None) -> ScaleState:
         """Return the state, in the library and on the device of ``like``."""
         return _first_state(self.init_scale, like)
 
@@ -380,12 +380,19 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
     return Numbers(scale, 0 if overflow else restart if grow else run, counted, steps)
 
 
-def _first_state(scale: float, like: Array) -> ScaleState:
+def home_of(like: Array) -> tuple[Namespace, object]:
+    """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
-        msg = f"like must be an array, whose library and device the state is made on, got {shown(like)}"
+        msg = (
+            f"like must be an array, whose library and device the state is made on, got {shown(like)}: give one, such "
+            f"as policy.init(params['w'])"
+        )
         raise InvalidTypeError(msg)
-    xp = array_namespace(like)
-    where = registry.backend_for(like).placement(like)
+    return array_namespace(like), registry.backend_for(like).placement(like)
+
+
+def _first_state(scale: float, like: Array) -> ScaleState:
+    xp, where = home_of(like)
     # Under CuPy, zeros and full leave out the device.
     trackers = [xp.asarray(0, dtype=xp.int32, device=where) for _ in ScaleState._fields[1:]]
     return ScaleState(xp.asarray(scale, dtype=xp.float32, device=where), *trackers)

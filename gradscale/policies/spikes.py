@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from gradscale.core import registry, validation
+from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.policies.dynamic import home_of
 
 STANDARD_FUNCTIONS = ("abs", "max", "sqrt", "sum")
 """Names that SkipSpikes needs of a library besides those of the core."""
@@ -128,9 +129,9 @@ class SkipSpikes:
         least = max(2, validation.integer("window", window, 2, 2**16) // 2 - 1)
         return cls(window=window, deviations=deviations, min_values=least, learns_from_skipped=True)
 
-    def init(self, like: Array) -> SpikeState:
+    def init(self, like: Array = None) -> SpikeState:
         """Return a state without values, in the library and on the device of an array."""
-        xp, where = array_namespace(like), registry.backend_for(like).placement(like)
+        xp, where = home_of(like)
         zero = xp.zeros((), dtype=xp.int32, device=where)
         return SpikeState(xp.zeros((self.window,), dtype=xp.float32, device=where), zero, zero)
 

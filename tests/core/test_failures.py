@@ -157,8 +157,12 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
     ):
         with pytest.raises(InvalidTypeError, match=f"nonfinite must be a 0-d array.*{said}"):
             policy.update(state, nonfinite=wrong)
-    with pytest.raises(InvalidTypeError, match="like must be an array"):
-        policy.init({"w": np.zeros(3)})
+    for rule in (policy, gradscale.StaticScale(), presets.chainer(), gradscale.SkipSpikes()):
+        told = r"like must be an array, .*, got {}.*such as policy\.init\(params\['w'\]\)$"
+        with pytest.raises(InvalidTypeError, match=told.format(r"\{'w': ")):
+            rule.init({"w": np.zeros(3)})
+        with pytest.raises(InvalidTypeError, match=told.format("None")):
+            rule.init()
     for value in (2, True, 3.0):
         with pytest.raises(InvalidTypeError, match=rf"must be an array.*wrap it, such as np\.float32\({value}\)"):
             GradScaler().scale(value)
