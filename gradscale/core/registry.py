@@ -37,6 +37,11 @@ GROUP = "gradscale.backends"
 _EXTRAS = {"numpy": "numpy", "mpi4py": "mpi", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _EXTRAS |= dict.fromkeys(("cupy", "cupy_backends", "cupyx"), "cupy")
 
+A_GROUP = (
+    "a communicator, such as MPI.COMM_WORLD, a torch ProcessGroup or DeviceMesh, an object with rank, size and "
+    "start_max, or a list of these (one process alone wants gradscale.GradScaler)"
+)
+
 # The pure functions serve a library without an adapter.
 _PURE = Backend()
 _backends: dict[type, Backend] = {}
@@ -256,10 +261,7 @@ def collectives_for(group: Any, timeout: float) -> Collectives:
     backend = None if name is None else get(name)
     if isinstance(backend, GroupBackend):
         return backend.collectives(group, timeout=timeout)
-    msg = (
-        f"group must be a communicator, such as MPI.COMM_WORLD, a torch ProcessGroup or DeviceMesh, an object with "
-        f"rank, size and start_max, or a list of these, got {shown(group)} of type {type(group).__name__}"
-    )
+    msg = f"group must be {A_GROUP}, got {shown(group)} of type {type(group).__name__}"
     if group is None:
         msg += ": torch's group.WORLD is None until torch.distributed.init_process_group() is called"
     raise InvalidTypeError(msg)

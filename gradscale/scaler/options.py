@@ -12,6 +12,7 @@ from gradscale.core import validation
 from gradscale.core.backend import Backend
 from gradscale.core.messages import nearest, shown
 from gradscale.core.protocols import Policy
+from gradscale.core.registry import A_GROUP
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
@@ -113,6 +114,8 @@ def _mistake(
         msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
     elif by_position == 1 and "group" in unknown:
         msg += "; group= is taken by gradscale.ShardedGradScaler"
+    elif what.endswith(": 'group'"):
+        msg = f"{what}, which must be {A_GROUP}"
     elif unknown:
         msg += nearest(unknown[0], options)
     if by_position == 1 and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
