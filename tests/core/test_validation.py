@@ -215,7 +215,8 @@ def test_a_name_that_is_no_option_is_an_error() -> None:
         GradScaler(group=None)  # type: ignore[call-arg]
     with pytest.raises(InvalidTypeError, match=r"by name, such as init_scale=, got \(65536\.0,\)"):
         GradScaler(65536.0)  # type: ignore[misc]
-    with pytest.raises(InvalidTypeError, match=r"missing a required .*: 'group', which must be a communicator.*alone wants gradscale.GradScaler\)$"):
+    told = r"missing a required .*: 'group', which must be a communicator.*alone wants gradscale\.GradScaler\)$"
+    with pytest.raises(InvalidTypeError, match=told):
         ShardedGradScaler()  # type: ignore[call-arg]
     with pytest.raises(InvalidTypeError, match=r"unscale_\(\) takes .* by name, such as max_norm=, got \(1\.0,"):
         GradScaler().unscale_(Tree([]), 1.0)  # type: ignore[arg-type]

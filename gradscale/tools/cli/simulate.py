@@ -33,7 +33,8 @@ def simulate(
         typer.Argument(
             metavar="TRACE",
             help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row (- for stdin), without "
-            "rows whose 'reason' is spike or refused, which move no scale; or steps such as CCOC (C clean, O overflow).",
+            "rows whose 'reason' is spike or refused, which move no scale; or steps such as CCOC (C clean, O "
+            "overflow).",
         ),
     ] = None,
     preset: Annotated[
