@@ -218,11 +218,7 @@ def _listed(optimizer: Optimizer) -> gradients.ListedParameters:
     try:
         return gradients.ListedParameters(group["params"] for group in optimizer.param_groups)
     except Exception as error:
-        msg = (
-            f"an optimizer must have param_groups, dicts with a list of 'params', got {shown(optimizer)} of type "
-            f"{type(optimizer).__name__}"
-        )
-        raise InvalidTypeError(msg) from error
+        raise gradients.no_optimizer(optimizer, "param_groups, dicts with a list of 'params'") from error
 
 
 def _parameters_of(optimizer: Optimizer) -> Parameters:

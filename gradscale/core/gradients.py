@@ -256,15 +256,27 @@ def _from_param_groups(optimizer: OptimizerWithGroups) -> tuple[list[Array], _As
     return [gradient for gradient in gradients if gradient is not None], assign
 
 
+def no_optimizer(got: object, members: str) -> InvalidTypeError:
+    """Return the error for an object that lacks the members of an optimizer, or a class in place of an instance."""
+    if isinstance(got, type):
+        return InvalidTypeError(f"an optimizer must be an instance, got {shown(got)}: call it, {got.__name__}(...)")
+    text = f"{shown(got)} of type {type(got).__name__}"
+    if isinstance(got, (list, tuple, dict, set, frozenset)):
+        text = f"a {type(got).__name__} of {len(got)}: make this call for each optimizer"
+    return InvalidTypeError(f"an optimizer must have {members}, got {text}")
+
+
+def require_step(optimizer: object) -> None:
+    """Raise InvalidTypeError for an object that cannot be stepped."""
+    if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+        raise no_optimizer(optimizer, "step()")
+
+
 def _require_tree(optimizer: OptimizerWithGrads) -> object:
     """Return the ``grads`` of an optimizer without ``param_groups``, if there are any that can be walked."""
     if not hasattr(optimizer, "grads"):
-        msg = (
-            f"an optimizer must have param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in "
-            f"nested containers, to be read and assigned), got {shown(optimizer)} of type {type(optimizer).__name__}, "
-            f"which has neither"
-        )
-        raise InvalidTypeError(msg)
+        members = "param_groups (a list of dicts whose 'params' have .grad) or grads (arrays in nested containers)"
+        raise no_optimizer(optimizer, members)
     gradients = optimizer.grads
     # An iterator would be empty for the optimizer after the scaler has walked it.
     if (isinstance(gradients, (str, bytes, Iterator)) or callable(gradients)) and not is_array_api_obj(gradients):

@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Found, Listed, Request, named_gradients
+from gradscale.core.gradients import Found, Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import (
@@ -282,8 +282,7 @@ class Iteration:
 
     def begin_step(self, optimizer: Optimizer) -> Turn:
         """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
-        if not callable(getattr(optimizer, "step", None)):
-            raise _no_optimizer(optimizer)
+        require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order("step() has already been called on this optimizer since the last update()")
@@ -389,8 +388,7 @@ class Iteration:
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
-        if not callable(getattr(optimizer, "step", None)):
-            raise _no_optimizer(optimizer)
+        require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
             self.wrong_order("refuse() is being called after step() on this optimizer")
@@ -661,7 +659,3 @@ class Iteration:
         """Raise CallOrderError with what was wrong and the right order."""
         msg = f"{what} (iteration {self.number}). {_ORDER}"
         raise CallOrderError(msg)
-
-
-def _no_optimizer(got: object) -> InvalidTypeError:
-    return InvalidTypeError(f"an optimizer must have step(), got {shown(got)} of type {type(got).__name__}")

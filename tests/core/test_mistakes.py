@@ -206,6 +206,21 @@ def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(
         scaler.last_step(optimizer)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("call", ["unscale_", "step", "refuse", "diagnose"])
+def test_several_optimizers_and_a_class_are_told_to_give_one_optimizer(arrays: Library, call: str) -> None:
+    class Classy:
+        def step(self) -> None: ...
+
+    scaler = GradScaler()
+    optimizer = Tree(scaled(scaler, arrays.asarray([2.0])))
+    for several in ([optimizer], (optimizer, optimizer), {"one": optimizer}):
+        told = rf"an optimizer must have .*, got a {type(several).__name__} of {len(several)}: .* for each optimizer$"
+        with pytest.raises(gradscale.InvalidTypeError, match=told):
+            getattr(scaler, call)(several)
+    with pytest.raises(gradscale.InvalidTypeError, match=r"must be an instance, got .*: call it, Classy\(\.\.\.\)$"):
+        getattr(scaler, call)(Classy)
+
+
 # Calls in a wrong order: an error that names the right one, and nothing done to gradients or scale.
 
 ORDER = (
