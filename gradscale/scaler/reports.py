@@ -186,6 +186,8 @@ class Reports:
         last = self._last.by_id(id(optimizer))
         if last is None:
             msg = f"last_step() needs a step() of this optimizer first, got one of type {type(optimizer).__name__}"
+            if getattr(optimizer, "optimizer", None) in self:
+                msg += ", around one that was stepped: give it that, its attribute .optimizer"
             raise CallOrderError(msg)
         if isinstance(last, StepReport):
             return last

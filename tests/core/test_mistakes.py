@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import pickle
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -204,6 +205,15 @@ def test_an_optimizer_without_step_is_an_error_before_its_gradients_are_touched(
     assert [float(gradient[0]) for gradient in grads] == [8.0]
     with pytest.raises(CallOrderError, match=r"first, got one of type Stepless$"):
         scaler.last_step(optimizer)  # type: ignore[arg-type]
+
+
+def test_the_wrapper_of_a_stepped_optimizer_is_told_to_give_what_it_wraps(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(), Tree()
+    iterate(arrays, scaler, optimizer)
+    wrapper = types.SimpleNamespace(optimizer=optimizer)
+    for ask in (scaler.last_step, functools.partial(scaler.step_schedule, schedule=optimizer)):
+        with pytest.raises(CallOrderError, match=r"got one of type SimpleNamespace, .*its attribute \.optimizer$"):
+            ask(wrapper)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step", "refuse", "diagnose"])
