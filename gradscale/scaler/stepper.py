@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from gradscale.core.messages import shown
 from gradscale.core.protocols import Optimizer
-from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError
+from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError
 from gradscale.scaler.claim import HELD, Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
 
@@ -48,7 +50,7 @@ class Step:
         self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
         self._record, self.owner, self._unscale = record, owner, unscale
         if args or kwargs:
-            self.closure = find_closure(args, kwargs)
+            self.closure = find_closure(optimizer, args, kwargs)
 
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
@@ -153,10 +155,27 @@ def within_the_step(iteration: Iteration) -> Iterator[None]:
         iteration.is_inside_closure = False
 
 
-def find_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., object] | None:
+def find_closure(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Callable[..., object] | None:
     """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
     candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
-    return candidate if callable(candidate) else None
+    if callable(candidate):
+        return candidate
+    if candidate is not None and ("closure" in kwargs or _first_argument(optimizer) == "closure"):
+        msg = (
+            f"a closure must be a function, got {shown(candidate)} of type {type(candidate).__name__}: call "
+            f"step(optimizer) without it; a loss goes to scale(loss)"
+        )
+        raise InvalidTypeError(msg)
+    return None
+
+
+def _first_argument(optimizer: Optimizer) -> str | None:
+    """Return the name of the first argument of an optimizer's ``step``; None if it has none or tells none."""
+    with contextlib.suppress(TypeError, ValueError, AttributeError):
+        return next(iter(inspect.signature(optimizer.step).parameters), None)
+    return None
 
 
 class _SkippedStepError(GradscaleError):

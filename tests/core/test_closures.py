@@ -210,6 +210,23 @@ def test_an_exception_passes_through_and_the_step_can_be_called_again(arrays: Li
     assert scaler.get_scale() == 32768.0
 
 
+def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed_on(arrays: Library) -> None:
+    class Rated(Tree):
+        def step(self, rate: float) -> float:
+            return rate
+
+    scaler, optimizer = GradScaler(init_scale=4.0), Evaluating()
+    loss = scaler.scale(arrays.asarray(1.0))
+    optimizer.grads = [arrays.asarray([8.0])]
+    for args, kwargs in (((loss,), {}), ((), {"closure": loss}), ((1.0,), {})):
+        with pytest.raises(
+            gradscale.InvalidTypeError, match=r"a closure must be a function, got .*goes to scale\(loss"
+        ):
+            scaler.step(optimizer, *args, **kwargs)
+    arrays.assert_array(optimizer.grads[0], [8.0])
+    assert scaler.step(Rated([arrays.asarray([8.0])]), 0.5) == 0.5
+
+
 def test_a_closure_that_never_scales_and_one_that_is_not_called_are_errors(arrays: Library) -> None:
     class Deaf(Tree):
         def step(self, *_: Any, **__: Any) -> str:
