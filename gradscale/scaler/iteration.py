@@ -35,9 +35,11 @@ from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_rep
 from gradscale.scaler.state import LiveState, checked_scale
 from gradscale.scaler.verdict import Pending
 
-_ORDER = (
-    "The right order in each iteration: scale(loss) and the backward pass; then, for each optimizer, "
-    "unscale_(optimizer) if wanted, once, and step(optimizer), once; then update()"
+_ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
+
+_SINCE = (
+    "on this optimizer since the last update(): most often the iteration before ended without update(), which each one "
+    "needs; to skip a step call refuse(optimizer), then step(optimizer) and update() as always"
 )
 
 _INCOMPLETE = (
@@ -273,9 +275,9 @@ class Iteration:
         if turn.stage is Stage.UNSCALED:
             if turn.is_incomplete:
                 self.wrong_order(_INCOMPLETE)
-            self.wrong_order("unscale_() has already been called on this optimizer since the last update()")
+            self.wrong_order(f"unscale_() has already been called {_SINCE}")
         if turn.stage is Stage.STEPPED:
-            self.wrong_order("unscale_() is being called after step() on this optimizer")
+            self.wrong_order(f"unscale_() is being called after step() {_SINCE}")
         if self.reports.under_way:
             self.check_late_verdicts()
         return turn
@@ -285,7 +287,7 @@ class Iteration:
         require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
-            self.wrong_order("step() has already been called on this optimizer since the last update()")
+            self.wrong_order(f"step() has already been called {_SINCE}")
         if turn.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
         return turn
@@ -369,7 +371,7 @@ class Iteration:
         since = " since a state was loaded" if self.live.updates else ""
         self.wrong_order(
             f"step() or unscale_() was called, and scale() has never been called{where}{since}: make the gradients of "
-            f"scaler.scale(loss); if another rank alone has the loss, use ShardedGradScaler"
+            f"scaler.scale(loss)"
         )
 
     def _presence(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence:
@@ -391,7 +393,7 @@ class Iteration:
         require_step(optimizer)
         turn = self.turn_of(optimizer)
         if turn.stage is Stage.STEPPED:
-            self.wrong_order("refuse() is being called after step() on this optimizer")
+            self.wrong_order(f"refuse() is being called after step() {_SINCE}")
         # In a closure an evaluation before may have left its verdict.
         pending = turn.pending if turn.stage is Stage.UNSCALED else None
         if pending is not None and turn.groups:
@@ -627,7 +629,8 @@ class Iteration:
         if self.scaled:
             self.wrong_order(
                 "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
-                "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of optimizer.step()"
+                "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of "
+                "optimizer.step(), and before update()"
             )
         self.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
 

@@ -55,7 +55,7 @@ def test_an_update_after_a_plain_step_of_the_optimizer_is_an_error(arrays: Libra
     scaler, optimizer = GradScaler(init_scale=4.0), Tree()
     optimizer.grads = scaled(scaler, arrays.asarray([2.0]))
     optimizer.step()
-    message = r"still multiplied by the scale; call scaler\.step\(optimizer\) in place of optimizer\.step\(\)"
+    message = r"by the scale; call scaler\.step\(optimizer\) in place of optimizer\.step\(\), and before update\(\) \("
     with pytest.raises(CallOrderError, match=message):
         scaler.update()
     # A scale that the user sets ends the iteration, as in torch.
@@ -234,8 +234,7 @@ def test_several_optimizers_and_a_class_are_told_to_give_one_optimizer(arrays: L
 # Calls in a wrong order: an error that names the right one, and nothing done to gradients or scale.
 
 ORDER = (
-    r"The right order in each iteration: scale\(loss\) and the backward pass; then, for each optimizer, "
-    r"unscale_\(optimizer\) if wanted, once, and step\(optimizer\), once; then update\(\)"
+    r"The right order: scale\(loss\), backward pass, unscale_\(optimizer\) if wanted, step\(optimizer\), update\(\)$"
 )
 
 
@@ -256,9 +255,13 @@ def again(scaler: GradScaler, optimizer: Any) -> None:
 WRONG: dict[str, tuple[list[Any], str]] = {
     "unscale_ twice": (
         [GradScaler.unscale_] * 2,
-        r"unscale_\(\) has already been called on this optimizer since the last update\(\) \(iteration 2\)\. ",
+        r"unscale_\(\) has already been called on this optimizer since the last update\(\): most often the iteration "
+        r"before ended without update\(\).*; to skip a step call refuse\(optimizer\).* \(iteration 2\)\. ",
     ),
-    "unscale_ after step": ([GradScaler.step, GradScaler.unscale_], r"unscale_\(\) is being called after step\(\)"),
+    "unscale_ after step": (
+        [GradScaler.step, GradScaler.unscale_],
+        r"unscale_\(\) is being called after step\(\) .* ended without update\(\)",
+    ),
     "step twice": ([GradScaler.step] * 2, r"step\(\) has already been called.*since the last update\(\)"),
     "step, then a closure": ([GradScaler.step, again], r"step\(\) has already been called"),
     "unscale_, then a closure": (
@@ -292,7 +295,7 @@ def test_a_call_in_a_wrong_order_is_an_error_that_changes_nothing(
 @pytest.mark.parametrize("method", ["unscale_", "step"])
 def test_unscale_before_any_scale_and_an_update_of_nothing(arrays: Library, method: str) -> None:
     scaler, optimizer = GradScaler(), Tree([arrays.asarray([1.0])])
-    with pytest.raises(CallOrderError, match=rf"scale\(\) has never been called: .*ShardedGradScaler.*{ORDER}"):
+    with pytest.raises(CallOrderError, match=rf"scale\(\) has never been called: (?!.*Sharded).*{ORDER}"):
         getattr(scaler, method)(optimizer)
     arrays.assert_array(optimizer.grads[0], [1.0])
     assert optimizer.steps == 0
