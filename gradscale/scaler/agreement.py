@@ -82,6 +82,8 @@ class Agreement:
         # This scaler's number in each of the library's own groups, which it has again if it joins one again.
         self._had: IdentityMap[int] = IdentityMap()
         self._names: IdentityMap[str] = IdentityMap()
+        # Of a pickle or a deep copy, whose optimizers may be other objects.
+        self._lost_names: set[str] = set()
         # As for all scalers, but of groups that cannot be referenced weakly.
         self._greeted: IdentityMap[bool] = IdentityMap()
         self._begin_to_count()
@@ -211,9 +213,16 @@ class Agreement:
         groups = getattr(optimizer, "param_groups", None)
         size = len(groups) if isinstance(groups, Sized) else 0
         if known is None or known.size != size:
+            name = self._names.by_id(id(optimizer))
+            if name is None and self._lost_names:
+                msg = (
+                    f"this scaler was unpickled or copied, which gives copies of optimizers no names, got a "
+                    f"{type(optimizer).__name__} without one: call name() for those that were named "
+                    f"{sorted(self._lost_names)}"
+                )
+                raise CallOrderError(msg)
             number = self._count[0] if known is None else known.number
             self._count[0] += known is None
-            name = self._names.by_id(id(optimizer))
             kind = type(optimizer).__qualname__ + (f" with {size} param_groups" if size else "")
             # With a name, ranks may hold other parts of a model, such as the stages of a pipeline.
             known = Met(number, size, kind if name is None else f"named {name!r}")
@@ -223,6 +232,7 @@ class Agreement:
     def name(self, optimizer: object, name: str) -> None:
         """Compare a name of an optimizer with the other ranks' instead of its class and number of ``param_groups``."""
         self._names.put(optimizer, name)
+        self._lost_names.discard(name)
         known = self._optimizers.by_id(id(optimizer))
         if known is not None:
             self._optimizers.put(optimizer, known._replace(size=-1))
@@ -271,6 +281,7 @@ class Agreement:
         """Return the state to pickle: without groups, which do not travel."""
         groups = () if self.is_alone else None
         fresh = Agreement(groups, diagnoses=self._diagnoses, skip=self._skip, own_rank=self._own_rank)
+        fresh._lost_names = self._lost_names.union(self._names.values())
         return fresh.__dict__
 
     def __copy__(self) -> Agreement:
@@ -282,6 +293,7 @@ class Agreement:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
         memo[id(self)] = copied = copy.copy(self)
+        copied._lost_names = self._lost_names.union(self._names.values())
         return copied
 
 

@@ -476,6 +476,9 @@ class GradScaler:
         such as the generator's and the critic's, they know only the order in which they meet them: names tell these
         apart. And where ranks hold other parts of a model, classes and numbers may differ under one name.
 
+        Copies of optimizers have no names. A scaler that was unpickled or copied with them raises CallOrderError for
+        an optimizer without one until the names are given again.
+
         Parameters
         ----------
         optimizer : Optimizer

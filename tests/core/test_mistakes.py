@@ -123,6 +123,34 @@ def test_ranks_may_step_other_classes_under_one_name_and_name_them_in_any_order(
     assert run_ranks(2, rank) == [6, 6]
 
 
+@pytest.mark.numpy
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_of_optimizers_are_to_be_named_again(copied: Callable[[Any], Any], times: int) -> None:
+    def rank(group: ThreadCollectives) -> int:
+        scaler, generator, critic, unnamed = ShardedGradScaler(group=group), Tree(), Tree(), Tree()
+        scaler.name(generator, "generator")
+        scaler.name(critic, "critic")
+        iterate_cleanly(scaler, generator, critic, unnamed)
+        for _ in range(times):
+            scaler, generator, critic, unnamed = copied((scaler, generator, critic, unnamed))
+        optimizers = [generator, critic, unnamed]
+        scaler.set_group(group)
+        scaler.name(critic, "critic")
+        for optimizer in (generator, unnamed):
+            with pytest.raises(CallOrderError, match=r"or copied.*got a Tree .* named \['generator'\]$"):
+                iterate_cleanly(scaler, optimizer)
+            # As after any failed agreement.
+            scaler.set_group(group)
+        scaler.name(generator, "generator")
+        iterate_cleanly(scaler, *optimizers)
+        with pytest.raises(gradscale.ScaleDesyncError, match=r"named '(generator|critic)'"):
+            iterate_cleanly(scaler, *(optimizers if group.rank == 0 else reversed(optimizers)))
+        return generator.steps
+
+    assert run_ranks(2, rank) == [2, 2]
+
+
 class Solo:
     """A group of one rank, which Ctrl-C interrupts in the message of this number, once."""
 
