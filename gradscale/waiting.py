@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import threading
 import time
@@ -22,6 +24,8 @@ _LONGEST_PAUSE = 1e-3
 # What one gap between two questions counts at most, and of the whole time: a process that asks so rarely did not run.
 _LARGEST_GAP = 0.5
 _LARGEST_SHARE = 0.25
+# So much of a wait is silent.
+_SILENT = 60.0
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -49,6 +53,16 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
     return True
+
+
+def wait_and_tell(wait: Callable[[float], bool], timeout: float, rank: int, size: int, operation: str) -> bool:
+    """Return whether what is waited for has come in time; after a minute say on the log who waits, and how long yet."""
+    has_come = wait(min(timeout, _SILENT))
+    if has_come or timeout <= _SILENT:
+        return has_come
+    text = "rank %d of %d has waited %g s for the other ranks to come to %s, and gives up in %g s: look at what they do"
+    logging.getLogger("gradscale").warning(text, rank, size, _SILENT, operation, timeout - _SILENT)
+    return wait(timeout - _SILENT)
 
 
 def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
@@ -198,5 +212,6 @@ class GroupWait:
         longest_pause: float = _LONGEST_PAUSE,
     ) -> None:
         """Poll until something is done; CollectiveTimeoutError when the time is over."""
-        if not poll(is_done, self._timeout, longest_pause=longest_pause):
+        wait = functools.partial(poll, is_done, longest_pause=longest_pause)
+        if not wait_and_tell(wait, self._timeout, self.rank, self.size, operation):
             raise self.timed_out(operation)

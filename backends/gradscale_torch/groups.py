@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll, require_message
+from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll, require_message, wait_and_tell
 from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
 Tensor = torch.Tensor
@@ -455,11 +455,12 @@ def _meet(ranks: tuple[int, ...], timeout: float) -> None:
     """Wait in the store of the world until all members have come, or the time is over; they may have met before."""
     store = dist.distributed_c10d._get_default_store()
     key = f"gradscale/{','.join(map(str, ranks))}"
-    size = len(ranks)
+    size, own = len(ranks), ranks.index(dist.get_rank())
     wanted = math.ceil(store.add(key, 1) / size) * size
     try:
-        if not poll(lambda: store.add(key, 0) >= wanted, timeout, longest_pause=_MEETING_PAUSE):
-            raise CollectiveTimeoutError(ranks.index(dist.get_rank()), size, timeout, operation=_CONSTRUCTION)
+        wait = functools.partial(poll, lambda: store.add(key, 0) >= wanted, longest_pause=_MEETING_PAUSE)
+        if not wait_and_tell(wait, timeout, own, size, _CONSTRUCTION):
+            raise CollectiveTimeoutError(own, size, timeout, operation=_CONSTRUCTION)
     except RuntimeError as error:
         msg = f"the store of the world failed while the ranks {ranks} of a mesh met: {error}"
         raise BackendError(msg) from error

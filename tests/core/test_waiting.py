@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from optimizers import Tree
 
-from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, waiting
+from gradscale import BackendError, CollectiveTimeoutError, InvalidValueError, ShardedGradScaler, waiting
+from gradscale.testing import ThreadCollectives, run_ranks
 from gradscale.waiting import GroupWait, poll
 
 
@@ -140,3 +145,34 @@ def test_the_time_that_is_over_names_the_rank_and_what_was_waited_for() -> None:
     wait.until(lambda: True, "a letter")
     assert wait.run(lambda: 4) == 4
     wait.require_usable()
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(59.0, 0), (61.0, 1), (300.0, 1)])
+@pytest.mark.parametrize("timeout", [400.0, math.inf])
+def test_a_wait_of_more_than_a_minute_is_told_once_on_the_log(
+    clock: Clock, caplog: pytest.LogCaptureFixture, seconds: float, lines: int, timeout: float
+) -> None:
+    wait_on(Group(), timeout=timeout).until(lambda: clock.now >= seconds, "a letter", longest_pause=0.4)
+    told = f"rank 1 of 3 has waited 60 s for the other ranks to come to a letter, and gives up in {timeout - 60:g} s"
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [told] * lines
+    assert all((record.name, record.levelname) == ("gradscale", "WARNING") for record in caplog.records)
+
+
+def test_ranks_that_are_threads_say_that_they_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "_SILENT", 0.05)
+    has_told = threading.Event()
+    caplog.handler.addFilter(lambda _record: has_told.set() or True)
+
+    def train(group: ThreadCollectives) -> float:
+        scaler, optimizer = ShardedGradScaler(group=group, init_scale=4.0), Tree()
+        if group.rank == 1:
+            assert has_told.wait(20.0)
+        optimizer.grads = [scaler.scale(np.float32([1.0]))]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert run_ranks(2, train) == [4.0, 4.0]
+    assert ["rank 0 of 2 has waited" in record.getMessage() for record in caplog.records] == [True]

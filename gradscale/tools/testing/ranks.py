@@ -14,6 +14,7 @@ from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array
 from gradscale.errors import CollectiveTimeoutError, GradscaleError, InvalidTypeError, InvalidValueError
+from gradscale.waiting import wait_and_tell
 
 _Result = TypeVar("_Result")
 
@@ -91,8 +92,10 @@ class ThreadCollectives:
                 world.changed.notify_all()
 
         def finish() -> Array:
+            is_over = lambda: this.result is not None or world.failed_rank is not None  # noqa: E731
             with world.changed:
-                world.changed.wait_for(lambda: this.result is not None or world.failed_rank is not None, self._timeout)
+                wait = functools.partial(world.changed.wait_for, is_over)
+                wait_and_tell(wait, self._timeout, self.rank, self.size, "the agreement on a step")
             if isinstance(this.result, GradscaleError):
                 raise type(this.result)(*this.result.args)
             if this.result is not None:
