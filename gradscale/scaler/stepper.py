@@ -50,7 +50,7 @@ class Step:
         self.iteration, self.optimizer, self.args, self.kwargs = iteration, optimizer, args, kwargs
         self._record, self.owner, self._unscale = record, owner, unscale
         if args or kwargs:
-            self.closure = find_closure(optimizer, args, kwargs)
+            self.closure = self._find_closure()
 
     def __enter__(self) -> Step:
         iteration, optimizer = self.iteration, self.optimizer
@@ -98,6 +98,20 @@ class Step:
         if is_over:
             self._record(self)
         return is_over
+
+    def _find_closure(self) -> Callable[..., object] | None:
+        """Return the closure among the arguments: ``closure=``, or else the first positional one if callable."""
+        candidate = self.kwargs["closure"] if "closure" in self.kwargs else next(iter(self.args), None)
+        if candidate is None or callable(candidate):
+            return candidate
+        is_closure = "closure" in self.kwargs
+        # Some optimizers take other things, and some functions do not tell their arguments.
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            is_closure |= next(iter(inspect.signature(self.optimizer.step).parameters), "") == "closure"
+        if is_closure:
+            msg = f"a closure must be a function, got {shown(candidate)}: call step(optimizer); a loss goes to scale()"
+            raise InvalidTypeError(msg)
+        return None
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
@@ -153,29 +167,6 @@ def within_the_step(iteration: Iteration) -> Iterator[None]:
         yield
     finally:
         iteration.is_inside_closure = False
-
-
-def find_closure(
-    optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Callable[..., object] | None:
-    """Return the closure among the arguments of a step: ``closure=``, or else the first positional one if callable."""
-    candidate = kwargs["closure"] if "closure" in kwargs else next(iter(args), None)
-    if callable(candidate):
-        return candidate
-    if candidate is not None and ("closure" in kwargs or _first_argument(optimizer) == "closure"):
-        msg = (
-            f"a closure must be a function, got {shown(candidate)} of type {type(candidate).__name__}: call "
-            f"step(optimizer) without it; a loss goes to scale(loss)"
-        )
-        raise InvalidTypeError(msg)
-    return None
-
-
-def _first_argument(optimizer: Optimizer) -> str | None:
-    """Return the name of the first argument of an optimizer's ``step``; None if it has none or tells none."""
-    with contextlib.suppress(TypeError, ValueError, AttributeError):
-        return next(iter(inspect.signature(optimizer.step).parameters), None)
-    return None
 
 
 class _SkippedStepError(GradscaleError):

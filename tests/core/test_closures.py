@@ -220,7 +220,7 @@ def test_a_loss_in_place_of_a_closure_is_an_error_and_other_arguments_are_passed
     optimizer.grads = [arrays.asarray([8.0])]
     for args, kwargs in (((loss,), {}), ((), {"closure": loss}), ((1.0,), {})):
         with pytest.raises(
-            gradscale.InvalidTypeError, match=r"a closure must be a function, got .*goes to scale\(loss"
+            gradscale.InvalidTypeError, match=r"a closure must be a function, got .*a loss goes to scale\(\)$"
         ):
             scaler.step(optimizer, *args, **kwargs)
     arrays.assert_array(optimizer.grads[0], [8.0])
