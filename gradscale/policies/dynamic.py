@@ -383,10 +383,7 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
 def home_of(like: Array) -> tuple[Namespace, object]:
     """Return the namespace and the ``device=`` for a state beside an array; InvalidTypeError for anything else."""
     if not is_array_api_obj(like):
-        msg = (
-            f"like must be an array, whose library and device the state is made on, got {shown(like)}: give one, such "
-            f"as policy.init(params['w'])"
-        )
+        msg = f"like must be an array, beside which the state is made, got {shown(like)}: such as init(params['w'])"
         raise InvalidTypeError(msg)
     return array_namespace(like), registry.backend_for(like).placement(like)
 

@@ -215,11 +215,8 @@ class Agreement:
         if known is None or known.size != size:
             name = self._names.by_id(id(optimizer))
             if name is None and self._lost_names:
-                msg = (
-                    f"this scaler was unpickled or copied, which gives copies of optimizers no names, got a "
-                    f"{type(optimizer).__name__} without one: call name() for those that were named "
-                    f"{sorted(self._lost_names)}"
-                )
+                text = "copies of optimizers have no names after unpickling or copying: call name() for those named"
+                msg = f"{text} {sorted(self._lost_names)}, got a {type(optimizer).__name__} without a name"
                 raise CallOrderError(msg)
             number = self._count[0] if known is None else known.number
             self._count[0] += known is None

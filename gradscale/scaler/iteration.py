@@ -369,10 +369,7 @@ class Iteration:
 
     def _forbid_unscaled(self, where: str) -> NoReturn:
         since = " since a state was loaded" if self.live.updates else ""
-        self.wrong_order(
-            f"step() or unscale_() was called, and scale() has never been called{where}{since}: make the gradients of "
-            f"scaler.scale(loss)"
-        )
+        self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
     def _presence(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence:
         """Look at gradients if nothing was scaled since the state was made or loaded: a host read for each."""
@@ -628,9 +625,8 @@ class Iteration:
             self.wrong_order(_INCOMPLETE)
         if self.scaled:
             self.wrong_order(
-                "update() was called, and no optimizer was unscaled or stepped by the scaler since scale(): the "
-                "gradients are still multiplied by the scale; call scaler.step(optimizer) in place of "
-                "optimizer.step(), and before update()"
+                "no optimizer was unscaled or stepped by the scaler since scale(): gradients are still multiplied by "
+                "the scale; call scaler.step(optimizer) in place of optimizer.step(), and before update()"
             )
         self.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
 

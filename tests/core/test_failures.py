@@ -158,7 +158,7 @@ def test_what_is_no_state_verdict_likeness_or_loss_is_named() -> None:
         with pytest.raises(InvalidTypeError, match=f"nonfinite must be a 0-d array.*{said}"):
             policy.update(state, nonfinite=wrong)
     for rule in (policy, gradscale.StaticScale(), presets.chainer(), gradscale.SkipSpikes()):
-        told = r"like must be an array, .*, got {}.*such as policy\.init\(params\['w'\]\)$"
+        told = r"like must be an array, .*, got {}.*such as init\(params\['w'\]\)$"
         with pytest.raises(InvalidTypeError, match=told.format(r"\{'w': ")):
             rule.init({"w": np.zeros(3)})
         with pytest.raises(InvalidTypeError, match=told.format("None")):

@@ -14,8 +14,6 @@ from gradscale.core.protocols import Policy
 from gradscale.core.validation import LARGEST_FLOAT16, LARGEST_FLOAT32
 from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.policies import presets
-from gradscale.scaler.claim import HELD
-from gradscale.scaler.reports import REASONS
 from gradscale.tools import plot as plots
 from gradscale.tools.cli.output import console, print_json, table
 from gradscale.tools.logs import read_log
@@ -24,7 +22,7 @@ from gradscale.tools.simulation import simulate as run_policy
 
 _WIDEST = 10_000  # columns, more than any table needs
 _SAME = "The trace says which steps overflow, so every preset skips the same ones; a log with magnitudes tells more."
-_HELD = [REASONS[reason] for reason in HELD]
+_HELD = "spike", "refused"
 
 
 def simulate(
@@ -32,9 +30,8 @@ def simulate(
         str | None,
         typer.Argument(
             metavar="TRACE",
-            help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row (- for stdin), without "
-            "rows whose 'reason' is spike or refused, which move no scale; or steps such as CCOC (C clean, O "
-            "overflow).",
+            help="A log of JSON lines with 'skipped', 'overflow' or 'magnitude' in each row (- for stdin), or steps "
+            "such as CCOC (C clean, O overflow).",
         ),
     ] = None,
     preset: Annotated[
@@ -121,6 +118,7 @@ def _read(trace: str) -> Gradients:
     if Path(trace).is_char_device():
         msg = f"the log must be a file or a pipe, got {trace!r}, a device"
         raise InvalidValueError(msg)
+    # Spikes and refusals move no scale.
     rows = [row for row in read_log("/dev/stdin" if trace == "-" else trace) if row.get("reason") not in _HELD]
     if all(row.get("magnitude") is not None for row in rows) and not any(map(_is_unexplained, rows)):
         return measured(row["magnitude"] for row in rows)
