@@ -42,7 +42,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
     Notes
     -----
     ``policy``, ``diagnose`` and ``skip`` are the same on every rank. Each optimizer costs one all-reduce in an
-    iteration, of 72 bytes, on every rank, whatever it found and even if it holds no gradients.
+    iteration, of 80 bytes, on every rank, whatever it found and even if it holds no gradients.
     ``scale`` keeps the dtype of a half-precision loss, as torch's does.
 
     Examples

@@ -194,16 +194,20 @@ def _clip(
     return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
 
 
-def _norms_of_ranks(backend: Backend, norm: Array, exchange: Exchanging) -> list[float]:
-    """Return the norm of all ranks' parts, so that the CPU computes the same norm of them all on every rank."""
+def norm_bits(backend: Backend, norm: Array) -> Array:
+    """Return the bits of a norm, 0-d int32: those of infinity if it is not finite, 0 below the normal numbers."""
     xp = array_namespace(norm)
     is_normal = xp.logical_and(xp.isfinite(norm), norm >= xp.full_like(norm, validation.SMALLEST_NORMAL))
     kept = as_0d_array(xp, xp.where(is_normal, norm, xp.full_like(norm, 1.0)))
     cast = backend.bits(kept)
     bits = float32_bits(kept) if cast is None else cast
     infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
-    sent = as_0d_array(xp, xp.where(is_normal, bits, infinite))
-    (number,) = backend.read(xp.reshape(sent, (1,)))
+    return as_0d_array(xp, xp.where(is_normal, bits, infinite))
+
+
+def _norms_of_ranks(backend: Backend, norm: Array, exchange: Exchanging) -> list[float]:
+    """Return the norm of all ranks' parts, so that the CPU computes the same norm of them all on every rank."""
+    (number,) = backend.read(array_namespace(norm).reshape(norm_bits(backend, norm), (1,)))
     return [validation.float32_from_bits(bits) for bits in exchange.numbers(number, norm)]
 
 

@@ -1,11 +1,11 @@
 """The message of ranks: what they must hold in common, in words; its hash; its one form; what differs, rank by rank.
 
-A :class:`Claim` is what ranks must hold in common besides the state. A hash of it travels in 18 int32 (72 bytes)::
+A :class:`Claim` is what ranks must hold in common besides the state. A hash of it travels in 20 int32 (80 bytes)::
 
-    [nonfinite, at_min_scale, presence, code, stage, scale, three trackers, two of the hash, minus stage, ...]
+    [nonfinite, at_min_scale, presence, code, stage, scale, three trackers, two of the hash, norm, minus stage, ...]
 
 After an element-wise MAX over the ranks, the first four are what any rank found (:func:`reason_code`: why a rank skips
-the step, and which it is), and each of the next seven is minus the one of its negative exactly when all ranks hold one
+the step, and which it is), and each of the next eight is minus the one of its negative exactly when all ranks hold one
 value, so that a rank that has drifted is found in the same message, on every rank. What travels are integers: MAX over
 floats gives ranks different answers if one of them holds a NaN. Every collective of a group has this form and length,
 whatever the library of the sender's arrays.
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 from array_api_compat import array_namespace
 
 from gradscale.core.backend import Backend
+from gradscale.core.gradients import norm_bits
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
 from gradscale.core.validation import bits_of_float32, float32_from_bits
@@ -47,12 +48,17 @@ _WORD_BITS = 30
 
 _FLAGS = 4
 _STAGE, _SCALE, _HASH = _FLAGS, _FLAGS + 1, _FLAGS + 5
-_MIDDLE = _HASH + WORDS
+_NORM = _HASH + WORDS
+_MIDDLE = _NORM + 1
 _FIELDS = _MIDDLE - _FLAGS
 LENGTH = _MIDDLE + _FIELDS
 
 CARRIED = 2 * (_HASH - _SCALE)
 """How many values of ranks a message carries."""
+
+# By how many steps of a float32 the norms of ranks that hold the same gradients may differ, since processors add up in
+# other orders: by a thousandth.
+_CLOSE = 2**13
 
 # Numbers that hardly another message holds in this place, and its negative in the other; the last one is always seen.
 _USUAL, _CARRYING, _TELLING = 0x47534D30, 0x47534D31, 0x47534D32
@@ -203,10 +209,11 @@ def of_numbers(
     at_min_scale: bool = False,
     presence: int = Presence.SOME,
     code: int = 0,
+    norm: float = 0.0,
 ) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
-    fields = [_USUAL, bits_of_float32(scale), *trackers, *words]
+    fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm)]
     return [nonfinite, at_min_scale, presence, code, *fields, *map(operator.neg, fields)]
 
 
@@ -216,9 +223,9 @@ def of_arrays(
     state: ScaleState,
     nonfinite: Array,
     words: Sequence[int],
-    *,
     presence: int = Presence.SOME,
     code: Array | int = 0,
+    norm: Array | float = 0.0,
 ) -> Array:
     """Return the message of a state of arrays, 1-d int32, as :func:`of_numbers` does; no host read."""
     xp, like = array_namespace(state.scale), state.scale
@@ -228,14 +235,15 @@ def of_arrays(
 
     at_min_scale = policy.at_min_scale(state)
     found = nonfinite, False if at_min_scale is None else at_min_scale, presence, code, _USUAL
-    start = xp.concat([*map(word, found), backend.fingerprint(state), backend.integers(words, like)])
+    bits = word(bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm))
+    start = xp.concat([*map(word, found), backend.fingerprint(state), backend.integers(words, like), bits])
     return xp.concat([start, -start[_FLAGS:]])
 
 
 def carrying(words: Sequence[int], values: Sequence[int], stage: int = _CARRYING) -> list[int]:
     """Return the message of one round of values, of which there are :data:`CARRIED`; it says nothing of a state."""
     half = CARRIED // 2
-    return [0] * _FLAGS + [stage, *values[:half], *words, -stage, *values[half:], *map(operator.neg, words)]
+    return [0] * _FLAGS + [stage, *values[:half], *words, 0, -stage, *values[half:], *map(operator.neg, words), 0]
 
 
 def failure(words: Sequence[int], rank: int) -> list[int]:
@@ -279,7 +287,14 @@ def found_in(agreed: Array) -> Found:
 
 def bounds_in(agreed: Array) -> tuple[Array, Array]:
     """Return the least and the greatest state and hash of any rank, 1-d int32; they are equal if all hold one."""
-    return -agreed[_MIDDLE + 1 :], agreed[_SCALE:_MIDDLE]
+    return -agreed[_MIDDLE + 1 : -1], agreed[_SCALE:_NORM]
+
+
+def differ_in(agreed: Array) -> Array:
+    """Tell whether ranks that have found no overflow hold different states, hashes or norms, 0-d; no host read."""
+    xp, (least, most) = array_namespace(agreed), bounds_in(agreed)
+    is_close = agreed[_NORM : _NORM + 1] + agreed[-1:] <= _CLOSE
+    return xp.logical_not(xp.logical_and(xp.all(least == most), xp.all(is_close)))
 
 
 def state_bits(values: Sequence[int]) -> Sequence[int]:
@@ -296,6 +311,10 @@ def state_of(values: Sequence[int]) -> Numbers:
 def carried(values: Sequence[int]) -> list[int]:
     """Return the values that a message carries."""
     return [*values[_SCALE:_HASH], *values[_SCALE + _FIELDS : _HASH + _FIELDS]]
+
+
+def _has_one_norm(values: Sequence[int]) -> bool:
+    return values[_NORM] + values[-1] <= _CLOSE
 
 
 class Outcome(enum.Enum):
@@ -315,7 +334,9 @@ class Outcome(enum.Enum):
 def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     """Return how the ranks stand by an answer; ``own`` is this rank's message over the last group of a list."""
     if own[_STAGE] == _CARRYING:
-        own = carrying(own[_HASH:_MIDDLE], carried(values))
+        own = carrying(own[_HASH:_NORM], carried(values))
+    if values[0] or _has_one_norm(values):
+        own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
     has_failed = reason_number(Found(*values[:_FLAGS]).code) >= Reason.FAILED
     if values[_FLAGS:] == own[_FLAGS:] and not has_failed:
@@ -354,8 +375,11 @@ _NAMES = {
     "group": "position of the group in the list",
     "steps": "steps made in the iterations before",
     "kind": "optimizer's class, number of param_groups or name",
+    "norm": "norm of the gradients",
 }
 _CONSEQUENCES = {
+    "norm": "of a rank that holds all gradients it is the same on all: average them before unscale_(); if ranks hold "
+    "parts, give norm_over='group'",
     "message": "so some rank left one out",
     "optimizer": "numbered in the order in which the scaler has met them, so some rank has them in another order",
     "scaler": "numbered in the order of their construction, so some rank has them in another order",
@@ -380,13 +404,23 @@ def spread_of(values: Sequence[int], own: Sequence[int]) -> list[str]:
     """Do that for an answer on the CPU; [] if some message had no state."""
     if {values[_STAGE], -values[_MIDDLE]} != {_USUAL}:
         return []
-    return spread([-value for value in values[_MIDDLE + 1 :]], state_bits(values), state_of(own))
+    texts = spread([-value for value in values[_MIDDLE + 1 :]], state_bits(values), state_of(own))
+    if not (values[0] or _has_one_norm(values)):
+        least, most = map(float32_from_bits, (-values[-1], values[_NORM]))
+        texts.append(f"{_NAMES['norm']} from {least} to {most} ({_CONSEQUENCES['norm']})")
+    return texts
 
 
 def claimed(own: Sequence[int], claim: Claim, settings: str) -> dict[str, object]:
     """Return a telling to the other ranks: the state of a message, its claim, and the settings."""
     state = {} if own[_STAGE] == _CARRYING else state_of(own)._asdict()
-    return state | claim._asdict() | {"settings": [claim.settings, settings]}
+    # Ranks that hold the same gradients have about the same norm.
+    return (
+        state
+        | {"norm": f"{float32_from_bits(own[_NORM]):.3g}"}
+        | claim._asdict()
+        | {"settings": [claim.settings, settings]}
+    )
 
 
 def foreign_message(where: str) -> ScaleDesyncError:

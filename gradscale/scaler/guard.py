@@ -155,8 +155,8 @@ class Guard:
         position = self._positions.by_id(id(optimizer))
         if position is not None:
             return position
-        if len(self._positions) == len(self._windows) > 0:
-            # One that is in a reference cycle is there until it is collected.
+        if self._windows:
+            # One that is in a reference cycle is there until it is collected, on some ranks sooner than on others.
             gc.collect()
         taken = self._positions.values()
         position = next(index for index in range(len(taken) + 1) if index not in taken)

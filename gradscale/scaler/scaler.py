@@ -184,7 +184,8 @@ class GradScaler:
             Clip them to this global 2-norm, as torch's ``clip_grad_norm_`` does; also when disabled. A norm that is
             not finite is an overflow.
         norm_over : {"rank", "group"}, optional
-            Over a group: the norm of this rank's gradients, which all ranks hold; or of the parts of all ranks.
+            Over a group: the norm of this rank's gradients, which all ranks hold, so that ``step`` raises
+            ScaleDesyncError if their norms differ by more than a thousandth; or of the parts of all ranks.
 
         Returns
         -------
@@ -698,7 +699,7 @@ class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 72 bytes for each optimizer, iteration and group, on every rank, whatever it
+    parallelism. One collective of 80 bytes for each optimizer, iteration and group, on every rank, whatever it
     found and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has
     drifted is an error on every rank instead of a silent divergence.
 

@@ -51,19 +51,22 @@ class Pending:
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
         self._live, self._code, self._count, self._groups = live, code, count, groups
         words = claims.hash_of(claim)
-        if numbers is not None and isinstance(count, int) and isinstance(code, int):
+        norm: Array | float = 0.0
+        if found.norm is not None and groups:
+            (norm,) = live.backend.peek((found.norm,)) or (found.norm,)
+        if numbers is not None and isinstance(count, int) and isinstance(code, int) and isinstance(norm, float):
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             if not groups:
                 live.require_possible(numbers[0])
                 self.known = verdict_from(count, count, at_min_scale, numbers[0], self._presence, code)
                 return
-            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, self._presence, code)
+            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, self._presence, code, norm)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence=self._presence, code=code)
+            sent = claims.of_arrays(live.backend, live.policy, state, count, words, self._presence, code, norm)
         self._found, self._state, self._rank, self._updates = found, state, agreement.rank, live.updates
         self._ballot = agreement.send(groups, sent, number, claim)
 
@@ -162,8 +165,7 @@ class Pending:
             return count
         # If ranks differ no rank steps, until the host sees it.
         xp = array_namespace(agreed)
-        least, most = claims.bounds_in(agreed)
-        return xp.astype(xp.logical_or(count != 0, xp.any(least != most)), xp.int32)
+        return xp.astype(xp.logical_or(count != 0, claims.differ_in(agreed)), xp.int32)
 
     def _agreed_code(self) -> Array | int:
         """Return why a rank skips the step, other than for an overflow that the host does not know."""

@@ -65,6 +65,30 @@ def test_every_rank_sees_that_some_hold_something_else(data: st.DataObject, stat
         assert (claims.outcome(agreed, own) is Outcome.ONE_STATE) == is_one
 
 
+@pytest.mark.parametrize("count", [0, 1], ids=["clean", "overflow"])
+@given(
+    size=st.integers(2, 8),
+    rank=st.integers(0, 7),
+    norm=st.one_of(st.just(0.0), st.floats(2.0**-100, 2.0**100, width=32)),
+    factor=st.sampled_from([1.0, 1 + 2**-23, 1 - 2**-20, 1 + 2**-12, 1 + 2**-8, 1 - 2**-8, 2.0, 2.0**-20]),
+)
+def test_norms_of_the_same_gradients_are_close_on_all_ranks(
+    size: int, rank: int, norm: float, factor: float, count: int
+) -> None:
+    state = ScaleState(4.0, 0, 0, 0)
+    odd = rank % size
+    sent = [
+        claims.of_numbers(state, WORDS, count * (one == odd), norm=norm * factor if one == odd else norm)
+        for one in range(size)
+    ]
+    agreed = maximum(sent)
+    is_close = count > 0 or norm == 0.0 or abs(factor - 1.0) < 2**-11
+    assert count > 0 or bool(claims.differ_in(np.asarray(agreed, np.int32))) is not is_close
+    for own in sent:
+        assert (claims.outcome(agreed, own) is Outcome.ONE_STATE) == is_close
+        assert ("average them before unscale_()" in str(claims.spread_of(agreed, own))) == (not is_close)
+
+
 def test_no_two_claims_are_taken_for_one() -> None:
     base = Claim(Call.STEP, kind="SGD")
     others = [base._replace(call=call) for call in Call]
@@ -343,7 +367,7 @@ def test_a_message_that_carries_values_is_taken_for_no_other(data: Any, state: A
         claims.telling(),
         claims.failure(WORDS, 1),
         claims.carrying(claims.hash_of(Claim(Call.NORM)), values),
-        data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=18, max_size=18)),
+        data.draw(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=claims.LENGTH, max_size=claims.LENGTH)),
     ]
     wanted = [Outcome.DIFFERENT, Outcome.TOLD, Outcome.FAILED, Outcome.DIFFERENT, None]
     for other, expected in zip(others, wanted, strict=True):

@@ -78,6 +78,13 @@ def clipped(odd: tuple[Any, str] | None, others: tuple[Any, str], refuses: bool 
     return clip
 
 
+def averaged_later(trainer: Trainer, is_odd: bool) -> None:
+    """Clip each rank's own gradients, which its optimizer would average in its step."""
+    trainer.fill(2.0 * 65536.0 if is_odd else 65536.0)
+    trainer.scaler.unscale_(trainer.optimizers[0], max_norm=1.0, norm_over="rank")
+    trainer.scaler.step(trainer.optimizers[0])
+
+
 def agreed(trainer: Trainer, is_odd: bool) -> None:
     """Agree without a scaler on the odd rank."""
     agree = agreeing(trainer.group, trainer.library.split()[0])
@@ -145,6 +152,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]
         clipped((ROUND * (1 + 2**-40), "rank"), (ROUND, "rank")),
         held("max_norm", ROUND * (1 + 2**-40), ROUND),
     ),
+    "norm of other gradients": (averaged_later, ("norm of the gradients: ", *held("", 3.46, 1.73)[1:], "average them")),
     "norm left out": (clipped(None, (1.0, "rank")), held("max_norm", None, 1.0)),
     "norm over the group alone": (clipped((1.0, "group"), (1.0, "rank")), calls("norm", "step")),
     "norm of what is refused": (clipped((1.0, "group"), (1.0, "group"), refuses=True), REFUSED),

@@ -179,6 +179,9 @@ class _Life:
             return
         self.model.divide(k)
         clip: dict[str, Any] = {}
+        if how == "rank" and len({abs(value) for value in self.model.gradients[k]}) > 1:
+            # The ranks do not hold the same gradients.
+            how = "group"
         # Squares of gradients that have drifted away might overflow.
         if how != "plain" and not any(4.0 < abs(value) < math.inf for value in self.model.gradients[k]):
             clip = {"max_norm": MAX_NORM} | ({} if self.group is None else {"norm_over": how})
