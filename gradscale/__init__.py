@@ -56,6 +56,8 @@ from gradscale.errors import ScaleDesyncError as ScaleDesyncError
 from gradscale.errors import ScaleUnderflowError as ScaleUnderflowError
 from gradscale.errors import SharedMemoryError as SharedMemoryError
 from gradscale.errors import StateDictError as StateDictError
+from gradscale.errors import TrainingStalledError as TrainingStalledError
+from gradscale.errors import TrainingStalledWarning as TrainingStalledWarning
 from gradscale.policies.dynamic import DynamicScale as DynamicScale
 from gradscale.policies.dynamic import StaticScale as StaticScale
 from gradscale.policies.spikes import SkipSpikes as SkipSpikes

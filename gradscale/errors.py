@@ -7,6 +7,7 @@
     │   ├── StateDictError (RuntimeError)       a state dict that cannot be loaded; nothing was changed
     │   └── SharedMemoryError (RuntimeError)    elements to be divided share memory
     ├── InvalidTypeError (TypeError)            an argument of the wrong type
+    ├── TrainingStalledError (RuntimeError)     as many iterations in a row were skipped as give_up_after= allows
     ├── CallOrderError (RuntimeError, AssertionError)   scale, unscale_, step, update called in a wrong order
     ├── ScaleUnderflowError (FloatingPointError)    still overflowing at min_scale, and the policy says raise
     ├── ClosureOverflowError (FloatingPointError)   a closure overflows at every scale, in mid-step
@@ -35,6 +36,7 @@ __all__ = [
     "ScaleUnderflowError",
     "SharedMemoryError",
     "StateDictError",
+    "TrainingStalledError",
 ]
 
 
@@ -63,6 +65,14 @@ class InvalidTypeError(GradscaleError, TypeError):
 
 class CallOrderError(GradscaleError, RuntimeError, AssertionError):
     """A method was called at the wrong point of the iteration."""
+
+
+class TrainingStalledError(GradscaleError, RuntimeError):
+    """As many iterations in a row were skipped as ``give_up_after=`` allows; the scaler can be saved and used on."""
+
+
+class TrainingStalledWarning(UserWarning):
+    """Every step of many iterations in a row was skipped, so that no weight changes any longer."""
 
 
 class ScaleUnderflowError(GradscaleError, FloatingPointError):

@@ -201,7 +201,7 @@ def agree(
     policy : Policy
         The same on every rank. The compiler cannot raise its errors: ``verdict.check(policy)`` does, on the host.
     axis_name : str or tuple of str, optional
-        Axes to agree over, in one ``pmax`` of 20 int32; CallOrderError if one is not bound. Default: none, the verdict
+        Axes to agree over, in one ``pmax`` of 21 int32; CallOrderError if one is not bound. Default: none, the verdict
         of this rank alone; under plain jit the gradients of a mesh are whole arrays, and need no agreement.
     spike : array, optional
         0-d bool: whether this rank sees a spike, such as ``gradscale.SkipSpikes().judge(window, loss)`` returns, or

@@ -83,7 +83,7 @@ def value_and_grad(
     allow_int : bool, default False
         Whether to differentiate by integers too, whose gradients are float0 and pass through.
     axis_name : str or tuple of str, optional
-        Named axes whose ranks agree by one ``pmax`` of 80 bytes: all step, or none does. CallOrderError if not bound.
+        Named axes whose ranks agree by one ``pmax`` of 84 bytes: all step, or none does. CallOrderError if not bound.
     reduce : callable, optional
         Applied to the gradients while they are still scaled, such as
         ``lambda grads: jax.lax.pmean(grads, "data")``. Default: none; ``jax.shard_map`` has summed those of replicated

@@ -125,7 +125,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         Whether gradients may be float16, for which torch's scaler raises ValueError.
     timeout : float, default 1800.0
         Seconds to wait for the other ranks.
-    policy, on_skip, on_update, diagnose, history_size, skip : optional
+    policy, on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
         As in :class:`gradscale.GradScaler`.
 
     Raises

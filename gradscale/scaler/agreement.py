@@ -164,9 +164,10 @@ class Agreement:
             self._lost = error
 
     def recover(self) -> None:
-        """Go on with a loaded state; a group that was lost is not used again."""
-        # Ranks may have met other optimizers since.
-        self._forget_counts()
+        """Go on with a loaded state after ranks have differed; a group that was lost is not used again."""
+        if self.failure is not None:
+            # Every rank has failed, and they may have counted differently.
+            self._forget_counts()
         self.failure = None
 
     def usable_groups(self) -> Sequence[Collectives]:

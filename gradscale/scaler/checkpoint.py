@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gradscale.core import validation
@@ -29,14 +30,20 @@ class Loaded(NamedTuple):
     snapshot: dict[str, float]
     """The numbers by the names of ScaleState's fields."""
     iteration: int
+    counts: dict[str, int]
+    """Those of steps; empty in older states."""
     windows: SavedWindows
     """Those of a scaler with ``skip=``."""
 
 
 def build(
-    policy: Policy, snapshot: Mapping[str, float], iteration: int, windows: SavedWindows | None = None
+    policy: Policy,
+    snapshot: Mapping[str, float],
+    iteration: int,
+    counts: Mapping[str, int] = MappingProxyType({}),
+    windows: SavedWindows | None = None,
 ) -> dict[str, object]:
-    """Return the state dict of a policy, of the numbers of a state and of windows, if there are any."""
+    """Return the state dict of a policy, of the numbers of a state, of counts, and of windows, if there are any."""
     saved: dict[str, object] = {"scale": snapshot["scale"]}
     saved |= {name: getattr(policy, name, static) for name, static in _STATIC_FACTORS.items()}
     saved |= {key: snapshot.get(name, 0) for key, name in _TRACKERS.items()}
@@ -45,6 +52,8 @@ def build(
         saved["policy"] = {"kind": type(policy).__name__, **dataclasses.asdict(policy)}  # type: ignore[call-overload]
     if windows is not None:
         saved["spikes"] = windows
+    if counts:
+        saved["counts"] = counts
     return saved
 
 
@@ -81,7 +90,11 @@ def _parse(saved: Mapping[str, object], policy: Policy) -> Loaded:
     for key, name in _TRACKERS.items():
         snapshot[name] = validation.integer(key, saved.get(key, 0), 0, validation.LARGEST_INT32)
     iteration = validation.integer("iteration", saved.get("iteration", 1), 1, 2**63 - 1)
-    return Loaded(loaded_policy, snapshot, iteration, checked_windows(saved.get("spikes", ())))
+    counts = {
+        name: validation.integer(f"counts[{name!r}]", count, 0, 2**63 - 1)
+        for name, count in validation.mapping("counts", saved.get("counts", {})).items()
+    }
+    return Loaded(loaded_policy, snapshot, iteration, counts, checked_windows(saved.get("spikes", ())))
 
 
 def _parse_policy(saved: Mapping[str, Any], policy: Policy) -> Policy:

@@ -1,10 +1,10 @@
 """The message of ranks: what they must hold in common, in words; its hash; its one form; what differs, rank by rank.
 
-A :class:`Claim` is what ranks must hold in common besides the state. A hash of it travels in 20 int32 (80 bytes)::
+A :class:`Claim` is what ranks must hold in common besides the state. A hash of it travels in 21 int32 (84 bytes)::
 
-    [nonfinite, at_min_scale, presence, code, stage, scale, three trackers, two of the hash, norm, minus stage, ...]
+    [nonfinite, at_min_scale, presence, scaled, code, stage, scale, three trackers, two of the hash, norm, negatives]
 
-After an element-wise MAX over the ranks, the first four are what any rank found (:func:`reason_code`: why a rank skips
+After an element-wise MAX over the ranks, the first five are what any rank found (:func:`reason_code`: why a rank skips
 the step, and which it is), and each of the next eight is minus the one of its negative exactly when all ranks hold one
 value, so that a rank that has drifted is found in the same message, on every rank. What travels are integers: MAX over
 floats gives ranks different answers if one of them holds a NaN. Every collective of a group has this form and length,
@@ -46,7 +46,7 @@ WORDS = 2
 # The difference of two words, added to a third, is an int32.
 _WORD_BITS = 30
 
-_FLAGS = 4
+_FLAGS = 5
 _STAGE, _SCALE, _HASH = _FLAGS, _FLAGS + 1, _FLAGS + 5
 _NORM = _HASH + WORDS
 _MIDDLE = _NORM + 1
@@ -151,9 +151,8 @@ class Presence(enum.IntEnum):
 
     NONE = 0
     ZEROS = 1
-    """Nothing but zeros (:attr:`UNSCALED`: others), though nothing was scaled since the state was made or loaded."""
-    UNSCALED = 2
-    SOME = 3
+    """Nothing but zeros; they are told from others only on a rank that has not scaled."""
+    SOME = 2
 
 
 HELD = Reason.SPIKE, Reason.REFUSED
@@ -185,17 +184,19 @@ class Verdict(NamedTuple):
 
 
 def verdict_from(
-    nonfinite: int, local_nonfinite: int, at_min_scale: bool, scale: float, presence: int, code: int
+    nonfinite: int, local_nonfinite: int, at_min_scale: bool, scale: float, presence: int, scaled: int, code: int
 ) -> Verdict:
     """Return the verdict that counts, flags and the gravest :func:`reason_code` give."""
     reason, by = Reason.STEPPED, None
     if code:
         reason, by = reason_and_rank(code)
-    elif presence in (Presence.NONE, Presence.UNSCALED):
-        reason = Reason.NOT_SCALED if presence else Reason.NO_GRADIENTS
+    elif not presence:
+        reason = Reason.NO_GRADIENTS
     if nonfinite and reason not in (Reason.OVERFLOW, Reason.FAILED):
         reason, by = Reason.OVERFLOW, None
-    is_idle = presence == Presence.ZEROS
+    if presence == Presence.SOME and not scaled and reason in (Reason.STEPPED, Reason.OVERFLOW):
+        reason, by = Reason.NOT_SCALED, None
+    is_idle = presence == Presence.ZEROS and not scaled
     return Verdict(reason, by, nonfinite, local_nonfinite, at_min_scale, scale, is_idle)
 
 
@@ -208,13 +209,14 @@ def of_numbers(
     nonfinite: int = 0,
     at_min_scale: bool = False,
     presence: int = Presence.SOME,
+    scaled: bool = True,
     code: int = 0,
     norm: float = 0.0,
 ) -> list[int]:
     """Return the message of a state of Python numbers; ``words``: the hash of the claim."""
     scale, *trackers = state
     fields = [_USUAL, bits_of_float32(scale), *trackers, *words, bits_of_float32(norm)]
-    return [nonfinite, at_min_scale, presence, code, *fields, *map(operator.neg, fields)]
+    return [nonfinite, at_min_scale, presence, scaled, code, *fields, *map(operator.neg, fields)]
 
 
 def of_arrays(
@@ -224,6 +226,7 @@ def of_arrays(
     nonfinite: Array,
     words: Sequence[int],
     presence: int = Presence.SOME,
+    scaled: bool = True,
     code: Array | int = 0,
     norm: Array | float = 0.0,
 ) -> Array:
@@ -234,7 +237,7 @@ def of_arrays(
         return backend.integers([x], like) if isinstance(x, int) else xp.reshape(xp.astype(x, xp.int32), (1,))
 
     at_min_scale = policy.at_min_scale(state)
-    found = nonfinite, False if at_min_scale is None else at_min_scale, presence, code, _USUAL
+    found = nonfinite, False if at_min_scale is None else at_min_scale, presence, scaled, code, _USUAL
     bits = word(bits_of_float32(norm) if isinstance(norm, float) else norm_bits(backend, norm))
     start = xp.concat([*map(word, found), backend.fingerprint(state), backend.integers(words, like), bits])
     return xp.concat([start, -start[_FLAGS:]])
@@ -275,6 +278,7 @@ class Found(NamedTuple):
     nonfinite: Array
     at_min_scale: Array
     presence: Array
+    scaled: Array
     code: Array
 
 
@@ -352,9 +356,9 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
 
 def verdict_of(values: Sequence[int], own: Sequence[int]) -> Verdict:
     """Return the verdict of ranks that hold one state, or of which some cannot unscale their gradients."""
-    nonfinite, at_min_scale, presence, code = values[:_FLAGS]
+    nonfinite, at_min_scale, presence, scaled, code = values[:_FLAGS]
     scale = float32_from_bits(values[_SCALE])
-    return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, presence, code)
+    return verdict_from(nonfinite, own[0], bool(at_min_scale), scale, presence, scaled, code)
 
 
 # The words for a difference between ranks.

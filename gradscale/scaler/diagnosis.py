@@ -69,6 +69,15 @@ class Diagnosis:
         asked = Asked(state=count >= _SUSPICIOUS, is_by_itself=True)
         return self.diagnose(optimizer, iteration, asked, gather=True)
 
+    def of_stall(self, optimizer: Optimizer, iteration: Iteration) -> str:
+        """Return what this rank's gradients, weights and state say of the cause; empty if they cannot be looked at."""
+        asked = Asked(state=True, is_by_itself=True)
+        try:
+            found = self.diagnose(optimizer, iteration, asked, gather=False)
+        except GradscaleError:
+            return ""
+        return f"Cause: {found.cause}. {found.explanation.rstrip('.')}"
+
     def diagnose(self, optimizer: Optimizer, iteration: Iteration, asked: Asked, *, gather: bool) -> OverflowReport:
         """Return the report on an optimizer's gradients, as :meth:`gradscale.GradScaler.diagnose` does."""
         turn = iteration.by_id(id(optimizer))

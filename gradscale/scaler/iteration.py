@@ -6,7 +6,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -33,6 +33,7 @@ from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
 from gradscale.scaler.state import LiveState, checked_scale
+from gradscale.scaler.tally import Tally
 from gradscale.scaler.verdict import Pending
 
 _ORDER = "The right order: scale(loss), backward pass, unscale_(optimizer) if wanted, step(optimizer), update()"
@@ -63,6 +64,8 @@ class Parts(NamedTuple):
     """The parameters of optimizers, kept from call to call."""
     mistakes: Mistakes
     """Warns of loops that are probably wrong."""
+    tally: Tally
+    """Counts steps."""
     guard: Guard | None = None
     """Judges losses and norms; None if nothing does."""
 
@@ -114,6 +117,8 @@ class Ended(NamedTuple):
     """The error to raise."""
     steps: int
     """How many optimizers were stepped, or left out where all ranks skip."""
+    left_out: Sequence[StepReport]
+    """Those that were left out."""
 
 
 class Iteration:
@@ -126,7 +131,7 @@ class Iteration:
     def __init__(self, number: int, parts: Parts) -> None:
         self.number = number
         self.parts = parts
-        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.guard = parts
+        self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard = parts
         self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
@@ -179,14 +184,21 @@ class Iteration:
         """Return the ``id()`` of each optimizer met in this iteration."""
         return [identity for identity, (reference, _) in self._known.items() if reference() is not None]
 
-    def begin_anew(self, number: int) -> Iteration:
-        """Return the iteration after a load, once the agreements under way are finished.
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that were met in this iteration and are alive."""
+        found = [reference() for reference, _ in self._known.values()]
+        return [one for one in found if one is not None and one is not _NOT_MET]
+
+    def begin_anew(self, number: int, steps: int) -> Iteration:
+        """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved, or 0.
 
         Gradients that nobody has unscaled yet can still be, by the state that they were scaled with.
         """
         following, state = Iteration(number, self.parts), self.state
         if self.agreement.failure is None:
             self.read_verdicts()
+        following.steps_before = steps or self.steps_before * self.is_at_boundary
+        self.live.is_unused = self.live.is_unused or not self.is_at_boundary
         if state is not None and self.is_at_boundary:
             xp = array_namespace(state.scale)
             # The load may write to the arrays of the state.
@@ -229,7 +241,7 @@ class Iteration:
 
     def note_scaled(self, state: ScaleState) -> None:
         """Record the state that outputs were scaled with."""
-        self.live.is_fresh = False
+        self.live.is_fresh = self.live.is_unused = False
         if self._closure_state is None:
             if self.state is not None and self.state.scale is not state.scale:
                 # The losses before were those of an iteration that a load has given up.
@@ -252,15 +264,6 @@ class Iteration:
             self._closure_state, self.is_inside_closure = None, False
             self.scaled = self.scaled or scaled
 
-    def require_scaled(self, optimizer: Optimizer) -> None:
-        """Raise CallOrderError if the evaluation of a closure has not called ``scale``."""
-        if not self.scaled and not self.live.hooks.is_replayed:
-            self._tell_of_failure(optimizer)
-            self.wrong_order(
-                "the closure of step() has not called scale(): make the backward pass of scaler.scale(loss) in each of "
-                "its evaluations; or make it before, and call step(optimizer) without the closure"
-            )
-
     def lower(self) -> bool:
         """Back the scale off for the rest of this iteration's closures; False if the policy cannot."""
         state = self.lowered or self.state or self.live.current()
@@ -272,6 +275,7 @@ class Iteration:
     def begin_unscale(self, optimizer: Optimizer) -> Turn:
         """Return an optimizer's turn; CallOrderError if it was unscaled or stepped already."""
         turn = self.turn_of(optimizer)
+        self._require_no_update()
         if turn.stage is Stage.UNSCALED:
             if turn.is_incomplete:
                 self.wrong_order(_INCOMPLETE)
@@ -286,19 +290,26 @@ class Iteration:
         """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
         require_step(optimizer)
         turn = self.turn_of(optimizer)
+        self._require_no_update()
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
         if turn.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
         return turn
 
-    def check_late_verdicts(self) -> None:
-        """Look at the late verdicts that have arrived: ranks may differ, and the scale is known for a while."""
-        for pending in self.reports.poll():
+    def _require_no_update(self) -> None:
+        if self._adapted is not None:
+            self.wrong_order("update() was interrupted, and may have adapted the scale: call it again first")
+
+    def check_late_verdicts(self, *, waits: bool = False) -> None:
+        """Look at late verdicts that have arrived, or all: ranks may differ, and the scale is known for a while."""
+        for step in self.reports.poll(waits=waits):
             with self.agreement.failing():
-                verdict = pending.read()
+                verdict = step.pending.read()
             if verdict.reason is Reason.NO_GRADIENTS:
                 self.mistakes.tell_of_no_gradients()
+            else:
+                self.tally.note(step.report())
 
     def unscale(
         self, turn: Turn, optimizer: Optimizer, request: Request = _UNSCALING, *, is_look: bool = False
@@ -322,16 +333,16 @@ class Iteration:
         groups = groups or gradients.groups
         like = None
         # If outputs were scaled there is a state.
-        presence = self._presence(optimizer, groups)
-        if presence is Presence.UNSCALED and not groups:
-            self._forbid_unscaled("")
+        unscaled = self._unscaled(turn, optimizer, groups)
+        if unscaled is Presence.SOME and not groups:
+            self._forbid_unscaled(turn)
         if self.state is None and not live.is_made:
             like = gradients.like
             if like is None:
                 like = agreement.example(live, self.number)
         if not groups:
             # Over a group another rank may have the loss.
-            if not (self.scaled or live.is_fresh or live.hooks.is_replayed):
+            if not self.scaled and unscaled is None and not live.hooks.is_replayed:
                 self.mistakes.look_for_scale(self.number, optimizer)
             is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_seen:
@@ -357,33 +368,41 @@ class Iteration:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.claim(groups, optimizer, request.max_norm) if groups else None
             turn.found, turn.state, turn.groups = found, state, groups
-            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, presence)
+            turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, unscaled)
         except GradscaleError as error:
             agreement.failure = error
             raise
-        if groups and presence is not Presence.SOME and self.verdict(turn).reason is Reason.NOT_SCALED:
+        if groups and unscaled is not None and self.verdict(turn).reason is Reason.NOT_SCALED:
             # As in a pipeline, another rank may have the loss.
             turn.stage, turn.pending = Stage.READY, None
-            self._forbid_unscaled(" on any rank")
+            self._forbid_unscaled(turn, " on any rank")
         return found.norm
 
-    def _forbid_unscaled(self, where: str) -> NoReturn:
-        since = " since a state was loaded" if self.live.updates else ""
+    def _forbid_unscaled(self, turn: Turn, where: str = "") -> NoReturn:
+        if turn.by_closure:
+            self.wrong_order(
+                f"the closure of step() has not called scale(){where}: make the backward pass of scaler.scale(loss) in "
+                f"each of its evaluations; or make it before, and call step(optimizer) without the closure"
+            )
+        since = " since a state was loaded or a scale set" if self.live.is_known else ""
         self.wrong_order(f"scale() has never been called{where}{since}: make the gradients of scaler.scale(loss)")
 
-    def _presence(self, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence:
-        """Look at gradients if nothing was scaled since the state was made or loaded: a host read for each."""
+    def _unscaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
+        """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
         live = self.live
-        if self.scaled or not live.is_fresh or live.hooks.is_replayed:
-            return Presence.SOME
+        if self.scaled or turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
+            return None
+        # Nothing has to be divided.
         if live.scale() == 1.0 and (groups or live.is_known):
-            return Presence.SOME
+            return None
         if not live.is_known:
-            return Presence.UNSCALED
+            return Presence.SOME
         held = [live.hooks.values_of(one.array) for one in named_gradients(optimizer) if is_array_api_obj(one.array)]
         arrays = [one for one in held if one is not None and is_floating(one)]
         found = [live.backend_for(one).read_summaries([one])[0][0] for one in arrays]
-        return Presence.ZEROS if all(one.zeros == one.size for one in found) else Presence.UNSCALED
+        if all(one.zeros == one.size for one in found):
+            return Presence.ZEROS
+        return Presence.SOME if live.is_unused or turn.by_closure else None
 
     def refuse(self, optimizer: Optimizer, reason: Reason = Reason.REFUSED) -> None:
         """Let no rank make the coming step of an optimizer."""
@@ -479,7 +498,8 @@ class Iteration:
         underflow = None if wanted is not None else self._underflow(verdicts)
         if self.guard is not None:
             self._learn(self.guard)
-        steps = sum(turn.is_over for turn in self.turns)
+        steps, known = sum(turn.is_over for turn in self.turns), [one for one in self.turns if one.is_left_out]
+        left_out = [step_report(one.pending.read(), self.number) for one in known if one.pending is not None]
         # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
             live.replace_scale(wanted)
@@ -487,7 +507,7 @@ class Iteration:
             live.take(self.lowered)
         else:
             self._adapt(pending)
-        return Ended(report, underflow, steps)
+        return Ended(report, underflow, steps, left_out)
 
     def _report(
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
@@ -510,7 +530,8 @@ class Iteration:
 
         def report() -> UpdateReport:
             after = wanted if wanted is not None else live.scale() if new is None else new.scale
-            return UpdateReport(self.number, before, skipped, self.agreement.rank(), tuple(steps), after)
+            rank, counts = self.agreement.rank(), self.tally.counts
+            return UpdateReport(self.number, before, skipped, rank, tuple(steps), after, counts)
 
         return report
 

@@ -17,6 +17,7 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale
 from gradscale.policies.spikes import SkipSpikes
 from gradscale.scaler.reports import HISTORY_SIZE, Diagnose, OnSkip, OnUpdate
+from gradscale.scaler.tally import WARN_AFTER
 
 _Arguments = ParamSpec("_Arguments")
 _Returned = TypeVar("_Returned")
@@ -34,6 +35,8 @@ class Watching(TypedDict, total=False):
     diagnose: Diagnose | None
     history_size: int
     skip: SkipSpikes | None
+    warn_after: int | None
+    give_up_after: int | None
 
 
 class Options(Watching, total=False):
@@ -47,7 +50,7 @@ class Options(Watching, total=False):
     backend: str | Backend | None
 
 
-DEFAULTS: dict[str, Any] = {"enabled": True, "history_size": HISTORY_SIZE}
+DEFAULTS: dict[str, Any] = {"enabled": True, "history_size": HISTORY_SIZE, "warn_after": WARN_AFTER}
 """The options whose default is not None."""
 
 _FACTORS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")

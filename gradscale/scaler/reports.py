@@ -79,6 +79,8 @@ class UpdateReport(NamedTuple):
     new_scale : float or None
         The scale after the update. A scaler always fills it in: a frozen policy computes it from the numbers that the
         step has read; otherwise it takes one more host read, such as of torch's tensors on an accelerator.
+    counts : mapping or None
+        How many steps were taken or skipped so far, as ``scaler.counts()`` returns them.
 
     Examples
     --------
@@ -94,6 +96,7 @@ class UpdateReport(NamedTuple):
     rank: int
     steps: tuple[StepReport, ...]
     new_scale: float | None = None
+    counts: Mapping[str, int] | None = None
 
 
 Diagnose: TypeAlias = Literal["on_overflow"]
@@ -131,7 +134,8 @@ class Reports:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         # What a pickle keeps: no callbacks.
-        self._kept = {"diagnose": options.get("diagnose"), "history_size": options.get("history_size", HISTORY_SIZE)}
+        self._kept = {name: options.get(name) for name in ("diagnose", "give_up_after")}
+        self._kept["history_size"] = options.get("history_size", HISTORY_SIZE)
         self.diagnoses = self._kept["diagnose"] is not None
         if self.diagnoses:
             validation.choice("diagnose", self._kept["diagnose"], ("on_overflow", None))
@@ -167,7 +171,8 @@ class Reports:
     def _update_listeners(self) -> None:
         # Whether each step's verdict is read within that step, and whether each update is reported.
         self.wants_updates = len(self._on_update) > 0
-        self.wants_each_step = self.diagnoses or self.wants_updates or len(self._on_skip) > 0
+        callbacks = self.wants_updates or len(self._on_skip) > 0
+        self.wants_each_step = self.diagnoses or callbacks or self._kept["give_up_after"] is not None
 
     @property
     def history(self) -> list[StepReport]:
@@ -214,10 +219,10 @@ class Reports:
             self.under_way.append(entry)
             self._history.append(entry)
 
-    def poll(self) -> Iterator[Pending]:
-        """Yield the deferred verdicts that have arrived since the last call, in order, without waiting."""
-        while self.under_way and self.under_way[0].pending.has_arrived():
-            yield self.under_way.popleft().pending
+    def poll(self, *, waits: bool = False) -> Iterator[Deferred]:
+        """Yield the steps whose deferred verdicts have arrived since the last call, in order; all if it ``waits``."""
+        while self.under_way and (waits or self.under_way[0].pending.has_arrived()):
+            yield self.under_way.popleft()
 
     def tell_update(self, report: UpdateReport) -> None:
         """Call ``on_update`` with the report of an iteration."""

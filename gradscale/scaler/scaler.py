@@ -14,9 +14,15 @@ from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown, unreadable
+from gradscale.core.messages import shown, unreadable, warn_caller
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
-from gradscale.errors import CallOrderError, InvalidTypeError, InvalidValueError
+from gradscale.errors import (
+    CallOrderError,
+    InvalidTypeError,
+    InvalidValueError,
+    TrainingStalledError,
+    TrainingStalledWarning,
+)
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 from gradscale.scaler.agreement import Agreement
@@ -31,6 +37,7 @@ from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
+from gradscale.scaler.tally import Tally
 
 _Outputs = TypeVar("_Outputs")
 
@@ -49,7 +56,7 @@ def parts_of(
     """Return the parts of a scaler with these options."""
     live, reports, skip = LiveState(policy_of(options), backend), Reports(options), options.get("skip")
     agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
-    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), guard_for(skip))
+    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard_for(skip))
 
 
 class GradScaler:
@@ -78,6 +85,11 @@ class GradScaler:
         How many StepReports ``history`` keeps.
     skip : SkipSpikes, optional
         Skip the steps whose loss or norm it calls a spike, too. The scale stays as it is.
+    warn_after : int or None, default 50
+        After so many iterations in a row whose every step was skipped, and again after ten times as many, a
+        TrainingStalledWarning says why, and whether the weights hold inf or NaN. None for no warning.
+    give_up_after : int, optional
+        After so many ``update`` raises TrainingStalledError, on all ranks. Each step reads its verdict then.
 
     Raises
     ------
@@ -302,6 +314,8 @@ class GradScaler:
         ScaleUnderflowError
             When an overflow finds the scale at ``min_scale`` and the policy says so; the iteration is ended first, so
             the scaler can be saved or used on. What a callback has raised in the same call is its ``__context__``.
+        TrainingStalledError
+            With ``give_up_after``, once so many iterations in a row were skipped; the iteration is ended first, too.
         InvalidValueError, InvalidTypeError
             For a new scale that is not finite and above zero, or outside the policy's bounds; nothing is changed.
         ScaleDesyncError, CollectiveTimeoutError
@@ -316,6 +330,8 @@ class GradScaler:
             outcome = ended.close(new_scale)
             following.steps_before = ended.steps_before + outcome.steps
             self._iteration = following
+            for left_out in outcome.left_out:
+                parts.tally.note(left_out)
             underflow = outcome.underflow
             try:
                 if outcome.report is not None:
@@ -328,8 +344,18 @@ class GradScaler:
                 raise
             if underflow is not None:
                 raise underflow
+            self._tell_of_stall(ended)
 
     # Reports.
+
+    def counts(self) -> dict[str, int]:
+        """Return how many steps were made or skipped so far: ``taken``, ``overflow``, ``spike`` and ``refused``.
+
+        A step that the loop left out since all ranks skip it counts, too. Steps that a fused optimizer has judged on a
+        device are read now; those of a captured graph do not count.
+        """
+        self._iteration.check_late_verdicts(waits=True)
+        return dict(self._parts.tally.counts)
 
     def last_step(self, optimizer: Optimizer) -> StepReport:
         """Return what happened in the last ``step`` of an optimizer; no host read beyond the one that step made.
@@ -544,7 +570,7 @@ class GradScaler:
             return {}
         live, guard = self._parts.live, self._parts.guard
         windows = None if guard is None else guard.numbers()
-        return checkpoint.build(live.policy, live.numbers(), self._iteration.number, windows)
+        return checkpoint.build(live.policy, live.numbers(), self._iteration.number, self.counts(), windows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
@@ -566,15 +592,17 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if self._busy.locked():
-            self._iteration.require_boundary("load_state_dict()")
+        if self._busy.locked() and self._iteration.turns:
+            msg = f"load_state_dict() was called in step(), in iteration {self._iteration.number}: call it afterwards"
+            raise CallOrderError(msg)
         loaded = checkpoint.parse(state_dict, self._parts.live.policy)
         live, agreement, reports = self._parts.live, self._parts.agreement, self._parts.reports
-        self._iteration = self._iteration.begin_anew(loaded.iteration)
+        self._iteration = self._iteration.begin_anew(loaded.iteration, sum(loaded.counts.values()))
         agreement.recover()
         # What is on its way to the CPU is about the state that is replaced.
         reports.under_way.clear()
         live.load(loaded.policy, loaded.snapshot)
+        self._parts.tally.restart(loaded.counts)
         if self._parts.guard is not None:
             self._parts.guard.load(loaded.windows, live.hooks.put)
 
@@ -588,6 +616,8 @@ class GradScaler:
         scaled, losses = (iteration.scaled, iteration.losses) if iteration.is_of_live_state else (False, Losses())
         # Each part says by itself what of it is kept.
         parts = Parts._make(map(copy.copy, self._parts._replace(listed=IdentityMap())))
+        # The copy has no gradients of its own.
+        parts.live.is_unused = parts.live.is_unused or not iteration.is_of_live_state
         losses, steps = losses._replace(total=float(losses.total)), iteration.steps_before
         forgotten = dict.fromkeys(("_diagnosis", "_busy", "_met"))
         return self.__dict__ | {"_parts": parts, "_iteration": (iteration.number, scaled, losses, steps)} | forgotten
@@ -692,14 +722,33 @@ class GradScaler:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         report = step_report(step.verdict, iteration.number, step.retries, overflow)
         iteration.steps.append(report)
+        self._parts.tally.note(report)
         reports.record(optimizer, report, self._parts.agreement.rank)
+
+    def _tell_of_stall(self, ended: Iteration) -> None:
+        """Warn of a run whose every step is skipped, with the cause that this rank sees, or raise as the user wants."""
+        tally, guard = self._parts.tally, self._parts.guard
+        gives_up = tally.has_to_give_up
+        if not gives_up and not tally.has_to_warn():
+            return
+        texts = [str(tally)]
+        if "overflow" in tally.reasons:
+            texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in ended.optimizers()]
+        if "spike" in tally.reasons and guard is not None:
+            texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
+        if "refused" in tally.reasons:
+            texts.append("The program calls refuse() for each step")
+        msg = ". ".join(filter(None, texts))
+        if gives_up:
+            raise TrainingStalledError(msg)
+        warn_caller(msg, TrainingStalledWarning)
 
 
 class ShardedGradScaler(GradScaler):
     """A GradScaler whose ranks skip together, back off together, and notice when they differ.
 
     For gradients that the ranks hold parts of: sharded weights or optimizer states, tensor, pipeline and expert
-    parallelism. One collective of 80 bytes for each optimizer, iteration and group, on every rank, whatever it
+    parallelism. One collective of 84 bytes for each optimizer, iteration and group, on every rank, whatever it
     found and even when it holds no gradients. It carries a fingerprint of the state, so that a rank whose scale has
     drifted is an error on every rank instead of a silent divergence.
 
@@ -712,7 +761,7 @@ class ShardedGradScaler(GradScaler):
         Seconds to wait for the other ranks, ``math.inf`` for ever. Ignored by Collectives of your own.
     init_scale, growth_factor, backoff_factor, growth_interval, policy, enabled, backend : optional
         As in :class:`GradScaler`.
-    on_skip, on_update, diagnose, history_size, skip : optional
+    on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
         As in :class:`GradScaler`.
 
     Raises

@@ -45,8 +45,9 @@ class LiveState:
             raise InvalidTypeError(msg)
         self.policy = policy
         self.updates = 0
-        # Nothing was scaled by it, or adapted it, since it was made or loaded.
-        self.is_fresh = True
+        # Nothing was scaled by the state, or adapted it, since it was made or loaded; and gradients cannot be scaled at
+        # all, since nothing ever was, or since an iteration was given up.
+        self.is_fresh = self.is_unused = True
         # A scale that the host knows, and the number of updates before it; 0 if it knows none.
         self._seen = 0.0, 0
         self.home: Any = None
@@ -123,7 +124,7 @@ class LiveState:
             else:
                 found = self.home.maximum(found, count)
         is_held = functools.reduce(self.home.logical_and, held) if held else None
-        if isinstance(found, int) and is_held is None and not self.backend.is_shared:
+        if isinstance(found, int) and is_held is None:
             known = self.backend.peek(state)
             new = None if known is None else next_numbers(self.policy, known, found)
             if known is not None and new is not None:

@@ -125,7 +125,6 @@ class Step:
             turn.stage = Stage.READY
             with iteration.inside_closure():
                 loss = closure(*args, **kwargs)
-                iteration.require_scaled(self.optimizer)
                 if self._unscale is not None and turn.stage is Stage.READY:
                     self._unscale(self.optimizer)
                     turn.stage = Stage.UNSCALED

@@ -40,9 +40,10 @@ class Pending:
         claim: Claim | None,
         number: int,
         code: Array | int = 0,
-        presence: Presence = Presence.SOME,
+        unscaled: Presence | None = None,
     ) -> None:
-        count, self._presence = found.nonfinite, presence if found.has_gradients else Presence.NONE
+        count, self._scaled = found.nonfinite, unscaled is None
+        self._presence = (unscaled or Presence.SOME) if found.has_gradients else Presence.NONE
         # The state as numbers, if the host knows them; alone, of the scale.
         numbers = live.backend.peek(state if groups else state[:1])
         if not isinstance(code, int):
@@ -58,15 +59,18 @@ class Pending:
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             if not groups:
                 live.require_possible(numbers[0])
-                self.known = verdict_from(count, count, at_min_scale, numbers[0], self._presence, code)
+                self.known = verdict_from(count, count, at_min_scale, numbers[0], self._presence, self._scaled, code)
                 return
-            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, self._presence, code, norm)
-            sent = live.backend.integers(values, state.scale)
+            told = self._presence, self._scaled, code, norm
+            sent = live.backend.integers(
+                claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, *told), state.scale
+            )
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            sent = claims.of_arrays(live.backend, live.policy, state, count, words, self._presence, code, norm)
+            told_arrays = self._presence, self._scaled, code, norm
+            sent = claims.of_arrays(live.backend, live.policy, state, count, words, *told_arrays)
         self._found, self._state, self._rank, self._updates = found, state, agreement.rank, live.updates
         self._ballot = agreement.send(groups, sent, number, claim)
 
@@ -119,9 +123,8 @@ class Pending:
         found = claims.verdict_of(agreed, sent)
         if isinstance(self._code, int) and self._code:
             # A refusal after the message was made.
-            found = verdict_from(
-                found.nonfinite, found.nonfinite, found.at_min_scale, found.scale, self._presence, self._code
-            )
+            reason, by = claims.reason_and_rank(self._code)
+            found = found._replace(reason=reason, by=by)
         if found.nonfinite:
             found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
         return found
@@ -143,7 +146,7 @@ class Pending:
         None for a verdict that moves no scale.
         """
         known = self.known
-        if known is None and not self._groups and self._presence is Presence.ZEROS:
+        if known is None and not self._groups and self._presence is Presence.ZEROS and not self._scaled:
             return None
         if known is not None and not known.moves_scale and not self.read().moves_scale:
             return None

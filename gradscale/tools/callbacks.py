@@ -119,7 +119,8 @@ class LogUpdates:
         skipped, updates = self._counts[True], self._counts.total()
         if updates == self._summary_every:
             share = f"{skipped} of the last {updates} steps skipped ({100.0 * skipped / updates:.3g} %)"
-            self._logger.log(self._level, f"{at} {share}, scale {self._scale:g}")
+            total = ", ".join(f"{count} {name}" for name, count in (report.counts or {}).items())
+            self._logger.log(self._level, f"{at} {share}, scale {self._scale:g}{'; in all ' * bool(total)}{total}")
             self._counts.clear()
 
     def _tell_skip(self, step: StepReport) -> None:
@@ -128,7 +129,7 @@ class LogUpdates:
             why = {"spike": "saw a spike", "refused": "refused it"}.get(step.reason, step.reason)
             self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}")
         elif step.skipped:
-            count = f"{step.nonfinite} gradient{'s' * (step.nonfinite != 1)} with inf or NaN"
+            count = f"{step.nonfinite} non-finite gradient{'s' * (step.nonfinite != 1)} (inf or NaN)"
             self._logger.log(self._skip_level, f"{text} at scale {step.scale:g}, {count}{_worst(step.overflow)}")
 
 

@@ -40,6 +40,7 @@ def row_of(report: UpdateReport | StepReport) -> dict[str, Any]:
         "magnitude": max(magnitudes, default=None),
         "parameter": worst[0] if worst else None,
         "cause": diagnosed[0].cause if diagnosed else None,
+        "counts": getattr(report, "counts", None),
     }
 
 

@@ -213,7 +213,7 @@ def squares_over_the_mesh(policy: Any, state: Any, w: Any) -> Any:
 
 
 @pytest.mark.tier("quick")
-def test_agreement_is_one_reduction_of_80_bytes() -> None:
+def test_agreement_is_one_reduction_of_84_bytes() -> None:
     def step(state: ScaleState, w: Any) -> Any:
         # Parameters of one's own, so that shard_map has nothing to sum.
         return squares_over_the_mesh(POLICY, state, w).state

@@ -58,7 +58,7 @@ def test_a_spike_skips_the_step_and_leaves_the_scale_and_its_trackers() -> None:
     before = scaler.state_dict()
     report = iterate(scaler, optimizer, 9.0)
     assert (report.reason, report.by, report.skipped, report.nonfinite, optimizer.steps) == ("spike", 0, True, 0, 5)
-    assert {**scaler.state_dict(), "iteration": 6, "spikes": before["spikes"]} == before
+    assert {**scaler.state_dict(), "iteration": 6, "spikes": before["spikes"], "counts": before["counts"]} == before
 
 
 @pytest.mark.parametrize("after_unscale", [False, True], ids=["before-unscale_", "after-unscale_"])
@@ -74,7 +74,7 @@ def test_a_refused_step_is_not_made_and_moves_nothing(after_unscale: bool) -> No
     scaler.update()
     report = scaler.last_step(optimizer)
     assert (report.reason, report.by, optimizer.steps) == ("refused", 0, 5)
-    assert {**scaler.state_dict(), "iteration": 6} == before
+    assert {**scaler.state_dict(), "iteration": 6, "counts": before["counts"]} == before
     # Of one iteration alone.
     assert iterate(scaler, optimizer, 1.0).reason == "stepped"
     assert scaler.get_scale() == 8.0
@@ -561,6 +561,6 @@ def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow(caplog: Any,
     assert [row["reason"] for row in rows] == [None] * 5 + skipped
     assert [text.partition(": ")[2] for text in caplog.messages] == [
         "step skipped: rank 0 saw a spike",
-        "step skipped at scale 65536, 1 gradient with inf or NaN",
+        "step skipped at scale 65536, 1 non-finite gradient (inf or NaN)",
         "step skipped: rank 0 refused it",
     ]

@@ -107,7 +107,7 @@ def test_logging_tells_of_skips_and_changes_of_the_scale_and_nothing_else(caplog
     log(update(4, 4.0, 16.0))
     log(update(5, 2.0, 2.0))
     assert caplog.messages == [
-        "iteration 2: step skipped at scale 8, 2 gradients with inf or NaN",
+        "iteration 2: step skipped at scale 8, 2 non-finite gradients (inf or NaN)",
         "iteration 2: scale backed off, 8 -> 4",
         "iteration 4: scale grew, 4 -> 16",
         "iteration 4: 1 of the last 4 steps skipped (25 %), scale 16",
@@ -127,13 +127,13 @@ def test_skips_are_told_and_written_with_the_worst_parameters_and_the_cause(
             scaler.scale(np.float32(bad_loss))
             scaler.step(Tree({name: np.full(3, np.inf if name in bad else 4.0, np.float32) for name in "abcd"}))
             scaler.update()
-    skip = "iteration {}: step skipped at scale {}, {} with inf or NaN: {}"
+    skip = "iteration {}: step skipped at scale {}, {} (inf or NaN): {}"
     assert caplog.messages == [
-        skip.format(1, 65536, "1 gradient", "['b']"),
+        skip.format(1, 65536, "1 non-finite gradient", "['b']"),
         "iteration 1: scale backed off, 65536 -> 32768",
-        skip.format(2, 32768, "4 gradients", "['a'], ['b'], ['c'] and 1 more"),
+        skip.format(2, 32768, "4 non-finite gradients", "['a'], ['b'], ['c'] and 1 more"),
         "iteration 2: scale backed off, 32768 -> 16384",
-        skip.format(3, 16384, "2 gradients", "['b'], ['c']; the model is at fault, not the scale"),
+        skip.format(3, 16384, "2 non-finite gradients", "['b'], ['c']; the model is at fault, not the scale"),
         "iteration 3: scale backed off, 16384 -> 8192",
     ]
     told = [tuple(row[key] for key in ("parameter", "cause", "nonfinite", "magnitude")) for row in read_log(path)]

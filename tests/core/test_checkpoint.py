@@ -95,7 +95,7 @@ def test_the_keys_and_plain_types_of_a_state_dict(arrays: Library, policy: Any) 
     run(arrays, scaler, SEQUENCE)
     saved = scaler.state_dict()
     trackers = ["_growth_tracker", "_overflow_tracker", "_rescale_tracker"]
-    assert list(saved) == [*FACTORS, *trackers, "version", "iteration", "policy"]
+    assert list(saved) == [*FACTORS, *trackers, "version", "iteration", "policy", "counts"]
     assert saved["policy"] == {"kind": type(policy).__name__, **dataclasses.asdict(policy)}
     assert saved["iteration"] == len(SEQUENCE) + 1
     for value in [*saved.values(), *saved["policy"].values()]:
@@ -298,24 +298,29 @@ def test_the_loss_of_an_iteration_that_a_load_ends_is_not_judged(arrays: Library
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("value", [0.0, 4.0])
-def test_a_step_after_a_load_needs_a_scaled_loss_but_for_zeros_which_move_no_scale(
-    arrays: Library, value: float, is_used: bool
-) -> None:
+def test_a_step_after_a_load_and_before_any_scale(arrays: Library, value: float, is_used: bool) -> None:
     scaler, optimizer = GradScaler(growth_interval=2), Tree()
     if is_used:
         iterate(arrays, scaler, optimizer)
     scaler.load_state_dict(SAVED_BEFORE_GROWTH)
     optimizer.grads = [arrays.asarray([value])]
     before = optimizer.steps
-    if value:
+    if value == 0.0:
+        # Such as a host's that loads an optimizer. It moves no scale.
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.steps == before + 1
+    elif is_used:
+        # A loop that multiplies by the scale itself goes on.
+        with pytest.warns(UserWarning, match=r"scale\(\) was not called"):
+            scaler.unscale_(optimizer)
+        arrays.assert_array(optimizer.grads[0], [value / 1024.0])
+        return
+    else:
         for call in (scaler.unscale_, scaler.step):
             with pytest.raises(CallOrderError, match=r"never been called since .*make the gradients of scaler\.scale"):
                 call(optimizer)
         arrays.assert_array(optimizer.grads[0], [value])
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    assert optimizer.steps - before == (value == 0.0)
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (1024.0, 1)
     iterate(arrays, scaler, optimizer)
     assert scaler.get_scale() == 2048.0

@@ -46,7 +46,7 @@ class Misplacing(Backend):
         if self.values is None:
             return values
         # A message holds others before the numbers of the state.
-        before = values[:5] if len(values) > 4 else []
+        before = values[:6] if len(values) > 4 else []
         return [*before, *self.values, *values[len(before) + 4 :]]
 
 

@@ -339,7 +339,7 @@ def test_a_load_in_a_closure_is_an_error(arrays: Library) -> None:
     scaler, optimizer = begun(arrays)
     minimiser = Evaluating()
     minimiser.grads = optimizer.grads
-    with pytest.raises(CallOrderError, match="only at the beginning of an iteration"):
+    with pytest.raises(CallOrderError, match=r"was called in step\(\)"):
         scaler.step(minimiser, lambda: scaler.load_state_dict(scaler.state_dict()))
 
 
@@ -401,6 +401,6 @@ def test_no_copy_in_the_middle_of_an_iteration(arrays: Library, what: str, after
     del optimizer
     with pytest.raises(CallOrderError, match=r"only at the beginning of an iteration, .* or at its end.*of it"):
         MIDDLE[what](scaler)
-    assert scaler.state_dict() == before
+    assert scaler.state_dict() == before | {"counts": scaler.counts()}
     scaler.update()
     MIDDLE[what](scaler)

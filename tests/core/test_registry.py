@@ -187,7 +187,7 @@ def test_a_group_is_an_object_with_the_members_of_collectives_and_nothing_else()
 FITS: dict[type[Exception], str] = {
     ValueError: "InvalidValueError StateDictError SharedMemoryError",
     TypeError: "InvalidTypeError",
-    RuntimeError: "CallOrderError ScaleDesyncError BackendError",
+    RuntimeError: "CallOrderError ScaleDesyncError BackendError TrainingStalledError",
     FloatingPointError: "ScaleUnderflowError ClosureOverflowError",
     TimeoutError: "CollectiveTimeoutError",
     OSError: "LogWriteError",

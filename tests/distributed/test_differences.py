@@ -67,7 +67,7 @@ def test_a_skipped_step_may_be_left_out_before_the_next_optimizer_is_stepped(wor
     agree(world, scenarios.skipped_step_left_out, [(rank, library) for rank in range(world.size)])
 
 
-def test_a_closure_that_does_not_scale_on_one_rank_is_told_to_all(world: World) -> None:
+def test_an_evaluation_of_a_closure_that_scales_on_no_rank_is_an_error_on_all(world: World) -> None:
     each(world, scenarios.closure_without_scale, [(rank, one) for rank in range(world.size) for one in (1, 2)])
 
 

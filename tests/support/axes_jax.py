@@ -45,10 +45,10 @@ def on_mesh(x: Any, *spec: Any, kind: str = "Auto") -> Any:
 
 
 def assert_one_reduction(mapped: Any, *given: Any) -> None:
-    """Assert that a function over the devices, compiled, sends one message: of 20 int32."""
+    """Assert that a function over the devices, compiled, sends one message: of 21 int32."""
     compiled = jax.jit(mapped).lower(*given).compile().as_text()
     (found,) = (line for line in compiled.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line)
-    assert "s32[20]" in found
+    assert "s32[21]" in found
 
 
 def x64_mode(enabled: bool) -> AbstractContextManager[None]:

@@ -357,4 +357,4 @@ def count_collectives(group: Any, explicit: bool) -> None:
             # The first compares the ranks' versions, too.
             if iteration:
                 assert started() - before == (8 if library == "torch" else 2)
-                assert library == "torch" or collectives.sent == [("c10d::allreduce_", 20, "torch.int32")] * 2
+                assert library == "torch" or collectives.sent == [("c10d::allreduce_", 21, "torch.int32")] * 2

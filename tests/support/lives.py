@@ -39,7 +39,7 @@ class Model:
         self.scale, self.run, self.iteration = 2.0**16, 0, 1
         self.growth, self.backoff, self.interval = 2.0, 0.5, 5
         # Whether another rank may have scaled; whether nothing ever was, or since a load; and in this iteration.
-        self.has_group, self.is_new, self.is_fresh, self.is_scaled = has_group, True, True, False
+        self.has_group, self.is_new, self.is_unused, self.is_fresh, self.is_scaled = has_group, True, True, True, False
         # By optimizer: the gradient on each rank, how far it is in its iteration, and whether one is bad.
         self.gradients = [[0.0] * size for _ in range(OPTIMIZERS)]
         self.begin()
@@ -53,9 +53,10 @@ class Model:
         """Tell whether gradients may be unscaled: after a load zeros alone, or those of a loss that was scaled."""
         if self.is_scaled or not self.is_fresh:
             return True
+        if self.scale == 1.0 and (self.has_group or not self.is_new):
+            return True
         self.idle[k] = not any(self.gradients[k]) and not self.is_new
-        is_overflow = self.has_group and not all(map(math.isfinite, self.divided(k)))
-        return self.idle[k] or (self.scale == 1.0 and (self.has_group or not self.is_new)) or is_overflow
+        return self.idle[k] or not self.is_unused
 
     def divided(self, k: int) -> list[float]:
         """Return the gradients of all ranks, unscaled."""
@@ -159,7 +160,7 @@ class _Life:
     def backward(self) -> None:
         model = self.model
         self.require(float(self.scaler.scale(np.float32(1.0))), model.scale)
-        model.is_new, model.is_fresh, model.is_scaled = False, False, True
+        model.is_new, model.is_unused, model.is_fresh, model.is_scaled = False, False, False, True
         for k, optimizer in enumerate(self.optimizers):
             values = [self.chance.choice(VALUES) for _ in range(self.size)]
             if self.chance.random() < 0.1:
@@ -262,11 +263,13 @@ class _Life:
             self.refused(lambda: copy.copy(made).step(self.optimizers[0]), "set_group")
             self.scaler.set_group(self.group)
         if how in ("same", "fresh"):
+            is_kept = how == "same" and self.model.stages == ["ready"] * OPTIMIZERS
             self.model.is_new, self.model.is_fresh = False, True
-            self.model.is_scaled &= how == "same" and self.model.stages == ["ready"] * OPTIMIZERS
-        elif self.model.is_fresh:
+            self.model.is_scaled &= is_kept
+            self.model.is_unused |= not is_kept
+        elif self.model.is_fresh and self.model.is_scaled:
             # The gradients of a loss that was scaled before a load are the original's.
-            self.model.is_scaled = False
+            self.model.is_scaled, self.model.is_unused = False, True
         self.model.begin()
 
     def change_setting(self) -> None:
