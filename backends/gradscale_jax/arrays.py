@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic, summaries
-from gradscale.core.arithmetic import Kind, check_real_dtype, kind_of, reciprocal, widened
+from gradscale.core.arithmetic import Kind, UnitState, check_real_dtype, kind_of, reciprocal, widened
 from gradscale.errors import InvalidTypeError
 
 _Arrays: TypeAlias = Sequence[jax.Array]
@@ -84,18 +84,21 @@ class JaxBackend(Backend):
         """Divide arrays by the scale and count those with a non-finite value.
 
         The arrays are new, ``out`` only says their dtypes. Within jit, XLA may write over gradients that were donated.
+        Of a scale that is known to be 1 arrays that have their dtype come back as they are.
         """
+        is_one = isinstance(state, UnitState)
         check_real_dtype(state.scale, dtype)
         stored = grads if out is None else out
         dtypes = [x.dtype if dtype is None or kind_of(x) is Kind.COMPLEX else jnp.dtype(dtype) for x in stored]
         if any(isinstance(x, jax.core.Tracer) for x in (*grads, state.scale)):
-            return _unscale_leaves(grads, state.scale, dtypes)
+            made, nonfinite = _unscale_leaves(grads, state.scale, dtypes, is_one)
+            return [x if y is None else y for x, y in zip(grads, made, strict=True)], nonfinite
         unscaled: dict[int, jax.Array] = {}
         counts = []
         for where, chosen in self._by_placement(grads).items():
             wanted = tuple(dtypes[index] for index in chosen)
-            made, count = _unscale([*chosen.values()], _moved(state.scale, where), wanted)
-            unscaled |= zip(chosen, made, strict=True)
+            made, count = _unscale([*chosen.values()], _moved(state.scale, where), wanted, is_one)
+            unscaled |= {i: x if y is None else y for (i, x), y in zip(chosen.items(), made, strict=True)}
             counts.append(count)
         return [unscaled[index] for index in range(len(grads))], self._total(counts, state.scale, jnp.int32)
 
@@ -132,8 +135,15 @@ def _moved(x: jax.Array, where: Sharding | None) -> jax.Array:
     return x if where is None else jax.device_put(x, where)
 
 
-def _unscale_leaves(grads: _Arrays, scale: jax.Array, dtypes: Sequence[DTypeLike]) -> tuple[list[jax.Array], jax.Array]:
-    """Return the unscaled arrays in the wanted dtypes, and how many are not finite."""
+def _unscale_leaves(
+    grads: _Arrays, scale: jax.Array, dtypes: Sequence[DTypeLike], is_one: bool
+) -> tuple[Sequence[jax.Array | None], jax.Array]:
+    """Return the unscaled arrays in the wanted dtypes, and how many are not finite; None for what stays as it is."""
+    if is_one:
+        # An argument that a compiled call returns would be copied.
+        cast = [grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+        kept = [None if new is grad else new for grad, new in zip(grads, cast, strict=True)]
+        return kept, count_nonfinite(cast) + (scale != 1.0).astype(jnp.int32)
     factor, divisor = _factor_and_divisor(scale)
     unscaled = []
     for grad, dtype in zip(grads, dtypes, strict=True):
@@ -157,7 +167,7 @@ def _factor_and_divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     return joined
 
 
-_unscale = jax.jit(_unscale_leaves, static_argnums=2)
+_unscale = jax.jit(_unscale_leaves, static_argnums=(2, 3))
 _multiply = jax.jit(arithmetic.multiply_arrays)
 # Apart from unscaling, since XLA would square halves as they are before they are rounded.
 sum_of_squares = jax.jit(arithmetic.sum_of_squares)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from gradscale import ScaleState
 from gradscale.core import validation
-from gradscale.core.arithmetic import Kind, kind_of
+from gradscale.core.arithmetic import Kind, UnitState, kind_of
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -138,14 +138,16 @@ def value_and_grad(
         def scaled_loss(*traced: object, **kwargs: object) -> tuple[jax.Array, tuple[V, jax.Array]]:
             value = call(*(traced if filter is None else map(_completed, traced, args)), **kwargs)
             loss = _require_loss(value, has_aux)
-            return trees.scale(loss, _limit(state, loss)), (value, loss)
+            # At a scale that is known to be 1 the gradients of the loss are what is wanted.
+            is_one = isinstance(trees.to_unscale_with(state, policy), UnitState)
+            return loss if is_one else trees.scale(loss, _limit(state, loss)), (value, loss)
 
         differentiate = jax.grad(scaled_loss, chosen, has_aux=True, allow_int=allow_int)
         grads, (value, loss) = differentiate(*trained, **kwargs)
         if reduce is not None:
             grads = reduce(grads)
         limited = _limit(state, loss)
-        unscaled, nonfinite = trees.unscale(grads, limited, dtype=dtype)
+        unscaled, nonfinite = trees.unscale(grads, trees.to_unscale_with(limited, policy), dtype=dtype)
         verdict = agree(nonfinite, limited, policy, axis_name)
         updated = _limit(policy.update(limited, nonfinite=verdict.nonfinite), loss)
         return Scaled(value, unscaled, verdict, trees.select(verdict.desynced, state, updated))

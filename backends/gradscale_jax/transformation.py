@@ -191,7 +191,7 @@ def scaled(
         _require_leaves(updates, dtype)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
-        grads, nonfinite = trees.unscale(updates, state.scale_state, dtype=dtype)
+        grads, nonfinite = trees.unscale(updates, trees.to_unscale_with(state.scale_state, policy), dtype=dtype)
         windows, is_spike = _windows_in(state, skip), None
         if skip is not None and windows is not None:
             values, is_spike = _judge(skip, windows, extra_args.get("value"), grads)

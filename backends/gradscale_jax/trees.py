@@ -11,8 +11,10 @@ from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 import gradscale
-from gradscale import ScaleState
+from gradscale import ScaleState, StaticScale
+from gradscale.core.arithmetic import UnitState
 from gradscale.core.messages import reading, shown
+from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 T = TypeVar("T")
@@ -117,7 +119,12 @@ def as_state(state: object) -> ScaleState:
     if not isinstance(state, ScaleState):
         msg = f"state must be a ScaleState, such as policy.init(jnp.zeros(())) returns, got {shown(state)}"
         raise InvalidTypeError(msg)
-    return ScaleState(strong(state.scale, jnp.float32), *(strong(tracker, jnp.int32) for tracker in state[1:]))
+    return type(state)(strong(state.scale, jnp.float32), *(strong(tracker, jnp.int32) for tracker in state[1:]))
+
+
+def to_unscale_with(state: ScaleState, policy: Policy) -> ScaleState:
+    """Return a state, as one whose scale is known to be 1 if its policy says so."""
+    return UnitState(*state) if type(policy) is StaticScale and policy.init_scale == 1.0 else state
 
 
 def strong(leaf: object, dtype: DTypeLike | None = None) -> object:

@@ -90,9 +90,9 @@ def _single_to_bfloat(single: np.float32) -> np.uint16:
 def _scale_halves(array: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(array.size):
-        value = _single_to_half(_half_to_single(array[i]) * factor)
-        array[i] = value
-        nonfinite |= (value & _u2(0x7C00)) == _u2(0x7C00)
+        if factor != 1:
+            array[i] = _single_to_half(_half_to_single(array[i]) * factor)
+        nonfinite |= (array[i] & _u2(0x7C00)) == _u2(0x7C00)
     return nonfinite
 
 
@@ -100,9 +100,9 @@ def _scale_halves(array: Array, factor: np.float32) -> bool:
 def _scale_bfloats(array: Array, factor: np.float32) -> bool:
     nonfinite = False
     for i in range(array.size):
-        value = _single_to_bfloat(_bfloat_to_single(array[i]) * factor)
-        array[i] = value
-        nonfinite |= (value & _u2(0x7F80)) == _u2(0x7F80)
+        if factor != 1:
+            array[i] = _single_to_bfloat(_bfloat_to_single(array[i]) * factor)
+        nonfinite |= (array[i] & _u2(0x7F80)) == _u2(0x7F80)
     return nonfinite
 
 
@@ -110,10 +110,10 @@ def _scale_bfloats(array: Array, factor: np.float32) -> bool:
 def _scale_singles(array: Array, factor: np.float32) -> bool:
     largest = _u4(0)
     for i in range(array.size):
-        value = _f4(array[i] * factor)
-        array[i] = value
+        if factor != 1:
+            array[i] = _f4(array[i] * factor)
         # By their bits, magnitudes are ordered as integers, infinity and NaN last: quicker here than a NaN test.
-        largest = max(largest, value.view(_u4) & _u4(0x7FFFFFFF))
+        largest = max(largest, _f4(array[i]).view(_u4) & _u4(0x7FFFFFFF))
     return bool(largest >= _u4(0x7F800000))
 
 

@@ -57,7 +57,8 @@ def unscale_all(
     """Multiply each source by ``inverse`` into its out and count the outs that are then not finite.
 
     The product is rounded once, to float32 or a wider type of the source, and cast. An out has its source's shape, is
-    complex exactly if that is, and is the source itself or shares no memory with any source or other out.
+    complex exactly if that is, and is the source itself or shares no memory with any source or other out. An inverse of
+    1 leaves sources that are outs as they are: they are only judged.
     """
     nonfinite = 0
     unscale_block = unscale_block or _widen_finite_half
@@ -82,12 +83,14 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32, unscale_block: 
     pair = [_parts(x) for x in ([out] if out is source else [source, out])]
     arithmetic = pair[0].dtype.newbyteorder("=") if pair[0].dtype.itemsize > _SINGLE.itemsize else _SINGLE
     factor = np.asarray(inverse, arithmetic)
+    is_kept = out is source and inverse == 1
     finite = True
     for blocks in _blocks(_BLOCK, *pair):
         source_block, out_block = blocks[0], blocks[-1]
         known = unscale_block(source_block, out_block, inverse)
         if known is None:
-            np.multiply(source_block, factor, out_block, dtype=arithmetic, casting="unsafe")
+            if not is_kept:
+                np.multiply(source_block, factor, out_block, dtype=arithmetic, casting="unsafe")
             # One bad block decides, but every block is multiplied.
             known = finite and _is_finite(out_block)
         finite = finite and known
@@ -118,8 +121,9 @@ def _parts_of(small: Sequence[_T], largest: int) -> Iterator[Sequence[_T]]:
 
 def _scale_singles(arrays: Sequence[Array], factor: Array) -> int:
     """Multiply small arrays of float32 in place, and count those that are then not finite."""
-    for _ in map(np.multiply, arrays, itertools.repeat(factor), arrays):
-        pass
+    if factor != 1:
+        for _ in map(np.multiply, arrays, itertools.repeat(factor), arrays):
+            pass
     return 0 if _is_finite(np.concatenate(arrays, axis=None)) else _nonfinite_among(arrays)
 
 
@@ -130,8 +134,9 @@ def _unscale_gathered(pairs: Sequence[Pair], inverse: np.float32, unscale_block:
     result = gathered if source_type == out_type else np.empty(gathered.size, out_type)
     is_finite = _unscale_one(gathered, result, inverse, unscale_block)
     start = 0
-    for _, out in pairs:
-        out[...] = result[start : start + out.size].reshape(out.shape)
+    for source, out in pairs:
+        if out is not source or inverse != 1:
+            out[...] = result[start : start + out.size].reshape(out.shape)
         start += out.size
     return 0 if is_finite else _nonfinite_among([out for _, out in pairs])
 

@@ -151,8 +151,12 @@ class TorchBackend(Backend):
             tensors = gradients.group_tensors([gradients.kernel_view(target) for target in out])
             gradients.forbid_meta(tensors)
             # Reading the scale of a device would be a host read; a second look is none.
-            judge_again = state.scale.device.type != "cpu" or state.scale.item() < 1.0
-            gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, judge_again=judge_again)
+            number = state.scale.item() if state.scale.device.type == "cpu" else None
+            if number == 1.0 or (number is None and isinstance(state, arithmetic.UnitState)):
+                gradients.judge(tensors, flags, state.scale)
+            else:
+                judge_again = number is None or number < 1.0
+                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, judge_again=judge_again)
             count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
                 return out, combined(flags, home).to(torch.int32)

@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscale.core import arithmetic, gradients
+from gradscale.core import gradients
 from gradscale.core.aliasing import overlaps_itself
 from gradscale.core.gradients import Found, Home, Listed, Request
 from gradscale.core.messages import shown
@@ -112,20 +112,24 @@ class TensorGradients:
         flags: Flags = {}
         norm = None
         number = scale.item() if scale.device.type == "cpu" else None
-        may_be_below_one = number is None or number < 1.0
+        is_one, may_be_below_one = number == 1.0, number is None or number < 1.0
         if number is None and not self._is_replayed and not is_capturing(scale.device):
-            may_be_below_one = live.floor(state) < 1.0
+            is_one, may_be_below_one = live.is_one(state), live.floor(state) < 1.0
         with torch.no_grad():
             if request.judges_only:
                 judge(tensors, flags)
                 if may_be_below_one and request.are_scaled:
                     # An optimizer's kernel divides without a look at the result.
                     judge_quotients(tensors, scale, flags)
+            elif is_one and request.max_norm is None:
+                judge(tensors, flags, scale)
             else:
                 factor = inverse_of(scale) if number is None else _inverse_of_number(number)
                 if request.max_norm is not None:
                     factor, norm = self._clipped(factor, request.max_norm, flags)
-                unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one)
+                # The norm has judged them, none of which grows; but on a mesh copies count on one of their ranks alone.
+                judged = norm is not None and not may_be_below_one and not self._parameters.meshes
+                unscale_in_place(tensors, factor, flags, judge_again=may_be_below_one, judged=judged)
             if self._uncoalesced:
                 # The optimizer will see the sums of duplicates.
                 judge(group_tensors([kernel_view(one.coalesce()) for one in self._uncoalesced]), flags)
@@ -141,8 +145,8 @@ class TensorGradients:
         self._require_whole()
         norm = self._squares(next((device for device, _ in self._tensors), _CPU))[0].sqrt()
         factor = clip_factor(norm, max_norm)
-        for (device, dtype), tensors in self._tensors.items():
-            torch._foreach_mul_(tensors, moved(factor, device, dtype=torch.promote_types(dtype, torch.float32)))
+        for (device, _), tensors in self._tensors.items():
+            _multiply(tensors, moved(factor, device))
         return norm.float()
 
     def _clipped(self, inverse: Tensor, max_norm: float, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -153,13 +157,16 @@ class TensorGradients:
             exchange.announce(inverse)
         squares, own = self._squares(inverse.device)
         norm = squares.sqrt() * inverse
-        is_finite = torch.isfinite(norm)
+        is_finite = norm < math.inf
         # A norm that is not finite clips nothing: gradients that are finite stay so, and those that are not are named.
         wanted = torch.where(is_finite, inverse * clip_factor(norm, max_norm), inverse)
         # A norm that overflows, or a factor that loses bits, is an overflow, too. If another rank's part makes the norm
         # inf or NaN, that rank reports it: a sum overflows only if some part is above its share of the largest number.
-        is_own = exchange is None or torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / exchange.size)
-        is_bad = (torch.logical_not(is_finite) & is_own) | ((wanted > 0) & (wanted < SMALLEST_NORMAL))
+        is_bad = torch.logical_not(is_finite)
+        if exchange is not None:
+            is_bad &= torch.logical_not(own <= torch.finfo(own.dtype).max / 2 / exchange.size)
+        if max_norm > 0:
+            is_bad |= wanted < SMALLEST_NORMAL
         flags[inverse.device] = is_bad.float()
         return wanted.float(), norm.float()
 
@@ -399,23 +406,29 @@ def _inverse_of_number(scale: float) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32, device=_CPU).reciprocal()
 
 
-def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_again: bool) -> None:
+def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_again: bool, judged: bool = False) -> None:
     """Multiply dense real tensors by the reciprocal of the scale, 0-d float32 on any device, and note bad ones.
 
-    The products must be judged again if the reciprocal may be above 1, so that they may overflow.
+    The products must be judged again if the reciprocal may be above 1, so that they may overflow. Tensors that are
+    ``judged`` already are looked at only by a kernel that does both.
     """
     for (device, dtype), tensors in groups.items():
-        _apply(device, tensors, flags, moved(factor, device))
+        _apply(device, tensors, flags, moved(factor, device), judged=judged)
         if judge_again:
             # To read them is half of what the kernel does; on the CPU it is slower, and not there for float8.
             is_read = device.type != "cpu" and dtype.itemsize > 1
-            _apply(device, _largest(tensors) if is_read else tensors, flags, torch.ones_like(flags[device]))
+            _apply(device, _largest(tensors) if is_read else tensors, flags)
 
 
-def judge(groups: Groups, flags: Flags) -> None:
-    """Set the flags of devices with a tensor that is not finite; the tensors keep their values."""
+def judge(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
+    """Set the flags of devices with a tensor that is not finite; the tensors keep their values.
+
+    ``one`` is the scale that is taken for 1. Others can write to it on a device: if it is not, its flag is set, too.
+    """
+    if one is not None and groups and one.device.type != "cpu":
+        flags[one.device] = (one != 1.0).float()
     for (device, _), tensors in groups.items():
-        _apply(device, tensors, flags, torch.ones((), dtype=torch.float32, device=device))
+        _apply(device, tensors, flags)
 
 
 def judge_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
@@ -423,7 +436,7 @@ def judge_quotients(groups: Groups, scale: Tensor, flags: Flags) -> None:
     for (device, dtype), tensors in groups.items():
         for largest in _largest(tensors):
             wide = largest.to(torch.promote_types(dtype, torch.float32))
-            _apply(device, [(wide / moved(scale, device)).to(dtype)], flags, torch.ones_like(flags[device]))
+            _apply(device, [(wide / moved(scale, device)).to(dtype)], flags)
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
@@ -432,28 +445,47 @@ def _largest(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.stack(torch._foreach_norm(filled, math.inf))] if filled else []
 
 
-def _apply(device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor) -> None:
+def _apply(
+    device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor | None = None, *, judged: bool = False
+) -> None:
+    """Multiply tensors by a factor, if there is one, and set their device's flag if they are not finite."""
     flag = flags.get(device)
     if flag is None:
-        flag = flags[device] = torch.zeros_like(factor)
+        flag = flags[device] = torch.zeros((), dtype=torch.float32, device=device)
     try:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
+        by = torch.ones_like(flag) if factor is None else factor
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, by)
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
             for index, tensor in enumerate(tensors):
                 if torch._debug_has_internal_overlap(tensor) == 1:
                     raise overlap(index, tensor) from error
             raise
-        _apply_without_kernel(tensors, flag, factor)
+        if factor is not None:
+            _multiply(tensors, factor)
+        if not judged:
+            for largest in _largest(_computable(tensors)):
+                is_finite = (largest <= torch.finfo(largest.dtype).max).all()
+                flag.masked_fill_(torch.logical_not(is_finite), 1.0)
 
 
-def _apply_without_kernel(tensors: list[Tensor], flag: Tensor, factor: Tensor) -> None:
-    for tensor in tensors:
-        is_narrow = arithmetic.kind_of(tensor) is arithmetic.Kind.HALF
-        wide = tensor.float() if is_narrow else tensor
-        tensor.copy_(wide * factor.to(wide.dtype))
-        finite = torch.isfinite(tensor.float() if is_narrow else tensor).all()
-        flag.copy_(torch.where(finite, flag, torch.ones_like(flag)))
+def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one dtype by a 0-d factor of their device, in float32 or wider, and round once."""
+    wide = _computable(tensors)
+    by = factor.to(torch.float32 if wide[0].itemsize == 2 else wide[0].dtype)
+    if wide[0].itemsize == 2 and wide[0].device.type != "cpu":
+        # A device first rounds a factor without dimensions to the dtype of what has some.
+        flat = by.view(1)
+        torch._foreach_mul_(wide, [flat if one.dim() > 0 else by for one in wide])
+    else:
+        torch._foreach_mul_(wide, by)
+    if wide is not tensors:
+        torch._foreach_copy_(tensors, wide)
+
+
+def _computable(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors of one dtype, those of 8 bits, which torch does not compute with, as float32."""
+    return [one.float() for one in tensors] if tensors and tensors[0].itemsize == 1 else tensors
 
 
 def overlap(index: int, tensor: Tensor) -> SharedMemoryError:
@@ -482,7 +514,7 @@ def sum_of_squares(groups: Groups, home: torch.device) -> Tensor:
     parts = [_sum_of_one_device(device, tensors) for (device, _), tensors in groups.items()]
     if not parts:
         return torch.zeros((), dtype=torch.float32, device=home)
-    return torch.stack([moved(part, home, dtype=_widest(home)) for part in parts]).sum()
+    return functools.reduce(torch.add, [moved(part, home, dtype=_widest(home)) for part in parts])
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -494,8 +526,8 @@ def _sum_of_one_device(device: torch.device, tensors: list[Tensor]) -> Tensor:
         small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
         joined = [_flatten_dense_tensors(small)] if small else []  # type: ignore[no-untyped-call]
         joined += [tensor for tensor in tensors if tensor.numel() > _SMALL]
-        total = torch.stack([_square(tensor).double() for tensor in joined]).sum()
-        if torch.isfinite(total).item():
+        total = functools.reduce(torch.add, [_square(tensor).double() for tensor in joined])
+        if math.isfinite(total.item()):
             return total
         # Float32 overflows at tensors whose norm is above 1.8e19.
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=_widest(device))).square().sum()
@@ -506,7 +538,7 @@ def _square(tensor: Tensor) -> Tensor:
         # More exact than torch's norm in float32.
         flat = tensor.view(-1)
         return torch.dot(flat, flat)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize < 4 else None)
     return norm.square()
 
 

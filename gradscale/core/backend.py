@@ -148,7 +148,8 @@ class Backend:
             Floating or complex arrays of the library, each once. A complex value that is not finite need not keep its
             parts.
         state : ScaleState
-            Gives the scale.
+            Gives the scale. Of a ``gradscale.core.arithmetic.UnitState`` it is known to be 1: the library may leave
+            arrays that have the wanted dtype as they are, and judge them alone.
         dtype : dtype, optional
             Wanted dtype of the real ones, as new arrays. Default: each one's own.
         out : sequence of arrays, optional

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import tree, validation
-from gradscale.core.arithmetic import as_0d_array, clip_factor_of, float32_bits, is_floating
+from gradscale.core.arithmetic import UnitState, as_0d_array, clip_factor_of, float32_bits, is_floating
 from gradscale.core.identity import IdentityMap
 from gradscale.core.leaves import first_floating, floating_leaves
 from gradscale.core.messages import reading, shown
@@ -47,6 +47,9 @@ class Home(Protocol):
 
     def floor(self, state: ScaleState) -> float:
         """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
+
+    def is_one(self, state: ScaleState) -> bool:
+        """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
 
 
 class Exchanging(Protocol):
@@ -142,6 +145,7 @@ class Gradients:
         backend.forbid_tracing("unscale_()")
         chosen = floating_leaves(self._leaves, live.home, what=self._what, takes_integers=False)
         max_norm, dtype, norm = self._request.max_norm, self._master_dtype, None
+        state = UnitState(*state) if live.is_one(state) else state
         out = chosen if dtype is None else None
         self.is_touched = True
         try:

@@ -173,6 +173,10 @@ class LiveState:
         scale, updates = self._seen
         return scale * _smallest_factor(self.policy) ** (self.updates - updates) if state is self.state else 0.0
 
+    def is_one(self, state: ScaleState) -> bool:
+        """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
+        return type(self.policy) is StaticScale and self.floor(state) == 1.0
+
     def _note_replaced(self, scale: float = 0.0) -> None:
         """Ignore verdicts that were begun before now; 0 stands for a scale that the host does not know."""
         self.updates += 1
