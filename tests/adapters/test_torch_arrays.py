@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from axes_torch import GradScaler, torch
-from small_torch import Small
+from small_torch import KERNEL, Count, Small, without_kernel
 
 import gradscale
-from gradscale import DynamicScale
+from gradscale import DynamicScale, StaticScale
 from gradscale.core.arithmetic import unscale_arrays
 from gradscale.core.summaries import Summary
 from gradscale.testing import check_backend
@@ -159,6 +159,83 @@ def test_gradients_are_read_twice_only_where_the_quotient_may_overflow(
     monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
     assert in_place([torch.ones(3), torch.ones(2)], scale) == 0
     assert calls == [2] * passes
+
+
+# Where a device has no kernel for a dtype.
+
+
+EVERY_BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+SCALES = [2.0**k for k in range(-20, 30)] + [float(x) for x in torch.logspace(-6, 38, 150)]
+
+
+def test_every_bfloat16_is_divided_without_a_kernel_as_it_is_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for kernel in (KERNEL, without_kernel("bfloat16")):
+        monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", kernel)
+        grads = [EVERY_BFLOAT16.clone().view(torch.bfloat16) for _ in SCALES]
+        assert [in_place([grad], scale) for grad, scale in zip(grads, SCALES, strict=True)] == [1] * len(SCALES)
+        # A NaN stays one, of whatever bits.
+        found.append(torch.stack(grads).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).view(torch.int16))
+        assert torch.stack(grads).isnan().sum() == len(SCALES) * 2 * 127
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.5])
+def test_each_bfloat16_is_judged_without_a_kernel_as_it_is_with_one(
+    monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    grads = EVERY_BFLOAT16.clone().view(torch.bfloat16)
+    some = [*grads[0x7F70:0x7F90], *grads[0xFF70:0xFF90], *grads[::1111]]
+    found = []
+    for kernel in (KERNEL, without_kernel("bfloat16")):
+        monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", kernel)
+        found.append([in_place([torch.ones(3, dtype=torch.bfloat16), one.repeat(2)], scale) for one in some])
+    assert found[0] == found[1]
+    assert set(found[0]) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "scale", "options", "most"),
+    [
+        pytest.param(["bfloat16"], 1.0, {}, 15, id="looked-at"),
+        pytest.param(["bfloat16"], 1.0, {"max_norm": 1.0}, 20, id="clipped"),
+        pytest.param(["bfloat16"], 3.0, {}, 60, id="divided"),
+        pytest.param(["bfloat16"], 0.5, {}, 60, id="divided-by-less-than-1"),
+        pytest.param(["bfloat16", "float64", "float16"], 1.0, {}, 3 * 15, id="of-three-dtypes"),
+    ],
+)
+def test_gradients_without_a_kernel_cost_operations_by_group_and_not_by_gradient(
+    monkeypatch: pytest.MonkeyPatch, dtypes: list[str], scale: float, options: dict[str, float], most: int
+) -> None:
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel(*dtypes))
+    scaler = GradScaler("cpu", policy=StaticScale(scale), allow_fp16_grads=True)
+    run = Small(scaler, count=300, size=8, dtypes=dtypes)
+    for gradients in ([math.nan] + [1.0] * 299, [1.0] * 299 + [math.inf], [1.0]):
+        run.give(*gradients)
+        with Count() as count:
+            scaler.unscale_(run.optimizer, **options)
+        scaler.step(run.optimizer)
+        scaler.update()
+        assert run.report.skipped is not (len(gradients) == 1)
+    assert count.number <= most
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_a_scale_of_1_leaves_gradients_without_a_kernel_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel(dtype))
+    run = Small(GradScaler("cpu", policy=StaticScale(1.0), allow_fp16_grads=True), dtypes=[dtype], size=6)
+    nan = torch.tensor([-math.nan, 0.0, -0.0, math.inf, 1.0, -1e-7], dtype=getattr(torch, dtype))
+    words = getattr(torch, f"int{8 * nan.itemsize}")
+    # The payload of a NaN.
+    nan.view(words)[0] += 5
+    before = nan.view(words).tolist()
+    run.put(nan)
+    version = nan._version
+    run.step(explicit=True)
+    assert run.report.skipped
+    assert (nan.view(words).tolist(), nan._version) == (before, version)
 
 
 @pytest.mark.tier("all")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from axes_torch import GradScaler, torch
 from host_cuda import installed, on_host
-from small_torch import Group, Small, groups_in_use
+from small_torch import Count, Group, Small, groups_in_use, without_kernel
 from tiers import later
 
 import gradscale
@@ -87,6 +87,72 @@ class Run(Small):
         """Make an iteration with each of the gradients."""
         for gradient in gradients:
             self.iterate(gradient)
+
+
+# Devices without a kernel for bfloat16.
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take torch's kernel for bfloat16 away, as CUDA has none."""
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", without_kernel("bfloat16"))
+
+
+def held_to(scale: float, *devices: str, dtype: str = "bfloat16", count: int = 1) -> Run:
+    """Return parameters of a dtype on some devices, and a scaler that keeps a scale."""
+    scaler = GradScaler("cuda", policy=gradscale.StaticScale(scale))
+    return Run(scaler, "SGD", *devices, dtypes=[dtype], count=count)
+
+
+@pytest.mark.usefixtures("no_kernel")
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.5])
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]], ids=["one", "two"])
+def test_without_a_kernel_a_device_makes_a_few_operations_more_for_all_gradients_and_no_wait(
+    cuda: Any, devices: list[str], scale: float, options: dict[str, float]
+) -> None:
+    numbers = []
+    for dtype in ("float32", "bfloat16"):
+        run = held_to(scale, *devices, dtype=dtype, count=300)
+        for gradient in (1.0, math.nan, 2.0):
+            run.give(gradient)
+            cuda.waits.clear()
+            with Count() as count:
+                run.scaler.unscale_(run.optimizer, **options)
+            assert not cuda.waits
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+            assert run.report.skipped is not math.isfinite(gradient)
+        numbers.append(count.number)
+    assert numbers[1] - numbers[0] <= 12 * len(devices)
+
+
+@pytest.mark.usefixtures("no_kernel")
+@pytest.mark.parametrize("scale", [3.0, 10.0**30])
+def test_every_bfloat16_of_a_device_is_divided_without_a_kernel_by_a_factor_in_float32(scale: float) -> None:
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    run = held_to(scale, "cuda:0", count=2)
+    run.put(values.to("cuda:0"), values[5].to("cuda:0"))
+    gradients = [parameter.grad for parameter in run.parameters]
+    run.scaler.unscale_(run.optimizer)
+    inverse = torch.tensor(1.0 / scale, dtype=torch.float32)
+    for gradient, before in zip(gradients, (values, values[5]), strict=True):
+        expected = (before.float() * inverse).to(torch.bfloat16)
+        assert torch.equal(on_host(gradient).nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_a_step_is_skipped_whose_scale_somebody_has_set_where_the_host_does_not_see_it() -> None:
+    run = held_to(1.0, "cuda:0")
+    seen = []
+    for number in range(4):
+        run.give(1.0)
+        if number == 1:
+            run.scaler._scale.fill_(4.0)
+            run.give(1.0)
+        run.step()
+        seen.append((run.report.skipped, on_host(run.parameter.grad).tolist()[0]))
+    assert seen == [(False, 1.0), (True, 4.0), (False, 1.0), (False, 1.0)]
 
 
 # Values that come to the host.

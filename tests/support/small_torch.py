@@ -6,8 +6,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axes_torch import GradScaler, torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Group", "Small", "assert_same", "groups_in_use", "optimizer_of"]
+__all__ = ["Count", "Group", "Small", "assert_same", "groups_in_use", "optimizer_of", "without_kernel"]
+
+KERNEL = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def without_kernel(*dtypes: str) -> Callable[..., None]:
+    """Return torch's unscaling kernel as a device has it that lacks it for some dtypes, as CUDA does for bfloat16."""
+
+    def kernel(tensors: Any, *rest: Any) -> None:
+        if any(str(tensor.dtype).removeprefix("torch.") in dtypes for tensor in tensors):
+            msg = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+            raise NotImplementedError(msg)
+        KERNEL(tensors, *rest)
+
+    return kernel
+
+
+class Count(TorchDispatchMode):
+    """Counts operations, but for views and the host's reads of single numbers."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not (func.is_view or func is torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
 
 
 def optimizer_of(name: str, parameters: Any, **options: Any) -> Any:
