@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from axes import require
 from axes_jax import gradscale_jax, jax, jnp
+from optimizers import Tree
 
 import gradscale
 from gradscale import DynamicScale
@@ -100,6 +102,83 @@ def test_unscaling_outside_jit_is_compiled_once_for_each_set_of_shapes() -> None
         for state in states:
             gradscale.unscale(grads, state)
     assert found["compilations"] == 0
+
+
+# A scale of 1, which the policy keeps.
+
+
+ONE, TWO = gradscale.StaticScale(1.0), gradscale.StaticScale(2.0)
+PRODUCT = re.compile(r"= f(?:16|32)\[7\]\S* (?:multiply|divide)\(")
+# A negative zero, a subnormal, and NaNs whose payload a multiplication makes quiet or keeps.
+WORDS = [[0x80000000, 0x3F800000, 0x00000001] + [0x7F7FFFFF] * 4, [0x7F800001, 0xFFC12345] + [0x80000000] * 5]
+
+
+def from_words(words: list[int]) -> Any:
+    return jax.lax.bitcast_convert_type(jnp.asarray(words, jnp.uint32), jnp.float32)
+
+
+def words_of(x: Any) -> list[int]:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32).tolist()
+
+
+def judged(policy: Any, dtype: Any = None) -> Any:
+    """Return a step that differentiates a sum whose gradient is given."""
+
+    def judge(state: Any, gradient: Any) -> Any:
+        return gradscale_jax.value_and_grad(lambda w: jnp.sum(linear(w, gradient)), policy, dtype=dtype)(
+            state, jnp.zeros_like(gradient)
+        )
+
+    return jax.jit(judge)
+
+
+@jax.custom_vjp
+def linear(w: Any, _gradient: Any) -> Any:
+    return w
+
+
+linear.defvjp(lambda w, gradient: (w, gradient), lambda gradient, seed: (jnp.where(seed > 0, gradient, 0.0), None))
+
+
+@pytest.mark.parametrize("words", WORDS, ids=["finite", "nan"])
+def test_a_scale_of_1_leaves_every_bit_of_a_gradient(words: list[int]) -> None:
+    gradient = from_words(words)
+    scaled = judged(ONE)(ONE.init(gradient), gradient)
+    assert words_of(scaled.grads) == words
+    assert bool(scaled.verdict.finite) is (words is WORDS[0])
+    optimizer, scaler = Tree([gradient]), gradscale.GradScaler(policy=ONE)
+    scaler.scale(jnp.ones(()))
+    scaler.unscale_(optimizer)
+    assert words_of(optimizer.grads[0]) == words
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).skipped is (words is WORDS[1])
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float16], ids=["kept", "cast"])
+@pytest.mark.parametrize("how", ["value_and_grad", "scaled"])
+def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale_of_1(how: str, dtype: Any) -> None:
+    optax = require("optax")
+    gradient, products = from_words(WORDS[0]), []
+    for policy in (ONE, TWO):
+        tx = gradscale_jax.scaled(optax.identity(), policy, dtype=dtype)
+        state = policy.init(gradient) if how == "value_and_grad" else tx.init(gradient)
+        compiled = (
+            judged(policy, dtype).lower(state, gradient)
+            if how == "value_and_grad"
+            else jax.jit(tx.update).lower(gradient, state)
+        )
+        products.append(len(PRODUCT.findall(compiled.compile().as_text())))
+    assert products[0] == 0 < products[1]
+
+
+def test_no_step_is_taken_whose_state_has_another_scale_than_the_1_of_its_policy() -> None:
+    optax = require("optax")
+    tx = gradscale_jax.scaled(optax.sgd(1.0), ONE)
+    state = tx.init(jnp.zeros(7))
+    assert bool(gradscale_jax.verdict_of(tx.update(jnp.ones(7), state)[1]).taken)
+    other = state._replace(scale_state=TWO.init(jnp.zeros(())))
+    for update in (tx.update, jax.jit(tx.update)):
+        assert not bool(gradscale_jax.verdict_of(update(jnp.ones(7), other)[1]).taken)
 
 
 def test_a_way_to_the_host_and_a_read_are_seen() -> None:

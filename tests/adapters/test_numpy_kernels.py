@@ -28,9 +28,11 @@ from exactness import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import Tree
 from tiers import examples, later
 
-from gradscale_numpy import kernels
+from gradscale import GradScaler, StaticScale
+from gradscale_numpy import NumpyBackend, kernels
 
 pytestmark = pytest.mark.numpy
 
@@ -94,6 +96,35 @@ def test_oracle(
         if source_type == out_type:
             in_place = layout(values.copy())
             check(module, in_place, in_place, inverse)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["kernels", "fast"])
+@pytest.mark.parametrize("size", [6, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE, DOUBLE, np.dtype(np.complex64)], ids=str)
+@pytest.mark.usefixtures("small_blocks")
+def test_a_scale_of_1_multiplies_nothing_and_leaves_every_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: np.dtype[Any], size: int, fast: bool
+) -> None:
+    if fast:
+        require("fast")
+    nan = np.resize(np.asarray([np.nan, -0.0, 1.0, np.inf, 0.0, 3.0]).astype(dtype), size)
+    # A payload, which a multiplication makes quiet.
+    word = nan.view(f"u{nan.real.itemsize}")
+    word[0] = np.asarray(np.inf).astype(nan.real.dtype).view(word.dtype) + 5
+    clean = np.asfortranarray(np.resize(np.asarray([-0.0, 1.0, 1e-7]).astype(dtype), (size, 2)))
+    before = nan.tobytes(), clean.tobytes(), clean.T.copy().tobytes()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is to be multiplied")
+
+    optimizer = Tree([nan, clean, clean.T.copy()])
+    scaler = GradScaler(policy=StaticScale(1.0), backend=NumpyBackend(fast=fast))
+    scaler.scale(np.float32(1.0))
+    monkeypatch.setattr(np, "multiply", refuse)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).nonfinite == 1
+    assert (nan.tobytes(), clean.tobytes(), optimizer.grads[2].tobytes()) == before
 
 
 @pytest.mark.tier("ranks")
