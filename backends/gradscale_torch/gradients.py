@@ -29,6 +29,7 @@ Groups: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Tensor]]"
 """Dense tensors by device and dtype."""
 
 _CPU = torch.device("cpu")
+_ONE = torch.ones((), dtype=torch.float32, device=_CPU)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
@@ -449,11 +450,13 @@ def _apply(
     device: torch.device, tensors: list[Tensor], flags: Flags, factor: Tensor | None = None, *, judged: bool = False
 ) -> None:
     """Multiply tensors by a factor, if there is one, and set their device's flag if they are not finite."""
+    by = factor
+    if by is None:
+        by = _ONE if device == _CPU else torch.ones((), dtype=torch.float32, device=device)
     flag = flags.get(device)
     if flag is None:
-        flag = flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        flag = flags[device] = torch.zeros_like(by)
     try:
-        by = torch.ones_like(flag) if factor is None else factor
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, by)
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):

@@ -67,8 +67,6 @@ _BY_FUNCTION = ("device", "to_device")
 class UnitState(ScaleState):
     """A state whose scale the caller knows to be 1, so that nothing has to be divided."""
 
-    __slots__ = ()
-
 
 class Kind(enum.Enum):
     """How a dtype is computed with."""
@@ -146,12 +144,11 @@ def unscale_arrays(
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)
     first, second = map(DeviceReplicas, inverse_factors(state.scale))
-    is_one = isinstance(state, UnitState)
     nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
-        wide = x if is_one else multiply(multiply(widened(x), first.on(x)), second.on(x))
+        wide = x if isinstance(state, UnitState) else multiply(multiply(widened(x), first.on(x)), second.on(x))
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
         stored = _narrowed(wide, stored_dtype)
         unscaled.append(stored)

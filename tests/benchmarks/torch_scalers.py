@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from benchmarks.measure import Call, Row, by_the_clock, interleaved
 
@@ -60,6 +61,41 @@ def unscaling(quick: bool) -> list[Row]:
         case = f"torch unscale_, {count} float32 gradients of {_readable(size)} / torch's"
         rows.append(Row(case, times["ours"], times["torch"], "s", target))
     return rows
+
+
+def without_kernel(quick: bool) -> list[Row]:
+    """Time ``unscale_`` of bfloat16 where torch has no kernel for it, against a dozen operations for each gradient."""
+    import torch
+
+    import gradscale
+    import gradscale_torch
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    torch.set_num_threads(1)
+    count, size = _SMALL
+    optimizer = _optimizer(torch, [_SMALL])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data, gradient = parameter.data.bfloat16(), parameter.grad.bfloat16()
+        parameter.grad = gradient
+    gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+    flag, one = torch.zeros(()), torch.ones(())
+
+    def one_by_one() -> None:
+        for gradient in gradients:
+            gradient.copy_(gradient.float() * one)
+            flag.copy_(torch.where(torch.isfinite(gradient.float()).all(), flag, torch.ones_like(flag)))
+
+    calls = {"peer": Call(one_by_one)}
+    for scale in (1.0, 1.0 + 2.0**-23):
+        scaler = gradscale_torch.GradScaler("cpu", policy=gradscale.StaticScale(scale))
+        scaler.scale(torch.ones(()))
+        calls[f"scale {'1' if scale == 1.0 else 'above 1'}"] = Call(partial(scaler.unscale_, optimizer), scaler.update)
+    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", refuse):
+        times = interleaved(calls, 50 if quick else 201)
+    case = f"torch unscale_, {count} bfloat16 gradients of {_readable(size)} without a kernel, {{}} / one by one"
+    return [Row(case.format(name), taken, times["peer"], "s", 0.5) for name, taken in times.items() if name != "peer"]
 
 
 def clipping(quick: bool) -> list[Row]:
@@ -150,6 +186,7 @@ def _readable(size: int) -> str:
 
 CASES = {
     "torch-unscale": unscaling,
+    "torch-without-kernel": without_kernel,
     "torch-clip": clipping,
     "torch-sharded": sharded,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from axes import require
 from axes_torch import GradScaler, TorchScaler, torch
+from optimizers import Tree
 from small_torch import Small, assert_same
 
-from gradscale import GradscaleError, InvalidValueError
+import gradscale
+from gradscale import GradscaleError, InvalidValueError, StaticScale
 from gradscale.testing import ThreadCollectives, run_ranks
 
 pytestmark = [
@@ -124,6 +128,40 @@ def test_half_gradients_are_clipped_nearer_to_the_truth_than_at_torchs(
         unit = torch.finfo(parameter.dtype)
         allowed = exact.abs() * max(unit.eps / 2, TOLERANCE) * 1.01 + unit.smallest_normal * unit.eps
         assert ((parameter.grad.double() - exact).abs() <= allowed).all()
+
+
+def test_float16_gradients_are_clipped_where_torch_and_optax_make_zeros_of_them() -> None:
+    """Their norm, 109,545, is above the largest float16; the factor is not."""
+    jnp, optax = require("jax").numpy, require("optax")
+    values = np.full(30_000, 200.0, np.float16)
+    norm_wanted = 200.0 * math.sqrt(10 * values.size)
+    wanted = np.full_like(values, 200.0 / norm_wanted)
+
+    def tensors() -> Small:
+        run = Small(
+            GradScaler("cpu", policy=StaticScale(1.0), allow_fp16_grads=True), dtypes=["float16"] * 10, size=values.size
+        )
+        run.put(*[torch.from_numpy(values.copy()) for _ in run.parameters])
+        return run
+
+    run = tensors()
+    assert torch.nn.utils.clip_grad_norm_(run.parameters, 1.0).item() == math.inf
+    assert not any(parameter.grad.any() for parameter in run.parameters)
+    run = tensors()
+    assert run.scaler.unscale_(run.optimizer, max_norm=1.0).item() == pytest.approx(norm_wanted)
+    assert all((parameter.grad.numpy() == wanted).all() for parameter in run.parameters)
+
+    arrays = [jnp.asarray(values) for _ in range(10)]
+    clip_by_norm = optax.clip_by_global_norm(1.0)
+    assert not any(array.any() for array in clip_by_norm.update(arrays, clip_by_norm.init(arrays))[0])
+    optimizer, scaler = Tree(arrays), gradscale.GradScaler(policy=StaticScale(1.0))
+    scaler.scale(jnp.ones(()))
+    assert float(scaler.unscale_(optimizer, max_norm=1.0)) == pytest.approx(norm_wanted)
+    for array in optimizer.grads:
+        np.testing.assert_array_max_ulp(np.asarray(array), wanted)
+    tx = importlib.import_module("gradscale_jax").scaled(clip_by_norm, StaticScale(1.0), dtype=jnp.float32)
+    for array in tx.update(arrays, tx.init(arrays))[0]:
+        np.testing.assert_allclose(np.asarray(array), 200.0 / norm_wanted, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e30], ids=str)
