@@ -143,7 +143,7 @@ def _unscale_leaves(
         # An argument that a compiled call returns would be copied.
         cast = [grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
         kept = [None if new is grad else new for grad, new in zip(grads, cast, strict=True)]
-        return kept, count_nonfinite(cast) + (scale != 1.0).astype(jnp.int32)
+        return kept, count_nonfinite(cast)
     factor, divisor = _factor_and_divisor(scale)
     unscaled = []
     for grad, dtype in zip(grads, dtypes, strict=True):

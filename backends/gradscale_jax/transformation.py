@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from gradscale import ScaleState, SkipSpikes
 from gradscale.core import validation
-from gradscale.core.arithmetic import check_real_dtype, is_floating
+from gradscale.core.arithmetic import UnitState, check_real_dtype, is_floating
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -191,7 +191,11 @@ def scaled(
         _require_leaves(updates, dtype)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
-        grads, nonfinite = trees.unscale(updates, trees.to_unscale_with(state.scale_state, policy), dtype=dtype)
+        known = trees.to_unscale_with(state.scale_state, policy)
+        grads, nonfinite = trees.unscale(updates, known, dtype=dtype)
+        if isinstance(known, UnitState):
+            # A state of another policy may go on here: the loss was scaled by it once, and is not from now on.
+            nonfinite = nonfinite + (known.scale != 1.0).astype(nonfinite.dtype)
         windows, is_spike = _windows_in(state, skip), None
         if skip is not None and windows is not None:
             values, is_spike = _judge(skip, windows, extra_args.get("value"), grads)
@@ -202,6 +206,8 @@ def scaled(
             # A skipped step keeps arrays of JAX back, and no others.
             inner_updates = jax.tree.map(lambda x: x if trees.is_float0(x) else jnp.asarray(x), inner_updates)
         updated = policy.update(state.scale_state, nonfinite=verdict.nonfinite)
+        if isinstance(known, UnitState):
+            updated = updated._replace(scale=known.scale / known.scale)
         taken, held = verdict.taken, jnp.logical_or(verdict.desynced, verdict.spike)
         if skip is not None and windows is not None:
             windows = skip.learn(windows, jnp.where(verdict.finite, values, jnp.nan), skipped=verdict.spike)

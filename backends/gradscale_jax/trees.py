@@ -14,7 +14,6 @@ import gradscale
 from gradscale import ScaleState, StaticScale
 from gradscale.core.arithmetic import UnitState
 from gradscale.core.messages import reading, shown
-from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 
 T = TypeVar("T")
@@ -122,7 +121,7 @@ def as_state(state: object) -> ScaleState:
     return type(state)(strong(state.scale, jnp.float32), *(strong(tracker, jnp.int32) for tracker in state[1:]))
 
 
-def to_unscale_with(state: ScaleState, policy: Policy) -> ScaleState:
+def to_unscale_with(state: ScaleState, policy: object) -> ScaleState:
     """Return a state, as one whose scale is known to be 1 if its policy says so."""
     return UnitState(*state) if type(policy) is StaticScale and policy.init_scale == 1.0 else state
 

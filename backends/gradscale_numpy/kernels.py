@@ -83,13 +83,12 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32, unscale_block: 
     pair = [_parts(x) for x in ([out] if out is source else [source, out])]
     arithmetic = pair[0].dtype.newbyteorder("=") if pair[0].dtype.itemsize > _SINGLE.itemsize else _SINGLE
     factor = np.asarray(inverse, arithmetic)
-    is_kept = out is source and inverse == 1
     finite = True
     for blocks in _blocks(_BLOCK, *pair):
         source_block, out_block = blocks[0], blocks[-1]
         known = unscale_block(source_block, out_block, inverse)
         if known is None:
-            if not is_kept:
+            if out is not source or inverse != 1:
                 np.multiply(source_block, factor, out_block, dtype=arithmetic, casting="unsafe")
             # One bad block decides, but every block is multiplied.
             known = finite and _is_finite(out_block)

@@ -150,13 +150,12 @@ class TorchBackend(Backend):
             flags: Flags = {}
             tensors = gradients.group_tensors([gradients.kernel_view(target) for target in out])
             gradients.forbid_meta(tensors)
-            # Reading the scale of a device would be a host read; a second look is none.
-            number = state.scale.item() if state.scale.device.type == "cpu" else None
-            if number == 1.0 or (number is None and isinstance(state, arithmetic.UnitState)):
+            # Reading the scale of a device would be a host read; a second look is none. 0 is as low as it may be.
+            least = state.scale.item() if state.scale.is_cpu else float(isinstance(state, arithmetic.UnitState))
+            if least == 1.0:
                 gradients.judge(tensors, flags, state.scale)
             else:
-                judge_again = number is None or number < 1.0
-                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, judge_again=judge_again)
+                gradients.unscale_in_place(tensors, gradients.inverse_of(state.scale), flags, judge_again=least < 1.0)
             count, home = gradients.count_nonfinite(flags, tensors), state.scale.device
             if count is None:
                 return out, combined(flags, home).to(torch.int32)

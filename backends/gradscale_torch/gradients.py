@@ -476,12 +476,10 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype by a 0-d factor of their device, in float32 or wider, and round once."""
     wide = _computable(tensors)
     by = factor.to(torch.float32 if wide[0].itemsize == 2 else wide[0].dtype)
-    if wide[0].itemsize == 2 and wide[0].device.type != "cpu":
-        # A device first rounds a factor without dimensions to the dtype of what has some.
-        flat = by.view(1)
-        torch._foreach_mul_(wide, [flat if one.dim() > 0 else by for one in wide])
-    else:
-        torch._foreach_mul_(wide, by)
+    flat = by.view(1)
+    # A device first rounds a factor without dimensions to the dtype of what has some.
+    is_kept = wide[0].itemsize > 2 or wide[0].device.type == "cpu"
+    torch._foreach_mul_(wide, by if is_kept else [flat if one.dim() > 0 else by for one in wide])
     if wide is not tensors:
         torch._foreach_copy_(tensors, wide)
 

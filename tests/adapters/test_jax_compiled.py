@@ -171,14 +171,18 @@ def test_no_gradient_is_multiplied_in_a_compiled_step_whose_policy_keeps_a_scale
     assert products[0] == 0 < products[1]
 
 
-def test_no_step_is_taken_whose_state_has_another_scale_than_the_1_of_its_policy() -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_policy_that_keeps_a_scale_of_1_goes_on_with_the_state_of_another_one(compiled: bool) -> None:
     optax = require("optax")
     tx = gradscale_jax.scaled(optax.sgd(1.0), ONE)
-    state = tx.init(jnp.zeros(7))
-    assert bool(gradscale_jax.verdict_of(tx.update(jnp.ones(7), state)[1]).taken)
-    other = state._replace(scale_state=TWO.init(jnp.zeros(())))
-    for update in (tx.update, jax.jit(tx.update)):
-        assert not bool(gradscale_jax.verdict_of(update(jnp.ones(7), other)[1]).taken)
+    update = jax.jit(tx.update) if compiled else tx.update
+    state, seen = tx.init(jnp.zeros(7))._replace(scale_state=TWO.init(jnp.zeros(()))), []
+    for _ in range(3):
+        made, state = update(gradscale_jax.scale(jnp.ones(7), gradscale_jax.scale_state(state)), state)
+        seen.append((float(made[0]), float(gradscale_jax.scale_state(state).scale)))
+    assert seen == [(0.0, 1.0), (-1.0, 1.0), (-1.0, 1.0)]
+    scaled = gradscale_jax.value_and_grad(lambda w: 3.0 * w, ONE)(TWO.init(jnp.zeros(())), jnp.ones(()))
+    assert (float(scaled.grads), bool(scaled.verdict.taken)) == (3.0, True)
 
 
 def test_a_way_to_the_host_and_a_read_are_seen() -> None:
