@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any, Literal
 
 import torch
@@ -51,8 +51,9 @@ class MixedPrecision(TrainersMixedPrecision):
     With ``frequency=n`` it is the step of each n-th batch that counts. Schedules of epochs, Lightning's default, are
     left alone.
 
-    In manual optimization ``self.clip_gradients(optimizer, 0.5)`` unscales the gradients first, at most once in a step;
-    Lightning's own plugin clips gradients that are still scaled.
+    In manual optimization ``self.clip_gradients(optimizer, 0.5)`` clips gradients by their unscaled values, and leaves
+    them multiplied by the scale, so that more can be added and the step unscales them; gradients that overflow become
+    NaN, for which the step is skipped. It reads the verdict. Lightning's own plugin clips gradients that are scaled.
 
     Checkpoints hold the scaler's state under the key of Lightning's own plugin, and either plugin takes the other's.
     """
@@ -68,25 +69,22 @@ class MixedPrecision(TrainersMixedPrecision):
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
-        """Clip gradients, unscaled now if they are not yet, as in manual optimization."""
+        """Clip gradients by their unscaled values; those that are scaled, as in manual optimization, stay scaled."""
         stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if clip_val > 0 and self.scaler is not None and _is_scaled(self.scaler, stepped):
-            self.scaler.unscale_(stepped)
+        scaler = self.scaler if clip_val > 0 else None
+        if scaler is None or not scaler.is_enabled() or iteration_of(scaler).turn_of(stepped).stage is not Stage.READY:
+            super().clip_gradients(optimizer, clip_val, *args, **kwargs)
+            return
+        iteration = iteration_of(scaler)
+        turn = iteration.turn_of(stepped)
+        scaler.unscale_(stepped)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
-
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        """Step as Lightning does, but for gradients that are unscaled already, which are not unscaled again."""
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
-        result = closure()
-        if _is_scaled(self.scaler, optimizer):
-            return super().optimizer_step(optimizer, model, lambda: result, **kwargs)
-        self._after_closure(model, optimizer)
-        stepped = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return stepped
+        verdict = iteration.verdict(turn)
+        # More may be added to them, and update() forgets what is unscaled. An overflow may be clipped to a number.
+        for parameter in {*self.main_params(stepped)}:
+            if parameter.grad is not None:
+                parameter.grad.mul_(math.nan if verdict.nonfinite else verdict.scale)
+        turn.stage, turn.pending, turn.verdict = Stage.READY, None, None
 
     def connect(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
@@ -194,11 +192,6 @@ def _scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradS
         msg = f"scaler must be a GradScaler or ShardedGradScaler of gradscale_torch, got {scaler!r}"
         raise InvalidTypeError(msg)
     return scaler
-
-
-def _is_scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer's gradients are still to be unscaled by a call of the scaler."""
-    return iteration_of(scaler).turn_of(optimizer).stage is Stage.READY
 
 
 def _counts_steps(config: Any) -> bool:

@@ -168,7 +168,101 @@ def test_gradients_that_are_clipped_by_hand_are_unscaled_before(clip: str, place
     by_hand, automatic = Manual(), Automatic()
     fit(plugin(), by_hand)
     fit(plugin(), automatic, gradient_clip_val=0.01, gradient_clip_algorithm=clip)
+    for step in OVERFLOWS if clip == "value" else ():
+        # Clipped by hand they are NaN then, and the step is skipped.
+        assert by_hand.rows[step - 1].pop("norm") == "nan" != automatic.rows[step - 1].pop("norm")
     assert by_hand.rows == automatic.rows
+
+
+def clip_both_before_a_step(module: Any, batch: Any, _: int) -> None:
+    """Clip the gradients of two optimizers, and step them then."""
+    module.manual_backward(sum(loss_of(model, batch) for model in module.networks))
+    for optimizer in module.optimizers():
+        module.clip_gradients(optimizer, 0.1, "norm")
+    for optimizer in module.optimizers():
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def leave_a_step_out(module: Any, batch: Any, index: int) -> None:
+    """Clip in each batch, and step in each other one."""
+    for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
+        optimizer.zero_grad(set_to_none=index % 4 < 2)
+        module.manual_backward(loss_of(model, batch))
+        # More than the norm, but not more than that of scaled gradients.
+        module.clip_gradients(optimizer, 10.0, "norm")
+        if index % 2:
+            optimizer.step()
+
+
+def accumulate_what_is_clipped(module: Any, batch: Any, index: int) -> None:
+    """Add the gradients of two batches and clip in each."""
+    for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
+        module.manual_backward(loss_of(model, batch))
+        if index in module.overflows:
+            overflow(model)
+        module.clip_gradients(optimizer, 0.1, module.clip)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand_with(loop: Callable[[Any, Any, int], None], scale: float, count: int = 6, **settings: Any) -> Any:
+    """Return a module of two optimizers that is trained in a loop of its own, and its Trainer."""
+    from gradscale_torch.plugins import MixedPrecision
+
+    class Module(module_class()):  # type: ignore[misc]
+        automatic_optimization, overflows, clip = False, frozenset[int](), "norm"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.networks = torch.nn.ModuleList([self.network, network(1)])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loop(self, batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            """Note nothing."""
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.networks]
+
+    module = Module()
+    vars(module).update(settings)
+    trainer, _ = fit(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale)), module, count)
+    return module, trainer
+
+
+@pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
+@pytest.mark.parametrize("loop", [clip_both_before_a_step, leave_a_step_out, accumulate_what_is_clipped])
+def test_the_scale_changes_nothing_of_what_is_clipped_by_hand(loop: Callable[[Any, Any, int], None]) -> None:
+    (scaled, _), (plain, _) = (by_hand_with(loop, scale) for scale in (1024.0, 1.0))
+    for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
+        # A step moves the weights by 0.01, and float16 rounds.
+        torch.testing.assert_close(one, other, rtol=0.0, atol=3e-4)
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_an_overflow_that_is_clipped_by_hand_skips_the_step_of_all_that_is_accumulated(clip: str) -> None:
+    module, trainer = by_hand_with(accumulate_what_is_clipped, 1024.0, 2, overflows={0}, clip=clip)
+    scaler = trainer.precision_plugin.scaler
+    assert [scaler.last_step(one).skipped for one in trainer.optimizers] == [True, True]
+    assert bits(*module.networks) == bits(network(), network(1))
+    assert scaler.get_scale() == 256.0
+
+
+def test_a_refused_step_that_is_clipped_by_hand_is_not_made() -> None:
+    def loop(module: Any, batch: Any, _: int) -> None:
+        for model, optimizer in zip(module.networks, module.optimizers(), strict=True):
+            module.trainer.precision_plugin.scaler.refuse(optimizer.optimizer)
+            module.manual_backward(loss_of(model, batch))
+            module.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+
+    module, trainer = by_hand_with(loop, 1024.0, 1)
+    scaler = trainer.precision_plugin.scaler
+    assert [scaler.last_step(one).reason for one in trainer.optimizers] == ["refused", "refused"]
+    assert (bits(*module.networks), scaler.get_scale()) == (bits(network(), network(1)), 1024.0)
 
 
 def test_a_fused_optimizer_that_is_clipped_by_hand_is_lightnings_error() -> None:
