@@ -192,7 +192,7 @@ class Reports:
         if last is None:
             msg = f"last_step() needs a step() of this optimizer first, got one of type {type(optimizer).__name__}"
             if getattr(optimizer, "optimizer", None) in self:
-                msg += ", around one that was stepped: give it that, its attribute .optimizer"
+                msg += ", around one that was stepped: pass its attribute .optimizer"
             raise CallOrderError(msg)
         if isinstance(last, StepReport):
             return last
