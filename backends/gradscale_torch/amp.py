@@ -145,9 +145,10 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
     that asks for it. Rank 0 is that of ``torch.distributed`` if it is initialized.
 
     ``state_dict`` has torch's five keys; for a policy that they do not describe, also those that gradscale's adds to
-    them. ``load_state_dict`` keeps the scale's tensor, so that captured CUDA graphs see the new value, unless gradients
-    are under way that were scaled with the old. ``diagnose`` looks at the stored values of sparse gradients, at this
-    rank's part of a DTensor, and at the unscaled values of gradients that a fused optimizer has left scaled.
+    them. ``load_state_dict`` keeps the scale's tensor, so that captured CUDA graphs see the new value. After it, scale
+    anew a loss that was scaled before: autograd raises in a backward pass through it, as with torch's scaler.
+    ``diagnose`` looks at the stored values of sparse gradients, at this rank's part of a DTensor, and at the unscaled
+    values of gradients that a fused optimizer has left scaled.
 
     In a captured CUDA graph, ``scale``, ``unscale_``, the ``step`` of a fused optimizer and ``update`` work in each
     replay as they do otherwise, and each ``last_step`` reads the verdict of the last replay. All that needs a host
@@ -415,6 +416,7 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
         """Make the state on a device, if it is not made yet, as a framework does that steps before the first loss."""
         live = _live(self)
         live.current(torch.empty((), device=dev))
+        live.is_fresh = False
         iteration_of(self).mistakes.knows_unscaled_loss = True
 
     _lazy_init_scale_growth_tracker = _not_called("_lazy_init_scale_growth_tracker", _make_state)

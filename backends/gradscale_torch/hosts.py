@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copies
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
@@ -170,7 +171,9 @@ class OptimizerState(MutableMapping[str, Any]):
         return 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, (dict(self, found_inf_per_device=dict(self["found_inf_per_device"])),)
+
+    copy = copies.copy
 
 
 class OptimizerStates(MutableMapping[int, OptimizerState]):
@@ -188,12 +191,25 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
 
     def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
         written = dict(state)
-        if key in self:
-            del self[key]
+        self.pop(key, None)
         self[key].update(written)
 
     def __delitem__(self, key: int) -> None:
         iteration_of(self.scaler).forget(key)
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """Return a state that is there, as torch's defaultdict."""
+        return super().get(key) if key in self else default
+
+    def pop(self, key: int, *default: Any) -> Any:
+        """Take out a state that is there, as torch's defaultdict."""
+        return super().pop(key) if key in self else dict[int, Any]().pop(key, *default)
+
+    def setdefault(self, key: int, default: Any = None) -> Any:
+        """Return a state, made of the default if it is not there and this is a mapping."""
+        if key not in self and isinstance(default, Mapping):
+            self[key] = default
+        return self[key]
 
     def clear(self) -> None:
         """Begin the iteration again."""
@@ -204,6 +220,11 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
 
     def __len__(self) -> int:
         return len(iteration_of(self.scaler).ids())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (_refresh_per_optimizer_state, dict(self))
+
+    copy = copies.copy
 
 
 def _are_flags(value: object) -> bool:

@@ -209,6 +209,7 @@ class LiveState:
 
     def replace_field(self, name: str, value: Array) -> None:
         """Put an array of a framework's in the place of a field."""
+        self.is_fresh = False
         self._note_replaced()
         self.state = self.current(value)._replace(**{name: value})
 

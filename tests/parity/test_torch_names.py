@@ -263,6 +263,60 @@ def test_a_copy_of_a_state_can_be_set_later(pair: tuple[Any, Any], gradient: flo
     assert same(pair, script)[1] == (4.0 if gradient == 16.0 else 2.0)
 
 
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "method": lambda states: states.copy(),
+    "dict": dict,
+}
+
+
+@pytest.mark.parametrize("gradient", [16.0, math.inf])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_all_states_can_be_put_back(pair: tuple[Any, Any], gradient: float, how: str) -> None:
+    def script(make: Any) -> Any:
+        run = Small(make("cpu", init_scale=4.0))
+        run.put(gradient)
+        run.scaler.unscale_(run.optimizer)
+        kept = COPIES[how](run.scaler._per_optimizer_states)
+        inner = COPIES[how](states_of(run))
+        run.scaler._per_optimizer_states.clear()
+        run.scaler._per_optimizer_states = kept
+        run.step()
+        return run.held, run.scaler.get_scale(), inner["stage"]
+
+    assert same(pair, script)[:2] == (([[-4.0, -4.0]], 4.0) if gradient == 16.0 else ([[0.0, 0.0]], 2.0))
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_states_without_a_verdict_are_copied(pair: tuple[Any, Any], is_made: bool) -> None:
+    def script(make: Any) -> Any:
+        run = Small(make("cpu"))
+        if is_made:
+            run.scaler.scale(torch.ones(()))
+        states_of(run)
+        copied = copy.deepcopy(run.scaler._per_optimizer_states)
+        return [copied[key] == _refresh_per_optimizer_state() for key in (id(run.optimizer), 1)], len(copied)
+
+    assert same(pair, script) == ([True, True], 2)
+
+
+def test_the_state_of_an_optimizer_that_was_not_met_is_not_there(pair: tuple[Any, Any]) -> None:
+    def script(make: Any) -> Any:
+        states = make("cpu")._per_optimizer_states
+        told = [states.get(1), states.get(1, 5), states.pop(1, None), len(states)]
+        with pytest.raises(KeyError):
+            states.pop(1)
+        # It is made only so, as in every defaultdict.
+        told += [states.setdefault(2, _refresh_per_optimizer_state() | {"stage": OptState.STEPPED})["stage"]]
+        told += [states.setdefault(2, {})["stage"], states[3]["stage"], states.get(3)["stage"], sorted(states)]
+        return [*told, states.pop(3)["stage"], sorted(states)]
+
+    same(pair, script)
+    # torch's would keep what is no state.
+    assert pair[0]("cpu")._per_optimizer_states.setdefault(1, 5)["stage"] is OptState.READY
+
+
 # Messages, functions and numbers.
 
 
@@ -358,6 +412,26 @@ def test_a_scale_that_is_put_in_the_place_of_the_present_one_is_used(pair: tuple
         return run.held
 
     same(pair, script)
+
+
+@pytest.mark.filterwarnings("ignore:scale.. was not called in iteration:UserWarning")
+@pytest.mark.parametrize("way", ["made", "set", "loaded-and-set"])
+def test_a_loss_can_be_multiplied_by_the_tensor_of_the_scale(pair: tuple[Any, Any], way: str) -> None:
+    def script(make: Any) -> Any:
+        run = Small(make("cpu", init_scale=4.0))
+        if way != "set":
+            run.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        if way == "loaded-and-set":
+            run.scaler.load_state_dict(run.scaler.state_dict())
+        if way != "made":
+            run.scaler._scale = torch.tensor(2.0)
+        if way == "set":
+            run.scaler._growth_tracker = torch.tensor(0, dtype=torch.int32)
+        (run.parameter.sum() * run.scaler._scale).backward()
+        run.step()
+        return run.held, run.scaler.get_scale()
+
+    assert same(pair, script)[0] == [[-1.0, -1.0]]
 
 
 # What looks like a group.
