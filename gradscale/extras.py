@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError, MissingExtraError
 
@@ -77,7 +77,7 @@ def needs(user: str, extras: str, *modules: str, groups: str = "") -> Iterator[N
         raise kind(msg, name=error.name) from cause
 
 
-def import_keras(backend: str) -> Any:
+def import_keras(backend: str) -> ModuleType:
     """Import Keras; BackendNotAvailableError if it cannot be imported, or computes on another backend."""
     msg = (
         f"gradscale_{backend}.keras_optimizer needs Keras on {backend}, got: {{}}; install Keras "
@@ -93,7 +93,7 @@ def import_keras(backend: str) -> Any:
     return keras
 
 
-def require_unscaled(keras: Any, optimizer: object) -> None:
+def require_unscaled(keras: ModuleType, optimizer: object) -> None:
     """Raise InvalidTypeError for what is no optimizer of Keras, and for one that scales already."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not isinstance(optimizer, keras.Optimizer):
         msg = (

@@ -30,7 +30,7 @@ class _Stored(NamedTuple):
     """What a pytree sees of a state: names that no optax transformation has, and values that have none."""
 
     gradscale_scale_state: tuple[jax.Array, ...]
-    gradscale_inner_state: Any
+    gradscale_inner_state: optax.OptState
     gradscale_verdict: tuple[jax.Array, ...]
     skipped: jax.Array
     gradscale_windows: dict[str, tuple[jax.Array, ...]]
@@ -73,7 +73,7 @@ class ScaledOptimizerState(_Stored):
         return ScaleState(*self.gradscale_scale_state)
 
     @property
-    def inner_state(self) -> Any:
+    def inner_state(self) -> optax.OptState:
         """The inner transformation's state."""
         return self.gradscale_inner_state
 
@@ -87,7 +87,7 @@ class ScaledOptimizerState(_Stored):
         """The values that ``skip`` compares with."""
         return next((SpikeState(*fields) for fields in self.gradscale_windows.values()), None)
 
-    def _replace(self, **changes: Any) -> ScaledOptimizerState:
+    def _replace(self, **changes: object) -> ScaledOptimizerState:
         """Return a state with other attributes."""
         kinds = ScaleState, Verdict, SpikeState
         given: dict[str, Any] = {name: tuple(x) if isinstance(x, kinds) else x for name, x in changes.items()}
@@ -183,7 +183,7 @@ def scaled(
         return ScaledOptimizerState(tuple(scale_state), inner_state, tuple(verdict), zero, windows)
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: object
     ) -> tuple[optax.Updates, ScaledOptimizerState]:
         if not isinstance(state, ScaledOptimizerState):
             msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"

@@ -62,7 +62,7 @@ def unscale_all(
     """
     nonfinite = 0
     unscale_block = unscale_block or _widen_finite_half
-    small: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], list[Pair]] = defaultdict(list)
+    small: defaultdict[tuple[np.dtype[np.generic], np.dtype[np.generic]], list[Pair]] = defaultdict(list)
     with np.errstate(all="ignore"):
         if sources is outs and _ONLY_SINGLES.issuperset(map(_dtype, outs)):
             largest = max(map(_size, outs), default=0)
@@ -99,7 +99,7 @@ def _unscale_one(source: Array, out: Array, inverse: np.float32, unscale_block: 
 def squared_norm(arrays: Sequence[Array]) -> float:
     """Return the sum of the squares of all elements, computed in float64; of complex ones, of both parts."""
     total = 0.0
-    small: defaultdict[np.dtype[Any], list[Array]] = defaultdict(list)
+    small: defaultdict[np.dtype[np.generic], list[Array]] = defaultdict(list)
     large: list[Array] = []
     for array in arrays:
         (small[array.dtype] if array.size <= SMALL else large).append(array)

@@ -14,7 +14,7 @@ from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_dis
 from gradscale.core.backend import DoneRead, HostRead, require_values
 from gradscale.core.gradients import Collected, Listed, Request, named_gradients
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Policy
+from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy
 from gradscale.core.summaries import Layout, Summary, join, layout_of
 from gradscale.core.validation import round_to_float32
 from gradscale.errors import InvalidTypeError, InvalidValueError
@@ -225,7 +225,7 @@ class TorchBackend(Backend):
             scaled.append(product.to(tensor.dtype) if self._settings.is_sharded else product)
         return scaled
 
-    def map_outputs(self, outputs: object, home_for: Callable[[Tensor], Any], multiply: _Multiply) -> object:
+    def map_outputs(self, outputs: object, home_for: Callable[[Tensor], Namespace], multiply: _Multiply) -> object:
         """Return outputs with every tensor multiplied; in place of torch's scalers one by one.
 
         Lists, tuples, named tuples and dicts keep their kinds; any other iterable as an iterator, as torch has it, so
@@ -250,7 +250,7 @@ class TorchBackend(Backend):
         parameters = listed.by_id(id(optimizer))
         return isinstance(parameters, gradients.Parameters) and parameters.left_scaled
 
-    def groups_of(self, optimizer: Any) -> Sequence[Collectives]:
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:
         """Return the meshes of an optimizer's DTensor parameters."""
         if self._settings is None:
             return ()

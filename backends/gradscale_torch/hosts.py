@@ -6,7 +6,7 @@ import copy as copies
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -51,13 +51,13 @@ def untraced(method: Callable[_Arguments, _Returned], *, recursive: bool = True)
     return method
 
 
-def as_torchs_state_dict(saved: dict[str, Any], policy: Policy) -> dict[str, Any]:
+def as_torchs_state_dict(saved: dict[str, object], policy: Policy) -> dict[str, object]:
     """Return a state dict with torch's five keys alone if they say everything of the policy."""
     is_all = saved and _is_torchs(policy) and "spikes" not in saved
     return {key: saved[key] for key in _TORCHS_KEYS} if is_all else saved
 
 
-def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | int | None) -> dict[str, Any]:
+def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | int | None) -> dict[str, object]:
     """Return the attributes that torch's scalers pickle, so that theirs can be restored from ours. One host read."""
     if not scaler.is_enabled():
         return {"_device": device, "_enabled": False}
@@ -75,7 +75,7 @@ def as_torchs_pickle(scaler: gradscale.GradScaler, device: torch.device | str | 
     }
 
 
-def state_dict_of_pickle(kept: dict[str, Any]) -> dict[str, Any]:
+def state_dict_of_pickle(kept: dict[str, object]) -> dict[str, object]:
     """Return the state dict of one of torch's scalers from the attributes that it pickles."""
     factors = {name: kept[f"_{name}"] for name in _FACTORS}
     return {"scale": kept["_init_scale"], **factors, "_growth_tracker": kept["_init_growth_tracker"]}
@@ -131,7 +131,7 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
     return pending.override
 
 
-class OptimizerState(MutableMapping[str, Any]):
+class OptimizerState(MutableMapping[str, object]):
     """``stage`` and ``found_inf_per_device`` of an optimizer in one iteration, as they are when they are read.
 
     Optimizers that judge by themselves (apex, NeMo) set the latter, or write into it: that is then the verdict.
@@ -140,14 +140,14 @@ class OptimizerState(MutableMapping[str, Any]):
     def __init__(self, iteration: Iteration, turn: Turn) -> None:
         self._iteration, self._turn = iteration, turn
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         if name == "stage":
             return OptState(self._turn.stage.value)
         if name != "found_inf_per_device":
             raise KeyError(name)
         return found_by_device(self._iteration, self._turn)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name == "stage" and isinstance(value, OptState):
             self._turn.stage, self._turn.verdict = Stage(value.value), None
         elif name == "found_inf_per_device" and _are_flags(value):
@@ -189,7 +189,7 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
         iteration = iteration_of(self.scaler)
         return OptimizerState(iteration, iteration.turn_at(key))
 
-    def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
+    def __setitem__(self, key: int, state: Mapping[str, object]) -> None:
         written = dict(state)
         self.pop(key, None)
         self[key].update(written)
@@ -227,5 +227,5 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
     copy = copies.copy
 
 
-def _are_flags(value: object) -> bool:
+def _are_flags(value: object) -> TypeGuard[Flags]:
     return isinstance(value, Mapping) and all(isinstance(flag, torch.Tensor) for flag in value.values())

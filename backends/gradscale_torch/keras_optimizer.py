@@ -118,14 +118,14 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         """Step the inner optimizer; the scaler calls it, if no gradient is inf or NaN."""
         self.inner_optimizer.apply([variable.value.grad for variable in trainable_variables], trainable_variables)
 
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+    def save_own_variables(self, store: MutableMapping[str, torch.Tensor]) -> None:
         """Write the variables, and the scaler's state unless it is disabled; Keras calls it, also for weights alone."""
         super().save_own_variables(store)
         if state := self.scaler.state_dict():
             # Keras's stores hold numbers alone.
             store[_SCALER] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
-    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
+    def load_own_variables(self, store: MutableMapping[str, torch.Tensor]) -> None:
         """Read what :meth:`save_own_variables` has written; the scaler stays as it is if the store has no state."""
         kept = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras's is no mapping
         state = kept.pop(_SCALER, None)
@@ -133,13 +133,13 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         if state is not None:
             self.scaler.load_state_dict(json.loads(bytes(state.tolist())))
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the settings that Keras saves: the inner optimizer, and the scaler's state."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, "scaler": self.scaler.state_dict()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> ScaledOptimizer:
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, object] | None = None) -> ScaledOptimizer:
         """Return the optimizer that was saved, with a ``GradScaler`` of that state; StateDictError if it is bad."""
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
         scaler = _new_scaler(enabled=config["scaler"] != {})

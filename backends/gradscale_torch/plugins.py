@@ -126,7 +126,7 @@ class FabricMixedPrecision(FabricsMixedPrecision):
     ) -> None:
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
-    def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
+    def step_schedule(self, optimizer: torch.optim.Optimizer, schedule: Any, *args: object, **kwargs: object) -> None:
         """Step a learning-rate schedule unless the last step of its optimizer was skipped.
 
         As :meth:`gradscale.GradScaler.step_schedule`. ``fabric.setup`` has returned ``optimizer``, or was given it.
@@ -150,7 +150,7 @@ class HeldSchedule:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_last", self._report())
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Step the schedule if its optimizer has made a step since this was made or last called."""
         report = self._report()
         # Told apart by identity: a disabled scaler counts no iterations, and one that loads a state counts some again.
@@ -166,7 +166,7 @@ class HeldSchedule:
             return None
         return report
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return HeldSchedule, (self._scaler, self._optimizer, self._schedule)
 
     @property  # type: ignore[misc]

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 def stepping(step: Step) -> contextlib.AbstractContextManager[None] | None:
     """Return a context to step an optimizer in that skips by itself; None for another one."""
-    optimizer: Any = step.optimizer
+    optimizer = step.optimizer
     live = step.iteration.live
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         if step.closure is not None:

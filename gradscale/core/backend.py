@@ -12,7 +12,7 @@ from gradscale.core import arithmetic, summaries, tree
 from gradscale.core.gradients import Collected, Gradients, Listed, Request
 from gradscale.core.leaves import first_floating, floating_leaves, require_arrays
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
+from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy, ScaleState
 from gradscale.errors import BackendNotAvailableError, InvalidTypeError
 
 _State = TypeVar("_State", bound=tuple[Any, ...])
@@ -230,7 +230,7 @@ class Backend:
         """Return a state that takes the place of another, perhaps in the other's arrays."""
         return new
 
-    def map_outputs(self, outputs: Any, home_for: Callable[[Array], Any], multiply: _Multiply) -> Any:
+    def map_outputs(self, outputs: object, home_for: Callable[[Array], Namespace], multiply: _Multiply) -> Any:
         """Return the outputs of ``scale``, with all floating arrays multiplied at once.
 
         ``home_for`` makes the state beside an array, if there is none, and returns the state's namespace.
@@ -250,7 +250,7 @@ class Backend:
         by_identity = {id(old): new for old, new in zip(chosen, multiply(chosen), strict=True)}
         return rebuild(by_identity.get(id(leaf), leaf) for leaf in leaves)
 
-    def collect(self, optimizer: Any, listed: Listed, request: Request) -> Collected:  # noqa: ARG002
+    def collect(self, optimizer: Optimizer, listed: Listed, request: Request) -> Collected:  # noqa: ARG002
         """Return an optimizer's gradients; nothing is modified. ``listed`` keeps the parameters of optimizers."""
         return Gradients(optimizer, request)
 
@@ -258,15 +258,15 @@ class Backend:
         """Return a context to make a ``Step`` in of an optimizer that skips by itself; None if the scaler decides."""
         return None
 
-    def was_left_scaled(self, optimizer: Any, listed: Listed) -> bool:  # noqa: ARG002
+    def was_left_scaled(self, optimizer: object, listed: Listed) -> bool:  # noqa: ARG002
         """Tell whether an optimizer's last step was left to unscale its gradients by itself."""
         return False
 
-    def groups_of(self, optimizer: Any) -> Sequence[Collectives]:  # noqa: ARG002
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Collectives]:  # noqa: ARG002
         """Return the groups that an optimizer's parameters themselves are spread over."""
         return ()
 
-    def norm_groups(self, optimizer: Any, *, is_alone: bool) -> Sequence[Collectives] | None:  # noqa: ARG002
+    def norm_groups(self, optimizer: Optimizer, *, is_alone: bool) -> Sequence[Collectives] | None:  # noqa: ARG002
         """Return the groups over which an optimizer's norm is taken; None if the user has to say so."""
         return None
 

@@ -18,6 +18,7 @@ from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import (
     Array,
     Collectives,
+    Namespace,
     Optimizer,
     OptimizerWithGrads,
     OptimizerWithGroups,
@@ -42,7 +43,7 @@ class Home(Protocol):
 
     backend: Backend
     """The adapter of the state's library."""
-    home: Any
+    home: Namespace
     """Its namespace."""
 
     def floor(self, state: ScaleState) -> float:

@@ -439,7 +439,7 @@ def foreign_message(where: str) -> ScaleDesyncError:
 def difference(told: Mapping[_Rank, Mapping[str, Any]]) -> str:
     """Say in what ranks differ, and which ranks hold what, by what each of them has told: some 20 lines at most."""
     # By name and value, its text and the ranks that hold it.
-    held: dict[str, dict[Any, tuple[str, list[_Rank]]]] = {}
+    held: dict[str, dict[object, tuple[str, list[_Rank]]]] = {}
     for rank, claim in told.items():
         for name, value in claim.items():
             key, text = value if name == "settings" else (value, str(value))

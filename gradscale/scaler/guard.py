@@ -212,7 +212,7 @@ class Guard:
             *(xp.asarray(rows, dtype=old.dtype, device=where) for rows, old in zip(fields, empty, strict=True))
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rule, self.numbers())
 
 

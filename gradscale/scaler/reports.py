@@ -228,7 +228,7 @@ class Reports:
         """Call ``on_update`` with the report of an iteration."""
         _call(self._on_update, report, report.rank)
 
-    def __reduce__(self) -> tuple[type[Reports], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[type[Reports], tuple[dict[str, object]]]:
         """Pickle the settings: no reports, and no callbacks."""
         return type(self), (self._kept,)
 

@@ -15,7 +15,7 @@ from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
 from gradscale.core.messages import shown, unreadable, warn_caller
-from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
 from gradscale.errors import (
     CallOrderError,
     InvalidTypeError,
@@ -122,7 +122,7 @@ class GradScaler:
     def _assemble(self, parts: Parts, enabled: bool) -> None:
         self._parts, self._enabled = parts, enabled
         # Types and dtypes of single arrays that are floating ones of the state's library.
-        self._met: set[tuple[type, Any]] = set()
+        self._met: set[tuple[type, object]] = set()
         # Held by the call that is under way.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
@@ -230,7 +230,7 @@ class GradScaler:
             iteration = self._iteration
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
         """Step an optimizer unless one of its gradients, on any rank, is not finite.
 
         Parameters
@@ -367,7 +367,7 @@ class GradScaler:
         """
         return self._parts.reports.last(optimizer)
 
-    def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: Any, **kwargs: Any) -> None:
+    def step_schedule(self, optimizer: Optimizer, schedule: Any, *args: object, **kwargs: object) -> None:
         """Step a learning-rate schedule unless the last ``step`` of its optimizer was skipped.
 
         Call it after each ``step``, before or after ``update``, for each schedule that counts the optimizer's steps.
@@ -572,7 +572,7 @@ class GradScaler:
         windows = None if guard is None else guard.numbers()
         return checkpoint.build(live.policy, live.numbers(), self._iteration.number, self.counts(), windows)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a state dict of gradscale's or torch's scalers; does nothing when disabled.
 
         The policy's settings in it replace this scaler's; leave out the key ``policy`` to keep them (torch's three
@@ -647,7 +647,7 @@ class GradScaler:
             self._met.add((type(outputs), outputs.dtype))
         return products
 
-    def _home_for(self, like: Array) -> Any:
+    def _home_for(self, like: Array) -> Namespace:
         """Return the namespace of the state, made beside an array if there is none yet."""
         live = self._parts.live
         live.backend_for(like).forbid_tracing("scale()")
@@ -852,8 +852,8 @@ def iteration_of(scaler: GradScaler) -> Iteration:
 def step_of(
     scaler: GradScaler,
     optimizer: Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     owner: object,
     unscale: Callable[[Any], object] | None,
 ) -> Step:

@@ -18,7 +18,7 @@ from gradscale.core import registry, validation
 from gradscale.core.arithmetic import Kind, has_float64, kind_of
 from gradscale.core.backend import Backend
 from gradscale.core.messages import reading, shown
-from gradscale.core.protocols import Array, Numbers, Policy, ScaleState
+from gradscale.core.protocols import Array, Namespace, Numbers, Policy, ScaleState
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
@@ -50,7 +50,7 @@ class LiveState:
         self.is_fresh = self.is_unused = True
         # A scale that the host knows, and the number of updates before it; 0 if it knows none.
         self._seen = 0.0, 0
-        self.home: Any = None
+        self.home: Namespace = None
         self.state: ScaleState | None = None
         self._use(backend)
         # What a checkpoint or the user has set before there was an array.
@@ -237,7 +237,7 @@ class LiveState:
         said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
         return tuple(map(max, said, reached)) if reached else said
 
-    def _possible(self, numbers: Numbers, library: Any) -> Numbers:
+    def _possible(self, numbers: Numbers, library: Namespace) -> Numbers:
         """Return numbers, having checked that a policy can have made them."""
         (scale, *trackers), largest = numbers, self._largest
         if 0.0 < scale < math.inf and all(
@@ -256,7 +256,7 @@ class LiveState:
         )
         raise BackendError(msg)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: numbers in place of arrays; the next array says where the state goes."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("backend", "hooks")}
         restored = dict(self._restored) if self.state is None else self.numbers()
@@ -268,7 +268,7 @@ class LiveState:
             "home": None,
         }
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
+    def __setstate__(self, kept: dict[str, object]) -> None:
         self.__dict__.update(kept)
         self._use(self._given)
 

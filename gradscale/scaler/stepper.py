@@ -28,7 +28,7 @@ class Step:
     """
 
     is_made = True
-    returned: Any = None
+    returned: object = None
     verdict: Verdict | None = None
     retries = 0
     turn: Turn
@@ -113,7 +113,7 @@ class Step:
             raise InvalidTypeError(msg)
         return None
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, *args: object, **kwargs: object) -> object:
         """Evaluate the closure, and unscale and judge its gradients; again at lower scales while they overflow."""
         iteration, turn, closure = self.iteration, self.turn, self.closure
         assert closure is not None

@@ -130,7 +130,7 @@ class ForeignState:
 
     format: str
     policy: Policy
-    state_dict: dict[str, Any]
+    state_dict: dict[str, object]
     missing: tuple[str, ...]
     assumed: Mapping[str, object]
 
@@ -277,7 +277,7 @@ def _translate(fields: _Fields, layout: _Layout, given: dict[str, object]) -> Fo
         raise StateDictError(msg) from error
 
 
-def _element(value: Any) -> Any:
+def _element(value: Any) -> object:
     """Return the element of an array of one, of any library or in a file, and any other value as it is."""
     shape = getattr(value, "shape", None)
     return value if shape is None or any(length != 1 for length in shape) else value[(0,) * len(shape)]
