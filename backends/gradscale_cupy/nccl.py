@@ -64,8 +64,7 @@ class NCCLCollectives:
             self._comm,
             library="NCCL",
             timeout=timeout,
-            refusal="an agreement over this communicator was given up, and it was aborted: pass another one on every "
-            "rank",
+            refusal="this communicator was given up, and it was aborted: pass another one on every rank",
             rank=-1,
             size=0,
             describe=_described,

@@ -130,13 +130,11 @@ class MPICollectives:
 
     def _use(self, duplicate: _Duplicate) -> None:
         self._comm = duplicate.comm
-        where = f"rank {self.rank} of {self.size}"
         self._group = GroupWait(
             duplicate,
             library="MPI",
             timeout=self._timeout,
-            refusal=f"an agreement over this communicator was given up on {where}: pass another one on every rank, "
-            f"such as comm.Dup()",
+            refusal="this communicator was given up: pass another one on every rank, such as comm.Dup()",
             rank=self.rank,
             size=self.size,
             on_give_up=duplicate.give_up,

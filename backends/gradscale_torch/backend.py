@@ -11,7 +11,7 @@ import torch
 from gradscale import Backend, DynamicScale, ScaleState
 from gradscale.core import arithmetic, tree
 from gradscale.core.aliasing import Span, numbered, overlaps_itself, require_disjoint, span
-from gradscale.core.backend import DoneRead, HostRead, require_values
+from gradscale.core.backend import HostRead, require_values
 from gradscale.core.gradients import Collected, Listed, Request, named_gradients
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, Policy
@@ -86,7 +86,7 @@ class TorchBackend(Backend):
 
     def start_read(self, x: Tensor, /) -> HostRead:
         """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""
-        return DoneRead(x.tolist()) if x.device.type == "cpu" else TensorRead(x)
+        return TensorRead(x)
 
     def placement(self, like: Tensor, /) -> torch.device | None:
         """Return the device of a tensor; a loss may be of another library."""

@@ -68,14 +68,14 @@ def would_wait(device: torch.device) -> bool:
 
 
 class TensorRead:
-    """A 1-d int32 tensor on its way from a device to the CPU."""
+    """A 1-d int32 tensor on its way from a device to the CPU; one of the CPU is there already."""
 
     def __init__(self, values: Tensor) -> None:
         device = self._device = values.device
         self.is_replayed = is_capturing(device)
         self._event: torch.Event | None = None
         self._values = values
-        if not self.is_replayed:
+        if device.type != "cpu" and not self.is_replayed:
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.Event(device=device, enable_timing=False)
@@ -84,7 +84,9 @@ class TensorRead:
 
     def is_done(self) -> bool:
         """Tell whether the CPU has it; of a captured graph each replay writes other values."""
-        return self._event is not None and not is_capturing(self._device) and self._event.query()
+        if self._event is None:
+            return not self.is_replayed
+        return not is_capturing(self._device) and self._event.query()
 
     def __call__(self) -> list[int]:
         """Return the values; of a captured graph, those of the last replay."""

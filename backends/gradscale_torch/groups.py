@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from gradscale import registry
 from gradscale.core.protocols import Array
 from gradscale.errors import BackendError, CallOrderError, CollectiveTimeoutError, InvalidTypeError, InvalidValueError
-from gradscale.waiting import GroupWait, forbid_forked, in_thread, on_fork, poll, require_message, wait_and_tell
+from gradscale.waiting import GroupWait, call_within, forbid_forked, on_fork, poll, require_message, wait_and_tell
 from gradscale_torch.devices import forbid_capture, integers, is_capturing
 
 Tensor = torch.Tensor
@@ -179,13 +179,11 @@ class TorchCollectives:
         # gloo's own clock goes on while the process is suspended, so its time is never over.
         timeout = math.inf if self._carriers.get("cpu") == "gloo" else self._timeout + _LATER
         self._librarys_timeout = timedelta(seconds=seconds(timeout))
-        where = f"rank {self.rank} of {self.size}"
         self._group = GroupWait(
             group,
             library="torch.distributed",
             timeout=self._timeout,
-            refusal=f"an agreement over this process group was given up on {where}: pass another one on every rank, "
-            f"such as torch.distributed.new_group()",
+            refusal="this group was given up: pass another one on every rank, such as torch.distributed.new_group()",
             rank=self.rank,
             size=self.size,
             on_give_up=functools.partial(_abort, group, self._carriers),
@@ -199,10 +197,8 @@ def _abort(group: dist.ProcessGroup, carriers: dict[str, str], error: BaseExcept
     if abort is None or not any(kind != "cpu" and one not in _HOST_BACKENDS for kind, one in carriers.items()):
         return
 
-    # In a thread, which may be left behind.
-    aborted = in_thread(abort)
     try:
-        aborted.result(_ABORTING)
+        call_within(abort, _ABORTING)
     except TimeoutError:
         error.add_note(f"the process group was not aborted within {_ABORTING:g} s: end this process")
     except Exception as failure:
@@ -427,12 +423,6 @@ def _of_mesh(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
 
 def _make(ranks: tuple[int, ...], mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup:
     """Make a group of some ranks of the world; collective over these, and over no others."""
-    if dist.get_backend() == "mpi":
-        msg = (
-            f"torch's MPI backend cannot make a group for {mesh!r} without the ranks outside it: pass the groups of "
-            f"its dimensions, group=mesh.get_all_groups()"
-        )
-        raise InvalidValueError(msg)
     # torch waits for the members without looking at signals; once all have come, it does not wait.
     _meet(ranks, timeout)
     try:

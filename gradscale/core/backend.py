@@ -81,8 +81,8 @@ class Backend:
         return None
 
     def start_read(self, x: Array, /) -> HostRead:
-        """Begin a ``read``, without making the host wait if the library can; by default it waits here."""
-        return DoneRead(self.read(x))
+        """Begin a ``read`` of a verdict that ``stepping`` leaves for later, without making the host wait."""
+        raise NotImplementedError
 
     def placement(self, like: Array, /) -> object:
         """Return the ``device=`` of a 0-d array that is to be combined with ``like``; None if any will do."""
@@ -287,20 +287,3 @@ def require_values(like: Array | None) -> None:
             f"scale its loss on a device that computes"
         )
         raise InvalidTypeError(msg)
-
-
-class DoneRead:
-    """Values that the host has already."""
-
-    is_replayed = False
-
-    def __init__(self, values: list[int]) -> None:
-        self._values = values
-
-    def is_done(self) -> bool:
-        """Return True."""
-        return True
-
-    def __call__(self) -> list[int]:
-        """Return the values."""
-        return self._values
