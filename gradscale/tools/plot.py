@@ -12,7 +12,7 @@ from gradscale.core.validation import LARGEST_FLOAT16
 from gradscale.errors import InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.extras import needs
 from gradscale.scaler.reports import StepReport, UpdateReport
-from gradscale.tools.logs import read_log, row_of
+from gradscale.tools.callbacks import read_log, row_of
 from gradscale.tools.simulation import Simulation
 
 if TYPE_CHECKING:

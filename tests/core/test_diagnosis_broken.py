@@ -17,7 +17,7 @@ from optimizers import Grouped, Tree, iterate, scaled
 
 from gradscale import GradScaler, InvalidTypeError
 from gradscale.core.backend import Backend
-from gradscale.tools.logs import row_of
+from gradscale.tools.callbacks import row_of
 
 
 class Moments(NamedTuple):

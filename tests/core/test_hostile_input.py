@@ -29,7 +29,7 @@ from gradscale.core import validation
 from gradscale.core.messages import shown
 from gradscale.testing import run_ranks
 from gradscale.tools import simulation
-from gradscale.tools.logs import read_log
+from gradscale.tools.callbacks import read_log
 
 pytestmark = pytest.mark.numpy
 

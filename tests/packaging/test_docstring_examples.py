@@ -89,4 +89,4 @@ def test_a_missing_example_and_a_wrong_one_are_seen(text: str, said: str) -> Non
 
 def test_all_public_names_are_asked() -> None:
     assert len(PURE) >= 35
-    assert {"gradscale.policies.presets.named", "gradscale.tools.logs.JSONLines"} <= set(PURE)
+    assert {"gradscale.policies.presets.named", "gradscale.tools.callbacks.JSONLines"} <= set(PURE)

@@ -15,8 +15,8 @@ from gradscale.core.validation import LARGEST_FLOAT16, LARGEST_FLOAT32
 from gradscale.errors import GradscaleError, InvalidValueError
 from gradscale.policies import presets
 from gradscale.tools import plot as plots
+from gradscale.tools.callbacks import read_log
 from gradscale.tools.cli.output import console, print_json, table
-from gradscale.tools.logs import read_log
 from gradscale.tools.simulation import Gradients, Simulation, measured, recorded
 from gradscale.tools.simulation import simulate as run_policy
 
