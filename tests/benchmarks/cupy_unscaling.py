@@ -193,7 +193,7 @@ def against_torch(quick: bool) -> list[Row]:
 
 def tables(quick: bool) -> list[Row]:
     """Time what the tables of many gradients take the host before the launch, against a limit."""
-    from gradscale_cupy.launch import prepare
+    from gradscale_cupy.arrays import prepare
 
     cupy = _cupy()
     sizes = _QUICK if quick else _FULL
