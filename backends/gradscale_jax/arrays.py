@@ -102,14 +102,10 @@ class JaxBackend(Backend):
             counts.append(count)
         return [unscaled[index] for index in range(len(grads))], self._total(counts, state.scale, jnp.int32)
 
-    def unscale_with_squares(
-        self, grads: _Arrays, state: ScaleState, /, *, dtype: DTypeLike | None = None, out: _Arrays | None = None
-    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Unscale, and return the sum of the squares, too; over a mesh it is taken in another order."""
-        unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
-        groups = [[*chosen.values()] for chosen in self._by_placement(unscaled).values()]
-        squares = [sum_of_squares(group, group[0]) for group in groups]
-        return unscaled, nonfinite, self._total(squares, state.scale, float)
+    def sum_of_squares(self, arrays: _Arrays, like: jax.Array, /) -> jax.Array:
+        """Return the sum of the squares of all elements; over a mesh it is taken in another order."""
+        groups = [[*chosen.values()] for chosen in self._by_placement(arrays).values()]
+        return self._total([sum_of_squares(group, group[0]) for group in groups], like, float)
 
     def multiply_in_place(self, arrays: _Arrays, factor: jax.Array, /) -> list[jax.Array]:
         """Return new arrays, multiplied by a 0-d float32 and rounded once to their dtypes."""

@@ -141,18 +141,9 @@ class NumpyBackend(Backend):
         nonfinite = self._unscale_all(sources, targets, inverse)
         return returned, np.asarray(nonfinite, dtype=np.int32)
 
-    def unscale_with_squares(
-        self,
-        grads: Sequence[NumpyArray],
-        state: ScaleState,
-        /,
-        *,
-        dtype: DTypeLike | None = None,
-        out: Sequence[NumpyArray] | None = None,
-    ) -> tuple[Sequence[NumpyArray], NumpyArray, NumpyArray]:
-        """Unscale, and return the sum of the squares of all unscaled elements, 0-d float64, too."""
-        unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
-        return unscaled, nonfinite, np.asarray(kernels.squared_norm([np.asarray(x) for x in unscaled]))
+    def sum_of_squares(self, arrays: Sequence[NumpyArray], like: NumpyArray, /) -> NumpyArray:  # noqa: ARG002
+        """Return the sum of the squares of all elements, 0-d float64."""
+        return np.asarray(kernels.squared_norm([np.asarray(x) for x in arrays]))
 
     def multiply_in_place(self, arrays: Sequence[NumpyArray], factor: NumpyArray, /) -> Sequence[NumpyArray]:
         """Multiply arrays that ``unscale`` has returned by a 0-d float32; nothing is written if it is 1."""

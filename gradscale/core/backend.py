@@ -173,7 +173,11 @@ class Backend:
         It is 0-d float64 on the state's device, or float32 if there is no float64. No host read.
         """
         unscaled, nonfinite = self.unscale(grads, state, dtype=dtype, out=out)
-        return unscaled, nonfinite, arithmetic.sum_of_squares(unscaled, state.scale)
+        return unscaled, nonfinite, self.sum_of_squares(unscaled, state.scale)
+
+    def sum_of_squares(self, arrays: Sequence[Array], like: Array, /) -> Array:
+        """Return the sum of the squares of all elements, 0-d float64 or float32 beside another array. No host read."""
+        return arithmetic.sum_of_squares(arrays, like)
 
     def clip_factor(self, squares: Array, max_norm: float, /) -> tuple[Array, Array, Array]:
         """Return norm, factor and overflow, as ``gradscale.core.arithmetic.clip_factor`` does. No host read."""
