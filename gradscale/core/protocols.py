@@ -5,19 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-__all__ = [
-    "Array",
-    "Collectives",
-    "GroupBackend",
-    "Namespace",
-    "Numbers",
-    "Optimizer",
-    "OptimizerWithGrads",
-    "OptimizerWithGroups",
-    "Policy",
-    "ScaleState",
-]
-
 Array: TypeAlias = Any
 """An array of any library that follows the Python array API standard."""
 

@@ -16,8 +16,6 @@ from gradscale.core.arithmetic import has_float64
 from gradscale.core.protocols import Array, ScaleState
 from gradscale.policies.dynamic import AtMin, BoundedScale, new_state, times
 
-__all__ = ["GradualScale"]
-
 # The ratio that GradualScale remembers, in units that are finer than float32's by 2**5.
 _RATIO_UNIT = 2.0**-30
 

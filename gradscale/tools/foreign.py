@@ -18,8 +18,6 @@ from gradscale.policies import presets
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
 
-__all__ = ["ForeignState", "load_foreign_state"]
-
 _Fields: TypeAlias = Mapping[object, object]
 
 
