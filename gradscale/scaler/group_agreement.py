@@ -11,11 +11,7 @@ from gradscale.core import registry, validation
 from gradscale.core.arithmetic import as_0d_array
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Policy, ScaleState
-from gradscale.errors import (
-    BackendError,
-    InvalidTypeError,
-    ScaleUnderflowError,
-)
+from gradscale.errors import BackendError, InvalidTypeError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
 from gradscale.scaler.agreement import Agreement, whereabouts
 from gradscale.scaler.claim import Call, Claim, Reason

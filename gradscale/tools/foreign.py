@@ -95,6 +95,11 @@ _LAYOUTS = (
     _Layout("flax", presets.flax, "scale fin_steps", "growth_factor backoff_factor growth_interval minimum_scale"),
     _Layout("jmp", presets.jmp, "loss_scale counter", "factor period min_loss_scale"),
 )
+_A_STATE = (
+    "a mapping (its state_dict(), or vars() of it; of a file the part that is the scaler's of what "
+    "torch.load(path, weights_only=True), numpy.load(path, allow_pickle=False), h5py.File(path) or "
+    "flax.serialization.msgpack_restore(data) has loaded, which run nothing that it may hold)"
+)
 _SYSTEMS = tuple(dict.fromkeys(layout.system for layout in _LAYOUTS))
 _KNOWN_KEYS = {key for layout in _LAYOUTS for key in layout.keys}
 
@@ -196,15 +201,7 @@ def load_foreign_state(
     if format is not None and not (isinstance(format, str) and format in _SYSTEMS):
         msg = f"format must be one of {', '.join(map(repr, _SYSTEMS))}, got {shown(format)}{nearest(format, _SYSTEMS)}"
         raise InvalidValueError(msg)
-    if not isinstance(state, Mapping):
-        msg = (
-            f"state must be a mapping, got {shown(state)} of type {type(state).__name__}; pass its state_dict(), or "
-            f"vars() of it, and of a file what torch.load(path, weights_only=True), numpy.load(path, "
-            f"allow_pickle=False), h5py.File(path) or flax.serialization.msgpack_restore(data) has loaded, which run "
-            f"nothing that it may hold: the part that is the scaler's"
-        )
-        raise InvalidTypeError(msg)
-    fields: _Fields = validation.mapping("state", state)
+    fields: _Fields = validation.mapping("state", state, _A_STATE)
     # apex's amp numbers the scalers of its losses.
     system = format
     if scalers := [key for key in fields if isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)]:
