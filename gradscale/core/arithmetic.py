@@ -143,12 +143,12 @@ def unscale_arrays(
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
     home = device(state.scale)
-    first, second = map(DeviceReplicas, inverse_factors(state.scale))
+    first, second = map(replicas, inverse_factors(state.scale))
     nonfinite = state_xp.zeros((), dtype=state_xp.int32, device=home)
     unscaled = []
     wanted_dtypes = [dtype] * len(grads) if out is None else [target.dtype for target in out]
     for x, wanted_dtype in zip(grads, wanted_dtypes, strict=True):
-        wide = x if isinstance(state, UnitState) else multiply(multiply(widened(x), first.on(x)), second.on(x))
+        wide = x if isinstance(state, UnitState) else multiply(multiply(widened(x), first(x)), second(x))
         stored_dtype = x.dtype if wanted_dtype is None or (kind_of(x) is Kind.COMPLEX and out is None) else wanted_dtype
         stored = _narrowed(wide, stored_dtype)
         unscaled.append(stored)
@@ -176,8 +176,8 @@ def _widest(xp: Namespace, where: object) -> object:
 
 def multiply_arrays(arrays: Sequence[Array], factor: Array) -> list[Array]:
     """Multiply floating arrays by a 0-d float32, rounded once to their dtypes: new arrays."""
-    there = DeviceReplicas(factor)
-    return [_narrowed(multiply(widened(x), there.on(x)), x.dtype) for x in arrays]
+    there = replicas(factor)
+    return [_narrowed(multiply(widened(x), there(x)), x.dtype) for x in arrays]
 
 
 def checked_norm(max_norm: object) -> float:
@@ -341,32 +341,25 @@ def as_0d_array(xp: Namespace, x: Array) -> Array:
     return xp.asarray(x) if xp.__name__ in ("numpy", "array_api_compat.numpy") else x
 
 
-class DeviceReplicas:
-    """Copies of one 0-d array on the devices where it is needed, each made once.
+def replicas(
+    x: Array, placement: Callable[[Array], object] = device, move: Callable[[Array, Array], Array] | None = None
+) -> Callable[[Array], Array]:
+    """Return a function that returns a 0-d array on the device of another one: copies of it, each made once.
 
     ``placement`` says where a 0-d array must be, None for anywhere; ``move`` copies it in the order of streams.
     """
+    # Pairs, since CuPy's devices can be compared and have no hash.
+    copies = [(placement(x), x)]
 
-    def __init__(
-        self,
-        x: Array,
-        placement: Callable[[Array], object] = device,
-        move: Callable[[Array, Array], Array] | None = None,
-    ) -> None:
-        self._x = x
-        self._placement = placement
-        self._move = move
-        # Pairs, since CuPy's devices can be compared and have no hash.
-        self._copies = [(placement(x), x)]
-
-    def on(self, like: Array) -> Array:
-        """Return the copy on the device of ``like``."""
-        where = self._placement(like)
+    def on(like: Array) -> Array:
+        where = placement(like)
         if where is None:
-            return self._x
-        for known, copy in self._copies:
+            return x
+        for known, copy in copies:
             if known == where:
                 return copy
-        made = to_device(self._x, where) if self._move is None else self._move(self._x, like)
-        self._copies.append((where, made))
+        made = to_device(x, where) if move is None else move(x, like)
+        copies.append((where, made))
         return made
+
+    return on

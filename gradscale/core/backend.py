@@ -134,8 +134,8 @@ class Backend:
 
         The new ones have the same dtypes, but float32 for a 0-d one of half precision. No host read.
         """
-        factors = arithmetic.DeviceReplicas(state.scale, self.placement, self.move)
-        return [arithmetic.scaled(x, factors.on(x)) for x in outputs]
+        factors = arithmetic.replicas(state.scale, self.placement, self.move)
+        return [arithmetic.scaled(x, factors(x)) for x in outputs]
 
     def unscale(
         self, grads: Sequence[Array], state: ScaleState, /, *, dtype: Any = None, out: Sequence[Array] | None = None

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import registry, tree
-from gradscale.core.arithmetic import DeviceReplicas, Kind, as_0d_array, kind_of
+from gradscale.core.arithmetic import Kind, as_0d_array, kind_of, replicas
 from gradscale.core.leaves import floating_leaves
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, ScaleState
@@ -173,7 +173,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
         msg = f"pred must be a 0-d bool array, such as nonfinite == 0, got {shown(pred)}"
         raise InvalidTypeError(msg)
     backend = registry.backend_for(pred)
-    chosen = DeviceReplicas(pred, backend.placement, backend.move)
+    chosen = replicas(pred, backend.placement, backend.move)
 
     def choose(a: Array, b: Array) -> Array:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
@@ -189,7 +189,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
             msg = f"both trees must have one shape leaf by leaf, got {a.shape} and {b.shape}"
             raise InvalidValueError(msg)
         xp = array_namespace(a, b)
-        made = xp.where(chosen.on(a), a, b)
+        made = xp.where(chosen(a), a, b)
         # CuPy has no where() of bfloat16 and makes it float32; that and the way back are exact.
         return as_0d_array(xp, made if made.dtype == a.dtype else xp.astype(made, a.dtype))
 
