@@ -72,19 +72,6 @@ def _must_stay(name: str, got: str) -> str:
     )
 
 
-def _setting(name: str, default: float = 1.0) -> property:
-    """Return a property for one of the policy's settings, 1 if it has none; torch's getters and setters use it."""
-
-    def get(scaler: GradScaler) -> float:
-        value: float = getattr(_live(scaler).policy, name, default)
-        return value
-
-    def replace(scaler: GradScaler, value: float) -> None:
-        _live(scaler).replace_setting(name, value)
-
-    return property(get, replace)
-
-
 def _field(name: str) -> property:
     """Return a property for a field of the state, 0-d, the same tensor after ``update``; None before ``scale``."""
 
@@ -402,9 +389,9 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     _scale = _field("scale")
     _growth_tracker = _field("growth_tracker")
-    _growth_factor = _setting("growth_factor")
-    _backoff_factor = _setting("backoff_factor")
-    _growth_interval = _setting("growth_interval", 1)
+    _growth_factor = property(gradscale.GradScaler.get_growth_factor, gradscale.GradScaler.set_growth_factor)
+    _backoff_factor = property(gradscale.GradScaler.get_backoff_factor, gradscale.GradScaler.set_backoff_factor)
+    _growth_interval = property(gradscale.GradScaler.get_growth_interval, gradscale.GradScaler.set_growth_interval)
     _unscale_grads_ = _not_called("_unscale_grads_")
     _maybe_opt_step = _not_called("_maybe_opt_step")
     _get_scale_async = _not_called("_get_scale_async")

@@ -19,7 +19,6 @@ from gradscale.errors import InvalidTypeError
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
 
 _dtype = operator.attrgetter("dtype")
-_reading_leaves = reading("an array")
 
 
 def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None = None) -> None:
@@ -43,7 +42,7 @@ def _require_array(leaf: object, name: Callable[[], str]) -> None:
 
 def first_floating(leaves: Sequence[object]) -> Array | None:
     """Return the first array that is not of integers, on whose device a scale belongs; None without one."""
-    with _reading_leaves:
+    with reading("an array"):
         return next((leaf for leaf in leaves if is_array_api_obj(leaf) and kind_of(leaf) is not Kind.INTEGRAL), None)
 
 

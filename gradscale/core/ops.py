@@ -16,8 +16,6 @@ from gradscale.errors import InvalidTypeError, InvalidValueError
 
 _T = TypeVar("_T")
 
-_reading_leaves = reading("an array")
-
 
 def scale(outputs: _T, state: ScaleState) -> _T:
     """Multiply outputs (a loss, or nested containers of arrays) by the scale.
@@ -177,7 +175,7 @@ def select(pred: Array, on_true: _T, on_false: _T) -> _T:
 
     def choose(a: Array, b: Array) -> Array:
         if not is_array_api_obj(a) or not is_array_api_obj(b):
-            with _reading_leaves:
+            with reading("an array"):
                 if a is b or (type(a) is type(b) and a == b):
                     return a
             msg = f"leaves that are no arrays must be equal in both trees, got {shown(a)} and {shown(b)}"
