@@ -88,12 +88,7 @@ def require_disjoint(sources: Sequence[Place], targets: Sequence[Place]) -> None
     """Raise SharedMemoryError if arrays to be written may share memory, from the first element to the last of each."""
     for index, (_, kind) in enumerate(targets):
         if _overlaps_itself(kind):
-            shape, strides, _ = kind
-            msg = (
-                f"gradient {index}, shape {shape}, strides {strides} in bytes, overlaps itself and cannot be unscaled "
-                f"in place: assign a copy (grad.copy())"
-            )
-            raise SharedMemoryError(msg)
+            raise aliasing.overlap(index, *kind[:2])
     # A gradient that is unscaled into itself is there once.
     pairs = enumerate(zip(sources, targets, strict=True), start=len(targets))
     places = [*enumerate(targets), *((number, source) for number, (source, target) in pairs if source != target)]

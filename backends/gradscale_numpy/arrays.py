@@ -15,10 +15,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from gradscale import Backend, ScaleState
 from gradscale.core import arithmetic
-from gradscale.core.aliasing import numbered, overlaps_itself, require_disjoint, span
+from gradscale.core.aliasing import numbered, overlap, overlaps_itself, require_disjoint, span
 from gradscale.core.arithmetic import check_real_dtype
 from gradscale.core.summaries import Summary
-from gradscale.errors import InvalidValueError, SharedMemoryError
+from gradscale.errors import InvalidValueError
 from gradscale_numpy import kernels
 
 NumpyArray = NDArray[Any]
@@ -192,9 +192,5 @@ def _writable(index: int, array: NumpyArray) -> NumpyArray:
         )
         raise InvalidValueError(msg)
     if overlaps_itself(array.shape, array.strides, array.itemsize):
-        msg = (
-            f"gradient {index}, shape {array.shape}, strides {array.strides}, overlaps itself and cannot be unscaled "
-            f"in place: assign a copy (grad.copy())"
-        )
-        raise SharedMemoryError(msg)
+        raise overlap(index, array.shape, array.strides)
     return array.view(np.ndarray)

@@ -47,6 +47,14 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int 
     return meets(0, 0, False)
 
 
+def overlap(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> SharedMemoryError:
+    """Return the error for a gradient whose elements share memory."""
+    return SharedMemoryError(
+        f"gradient {index}, shape {shape}, strides {strides}, overlaps itself and cannot be unscaled in place: assign "
+        f"a copy (grad.copy())"
+    )
+
+
 def numbered(grads: Sequence[_Array], out: Sequence[_Array]) -> dict[int, _Array]:
     """Return the arrays to be written and the gradients written elsewhere, numbered as ``require_disjoint`` wants."""
     pairs = enumerate(zip(grads, out, strict=True), start=len(out))
