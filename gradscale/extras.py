@@ -98,7 +98,7 @@ def require_unscaled(keras: ModuleType, optimizer: object) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not isinstance(optimizer, keras.Optimizer):
         msg = (
             f"inner_optimizer must be an optimizer of Keras that does not scale, such as keras.optimizers.Adam(0.01), "
-            f"got a {type(optimizer).__name__}: of a name make one with keras.optimizers.get(name); of one that scales "
-            f"and would divide the gradients twice, give the optimizer inside"
+            f"got a {type(optimizer).__name__}: for a name call keras.optimizers.get(name); an optimizer that scales "
+            f"already would divide the gradients twice: pass the one inside"
         )
         raise InvalidTypeError(msg)

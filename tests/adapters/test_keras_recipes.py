@@ -64,8 +64,8 @@ def test_the_class_for_keras_follows_any_policy_outside_of_fit_and_refuses_what_
     given = ("str", "NoneType", "int", "type", "dict", "LossScaleOptimizer", "ScaledOptimizer")
     for kind, said in zip(given, answer["no optimizer"], strict=True):
         assert said.startswith("InvalidTypeError: inner_optimizer must be an optimizer of Keras that does not scale")
-        assert f"got a {kind}: of a name make one with keras.optimizers.get(name)" in said
-        assert "divide the gradients twice, give the optimizer inside" in said
+        assert f"got a {kind}: for a name call keras.optimizers.get(name); an optimizer that scales already" in said
+        assert "would divide the gradients twice: pass the one inside" in said
     if backend == "jax":
         assert answer["no scaler"].startswith("InvalidTypeError: policy must be an instance of a policy")
         assert answer["no policy"].startswith("InvalidValueError: the saved optimizer has a policy of your own")
