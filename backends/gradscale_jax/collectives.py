@@ -229,8 +229,7 @@ def agree(
                 f"{shown(spike)}: of several values give jnp.any(spike)"
             )
             raise InvalidTypeError(msg)
-        rank = 0 if group is None else group.rank
-        code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - rank, 0)
+        code = jnp.where(spike, claims.reason_code(claims.Reason.SPIKE, 0) - (0 if group is None else group.rank), 0)
     backend = registry.backend_for(state.scale)
     message = claims.of_arrays(backend, policy, state, nonfinite, words, code=code)
     if group is not None:

@@ -176,8 +176,7 @@ def _completed(trained: object, whole: object) -> object:
 
 def _require_trainable(index: int, arg: object, trained: object, *, allow_int: bool) -> None:
     """Raise InvalidTypeError for leaves that have no gradient, and for flax nnx modules that change in a call."""
-    changing = _changing_variables(arg)
-    if changing:
+    if changing := _changing_variables(arg):
         msg = (
             f"fun is differentiated by argument {index}, a flax nnx module that must hold parameters alone, got "
             f"{', '.join(changing)}, too, whose changes in fun would be lost: {_OF_NNX}"
@@ -243,5 +242,4 @@ def _limit(state: ScaleState, loss: jax.Array) -> ScaleState:
     if kind_of(loss) is Kind.WIDE:
         return state
     info = jnp.finfo(loss.dtype)
-    fits = state.scale <= float(info.max)
-    return state._replace(scale=jnp.where(fits, state.scale, 2.0 ** (info.maxexp - 1)))
+    return state._replace(scale=jnp.where(state.scale <= float(info.max), state.scale, 2.0 ** (info.maxexp - 1)))
