@@ -121,7 +121,7 @@ def scaled(
         As for :func:`gradscale_jax.value_and_grad`. Default: none, which is right under plain jit.
     dtype : dtype, optional
         Dtype in which real gradients are unscaled, and in which ``tx`` holds its state and sees the parameters: float32
-        for float16 parameters or gradients, in which the ``eps`` of ``tx`` would be 0. Default: that of each gradient.
+        for float16 parameters, in whose dtype the ``eps`` of Adam would be 0. Default: that of each gradient.
     skip : SkipSpikes, optional
         Skip spikes, too, of the global norm of the unscaled gradients and of the loss that ``update`` is given as
         ``value=``; the scale stays as it is. Each rank of ``axis_name`` judges its own values, and all skip together;
@@ -139,9 +139,9 @@ def scaled(
     Raises
     ------
     InvalidTypeError
-        From ``init`` and ``update``: for leaves of float16 or float8 without ``dtype``. From ``update``: for a state of
-        another transformation or another ``skip``, for leaves that are no arrays, for a loss that is no number, or when
-        the dtypes of the state of ``tx`` change in a step.
+        From ``init``: without ``dtype``, when ``tx`` makes state of float16 or float8 for parameters of that dtype.
+        From ``update``: for a state of another transformation or another ``skip``, for leaves that are no arrays, for a
+        loss that is no number, or when the dtypes of the state of ``tx`` change in a step.
     InvalidValueError
         From ``update``: when ``skip`` judges losses alone, and there is none. From ``init``: when it stands inside
         another one, or inside ``optax.masked`` or ``optax.partition``, which would leave other gradients scaled.
@@ -168,13 +168,14 @@ def scaled(
     guard_for(skip)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
-        _require_leaves(params, dtype)
+        _require_no_masks(params)
         scale_state = policy.init(_most_spread(params))
         check_real_dtype(scale_state.scale, dtype)
         inner_state = jax.tree.map(trees.strong, inner.init(_cast(params, dtype)))
         if _states_in(inner_state):
             msg = "scaled() must not stand inside another scaled(), which would divide the gradients twice: use one"
             raise InvalidValueError(msg)
+        _require_wide(inner_state, params if dtype is None else ())
         zero = jnp.zeros_like(scale_state.growth_tracker)
         # Compiled, since its results then are on no chosen device unless the state is.
         verdict, windows = jax.jit(
@@ -188,7 +189,7 @@ def scaled(
         if not isinstance(state, ScaledOptimizerState):
             msg = f"the state must be the one that init(params) of this transformation returned, got {shown(state)}"
             raise InvalidTypeError(msg)
-        _require_leaves(updates, dtype)
+        _require_no_masks(updates)
         # A checkpoint may have come back as NumPy arrays.
         state = jax.tree.map(trees.strong, state)
         known = trees.to_unscale_with(state.scale_state, policy)
@@ -333,21 +334,24 @@ def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs
     return optax.with_extra_args_support(tx)
 
 
-def _require_leaves(tree: object, dtype: DTypeLike | None) -> None:
-    """Raise an error for leaves that an optax mask keeps back, and, without a dtype, for those in which 1e-8 is 0."""
+def _require_no_masks(tree: object) -> None:
+    """Raise InvalidValueError for leaves that an optax mask keeps back."""
     if trees.nodes(tree, optax.MaskedNode):
         msg = (
-            "scaled() must not stand inside optax.masked, optax.partition or optax.freeze: the leaves that these keep "
-            "from it, got here as optax.MaskedNode, would be applied while they are still scaled. Write "
-            "scaled(optax.masked(tx, mask), policy)"
+            "scaled() must not stand inside optax.masked, optax.partition or optax.freeze: what they keep back, got as "
+            "optax.MaskedNode, would be applied while it is still scaled. Write scaled(optax.masked(tx, mask), policy)"
         )
         raise InvalidValueError(msg)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if dtype is None and _is_real(leaf) and jnp.finfo(leaf.dtype).smallest_subnormal > 1e-8:
+
+
+def _require_wide(inner_state: object, params: object) -> None:
+    """Raise InvalidTypeError for state that has taken a dtype in which 1e-8 is 0 from parameters."""
+    narrow = {x.dtype for x in filter(_is_real, jax.tree.leaves(params)) if jnp.finfo(x.dtype).tiny > 1e-8}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+        if getattr(leaf, "dtype", None) in narrow:
             msg = (
-                f"parameters and gradients must have a dtype that tx can compute in, got {leaf.dtype} at "
-                f"{jax.tree_util.keystr(path) or 'the root'}, in which an eps of 1e-8 is 0 and a gradient of 0 makes "
-                f"NaN: say scaled(tx, policy, dtype=jnp.float32), in which tx then computes and holds its state"
+                f"an eps of 1e-8 must not be 0 in the state of tx, or a gradient of 0 makes NaN, got {leaf.dtype} in "
+                f"tx.init(params){jax.tree_util.keystr(path)}: say scaled(tx, policy, dtype=jnp.float32)"
             )
             raise InvalidTypeError(msg)
 
@@ -364,8 +368,7 @@ def _is_real(leaf: object) -> bool:
 
 def _cast(params: T, dtype: DTypeLike | None) -> T:
     """Return parameters with their real floating leaves in a dtype, as the gradients come."""
-    made: T = params if dtype is None else jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, params)
-    return made
+    return params if dtype is None else jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, params)
 
 
 def _require_same_dtypes(old: object, new: object) -> None:

@@ -133,17 +133,17 @@ def test_half_gradients_are_unscaled_to_float32_for_the_inner_transformation() -
     assert drive(scaled_step(own), params, own.init(params), grads, "jit").updates["weight"].dtype == np.float16
 
 
-def test_leaves_in_which_an_epsilon_is_zero_are_refused_unless_a_dtype_is_given() -> None:
-    refused = pytest.raises(gradscale.InvalidTypeError, match=r"got float\d.* at \['w'\].*dtype=jnp.float32\)")
+def test_state_in_which_an_epsilon_is_zero_is_refused_unless_a_dtype_is_given() -> None:
+    refused = pytest.raises(
+        gradscale.InvalidTypeError, match=r"got float\d.* in tx.init\(params\)\[0\].mu\['w'\].*dtype=jnp.float32\)"
+    )
     for dtype in ("float16", "float8_e4m3fn", "float8_e5m2"):
-        narrow, wide = {"w": jnp.ones(2, dtype)}, {"w": jnp.ones(2)}
+        narrow = {"w": jnp.ones(2, dtype)}
         for make in (jnp.asarray, np.asarray):
             with refused:
                 scaled().init({"w": make(narrow["w"])})
         with refused:
             jax.eval_shape(scaled().init, narrow)
-        with refused:
-            jax.jit(scaled().update)(narrow, scaled().init(wide), wide)
     for dtype in ("bfloat16", "float32", "complex64", "int32"):
         scaled().init({"w": jnp.ones(2, dtype)})
 
@@ -151,6 +151,30 @@ def test_leaves_in_which_an_epsilon_is_zero_are_refused_unless_a_dtype_is_given(
     params, tx = {"w": jnp.ones(2, jnp.float16)}, scaled(dtype=jnp.float32)
     updates, _ = tx.update({"w": jnp.asarray([1024.0, 0.0], jnp.float16)}, tx.init(params), params)
     np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=1e-4)
+
+
+FROZEN = optax.partition({"train": optax.adam(0.125), "freeze": optax.set_to_zero()}, {"w": "train", "base": "freeze"})
+HALF_MU = optax.adam(0.125, mu_dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("tx", "narrow"), [(optax.sgd(0.125), "w"), (FROZEN, "base"), (HALF_MU, None)], ids=["sgd", "frozen", "half mu"]
+)
+def test_parameters_that_are_narrow_train_where_the_state_is_not(tx: Any, narrow: str | None, dtype: str) -> None:
+    tx = scaled(tx)
+    params = {name: jnp.ones(2, dtype if name == narrow else "float32") for name in ("w", "base")}
+    grads = {name: (1024.0 * jnp.asarray([1.0, 0.0])).astype(leaf.dtype) for name, leaf in params.items()}
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert bool(state.verdict.taken)
+    np.testing.assert_allclose(np.asarray(updates["w"], np.float32), [-0.125, 0.0], rtol=1e-3)
+    assert updates["base"].dtype == params["base"].dtype
+
+
+def test_a_state_that_is_wide_takes_gradients_that_are_narrow() -> None:
+    tx, params = scaled(), {"w": jnp.ones(2)}
+    updates, _ = jax.jit(tx.update)({"w": jnp.asarray([1024.0, 0.0], jnp.float16)}, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.1, 0.0], rtol=1e-3)
 
 
 @pytest.mark.tier("ranks")
