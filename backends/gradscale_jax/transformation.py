@@ -32,7 +32,7 @@ class _Stored(NamedTuple):
     gradscale_scale_state: tuple[jax.Array, ...]
     gradscale_inner_state: optax.OptState
     gradscale_verdict: tuple[jax.Array, ...]
-    skipped: jax.Array
+    gradscale_skipped: jax.Array
     gradscale_windows: dict[str, tuple[jax.Array, ...]]
     """At most one, by a name that says what its windows hold."""
 
@@ -40,8 +40,10 @@ class _Stored(NamedTuple):
 class ScaledOptimizerState(_Stored):
     """State of :func:`scaled`; a pytree of arrays, whose dtypes and shapes never change.
 
-    ``optax.tree_utils.tree_get`` and ``tree_set`` find what ``tx`` calls ``count``, ``scale`` or ``inner_state``, and
-    nothing of gradscale's: in the pytree the attributes have other names. ``opt_state._replace`` takes those below.
+    ``optax.tree_utils.tree_get`` and ``tree_set`` find what ``tx`` calls ``count``, ``scale`` or ``skipped``: in the
+    pytree, in checkpoints and as keywords of the constructor, the fields are ``gradscale_scale_state``,
+    ``gradscale_inner_state``, ``gradscale_verdict``, ``gradscale_skipped`` and ``gradscale_windows``, and hold plain
+    tuples. Read the attributes below; ``opt_state._replace`` takes their names.
 
     Attributes
     ----------
@@ -70,7 +72,7 @@ class ScaledOptimizerState(_Stored):
     @property
     def scale_state(self) -> ScaleState:
         """The state to scale the next loss with."""
-        return ScaleState(*self.gradscale_scale_state)
+        return _made(ScaleState, self.gradscale_scale_state)
 
     @property
     def inner_state(self) -> optax.OptState:
@@ -80,20 +82,26 @@ class ScaledOptimizerState(_Stored):
     @property
     def verdict(self) -> Verdict:
         """The last step's verdict."""
-        return Verdict(*self.gradscale_verdict)
+        return _made(Verdict, self.gradscale_verdict)
+
+    @property
+    def skipped(self) -> jax.Array:
+        """Steps skipped so far."""
+        return self.gradscale_skipped
 
     @property
     def windows(self) -> SpikeState | None:
         """The values that ``skip`` compares with."""
-        return next((SpikeState(*fields) for fields in self.gradscale_windows.values()), None)
+        held = self.gradscale_windows
+        return _made(SpikeState, next(iter(held.values()), None) if isinstance(held, dict) else held)
 
     def _replace(self, **changes: object) -> ScaledOptimizerState:
         """Return a state with other attributes."""
-        kinds = ScaleState, Verdict, SpikeState
-        given: dict[str, Any] = {name: tuple(x) if isinstance(x, kinds) else x for name, x in changes.items()}
-        if "windows" in given:
-            given["windows"] = dict.fromkeys(self.gradscale_windows, given["windows"])
-        return super()._replace(**{x if x in self._fields else f"gradscale_{x}": given[x] for x in given})
+        changes |= {name: tuple(x) for name, x in changes.items() if isinstance(x, ScaleState | Verdict | SpikeState)}
+        if type(windows := changes.get("windows")) is tuple:
+            # A transformation refuses windows without a name.
+            changes["windows"] = dict.fromkeys(self.gradscale_windows or ["gradscale_unnamed"], windows)
+        return super()._replace(**{x if x in self._fields else f"gradscale_{x}": changes[x] for x in changes})
 
     def __repr__(self) -> str:
         names = [name.removeprefix("gradscale_") for name in self._fields]
@@ -212,13 +220,12 @@ def scaled(
         taken, held = verdict.taken, jnp.logical_or(verdict.desynced, verdict.spike)
         if skip is not None and windows is not None:
             windows = skip.learn(windows, jnp.where(verdict.finite, values, jnp.nan), skipped=verdict.spike)
-        is_counted = jnp.logical_and(jnp.logical_not(taken), state.skipped < validation.LARGEST_INT32)
-        return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), state._replace(
-            scale_state=trees.select(held, state.scale_state, updated),
-            inner_state=trees.select(taken, inner_state, state.inner_state),
-            verdict=verdict,
-            skipped=state.skipped + is_counted.astype(jnp.int32),
-            windows=windows,
+        return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
+            tuple(trees.select(held, state.scale_state, updated)),
+            trees.select(taken, inner_state, state.inner_state),
+            tuple(verdict),
+            jnp.where(taken, state.skipped, jnp.minimum(state.skipped, validation.LARGEST_INT32 - 1) + 1),
+            _named(skip, lambda _: windows or ()),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -268,9 +275,8 @@ def _only_state(opt_state: object) -> ScaledOptimizerState:
     if len(found) != 1:
         got = f"{len(found)}: one loss has one scale" if found else f"{type(opt_state).__name__} without one"
         msg = (
-            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy), got {got}; give what init(params) of "
-            f"that transformation returned (checkpoints: restore into it), with one scaled() around optax.chain or "
-            f"optax.partition, or the part that is meant"
+            f"opt_state must hold one state of gradscale_jax.scaled(tx, policy), got {got}; give what its init(params) "
+            f"returned (restore a checkpoint into that), with one scaled() around the whole, or the part that is meant"
         )
         raise InvalidValueError(msg)
     return found[0]
@@ -288,6 +294,11 @@ def _states_in(tree: object) -> list[ScaledOptimizerState]:
     return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
 
 
+def _made(kind: Callable[..., T], fields: Any) -> T:
+    """Return the object of some fields; what stands in their place, such as a sharding or None, as it is."""
+    return kind(*fields) if type(fields) is tuple else fields
+
+
 def _named(rule: SkipSpikes | None, make: Callable[[SkipSpikes], Iterable[T]]) -> dict[str, tuple[T, ...]]:
     """Return what is made of a rule by the name of what it measures; nothing without a rule."""
     return {} if rule is None else {f"gradscale_{'_and_'.join(rule.of)}": tuple(make(rule))}
@@ -295,7 +306,7 @@ def _named(rule: SkipSpikes | None, make: Callable[[SkipSpikes], Iterable[T]]) -
 
 def _windows_in(state: ScaledOptimizerState, rule: SkipSpikes | None) -> SpikeState | None:
     """Return the windows of a state; InvalidTypeError for those of another rule."""
-    shapes = {name: np.shape(fields[0]) for name, fields in state.gradscale_windows.items()}
+    shapes = {name: np.shape(fields[0]) for name, fields in (state.gradscale_windows or {}).items()}
     if shapes != _named(rule, lambda rule: (len(rule.of), rule.window)):
         msg = (
             f"the state must be one made {f'with skip={rule!r}' if rule else 'without skip='}, got windows of shape "

@@ -170,12 +170,15 @@ OF_OPTAX = {*names_of_states(optax, set())}
 RULES = [None, *(gradscale.SkipSpikes(window=4, of=of) for of in ("loss", "norm", ("loss", "norm")))]
 
 
+ATTRIBUTES = ("scale_state", "inner_state", "verdict", "skipped", "windows")
+
+
 @pytest.mark.parametrize("rule", RULES, ids=["overflows", "loss", "norm", "both"])
 def test_no_name_in_a_state_is_one_that_optax_uses(rule: Any) -> None:
     state = scaled(optax.identity(), skip=rule).init(PARAMS)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     keys = {getattr(key, "name", getattr(key, "key", None)) for path in paths for key in path}
-    assert {"gradscale_scale_state", "gradscale_verdict"} <= keys
+    assert {f"gradscale_{name}" for name in ATTRIBUTES[: 4 + bool(rule)]} - {"gradscale_inner_state"} <= keys
     assert {"count", "scale", "inner_state", "ScaleByAdamState"} <= OF_OPTAX
     assert not {*keys, type(state).__name__} & OF_OPTAX
 
@@ -184,7 +187,14 @@ def test_no_name_in_a_state_is_one_that_optax_uses(rule: Any) -> None:
 def test_values_are_found_and_set_by_name_as_without_scaling(rule: Any) -> None:
     tree, bare = optax.tree_utils, optax.chain(optax.masked(optax.adam(0.1), MASKED), optax.contrib.reduce_on_plateau())
     own, state = bare.init(PARAMS), scaled(bare, skip=rule).init(PARAMS)
-    for name in (*OF_OPTAX, *gradscale.ScaleState._fields, *gradscale_jax.Verdict._fields, "values", "loss", "norm"):
+    for name in (
+        *OF_OPTAX,
+        *gradscale.ScaleState._fields,
+        *gradscale_jax.Verdict._fields,
+        *ATTRIBUTES,
+        "values",
+        "loss",
+    ):
         found = [[value for _, value in tree.tree_get_all_with_path(each, name)] for each in (state, own)]
         assert jax.tree.structure(found[0]) == jax.tree.structure(found[1]), name
         assert jax.tree.leaves(found[0]) == jax.tree.leaves(found[1]), name
@@ -200,9 +210,54 @@ def test_a_state_is_replaced_by_the_names_of_its_attributes() -> None:
     tx, grads = scaled(SGD, skip=RULES[-1]), {"a": jnp.ones(()), "b": jnp.ones(())}
     first = tx.init(PARAMS)
     _, later = tx.update({**grads, "a": jnp.asarray(jnp.inf)}, tx.update(grads, first, value=1.0)[1], value=1.0)
-    for name in ("scale_state", "inner_state", "verdict", "skipped", "windows"):
+    for name in ATTRIBUTES:
         mixed = first._replace(**{name: getattr(later, name)})
         assert str(getattr(mixed, name)) == str(getattr(later, name))
         assert jax.tree.structure(mixed) == jax.tree.structure(first)
     with pytest.raises(ValueError, match="unexpected field names"):
         first._replace(scale=1.0)
+
+
+@pytest.mark.parametrize("rule", [RULES[0], RULES[-1]], ids=["overflows", "both"])
+@pytest.mark.parametrize("other", [None, jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"), 0])
+def test_a_state_keeps_and_shows_what_stands_in_place_of_arrays(other: Any, rule: Any) -> None:
+    state = scaled(SGD, skip=rule).init(PARAMS)
+    for names in (*((name,) for name in ATTRIBUTES), ATTRIBUTES):
+        changed = state._replace(**dict.fromkeys(names, other))
+        assert [getattr(changed, name) for name in names] == [other] * len(names)
+        assert all(f"{name}={other!r}" in repr(changed) for name in names)
+        back = changed._replace(**{name: getattr(state, name) for name in names})
+        assert [str(getattr(back, name)) for name in ATTRIBUTES] == [str(getattr(state, name)) for name in ATTRIBUTES]
+    everywhere = jax.tree.map(lambda _: other, state, is_leaf=lambda node: node is not state)
+    assert repr(everywhere) == f"ScaledOptimizerState({', '.join(f'{name}={other!r}' for name in ATTRIBUTES)})"
+
+
+def test_a_sharding_in_place_of_a_field_is_that_of_all_its_arrays() -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for rule in RULES:
+        state = scaled(SGD, skip=rule).init(PARAMS)
+        placed = jax.jit(lambda state: state, out_shardings=state._replace(**dict.fromkeys(ATTRIBUTES, everywhere)))(
+            state
+        )
+        assert {leaf.sharding for leaf in jax.tree.leaves(placed)} == {everywhere}
+        assert str(placed.windows) == str(state.windows)
+
+
+def test_windows_that_no_rule_has_named_are_kept_and_refused() -> None:
+    windows = scaled(SGD, skip=RULES[-1]).init(PARAMS).windows
+    state = scaled(SGD).init(PARAMS)._replace(windows=windows)
+    assert str(state.windows) == str(windows)
+    for rule in (None, RULES[-1]):
+        with pytest.raises(gradscale.InvalidTypeError, match=r"got windows of shape .*unnamed': \(2, 4\)}: begin with"):
+            scaled(SGD, skip=rule).update(PARAMS, state, value=1.0)
+    restored = state._replace(windows=None)
+    with pytest.raises(gradscale.InvalidTypeError, match="got windows of shape None: begin with"):
+        scaled(SGD, skip=RULES[-1]).update(PARAMS, restored, value=1.0)
+    assert restored.windows is None
+
+
+def test_the_constructor_takes_the_names_of_the_stored_fields() -> None:
+    state = scaled(SGD, skip=RULES[-1]).init(PARAMS)
+    fields = {f"gradscale_{name}": getattr(state, f"gradscale_{name}") for name in ATTRIBUTES}
+    assert repr(gradscale_jax.ScaledOptimizerState(**fields)) == repr(state)
