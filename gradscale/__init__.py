@@ -17,6 +17,7 @@ step, or none does. ``unscale_`` is optional, for clipping. What there is beside
                       UpdateReport, callbacks, plot
     which parameter   scaler.diagnose(optimizer): OverflowReport, ParameterReport
     a bad batch       GradScaler(skip=SkipSpikes())
+    a dead run        TrainingStalledWarning, GradScaler(give_up_after=100), scaler.counts()
     other scalers     load_foreign_state: ForeignState
     what plugs in     Policy, Optimizer, Collectives; Backend, GroupBackend
                       registry, tree, testing

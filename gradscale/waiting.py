@@ -24,7 +24,7 @@ _LONGEST_PAUSE = 1e-3
 # What one gap between two questions counts at most, and of the whole time: a process that asks so rarely did not run.
 _LARGEST_GAP = 0.5
 _LARGEST_SHARE = 0.25
-# So much of a wait is silent.
+# Seconds before a wait is logged.
 _SILENT = 60.0
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -60,8 +60,9 @@ def wait_and_tell(wait: Callable[[float], bool], timeout: float, rank: int, size
     has_come = wait(min(timeout, _SILENT))
     if has_come or timeout <= _SILENT:
         return has_come
-    text = "rank %d of %d has waited %g s for the other ranks to come to %s, and gives up in %g s: look at what they do"
-    logging.getLogger("gradscale").warning(text, rank, size, _SILENT, operation, timeout - _SILENT)
+    left = f"gives up in {timeout - _SILENT:g} s" if timeout < threading.TIMEOUT_MAX else "never gives up"
+    text = "rank %d of %d has waited %g s for the other ranks to come to %s, and %s: look at what they do"
+    logging.getLogger("gradscale").warning(text, rank, size, _SILENT, operation, left)
     return wait(timeout - _SILENT)
 
 

@@ -95,7 +95,7 @@ class ScaledOptimizerState(_Stored):
         held = self.gradscale_windows
         return _made(SpikeState, next(iter(held.values()), None) if isinstance(held, dict) else held)
 
-    def _replace(self, **changes: object) -> ScaledOptimizerState:
+    def _replace(self, **changes: Any) -> ScaledOptimizerState:
         """Return a state with other attributes."""
         changes |= {name: tuple(x) for name, x in changes.items() if isinstance(x, ScaleState | Verdict | SpikeState)}
         if type(windows := changes.get("windows")) is tuple:

@@ -171,7 +171,8 @@ class OptimizerState(MutableMapping[str, object]):
         return 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self, found_inf_per_device=dict(self["found_inf_per_device"])),)
+        flags: Any = self["found_inf_per_device"]
+        return dict, (dict(self, found_inf_per_device=dict(flags)),)
 
     copy = copies.copy
 

@@ -368,7 +368,7 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
             counted = overflow_tracker
         else:
             events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
-            counted = 0 if any(events[name] for name in policy.hysteresis_refill) else counted
+            counted = 0 if any(map(events.__getitem__, policy.hysteresis_refill)) else counted
     if backoff:
         lowered, floor = rounded(scale * policy.backoff_factor), rounded(policy.min_scale)
         scale = max(lowered, floor) if policy.at_min != "hold" or lowered >= floor else scale

@@ -126,9 +126,9 @@ class Reason(enum.IntEnum):
     FAILED = 4
     """Its gradients cannot be unscaled; an error on every rank."""
     NO_GRADIENTS = 5
-    """No rank has a gradient; an error on every rank, as the next, and both in no message, where the flags say it."""
+    """No rank has a gradient: an error on every rank. The flags of the message say it, and no code."""
     NOT_SCALED = 6
-    """No rank has scaled anything since its state was made or loaded, and there are gradients."""
+    """There are gradients, and no rank has scaled since its state was made or loaded: as NO_GRADIENTS."""
 
 
 def reason_code(reason: Reason, rank: int) -> int:

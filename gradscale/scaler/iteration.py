@@ -340,15 +340,15 @@ class Iteration:
             like = gradients.like
             if like is None:
                 like = agreement.example(live, self.number)
+        state = self.in_force(like)
         if not groups:
             # Over a group another rank may have the loss.
-            if not self.scaled and unscaled is None and not live.hooks.is_replayed:
+            if not self.scaled and unscaled is None and not live.hooks.is_replayed and not live.is_one(state):
                 self.mistakes.look_for_scale(self.number, optimizer)
             is_seen = is_look or turn.refused or turn.has_begun_to_step or self.losses.is_used
             if self.guard is not None and not is_seen:
                 has_loss, has_norm = self.losses.number > 0, request.max_norm is not None
                 self.mistakes.look_for_values(self.guard.rule.of, has_loss=has_loss, has_norm=has_norm)
-        state = self.in_force(like)
         before = turn.stage, turn.pending
         turn.stage, turn.pending = Stage.UNSCALED, None
         try:

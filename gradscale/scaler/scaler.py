@@ -209,7 +209,7 @@ class GradScaler:
         ------
         CallOrderError
             When it was called already, or after ``step``, or before any ``scale`` since the scaler was made or a state
-            loaded; then over a group on every rank, after the gradients were divided.
+            loaded. If ranks find that none has scaled, all raise it, and their gradients are divided already.
         InvalidTypeError
             When the object has no gradients, or something among them is no floating array.
         InvalidValueError

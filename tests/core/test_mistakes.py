@@ -377,6 +377,27 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_counts_and_learns_once(
         assert found == ((2.0, 0, 2, []) if np.isinf(value) else (4.0, 1, 2, [3.0]))
 
 
+@pytest.mark.numpy
+def test_no_optimizer_is_stepped_between_an_interrupted_update_and_the_next() -> None:
+    def begin() -> tuple[GradScaler, Callable[[], object]]:
+        scaler = GradScaler(init_scale=4.0)
+        scaler.step(Tree(scaled(scaler)))
+        return scaler, scaler.update
+
+    told = []
+    for scaler in interrupted_anywhere("/gradscale/scaler/", begin):
+        other = Tree(scaled(scaler, np.asarray([np.inf], np.float32)))
+        try:
+            scaler.step(other)
+        except CallOrderError as error:
+            told.append(str(error))
+        # The overflow counts if it was judged.
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if scaler.counts()["overflow"] else 4.0)
+    assert told
+    assert all("update() was interrupted" in text for text in told)
+
+
 MIDDLE: dict[str, Callable[[GradScaler], Any]] = {
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,

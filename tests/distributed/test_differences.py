@@ -62,6 +62,22 @@ def test_a_checkpoint_that_all_ranks_load_begins_anew_on_each(world: World, libr
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_a_rank_may_have_the_loss_alone_and_no_gradients(world: World, library: str) -> None:
+    require(library.split()[0])
+    agree(world, scenarios.pipelined, [(rank, library) for rank in range(world.size)])
+
+
+def test_a_rank_may_load_its_own_state_alone(world: World) -> None:
+    agree(world, scenarios.loaded_alone, [(rank,) for rank in range(world.size)])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_all_ranks_give_up_in_the_same_iteration(world: World, library: str) -> None:
+    require(library.split()[0])
+    agree(world, scenarios.stalled, [(rank, library) for rank in range(world.size)])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_skipped_step_may_be_left_out_before_the_next_optimizer_is_stepped(world: World, library: str) -> None:
     require(library.split()[0])
     agree(world, scenarios.skipped_step_left_out, [(rank, library) for rank in range(world.size)])

@@ -32,7 +32,7 @@ PACKAGES = (
 )
 # These import what may not be installed.
 OPTIONAL = (
-    ["gradscale", "cli"],
+    ["gradscale", "tools", "cli"],
     ["gradscale_numpy", "fast"],
     ["gradscale_numpy", "mpi"],
     ["gradscale_torch", "plugins"],
@@ -87,7 +87,7 @@ def modules_of(package: str) -> Iterator[ModuleType]:
         names = [package, *path.relative_to(folder).with_suffix("").parts]
         if names[-1] == "__init__":
             names.pop()
-        if names[:2] in OPTIONAL:
+        if names[:2] in OPTIONAL or names[:3] in OPTIONAL:
             continue
         module = importlib.import_module(".".join(names))
         # A room's own file is its docstring.

@@ -32,6 +32,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 # The scale.
 
 
+@pytest.mark.filterwarnings("ignore::gradscale.TrainingStalledWarning")
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (16.0, 2.0**-20)], ids=str)
 def test_a_scale_that_falls_and_falls_and_reaches_zero_at_torchs_recovers(factors: tuple[float, float]) -> None:
     run = Small(GradScaler("cpu", 2.0**10, *factors, growth_interval=1))
@@ -212,7 +213,9 @@ def test_ctrl_c_anywhere_in_an_update_that_is_made_again_moves_the_scale_once(
         # It may have come when all was done.
         with contextlib.suppress(CallOrderError):
             run.scaler.update()
-        assert run.scaler.state_dict() == uninterrupted.scaler.state_dict()
+        found, expected = run.scaler.state_dict(), uninterrupted.scaler.state_dict()
+        # A late verdict that was just being counted may be lost.
+        assert found | {"counts": None} == expected | {"counts": None}
 
 
 @explicit

@@ -276,6 +276,58 @@ def resumed(group: Any, odd_rank: int, library: str) -> Any:
     return scaler.state_dict()
 
 
+def pipelined(group: Any, odd_rank: int, library: str) -> Any:
+    """Scale on the odd rank alone, which has no gradients of the first optimizer, at first and after a load."""
+    rank, _ = rank_and_size(group)
+    trainer = Trainer(group, library, init_scale=8.0)
+    scaler, (first, second) = trainer.scaler, trainer.optimizers
+    for _ in range(2):
+        trainer.fill(8.0)
+        if rank == odd_rank:
+            scaler.scale(loss(library.split()[0]))
+            if library == "numpy":
+                first.grads = [None]
+            else:
+                first.param_groups[0]["params"][0].grad = None
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        assert scaler.last_step(second).reason == "stepped"
+        scaler.load_state_dict(scaler.state_dict())
+    # A NaN does not hide that nobody has scaled, though a loop that has scaled before may multiply by itself.
+    other = Trainer(group, library, 1, init_scale=8.0)
+    other.scaler.load_state_dict(scaler.state_dict())
+    other.fill(float("nan") if rank == odd_rank else 1.0)
+    raised(gradscale.CallOrderError, lambda: other.scaler.step(other.optimizers[0]), "never been called on any rank")
+    return scaler.state_dict()
+
+
+def loaded_alone(group: Any, odd_rank: int) -> Any:
+    """Load its own state between two iterations on the odd rank."""
+    rank, _ = rank_and_size(group)
+    trainer = Trainer(group, "numpy")
+    trainer.iterate()
+    if rank == odd_rank:
+        trainer.scaler.load_state_dict(trainer.scaler.state_dict())
+    trainer.iterate()
+    return trainer.scaler.state_dict()
+
+
+def stalled(group: Any, odd_rank: int, library: str) -> Any:
+    """Overflow on the odd rank in every iteration; all ranks give up in the same one."""
+    rank, _ = rank_and_size(group)
+    trainer = Trainer(group, library, 1, give_up_after=4, warn_after=None)
+    trainer.iterate((0,))
+    for _ in range(3):
+        trainer.iterate((0,), value=float("nan") if rank == odd_rank else 1.0)
+    words = raised(
+        gradscale.TrainingStalledError,
+        lambda: trainer.iterate((0,), value=float("nan") if rank == odd_rank else 1.0),
+        "each step of the last 4 iterations was skipped: 4 for non-finite gradients",
+    )
+    return str(words).partition(". ")[0], trainer.scaler.state_dict()
+
+
 def skipped_step_left_out(group: Any, odd_rank: int, library: str) -> Any:
     """Leave out on the odd rank the step of the first optimizer that all ranks skip, before the next is stepped."""
     rank, _ = rank_and_size(group)

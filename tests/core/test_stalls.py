@@ -1,0 +1,189 @@
+"""A run whose every step is skipped says so, with the cause, and gives up if it may; healthy runs say nothing."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import Library
+from optimizers import Tree
+
+import gradscale
+from gradscale import GradScaler, SkipSpikes, StaticScale, TrainingStalledError, TrainingStalledWarning
+from gradscale.tools.callbacks import JSONLines, LogUpdates, read_log
+
+pytestmark = pytest.mark.numpy
+
+
+class Parameter(np.ndarray):
+    """A weight with a gradient."""
+
+    grad: Any = None
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class SGD:
+    """An optimizer with ``param_groups``."""
+
+    def __init__(self, value: float) -> None:
+        self.weight = np.full(2, value, np.float32).view(Parameter)
+        self.param_groups = [{"params": [self.weight], "param_names": ["head.weight"]}]
+        self.state: dict[object, object] = {}
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+def iterate(scaler: GradScaler, optimizer: Any, value: float, count: int = 1) -> None:
+    for _ in range(count):
+        scaler.scale(np.float32(1.0))
+        optimizer.grads = [np.full(2, value, np.float32)]
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def told(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(one.category is TrainingStalledWarning for one in caught)
+    return [str(one.message) for one in caught]
+
+
+def test_the_warning_says_how_long_why_and_what_holds_nan() -> None:
+    scaler, optimizer = GradScaler(init_scale=1024.0), SGD(np.nan)
+
+    def train() -> None:
+        for _ in range(60):
+            scaler.scale(np.float32(1.0))
+            optimizer.weight.grad = np.full(2, np.nan, np.float32)
+            scaler.step(optimizer)  # type: ignore[arg-type]
+            scaler.update()
+
+    (words,) = told(train)
+    assert "Cause: weights. Weights hold inf or NaN, the most in 'head.weight': load a checkpoint" in words
+    assert words.startswith("each step of the last 50 iterations was skipped: 50 for non-finite gradients (inf or NaN)")
+    assert "first seen by rank 0; the scale went from 1024 to 1.8" in words
+    optimizer.weight[:] = 1.0
+    optimizer.state = {optimizer.weight: {"momentum": np.float32([np.inf, 1.0])}}
+    scaler = GradScaler(policy=StaticScale(8.0))
+    (words,) = told(train)
+    assert "Cause: optimizer state. The optimizer's state holds inf or NaN" in words
+
+
+def test_it_is_said_again_after_ten_times_as_many_and_after_a_step_that_was_made() -> None:
+    scaler, optimizer = GradScaler(policy=StaticScale(8.0), warn_after=4), Tree()
+    assert [re.findall(r"last (\d+) ", one) for one in told(lambda: iterate(scaler, optimizer, np.inf, 41))] == [
+        ["4"],
+        ["40"],
+    ]
+    assert told(lambda: iterate(scaler, optimizer, 8.0)) == []
+    assert len(told(lambda: iterate(scaler, optimizer, np.inf, 5))) == 1
+    assert scaler.counts() == {"taken": 1, "overflow": 46, "spike": 0, "refused": 0}
+
+
+def test_healthy_runs_and_those_that_want_none_hear_nothing() -> None:
+    # A first scale that is much too large, and one overflow for each growth.
+    scaler, optimizer = GradScaler(init_scale=2.0**100), Tree()
+    assert told(lambda: iterate(scaler, optimizer, np.inf, 90)) == []
+    scaler = GradScaler(growth_interval=1, warn_after=2)
+
+    def grow() -> None:
+        for _ in range(20):
+            iterate(scaler, optimizer, 1.0)
+            iterate(scaler, optimizer, np.inf)
+
+    assert told(grow) == []
+    scaler = GradScaler(warn_after=None)
+    assert told(lambda: iterate(scaler, optimizer, np.inf, 100)) == []
+    # Another optimizer is stepped.
+    scaler, other = GradScaler(warn_after=3), Tree()
+
+    def both() -> None:
+        scaler.scale(np.float32(1.0))
+        optimizer.grads, other.grads = [np.full(2, np.inf, np.float32)], [np.ones(2, np.float32)]
+        scaler.step(optimizer)
+        scaler.step(other)
+        scaler.update()
+
+    assert told(lambda: [both() for _ in range(9)]) == []
+
+
+def test_spikes_and_refusals_and_steps_left_out_are_told_too() -> None:
+    rule = SkipSpikes(of="loss", above=0.5)
+    scaler, optimizer = GradScaler(policy=StaticScale(1.0), skip=rule, warn_after=5), Tree()
+    (words,) = told(lambda: iterate(scaler, optimizer, 1.0, 6))
+    assert "5 for a spike" in words
+    assert "All is judged by skip=SkipSpikes(" in words
+    assert "above=0.5" in words
+
+    def refuse() -> None:
+        for _ in range(5):
+            scaler.refuse(optimizer)
+            iterate(scaler, optimizer, 1.0)
+
+    scaler = GradScaler(warn_after=5)
+    (words,) = told(refuse)
+    assert "5 for a refusal" in words
+
+    def leave_out() -> None:
+        for _ in range(5):
+            optimizer.grads = [scaler.scale(np.float32([np.nan, 1.0]))]
+            scaler.unscale_(optimizer)
+            scaler.update()
+
+    scaler = GradScaler(policy=StaticScale(8.0), warn_after=5)
+    assert len(told(leave_out)) == 1
+    assert scaler.counts()["overflow"] == 5
+
+
+def test_a_run_that_may_not_go_on_is_an_error_after_which_it_can_be_saved(arrays: Library) -> None:
+    scaler, optimizer = GradScaler(give_up_after=3), Tree()
+    for number in range(1, 4):
+        optimizer.grads = [scaler.scale(arrays.asarray([np.inf]))]
+        scaler.step(optimizer)
+        if number < 3:
+            scaler.update()
+    with pytest.raises(TrainingStalledError, match="each step of the last 3 iterations was skipped"):
+        scaler.update()
+    saved = scaler.state_dict()
+    assert (saved["iteration"], saved["scale"], saved["counts"]["overflow"]) == (4, 8192.0, 3)
+    other = GradScaler(give_up_after=3)
+    other.load_state_dict(saved)
+    assert other.counts() == scaler.counts()
+    # A load begins to count the row again.
+    scaler.load_state_dict(saved)
+    optimizer.grads = [scaler.scale(arrays.asarray([np.inf]))]
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize(("name", "value"), [("warn_after", 0), ("give_up_after", -1), ("give_up_after", 2.5)])
+def test_limits_are_whole_numbers_from_1(name: str, value: Any) -> None:
+    with pytest.raises(gradscale.GradscaleError, match=name):
+        GradScaler(**{name: value})
+
+
+def test_a_bad_count_in_a_state_dict_is_refused() -> None:
+    with pytest.raises(gradscale.StateDictError, match=r"counts\['taken'\]"):
+        GradScaler().load_state_dict(GradScaler().state_dict() | {"counts": {"taken": -1}})
+
+
+def test_logs_have_counts_and_the_words_that_watchers_of_clusters_look_for(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    with JSONLines(tmp_path / "log.jsonl") as lines:
+        scaler = GradScaler(on_update=[LogUpdates(summary_every=3), lines])
+        iterate(scaler, Tree(), 1.0, 2)
+        iterate(scaler, Tree(), np.nan)
+    assert read_log(tmp_path / "log.jsonl")[-1]["counts"] == {"taken": 2, "overflow": 1, "spike": 0, "refused": 0}
+    text = "\n".join(caplog.messages)
+    assert "in all 2 taken, 1 overflow, 0 spike, 0 refused" in text
+    for pattern in (r"(?i)non-?finite grad", r"\bNaN\b", r"(?i)\bskipp(ed|ing)\b", r"(?i)\binf\b"):
+        assert re.search(pattern, text), pattern
