@@ -126,7 +126,7 @@ class LiveState:
         is_held = functools.reduce(self.home.logical_and, held) if held else None
         if isinstance(found, int) and is_held is None:
             known = self.backend.peek(state)
-            new = None if known is None else next_numbers(self.policy, known, found)
+            new = None if known is None else next_numbers(self.backend.rule_of(self.policy), known, found)
             if known is not None and new is not None:
                 pairs = zip(new, known, state, strict=True)
                 return ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])

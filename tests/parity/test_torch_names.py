@@ -515,3 +515,18 @@ def test_a_misspelt_preset_names_the_nearest_one() -> None:
     with pytest.raises(AttributeError, match=r"'megatrom'; did you mean 'megatron'\?"):
         presets.megatrom  # noqa: B018
     assert not hasattr(presets, "__wrapped__")
+
+
+@pytest.mark.filterwarnings("ignore::gradscale.TrainingStalledWarning")
+@pytest.mark.parametrize("factors", [(1.1, 0.9), (1.7, 0.3)], ids=str)
+def test_factors_that_are_no_powers_of_two_give_torchs_scales(
+    pair: tuple[Any, Any], factors: tuple[float, float]
+) -> None:
+    scales: list[list[float]] = []
+    for make in pair:
+        scales.append([])
+        run = Small(make("cpu", growth_factor=factors[0], backoff_factor=factors[1], growth_interval=2))
+        for number in range(60):
+            run.iterate(float("inf") if number % 7 < 3 else 1.0)
+            scales[-1].append(run.scaler.get_scale())
+    assert scales[0] == scales[1]
