@@ -330,8 +330,8 @@ class GradScaler:
             outcome = ended.close(new_scale)
             following.steps_before = ended.steps_before + outcome.steps
             self._iteration = following
-            for left_out in outcome.left_out:
-                parts.tally.note(left_out)
+            for step in (*ended.steps, *outcome.left_out):
+                parts.tally.note(step)
             underflow = outcome.underflow
             try:
                 if outcome.report is not None:
@@ -351,7 +351,7 @@ class GradScaler:
     def counts(self) -> dict[str, int]:
         """Return how many steps were made or skipped so far: ``taken``, ``overflow``, ``spike`` and ``refused``.
 
-        A step that the loop left out since all ranks skip it counts, too. Steps that a fused optimizer has judged on a
+        They count at ``update``, also one that the loop left out since all ranks skip it. Steps that a fused optimizer has judged on a
         device are read now; those of a captured graph do not count.
         """
         self._iteration.check_late_verdicts(waits=True)
@@ -722,7 +722,6 @@ class GradScaler:
             overflow = self._diagnosis.of_overflow(optimizer, iteration)
         report = step_report(step.verdict, iteration.number, step.retries, overflow)
         iteration.steps.append(report)
-        self._parts.tally.note(report)
         reports.record(optimizer, report, self._parts.agreement.rank)
 
     def _tell_of_stall(self, ended: Iteration) -> None:

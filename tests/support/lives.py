@@ -109,6 +109,8 @@ def live(group: Any, calls: int, seed: int) -> dict[str, Any]:
     life = _Life(group, seed)
     for number in range(calls):
         life.call(compares=number % 10 == 0 or number == calls - 1)
+    if life.model.stages != ["ready"] * OPTIMIZERS:
+        life.update()
     return {"state": life.scaler.state_dict(), "counts": dict(life.counts)}
 
 
@@ -121,6 +123,8 @@ class _Life:
         self.model = Model(self.size, has_group=group is not None)
         self.counts: collections.Counter[str] = collections.Counter()
         self.story: collections.deque[str] = collections.deque(maxlen=20)
+        # The steps that this rank has left out: iteration and optimizer.
+        self.left_out: set[tuple[int, int]] = set()
         if group is not None:
             self.backward()
 
@@ -201,9 +205,20 @@ class _Life:
     def step(self) -> None:
         k = self.chance.randrange(OPTIMIZERS)
         optimizer, model = self.optimizers[k], self.model
-        if model.stages[k] == "stepped":
+        if model.stages[k] == "stepped" and (model.iteration, k) not in self.left_out:
             self.refused(lambda: self.scaler.step(optimizer))
             return
+        if model.stages[k] == "stepped":
+            self.counts["step refused"] += 1
+            return
+        if model.stages[k] == "unscaled" and model.bad[k] and self.chance.random() < 0.5:
+            # One rank alone may leave out a step that all skip.
+            self.counts["left out"] += 1
+            if self.rank == self.chance.randrange(self.size):
+                model.stages[k] = "stepped"
+                self.left_out.add((model.iteration, k))
+                self.counts["skipped"] += 1
+                return
         if model.stages[k] == "ready":
             if not model.may_unscale(k):
                 self.refuse_unscaled(k, self.scaler.step)
