@@ -351,8 +351,8 @@ class GradScaler:
     def counts(self) -> dict[str, int]:
         """Return how many steps were made or skipped so far: ``taken``, ``overflow``, ``spike`` and ``refused``.
 
-        They count at ``update``, also one that the loop left out since all ranks skip it. Steps that a fused optimizer has judged on a
-        device are read now; those of a captured graph do not count.
+        They count at ``update``, also one that the loop left out since all ranks skip it. Steps that a fused optimizer
+        has judged on a device are read now; those of a captured graph do not count.
         """
         self._iteration.check_late_verdicts(waits=True)
         return dict(self._parts.tally.counts)
