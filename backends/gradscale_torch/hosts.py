@@ -114,16 +114,14 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
     if pending is None:
         if live.state is None:
             return None
-        turn.found, turn.state = Found(0, has_gradients=False, flags={}), live.state
-        pending = turn.pending = Pending(live, iteration.agreement, turn.found, live.state, (), None, iteration.number)
+        found = Found(0, has_gradients=False, flags={})
+        pending = turn.pending = Pending(live, iteration.agreement, found, live.state, (), None, iteration.number)
         pending.is_judged = False
     if not isinstance(pending.override, Shown):
-        assert turn.state is not None
-        assert turn.found is not None
-        home, flags = turn.state.scale.device, dict(turn.found.flags or {})
-        if turn.groups and home.type == "cpu" and not pending.is_late:
+        home, flags = pending.state.scale.device, dict(pending.found.flags or {})
+        if pending.groups and home.type == "cpu" and not pending.is_late:
             iteration.verdict(turn)
-        if turn.groups or not isinstance(turn.code, int) or turn.code:
+        if pending.groups or not isinstance(turn.code, int) or turn.code:
             flag = flag_of(pending, home)
             flags = {device: moved(flag, device).clone() for device in flags or [home]}
         pending.override = Shown(flags, home)
@@ -170,9 +168,8 @@ class OptimizerState(MutableMapping[str, object]):
     def __len__(self) -> int:
         return 2
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        flags: Any = self["found_inf_per_device"]
-        return dict, (dict(self, found_inf_per_device=dict(flags)),)
+    def __reduce__(self) -> tuple[object, ...]:
+        return dict, (dict(self, found_inf_per_device=dict(found_by_device(self._iteration, self._turn))),)
 
     copy = copies.copy
 
@@ -222,7 +219,7 @@ class OptimizerStates(MutableMapping[int, OptimizerState]):
     def __len__(self) -> int:
         return len(iteration_of(self.scaler).ids())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return defaultdict, (_refresh_per_optimizer_state, dict(self))
 
     copy = copies.copy

@@ -63,10 +63,9 @@ def _fused_step(step: Step) -> Iterator[None]:
     if turn.pending is None:
         # They could not be unscaled before.
         iteration.verdict(turn)
-    pending, judged, state = turn.pending, turn.found, turn.state
+    pending = turn.pending
     assert pending is not None
-    assert judged is not None
-    assert state is not None
+    judged, state = pending.found, pending.state
     home = state.scale.device
     fresh = _without_momentum(optimizer)
     if pending.override is None and devices.would_wait(home):
@@ -75,7 +74,7 @@ def _fused_step(step: Step) -> Iterator[None]:
         is_damped = any(group.get("dampening") for group in optimizer.param_groups) if fresh else False
         may_be_late = not iteration.reports.wants_each_step and (not is_damped or is_capturing(home))
         pending.is_late = may_be_late and iteration.live.at_min_scale(state) is None
-    is_empty = not turn.groups and not judged.has_gradients and turn.refused is None
+    is_empty = not pending.groups and not judged.has_gradients and turn.refused is None
     if not pending.is_late or is_empty:
         forbid_capture(home, NO_READS)
         step.verdict = iteration.verdict_for_step(turn, optimizer)
@@ -119,7 +118,8 @@ def _grad_scaler_step(step: Step) -> Iterator[None]:
 def _note_left_scaled(step: Step) -> None:
     """Record that the optimizer has unscaled by itself, if so, until its gradients are unscaled by the scaler."""
     parameters = step.iteration.parts.listed.by_id(id(step.optimizer))
-    if parameters is not None and step.turn.found is not None and step.turn.found.is_scaled:
+    pending = step.turn.pending
+    if parameters is not None and pending is not None and pending.found.is_scaled:
         parameters.left_scaled = True
 
 

@@ -88,7 +88,7 @@ class Diagnosis:
         groups: Sequence[Collectives] = ()
         if gather and self._enabled:
             groups = iteration.groups_for(optimizer)
-            groups = groups if turn is None else turn.groups or groups
+            groups = groups if turn is None or turn.pending is None else turn.pending.groups or groups
         if not groups:
             return OverflowReport.of([self._look(optimizer, iteration, turn, asked)], minimum)
         failure: Exception | None = None
@@ -119,7 +119,7 @@ class Diagnosis:
         if _is_ready(turn) and self._enabled and iteration.scaled:
             return True
         if turn is not None and turn.stage is Stage.UNSCALED:
-            return turn.found is not None and turn.found.is_scaled
+            return turn.pending is not None and turn.pending.found.is_scaled
         if not self._hooks.was_left_scaled(optimizer, self._listed):
             return False
         # An optimizer that unscales by itself does so only where it steps.
@@ -242,7 +242,7 @@ class Diagnosis:
             return known.scale, None, number
         if not self._live.is_made and iteration.state is None:
             return self._live.scale(), None, number
-        state = iteration.in_force()
+        state = iteration.in_force(self._live.example)
         scale = self._live.backend.peek(state[:1])
         return (1.0, state, number) if scale is None else (scale[0], None, number)
 

@@ -11,17 +11,14 @@ from typing import Any, NamedTuple, NoReturn
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
-from gradscale.core.gradients import Found, Listed, Request, named_gradients, require_step
+from gradscale.core.gradients import Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import (
-    BackendError,
     CallOrderError,
-    CollectiveTimeoutError,
     GradscaleError,
     InvalidTypeError,
     InvalidValueError,
-    ScaleDesyncError,
     ScaleUnderflowError,
 )
 from gradscale.policies.dynamic import next_numbers
@@ -48,7 +45,6 @@ _INCOMPLETE = (
     "update(get_scale()), or load a state dict, and make new gradients"
 )
 
-_NO_LOSSES = Losses()
 # In the place of an optimizer of which only the id() is known.
 _NOT_MET = object()
 _UNSCALING = Request()
@@ -82,17 +78,15 @@ class Turn:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
     ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
-    spikes, since a line search tries losses that are far apart. ``is_left_out``: ``step`` was not called where all
-    ranks skip it, which is as good as if it was.
+    spikes, since a line search tries losses that are far apart. ``left_out``: the verdict by which all ranks skip,
+    if ``step`` was not called, which is as good as if it was.
     """
 
     stage = Stage.READY
-    found: Found | None = None
-    state: ScaleState | None = None
-    groups: Sequence[Collectives] = ()
     pending: Pending | None = None
     verdict: Verdict | None = None
-    by_closure = has_begun_to_step = is_left_out = False
+    left_out: Verdict | None = None
+    by_closure = has_begun_to_step = False
     refused: Reason | None = None
     code: Array | int = 0
     judged: Judged | None = None
@@ -100,7 +94,7 @@ class Turn:
     @property
     def is_over(self) -> bool:
         """Whether the step was made or skipped, or left out where all ranks skip."""
-        return self.stage is Stage.STEPPED or self.is_left_out
+        return self.stage is Stage.STEPPED or self.left_out is not None
 
     @property
     def is_incomplete(self) -> bool:
@@ -108,40 +102,25 @@ class Turn:
         return self.stage is Stage.UNSCALED and (self.pending is None or not self.pending.is_begun)
 
 
-class Ended(NamedTuple):
-    """The result of an iteration."""
-
-    report: Callable[[], UpdateReport] | None
-    """Returns the report of the update; None if nobody wants it."""
-    underflow: ScaleUnderflowError | None
-    """The error to raise."""
-    steps: int
-    """How many optimizers were stepped, or left out where all ranks skip."""
-    left_out: Sequence[StepReport]
-    """Those that were left out."""
-
-
 class Iteration:
     """The calls between two updates. No part, turn or verdict keeps it alive.
 
     ``state`` is the one that outputs were scaled with last, and that gradients are divided by. ``lowered`` is the state
-    after the backoffs of closures.
+    after the backoffs of closures. ``steps_before`` counts those of all iterations since the scaler has joined its
+    groups or loaded a state.
     """
 
-    def __init__(self, number: int, parts: Parts) -> None:
-        self.number = number
-        self.parts = parts
+    def __init__(self, number: int, parts: Parts, steps_before: int = 0) -> None:
+        self.number, self.parts, self.steps_before = number, parts, steps_before
         self.live, self.agreement, self.reports, self._listed, self.mistakes, self.tally, self.guard = parts
         self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
         # An update that was interrupted takes it once more.
         self._adapted: ScaleState | None = None
-        self.losses = _NO_LOSSES
+        self.losses = Losses()
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
-        # Of all iterations before, since the scaler has joined its groups or a state was loaded.
-        self.steps_before = 0
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
         # By id(optimizer): a weak reference to it, or _NOT_MET in its place, and its turn.
@@ -153,8 +132,7 @@ class Iteration:
 
     def turn_of(self, optimizer: Optimizer) -> Turn:
         """Return an optimizer's turn; after a failed agreement, raise its error again."""
-        if self.agreement.failure is not None:
-            raise self.agreement.failure
+        self.require_sound()
         known = self._known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1]
@@ -194,10 +172,10 @@ class Iteration:
 
         Gradients that nobody has unscaled yet can still be, by the state that they were scaled with.
         """
-        following, state = Iteration(number, self.parts), self.state
+        state = self.state
         if self.agreement.failure is None:
             self.read_verdicts()
-        following.steps_before = steps or self.steps_before * self.is_at_boundary
+        following = Iteration(number, self.parts, steps or self.steps_before * self.is_at_boundary)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
         if state is not None and self.is_at_boundary:
             xp = array_namespace(state.scale)
@@ -230,12 +208,15 @@ class Iteration:
         """Return the state to scale with; a first one is made beside ``like``."""
         return self._closure_state or self.live.current(like)
 
-    def in_force(self, like: Array | None = None) -> ScaleState:
-        """Return the state to unscale with; a first one is made beside ``like``, or CallOrderError."""
-        state = self._closure_state or self.state
+    def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
+        """Return the state to unscale with; one is made beside the ``first`` array, or CallOrderError without any."""
+        state = self._closure_state or self.state or self.live.state
         if state is not None:
             return state
-        if like is None and not self.live.is_made:
+        like = first()
+        if like is None:
+            like = self.agreement.example(self.live, self.number)
+        if like is None:
             self.wrong_order("no array has been seen yet, so it is not known where the scale belongs")
         return self.live.current(like)
 
@@ -245,7 +226,7 @@ class Iteration:
         if self._closure_state is None:
             if self.state is not None and self.state.scale is not state.scale:
                 # The losses before were those of an iteration that a load has given up.
-                self.losses = _NO_LOSSES
+                self.losses = Losses()
             self.state = state
         self.scaled = True
 
@@ -331,16 +312,10 @@ class Iteration:
             self._tell_of_failure(optimizer)
             raise
         groups = groups or gradients.groups
-        like = None
-        # If outputs were scaled there is a state.
         unscaled = self._unscaled(turn, optimizer, groups)
         if unscaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
-        if self.state is None and not live.is_made:
-            like = gradients.like
-            if like is None:
-                like = agreement.example(live, self.number)
-        state = self.in_force(like)
+        state = self.in_force(lambda: gradients.like)
         if not groups:
             # Over a group another rank may have the loss.
             if not self.scaled and unscaled is None and not live.hooks.is_replayed and not live.is_one(state):
@@ -367,7 +342,6 @@ class Iteration:
             if turn.refused is not None:
                 turn.code = claims.reason_code(turn.refused, agreement.rank())
             claim = self.claim(groups, optimizer, request.max_norm) if groups else None
-            turn.found, turn.state, turn.groups = found, state, groups
             turn.pending = Pending(live, agreement, found, state, groups, claim, self.number, turn.code, unscaled)
         except GradscaleError as error:
             agreement.failure = error
@@ -412,7 +386,7 @@ class Iteration:
             self.wrong_order(f"refuse() is being called after step() {_SINCE}")
         # In a closure an evaluation before may have left its verdict.
         pending = turn.pending if turn.stage is Stage.UNSCALED else None
-        if pending is not None and turn.groups:
+        if pending is not None and pending.groups:
             self.wrong_order("refuse() is being called after unscale_(), which has told the other ranks what comes")
         turn.refused = reason
         if pending is not None:
@@ -441,12 +415,14 @@ class Iteration:
             if not groups or agreement.failure is not None:
                 return
             claim = self.claim(groups, optimizer)
-            if self.state is None and not live.is_made:
-                like = None
+
+            def like() -> Array | None:
                 with contextlib.suppress(Exception):
-                    like = live.hooks.collect(optimizer, self._listed, _UNSCALING).like
-                self.in_force(agreement.example(live, self.number) if like is None else like)
-            sent = live.backend.integers(claims.failure(claims.hash_of(claim), agreement.rank()), live.current().scale)
+                    return live.hooks.collect(optimizer, self._listed, _UNSCALING).like
+                return None
+
+            scale = self.in_force(like).scale
+            sent = live.backend.integers(claims.failure(claims.hash_of(claim), agreement.rank()), scale)
             with agreement.failing():
                 ballot = agreement.send(groups, sent, self.number, claim)
                 ballot.verdict(*ballot.read(live.backend_for), live.policy)
@@ -457,11 +433,8 @@ class Iteration:
         if pending is None or not pending.is_begun or self.agreement.failure is not None:
             self.require_sound()
             self.wrong_order(_INCOMPLETE)
-        try:
+        with self.agreement.failing():
             return pending.read()
-        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
-            self.agreement.failure = error
-            raise
 
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""
@@ -484,8 +457,13 @@ class Iteration:
 
     # The end of the iteration.
 
-    def close(self, new_scale: float | Array | None = None) -> Ended:
-        """Adapt the state to the verdicts, or set a scale; the host reads only the numbers that a report needs."""
+    def close(
+        self, new_scale: float | Array | None = None
+    ) -> tuple[Callable[[], UpdateReport] | None, ScaleUnderflowError | None]:
+        """Adapt the state to the verdicts, or set a scale; the host reads only the numbers that a report needs.
+
+        Return a function that makes the report of the update, if somebody wants it, and an error to raise afterwards.
+        """
         live, reports = self.live, self.reports
         self.require_sound()
         if new_scale is None:
@@ -496,10 +474,10 @@ class Iteration:
             self._forbid_update()
         report = self._report(pending, verdicts, wanted) if reports.wants_updates else None
         underflow = None if wanted is not None else self._underflow(verdicts)
-        if self.guard is not None:
-            self._learn(self.guard)
-        steps, known = sum(turn.is_over for turn in self.turns), [one for one in self.turns if one.is_left_out]
-        left_out = [step_report(one.pending.read(), self.number) for one in known if one.pending is not None]
+        for turn in self.turns:
+            # What was only looked at, or stepped by somebody else, teaches nothing.
+            if self.guard is not None and turn.is_over and turn.judged is not None and turn.pending is not None:
+                self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
         # Last, since Ctrl-C after it would let the next update adapt the state again.
         if wanted is not None:
             live.replace_scale(wanted)
@@ -507,7 +485,7 @@ class Iteration:
             live.take(self.lowered)
         else:
             self._adapt(pending)
-        return Ended(report, underflow, steps, left_out)
+        return report, underflow
 
     def _report(
         self, pending: Sequence[Pending], verdicts: Sequence[Verdict], wanted: float | None
@@ -548,12 +526,6 @@ class Iteration:
                 )
         return None
 
-    def _learn(self, guard: Guard) -> None:
-        for turn in self.turns:
-            # What was only looked at, or stepped by somebody else, teaches nothing.
-            if turn.is_over and turn.judged is not None and turn.pending is not None:
-                guard.learn(turn.judged, turn.pending.reason(), self.live.backend.put)
-
     def _adapt(self, pending: Sequence[Pending]) -> None:
         """Let the policy update the state by all verdicts."""
         counts: list[Array | int] = []
@@ -583,7 +555,7 @@ class Iteration:
                 pending.append(one)
                 if verdict is not None:
                     verdicts.append(verdict)
-                    turn.is_left_out = verdict.reason > 0 and turn.stage is Stage.UNSCALED
+                    turn.left_out = verdict if verdict.reason and turn.stage is Stage.UNSCALED else None
         return pending, verdicts
 
     # Messages.

@@ -41,7 +41,6 @@ from gradscale.scaler.tally import Tally
 
 _Outputs = TypeVar("_Outputs")
 
-_UNSCALING = Request()
 _A_LOSS = "loss must be a number, a real floating array of one element, or False for none"
 # Dividing by it changes nothing.
 _ONE = StaticScale(1.0)
@@ -223,9 +222,7 @@ class GradScaler:
         if not self._enabled:
             return self._clip_unscaled(optimizer, self._checked_request(optimizer, max_norm, norm_over))
         with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "unscale_()"):
-            request = _UNSCALING
-            if max_norm is not None or norm_over is not None:
-                request = self._checked_request(optimizer, max_norm, norm_over)
+            request = self._checked_request(optimizer, max_norm, norm_over)
             # Another thread's update may have begun it while this one waited for the lock.
             iteration = self._iteration
             return iteration.unscale(iteration.begin_unscale(optimizer), optimizer, request)
@@ -326,16 +323,15 @@ class GradScaler:
         with call_of(self, "update()"):
             parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
-            following = Iteration(ended.number + 1, parts)
-            outcome = ended.close(new_scale)
-            following.steps_before = ended.steps_before + outcome.steps
-            self._iteration = following
-            for step in (*ended.steps, *outcome.left_out):
+            report, underflow = ended.close(new_scale)
+            left_out = [step_report(one.left_out, ended.number) for one in ended.turns if one.left_out is not None]
+            steps = ended.steps_before + sum(turn.is_over for turn in ended.turns)
+            self._iteration = Iteration(ended.number + 1, parts, steps)
+            for step in (*ended.steps, *left_out):
                 parts.tally.note(step)
-            underflow = outcome.underflow
             try:
-                if outcome.report is not None:
-                    parts.reports.tell_update(outcome.report())
+                if report is not None:
+                    parts.reports.tell_update(report())
             except Exception as error:
                 if underflow is not None:
                     # All ranks raise it; a callback may fail on one of them.
@@ -626,12 +622,12 @@ class GradScaler:
         self.__dict__.update(kept)
         number, scaled, losses, steps = kept["_iteration"]
         self._assemble(kept["_parts"], kept["_enabled"])
-        self._iteration = Iteration(number, self._parts)
-        self._iteration.scaled, self._iteration.losses, self._iteration.steps_before = scaled, losses, steps
+        self._iteration = Iteration(number, self._parts, steps)
+        self._iteration.scaled, self._iteration.losses = scaled, losses
 
     # The parts put together.
 
-    def _multiplied(self, has_losses: bool, outputs: Any, arrays: Sequence[Array]) -> Sequence[Array]:
+    def _multiplied(self, has_losses: bool, outputs: object, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return arrays multiplied by the scale of the present iteration, in which an iterator may be consumed."""
         iteration = self._iteration
         live = iteration.live
@@ -639,12 +635,12 @@ class GradScaler:
         live.backend.forbid_tracing("scale()")
         products = live.backend.scale(arrays, state)
         iteration.note_scaled(state)
-        if self._parts.reports.diagnoses:
-            self._count_nonfinite(arrays)
+        if self._parts.reports.diagnoses and (count := self._diagnosis.count_nonfinite(arrays)) is not None:
+            iteration.loss_nonfinite += (count,)
         if has_losses:
             iteration.look(filter(is_loss, arrays))
         if outputs is arrays[0]:
-            self._met.add((type(outputs), outputs.dtype))
+            self._met.update((type(x), x.dtype) for x in arrays)
         return products
 
     def _home_for(self, like: Array) -> Namespace:
@@ -653,11 +649,6 @@ class GradScaler:
         live.backend_for(like).forbid_tracing("scale()")
         self._iteration.to_scale_with(like)
         return live.home
-
-    def _count_nonfinite(self, outputs: Sequence[object]) -> None:
-        count = self._diagnosis.count_nonfinite(outputs)
-        if count is not None:
-            self._iteration.loss_nonfinite += (count,)
 
     def _clip_unscaled(self, optimizer: Optimizer, request: Request) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any."""
@@ -680,7 +671,7 @@ class GradScaler:
             if norm_over is not None:
                 msg = f"norm_over={norm_over!r} says over what the norm is taken for max_norm=, got no max_norm"
                 raise InvalidValueError(msg)
-            return _UNSCALING
+            return Request()
         largest = checked_norm(max_norm)
         if not self._enabled and norm_over == "group":
             msg = (
@@ -731,11 +722,11 @@ class GradScaler:
         if not gives_up and not tally.has_to_warn():
             return
         texts = [str(tally)]
-        if "overflow" in tally.reasons:
+        if "overflow" in tally.row.reasons:
             texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in ended.optimizers()]
-        if "spike" in tally.reasons and guard is not None:
+        if "spike" in tally.row.reasons and guard is not None:
             texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
-        if "refused" in tally.reasons:
+        if "refused" in tally.row.reasons:
             texts.append("The program calls refuse() for each step")
         msg = ". ".join(filter(None, texts))
         if gives_up:

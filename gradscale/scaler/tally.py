@@ -12,7 +12,7 @@ _NAMES = ("taken", "overflow", "spike", "refused")
 WARN_AFTER = 50
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """Skipped iterations without one in between in which an optimizer was stepped."""
 
     length: int = 0
@@ -25,9 +25,9 @@ class _Row(NamedTuple):
     previous: float = 0.0
     last: float = 0.0
 
-    def plus(self, step: StepReport) -> _Row:
+    def plus(self, step: StepReport) -> Row:
         """Return the row with one more skipped step."""
-        return _Row(
+        return Row(
             self.length + (step.iteration != self.iteration),
             step.iteration,
             {**self.reasons, step.reason: self.reasons.get(step.reason, 0) + 1},
@@ -55,25 +55,25 @@ class Tally:
     def restart(self, counts: Mapping[str, int]) -> None:
         """Go on from saved counts."""
         self.counts = {name: counts.get(name, 0) for name in _NAMES}
-        self._row, self._warn_at = _Row(), self._warn_after
+        self.row, self._warn_at = Row(), self._warn_after
 
     def note(self, step: StepReport) -> None:
         """Count a step."""
         name = step.reason if step.skipped else "taken"
         self.counts = {**self.counts, name: self.counts[name] + 1}
         if step.skipped:
-            self._row = self._row.plus(step)
-        elif self._row.length:
-            self._row, self._warn_at = _Row(), self._warn_after
+            self.row = self.row.plus(step)
+        elif self.row.length:
+            self.row, self._warn_at = Row(), self._warn_after
 
     @property
     def has_to_give_up(self) -> bool:
         """Whether as many iterations in a row were skipped as the user allows."""
-        return self._give_up_after is not None and self._row.length >= self._give_up_after
+        return self._give_up_after is not None and self.row.length >= self._give_up_after
 
     def has_to_warn(self) -> bool:
         """Tell whether a warning is due: after some skipped iterations, and again after ten times as many."""
-        row = self._row
+        row = self.row
         # A first scale that is much too large may fall for long.
         is_falling = 1.0 < row.last < row.previous
         if self._warn_at is None or row.length < self._warn_at or is_falling:
@@ -81,13 +81,8 @@ class Tally:
         self._warn_at *= 10
         return True
 
-    @property
-    def reasons(self) -> Mapping[str, int]:
-        """Why the steps of the row were skipped, and how many of them."""
-        return self._row.reasons
-
     def __str__(self) -> str:
-        row = self._row
+        row = self.row
         words = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike", "refused": "a refusal"}
         reasons = ", ".join(f"{count} for {words[name]}" for name, count in row.reasons.items())
         ranks = ", ".join(map(str, sorted(row.ranks))) or "unknown"

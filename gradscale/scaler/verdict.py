@@ -42,15 +42,17 @@ class Pending:
         code: Array | int = 0,
         unscaled: Presence | None = None,
     ) -> None:
-        count, self._scaled = found.nonfinite, unscaled is None
-        self._presence = (unscaled or Presence.SOME) if found.has_gradients else Presence.NONE
+        self.found, self.state, self.groups = found, state, groups
+        count, scaled = found.nonfinite, unscaled is None
+        presence = (unscaled or Presence.SOME) if found.has_gradients else Presence.NONE
+        self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.
         numbers = live.backend.peek(state if groups else state[:1])
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
         if isinstance(count, int) and count:
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
-        self._live, self._code, self._count, self._groups = live, code, count, groups
+        self._live, self._code, self._count = live, code, count
         words = claims.hash_of(claim)
         norm: Array | float = 0.0
         if found.norm is not None and groups:
@@ -59,19 +61,16 @@ class Pending:
             at_min_scale = (count > 0 or len(groups) > 0) and live.at_min_scale(state) is True
             if not groups:
                 live.require_possible(numbers[0])
-                self.known = verdict_from(count, count, at_min_scale, numbers[0], self._presence, self._scaled, code)
+                self.known = verdict_from(count, count, at_min_scale, numbers[0], presence, scaled, code)
                 return
-            told = self._presence, self._scaled, code, norm
-            sent = live.backend.integers(
-                claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, *told), state.scale
-            )
+            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, presence, scaled, code, norm)
+            sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
-            told_arrays = self._presence, self._scaled, code, norm
-            sent = claims.of_arrays(live.backend, live.policy, state, count, words, *told_arrays)
-        self._found, self._state, self._rank, self._updates = found, state, agreement.rank, live.updates
+            sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence, scaled, code, norm)
+        self._rank, self._updates = agreement.rank, live.updates
         self._ballot = agreement.send(groups, sent, number, claim)
 
     @property
@@ -112,11 +111,11 @@ class Pending:
     def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
         live, fields = self._live, claims.state_bits(sent)
         self.numbers = claims.state_of(sent)
-        if hasattr(self._state.scale, "compute"):
+        if hasattr(self.state.scale, "compute"):
             # A lazy library would compute all that it depends on once more in the update.
             self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
-            live.settle(self._state, fields)
-        if self._groups:
+            live.settle(self.state, fields)
+        if self.groups:
             return self._ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
         # No other rank has contributed, so an impossible value is the array library's fault.
         live.checked(fields)
@@ -146,9 +145,7 @@ class Pending:
         None for a verdict that moves no scale.
         """
         known = self.known
-        if known is None and not self._groups and self._presence is Presence.ZEROS and not self._scaled:
-            return None
-        if known is not None and not known.moves_scale and not self.read().moves_scale:
+        if self._is_idle if known is None else not (known.moves_scale or self.read().moves_scale):
             return None
         shown = None if self.override is None else self.override()
         if shown is None:
@@ -160,7 +157,7 @@ class Pending:
         """Return the agreed count, 0-d, or 1 for any number."""
         if isinstance(self._count, int):
             return self.known.nonfinite if self.known is not None else self._read().nonfinite
-        if not self._groups or hasattr(self._state.scale, "compute"):
+        if not self.groups or hasattr(self.state.scale, "compute"):
             return self._count
         agreed = self._ballot.agreed()
         count = claims.found_in(agreed).nonfinite
@@ -172,7 +169,7 @@ class Pending:
 
     def _agreed_code(self) -> Array | int:
         """Return why a rank skips the step, other than for an overflow that the host does not know."""
-        return claims.found_in(self._ballot.agreed()).code if self._groups else self._code
+        return claims.found_in(self._ballot.agreed()).code if self.groups else self._code
 
     def skips(self) -> Array | bool:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""
