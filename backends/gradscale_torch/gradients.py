@@ -49,11 +49,6 @@ class Settings(NamedTuple):
     timeout: float
     """Seconds to wait for the ranks of a mesh."""
 
-    @property
-    def trains_on_cpu(self) -> bool:
-        """Whether the device that is trained on is the CPU, or none was named."""
-        return self.device is None or (not isinstance(self.device, int) and torch.device(self.device).type == "cpu")
-
 
 @dataclasses.dataclass(slots=True)
 class Parameters:
@@ -89,9 +84,10 @@ class TensorGradients:
 
         The loss of other ranks is there, also if all gradients are on the CPU, so that messages go the same way.
         """
-        first = next(iter(self._tensors.values()), None)
-        if first is None or (first[0].device.type == "cpu" and not self._settings.trains_on_cpu):
-            return torch.zeros((), device=self._settings.device)
+        first, home = next(iter(self._tensors.values()), None), self._settings.device
+        trains_on_cpu = home is None or (not isinstance(home, int) and torch.device(home).type == "cpu")
+        if first is None or (first[0].device.type == "cpu" and not trains_on_cpu):
+            return torch.zeros((), device=home)
         return first[0]
 
     @property
@@ -424,7 +420,7 @@ def unscale_in_place(groups: Groups, factor: Tensor, flags: Flags, *, judge_agai
 def judge(groups: Groups, flags: Flags, one: Tensor | None = None) -> None:
     """Set the flags of devices with a tensor that is not finite; the tensors keep their values.
 
-    ``one`` is the scale that is taken for 1. Others can write to it on a device: if it is not, its flag is set, too.
+    ``one`` is the scale that is taken for 1. Others can write to it on a device: if it is not 1, its flag is set, too.
     """
     if one is not None and groups and one.device.type != "cpu":
         flags[one.device] = (one != 1.0).float()

@@ -57,11 +57,6 @@ NormOver: TypeAlias = Literal["rank", "group"]
 
 # torch's clip_grad_norm_ adds it to the norm.
 _EPSILON = 1e-6
-_NARROW_NAMES = ("bfloat16", "float8_", "float6_", "float4_")
-
-
-# An array of a device is asked for it, and moved, by array_api_compat, which knows what some libraries say instead.
-_BY_FUNCTION = ("device", "to_device")
 
 
 class UnitState(ScaleState):
@@ -81,7 +76,7 @@ class Kind(enum.Enum):
 @functools.lru_cache(maxsize=1024)
 def dtype_kind(dtype: object, xp: Namespace) -> Kind:
     """Classify a dtype of a namespace."""
-    if any(name in str(dtype) for name in _NARROW_NAMES):
+    if any(name in str(dtype) for name in ("bfloat16", "float8_", "float6_", "float4_")):
         # Under NumPy these belong to ml_dtypes, and isdtype and finfo raise for them.
         return Kind.HALF
     if "float0" in str(dtype):
@@ -138,7 +133,7 @@ def unscale_arrays(
 ) -> tuple[list[Array], Array]:
     """Divide floating arrays by the scale into new ones and count the non-finite; every adapter must equal this.
 
-    Of a scale that is known to be 1 those come back that have the wanted dtype.
+    If the scale is known to be 1, arrays of the wanted dtype come back themselves.
     """
     state_xp = array_namespace(state.scale)
     check_real_dtype(state.scale, dtype)
@@ -217,7 +212,7 @@ def clip_factor_of(norm: float, max_norm: float, like: Array, flag: Array) -> tu
 
 
 def check_real_dtype(like: Array, dtype: object) -> None:
-    """Raise InvalidTypeError for a wanted dtype that is neither None nor real floating."""
+    """Raise InvalidValueError for a wanted dtype that is neither None nor real floating."""
     if dtype is None:
         return
     try:
@@ -324,7 +319,8 @@ def lacks(like: Array) -> dict[str, list[str]]:
             # A library that is set to an older standard, and says so where it is called.
             functions.append("__array_namespace_info__")
     dtypes = [name for name in STANDARD_DTYPES if name != "float64" and not hasattr(xp, name)]
-    members = [name for name in STANDARD_MEMBERS if name not in _BY_FUNCTION and not hasattr(like, name)]
+    # array_api_compat knows what some libraries have in place of these.
+    members = [name for name in STANDARD_MEMBERS if name not in ("device", "to_device") and not hasattr(like, name)]
     if "__int__" in members and (hasattr(like, "compute") or hasattr(like, "tolist")):
         # Backend.read gets the values otherwise.
         members.remove("__int__")

@@ -158,7 +158,7 @@ class Gradients:
             self.is_touched = False
             raise
         if max_norm is not None:
-            unscaled, nonfinite, norm = _clip(backend, unscaled, nonfinite, squares, max_norm, self._request.exchange)
+            unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
         known = backend.peek((nonfinite,))
         if unscaled is not chosen:
             self._assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
@@ -175,28 +175,25 @@ class Gradients:
         self._master_dtype = None
         return self.unscale(*one(like)).norm
 
+    def _clip(
+        self, backend: Backend, arrays: Sequence[Array], nonfinite: Array, squares: Array, max_norm: float
+    ) -> tuple[Sequence[Array], Array, Array]:
+        """Clip unscaled arrays; return them, the count (1 if the norm of finite ones overflows) and the norm before.
 
-def _clip(
-    backend: Backend,
-    arrays: Sequence[Array],
-    nonfinite: Array,
-    squares: Array,
-    max_norm: float,
-    exchange: Exchanging | None,
-) -> tuple[Sequence[Array], Array, Array]:
-    """Clip unscaled arrays, and return them, the count (1 if the norm of finite ones overflows) and the norm before.
-
-    Over a group two host reads, and one more for each all-reduce, of which one has the norms of 8 ranks; else none.
-    """
-    norm, factor, overflows = backend.clip_factor(squares, max_norm)
-    if exchange is not None:
-        norms = _norms_of_ranks(backend, norm, exchange)
-        norm, factor, overflows = clip_factor_of(math.hypot(*norms), max_norm, norm, overflows)
-        if math.isfinite(norms[exchange.rank]) and not all(map(math.isfinite, norms)):
-            # The ranks whose own norm is not finite report it.
-            overflows = array_namespace(overflows).zeros_like(overflows)
-    xp = array_namespace(nonfinite)
-    return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
+        Over a group two host reads, and one more for each all-reduce, of which one has the norms of 8 ranks; else none.
+        """
+        exchange = self._request.exchange
+        norm, factor, overflows = backend.clip_factor(squares, max_norm)
+        if exchange is not None:
+            # The CPU computes the same norm of all ranks' parts on every rank.
+            (number,) = backend.read(array_namespace(norm).reshape(norm_bits(backend, norm), (1,)))
+            norms = [validation.float32_from_bits(bits) for bits in exchange.numbers(number, norm)]
+            norm, factor, overflows = clip_factor_of(math.hypot(*norms), max_norm, norm, overflows)
+            if math.isfinite(norms[exchange.rank]) and not all(map(math.isfinite, norms)):
+                # The ranks whose own norm is not finite report it.
+                overflows = array_namespace(overflows).zeros_like(overflows)
+        xp = array_namespace(nonfinite)
+        return backend.multiply_in_place(arrays, factor), as_0d_array(xp, xp.maximum(nonfinite, overflows)), norm
 
 
 def norm_bits(backend: Backend, norm: Array) -> Array:
@@ -208,12 +205,6 @@ def norm_bits(backend: Backend, norm: Array) -> Array:
     bits = float32_bits(kept) if cast is None else cast
     infinite = xp.where(xp.isfinite(norm), xp.zeros_like(bits), xp.full_like(bits, _INFINITY_BITS))
     return as_0d_array(xp, xp.where(is_normal, bits, infinite))
-
-
-def _norms_of_ranks(backend: Backend, norm: Array, exchange: Exchanging) -> list[float]:
-    """Return the norm of all ranks' parts, so that the CPU computes the same norm of them all on every rank."""
-    (number,) = backend.read(array_namespace(norm).reshape(norm_bits(backend, norm), (1,)))
-    return [validation.float32_from_bits(bits) for bits in exchange.numbers(number, norm)]
 
 
 def _parameter_lists(optimizer: OptimizerWithGroups) -> list[tuple[Mapping[str, Any], list[Any]]]:
