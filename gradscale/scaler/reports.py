@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from gradscale.core import validation
 from gradscale.core.identity import IdentityMap
@@ -132,16 +132,15 @@ class Deferred(NamedTuple):
 class Reports:
     """The reports of a scaler's steps; a late verdict is read when somebody asks for its report."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, object]) -> None:
         # What a pickle keeps: no callbacks.
         self._kept = {name: options.get(name) for name in ("diagnose", "give_up_after")}
         self._kept["history_size"] = options.get("history_size", HISTORY_SIZE)
         self.diagnoses = self._kept["diagnose"] is not None
         if self.diagnoses:
             validation.choice("diagnose", self._kept["diagnose"], ("on_overflow", None))
-        self._on_skip = _as_tuple("on_skip", options.get("on_skip"))
-        self._on_update = _as_tuple("on_update", options.get("on_update"))
-        self._update_listeners()
+        self._on_skip: tuple[Callable[[StepReport], object], ...] = _as_tuple("on_skip", options.get("on_skip"))
+        self._on_update: tuple[Callable[[UpdateReport], object], ...] = _as_tuple("on_update", options.get("on_update"))
         size = validation.integer("history_size", self._kept["history_size"], 0, validation.LARGEST_INT32)
         self._last: IdentityMap[StepReport | Deferred] = IdentityMap()
         self._history: collections.deque[StepReport | Deferred] = collections.deque(maxlen=size)
@@ -156,7 +155,6 @@ class Reports:
     @on_skip.setter
     def on_skip(self, callbacks: OnSkip | None) -> None:
         self._on_skip = _as_tuple("on_skip", callbacks)
-        self._update_listeners()
 
     @property
     def on_update(self) -> OnUpdate | None:
@@ -166,13 +164,17 @@ class Reports:
     @on_update.setter
     def on_update(self, callbacks: OnUpdate | None) -> None:
         self._on_update = _as_tuple("on_update", callbacks)
-        self._update_listeners()
 
-    def _update_listeners(self) -> None:
-        # Whether each step's verdict is read within that step, and whether each update is reported.
-        self.wants_updates = len(self._on_update) > 0
-        callbacks = self.wants_updates or len(self._on_skip) > 0
-        self.wants_each_step = self.diagnoses or callbacks or self._kept["give_up_after"] is not None
+    @property
+    def wants_updates(self) -> bool:
+        """Whether somebody wants the report of each update."""
+        return len(self._on_update) > 0
+
+    @property
+    def wants_each_step(self) -> bool:
+        """Whether the verdict of each step is read within that step."""
+        has_callbacks = len(self._on_skip) + len(self._on_update) > 0
+        return has_callbacks or self.diagnoses or self._kept["give_up_after"] is not None
 
     @property
     def history(self) -> list[StepReport]:
@@ -249,9 +251,7 @@ def _call(callbacks: Sequence[Callable[[_Report], object]], report: _Report, ran
             callback(report)
 
 
-def _as_tuple(
-    name: str, callbacks: Callable[[_Report], object] | Sequence[Callable[[_Report], object]] | None
-) -> tuple[Callable[[_Report], object], ...]:
+def _as_tuple(name: str, callbacks: object) -> tuple[Callable[[_Report], object], ...]:
     listed = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(callable, listed)):
         msg = f"{name} must be a callable that takes a report, or a sequence of these, got {shown(callbacks)}"

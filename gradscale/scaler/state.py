@@ -22,7 +22,7 @@ from gradscale.core.protocols import Array, Namespace, Numbers, Policy, ScaleSta
 from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
-_Trackers: TypeAlias = tuple[int, ...]
+_Trackers: TypeAlias = tuple[float, ...]
 
 # What trackers may reach if the policy does not say.
 _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
@@ -45,8 +45,8 @@ class LiveState:
             raise InvalidTypeError(msg)
         self.policy = policy
         self.updates = 0
-        # Nothing was scaled by the state, or adapted it, since it was made or loaded; and gradients cannot be scaled at
-        # all, since nothing ever was, or since an iteration was given up.
+        # Fresh: nothing was scaled by the state, and no update adapted it, since it was made or loaded. Unused: no
+        # gradients can be scaled, since nothing ever was, or since an iteration was given up.
         self.is_fresh = self.is_unused = True
         # A scale that the host knows, and the number of updates before it; 0 if it knows none.
         self._seen = 0.0, 0
@@ -213,12 +213,19 @@ class LiveState:
         self._note_replaced()
         self.state = self.current(value)._replace(**{name: value})
 
-    def replace_setting(self, name: str, value: float) -> None:
+    def replace_setting(self, name: str, value: Any) -> None:
         """Set one of a DynamicScale's settings."""
-        self.policy = _with_setting(self.policy, name, value)
+        policy = self.policy
+        if not isinstance(policy, DynamicScale):
+            msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
+            raise InvalidTypeError(msg)
+        # A validated copy: nothing is changed when the value is wrong.
+        changed = dataclasses.replace(policy, **{name: value})
+        # The rule of another policy would be tried.
+        self.policy = policy if getattr(changed, name) == getattr(policy, name) else changed
         self._largest = self._reachable(self.policy, self._largest)
 
-    def load(self, policy: Policy, numbers: dict[str, Any]) -> None:
+    def load(self, policy: Policy, numbers: dict[str, float]) -> None:
         """Go on with another policy and other numbers."""
         self.is_fresh = True
         self.policy = policy
@@ -232,7 +239,7 @@ class LiveState:
             return
         self.state = self.backend.put(self.state, self.backend.with_numbers(self.state, numbers))
 
-    def _reachable(self, policy: Policy, reached: Sequence[int] = ()) -> _Trackers:
+    def _reachable(self, policy: Policy, reached: Sequence[float] = ()) -> _Trackers:
         """Return the largest values that the trackers of a policy's states can have."""
         said = _ANY_TRACKERS if self.hooks.is_shared else getattr(policy, "largest_trackers", _ANY_TRACKERS)
         return tuple(map(max, said, reached)) if reached else said
@@ -278,17 +285,6 @@ def _smallest_factor(policy: Policy) -> float:
     if type(policy) is DynamicScale:
         return policy.backoff_factor
     return 1.0 if type(policy) is StaticScale else 0.0
-
-
-def _with_setting(policy: Policy, name: str, value: Any) -> DynamicScale:
-    """Return a DynamicScale with one of its settings replaced; InvalidTypeError for another policy."""
-    if not isinstance(policy, DynamicScale):
-        msg = f"{name} can be set only of a DynamicScale, got the policy {shown(policy)}"
-        raise InvalidTypeError(msg)
-    # A validated copy: nothing is changed when the value is wrong.
-    changed = dataclasses.replace(policy, **{name: value})
-    # The rule of another policy would be tried.
-    return policy if getattr(changed, name) == getattr(policy, name) else changed
 
 
 def checked_scale(new_scale: object, policy: Policy) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradscale.core import validation
 from gradscale.scaler.reports import StepReport
@@ -13,12 +13,12 @@ WARN_AFTER = 50
 
 
 class Row(NamedTuple):
-    """Skipped iterations without one in between in which an optimizer was stepped."""
+    """Iterations in a row whose every step was skipped."""
 
     length: int = 0
     iteration: int = 0
     reasons: Mapping[str, int] = {}
-    """Of how many steps each."""
+    """How many steps were skipped for each."""
     ranks: frozenset[int] = frozenset()
     first: float = 0.0
     """The scale of the first step, of the one before the last, and of the last."""
@@ -44,11 +44,11 @@ class Tally:
     A late verdict counts when the CPU has it, and those of a captured graph do not count.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        most, given = validation.LARGEST_INT32, (options.get("warn_after", WARN_AFTER), options.get("give_up_after"))
+    def __init__(self, options: Mapping[str, object]) -> None:
+        given = {"warn_after": WARN_AFTER, "give_up_after": None, **options}
         self._warn_after, self._give_up_after = (
-            None if one is None else validation.integer(name, one, 1, most)
-            for name, one in zip(("warn_after", "give_up_after"), given, strict=True)
+            None if given[name] is None else validation.integer(name, given[name], 1, validation.LARGEST_INT32)
+            for name in ("warn_after", "give_up_after")
         )
         self.restart({})
 
