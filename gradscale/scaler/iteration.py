@@ -6,7 +6,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -45,8 +45,6 @@ _INCOMPLETE = (
     "update(get_scale()), or load a state dict, and make new gradients"
 )
 
-# In the place of an optimizer of which only the id() is known.
-_NOT_MET = object()
 _UNSCALING = Request()
 
 
@@ -116,15 +114,15 @@ class Iteration:
         self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
-        # An update that was interrupted takes it once more.
+        # The state that an update has computed; if it is interrupted, the next call takes the same one.
         self._adapted: ScaleState | None = None
         self.losses = Losses()
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
         # The verdict of an optimizer that is deleted before the update counts all the same.
         self.turns: list[Turn] = []
-        # By id(optimizer): a weak reference to it, or _NOT_MET in its place, and its turn.
-        self._known: dict[int, tuple[Callable[[], object], Turn]] = {}
+        # By id(optimizer): a weak reference to it, None if only the id is known, and its turn.
+        self._known: dict[int, tuple[Callable[[], Optimizer | None] | None, Turn]] = {}
         self._closure_state: ScaleState | None = None
         self._messages = 0
 
@@ -134,7 +132,7 @@ class Iteration:
         """Return an optimizer's turn; after a failed agreement, raise its error again."""
         self.require_sound()
         known = self._known.get(id(optimizer))
-        if known is not None and known[0]() is optimizer:
+        if known is not None and known[0] is not None and known[0]() is optimizer:
             return known[1]
         turn = self.turn_at(id(optimizer))
         try:
@@ -149,23 +147,23 @@ class Iteration:
         turn = self.by_id(identity)
         if turn is None:
             turn = Turn()
-            self._known[identity] = lambda: _NOT_MET, turn
+            self._known[identity] = None, turn
             self.turns.append(turn)
         return turn
 
     def by_id(self, identity: int) -> Turn | None:
         """Return the turn of the optimizer with this ``id()``; None if it was not met in this iteration."""
         known = self._known.get(identity)
-        return None if known is None or known[0]() is None else known[1]
+        return None if known is None or (known[0] is not None and known[0]() is None) else known[1]
 
     def ids(self) -> list[int]:
         """Return the ``id()`` of each optimizer met in this iteration."""
-        return [identity for identity, (reference, _) in self._known.items() if reference() is not None]
+        return [identity for identity in self._known if self.by_id(identity) is not None]
 
-    def optimizers(self) -> list[Any]:
+    def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were met in this iteration and are alive."""
-        found = [reference() for reference, _ in self._known.values()]
-        return [one for one in found if one is not None and one is not _NOT_MET]
+        found = [reference() for reference, _ in self._known.values() if reference is not None]
+        return [one for one in found if one is not None]
 
     def begin_anew(self, number: int, steps: int) -> Iteration:
         """Return the iteration after a load, once agreements under way are finished; ``steps``: as saved, or 0.
@@ -442,18 +440,15 @@ class Iteration:
             self.unscale(turn, optimizer)
         verdict = self.verdict(turn)
         if verdict.reason is Reason.NO_GRADIENTS:
-            self.forbid_step_without_gradients(turn, optimizer, verdict)
+            # The optimizer can begin its turn again.
+            turn.stage, turn.pending = Stage.READY, None
+            self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
+            ranks = "" if self.agreement.is_alone else " on any rank"
+            self.wrong_order(
+                f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: "
+                f"{NO_GRADIENTS}. Nothing was stepped"
+            )
         return verdict
-
-    def forbid_step_without_gradients(self, turn: Turn, optimizer: Optimizer, verdict: Verdict) -> NoReturn:
-        """Raise CallOrderError for a step that would change nothing, and let the optimizer begin its turn again."""
-        turn.stage, turn.pending = Stage.READY, None
-        self.reports.record(optimizer, StepReport(True, verdict.scale, 0, "no gradients", self.number))
-        ranks = "" if self.agreement.is_alone else " on any rank"
-        self.wrong_order(
-            f"step() of {type(optimizer).__name__}, none of whose parameters has a gradient{ranks}: {NO_GRADIENTS}. "
-            f"Nothing was stepped"
-        )
 
     # The end of the iteration.
 
@@ -466,8 +461,11 @@ class Iteration:
         """
         live, reports = self.live, self.reports
         self.require_sound()
-        if new_scale is None:
-            self._raise_if_a_refused_step_is_missing()
+        if new_scale is None and any(turn.refused and turn.stage is Stage.READY for turn in self.turns):
+            self.wrong_order(
+                "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
+                "same object, which then makes no step, or end the iteration with update(get_scale())"
+            )
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = self.read_verdicts()
         if wanted is None and self.lowered is None and not pending:
@@ -603,18 +601,9 @@ class Iteration:
         if self.agreement.failure is not None:
             raise self.agreement.failure
 
-    def _raise_if_a_refused_step_is_missing(self) -> None:
-        """Raise CallOrderError if a step was refused, and neither unscaled nor made."""
-        for turn in self.turns:
-            if turn.refused and turn.stage is Stage.READY:
-                self.wrong_order(
-                    "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
-                    "same object, which then makes no step, or end the iteration with update(get_scale())"
-                )
-
     def _forbid_update(self) -> NoReturn:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
-        if self.is_incomplete:
+        if any(turn.is_incomplete for turn in self.turns):
             self.wrong_order(_INCOMPLETE)
         if self.scaled:
             self.wrong_order(
@@ -622,11 +611,6 @@ class Iteration:
                 "the scale; call scaler.step(optimizer) in place of optimizer.step(), and before update()"
             )
         self.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether an optimizer's gradients may be divided in part, so that the iteration can only be abandoned."""
-        return any(turn.is_incomplete for turn in self.turns)
 
     @property
     def is_of_live_state(self) -> bool:

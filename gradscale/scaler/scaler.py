@@ -47,15 +47,16 @@ _ONE = StaticScale(1.0)
 
 
 def parts_of(
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     backend: str | Backend | None,
     groups: Sequence[Collectives] | None = (),
     own_rank: Callable[[], int | None] | None = None,
 ) -> Parts:
     """Return the parts of a scaler with these options."""
-    live, reports, skip = LiveState(policy_of(options), backend), Reports(options), options.get("skip")
+    live, reports, guard = LiveState(policy_of(options), backend), Reports(options), guard_for(options.get("skip"))
+    skip = None if guard is None else guard.rule
     agreement = Agreement(groups, diagnoses=reports.diagnoses, skip=skip, own_rank=own_rank)
-    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard_for(skip))
+    return Parts(live, agreement, reports, IdentityMap(), Mistakes(), Tally(options), guard)
 
 
 class GradScaler:
@@ -118,14 +119,14 @@ class GradScaler:
         parts = parts_of(options, options.get("backend"))
         self._assemble(parts, validation.boolean("enabled", options.get("enabled", True)))
 
-    def _assemble(self, parts: Parts, enabled: bool) -> None:
+    def _assemble(self, parts: Parts, enabled: bool, number: int = 1, steps: int = 0) -> None:
         self._parts, self._enabled = parts, enabled
         # Types and dtypes of single arrays that are floating ones of the state's library.
         self._met: set[tuple[type, object]] = set()
         # Held by the call that is under way.
         self._busy = threading.Lock()
         self._diagnosis = Diagnosis(parts, enabled=enabled)
-        self._iteration = Iteration(1, parts)
+        self._iteration = Iteration(number, parts, steps)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self._parts.live.policy!r}, enabled={self._enabled})"
@@ -621,8 +622,7 @@ class GradScaler:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
         number, scaled, losses, steps = kept["_iteration"]
-        self._assemble(kept["_parts"], kept["_enabled"])
-        self._iteration = Iteration(number, self._parts, steps)
+        self._assemble(kept["_parts"], kept["_enabled"], number, steps)
         self._iteration.scaled, self._iteration.losses = scaled, losses
 
     # The parts put together.
@@ -663,7 +663,7 @@ class GradScaler:
         return live.hooks.collect(optimizer, self._parts.listed, request).clip(one)
 
     def _checked_request(self, optimizer: Optimizer, max_norm: object, norm_over: object) -> Request:
-        """Check the arguments before anything is modified, and return the norm to clip to."""
+        """Return the request that the arguments of ``unscale_`` make, checked before anything is modified."""
         if norm_over is not None and not (isinstance(norm_over, str) and norm_over in ("rank", "group")):
             msg = f'norm_over must be "rank" or "group", got {shown(norm_over)}'
             raise InvalidValueError(msg)
@@ -813,7 +813,7 @@ class ShardedGradScaler(GradScaler):
 def assemble(
     scaler: GradScaler,
     backend: Backend,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     *,
     enabled: bool,
     own_rank: Callable[[], int | None],

@@ -101,31 +101,27 @@ class Pending:
                 ballot.agreed(is_read=True)
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:] or values
-        found = self._decoded(agreed, sent)
-        live.require_possible(found.scale)
-        if not self.is_captured:
-            self.known = found
-            live.note_scale(found.scale, self._updates)
-        return found
-
-    def _decoded(self, agreed: Sequence[int], sent: Sequence[int]) -> Verdict:
-        live, fields = self._live, claims.state_bits(sent)
-        self.numbers = claims.state_of(sent)
+        fields, self.numbers = claims.state_bits(sent), claims.state_of(sent)
         if hasattr(self.state.scale, "compute"):
             # A lazy library would compute all that it depends on once more in the update.
             self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
             live.settle(self.state, fields)
         if self.groups:
-            return self._ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
-        # No other rank has contributed, so an impossible value is the array library's fault.
-        live.checked(fields)
-        found = claims.verdict_of(agreed, sent)
-        if isinstance(self._code, int) and self._code:
-            # A refusal after the message was made.
-            reason, by = claims.reason_and_rank(self._code)
-            found = found._replace(reason=reason, by=by)
-        if found.nonfinite:
-            found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
+            found = ballot.verdict(agreed, sent, live.policy, is_late=self.is_late)
+        else:
+            # No other rank has contributed, so an impossible value is the array library's fault.
+            live.checked(fields)
+            found = claims.verdict_of(agreed, sent)
+            if isinstance(self._code, int) and self._code:
+                # A refusal after the message was made.
+                reason, by = claims.reason_and_rank(self._code)
+                found = found._replace(reason=reason, by=by)
+            if found.nonfinite:
+                found = found._replace(reason=Reason.OVERFLOW, by=self._rank())
+        live.require_possible(found.scale)
+        if not self.is_captured:
+            self.known = found
+            live.note_scale(found.scale, self._updates)
         return found
 
     def start_reading(self) -> None:
