@@ -134,8 +134,8 @@ class MPICollectives:
             duplicate,
             library="MPI",
             timeout=self._timeout,
-            refusal=f"an agreement over this communicator was given up on rank {self.rank} of {self.size}: pass another "
-            f"one on every rank, such as comm.Dup()",
+            refusal=f"an agreement over this communicator was given up on rank {self.rank} of {self.size}: pass "
+            f"another one on every rank, such as comm.Dup()",
             rank=self.rank,
             size=self.size,
             on_give_up=duplicate.give_up,

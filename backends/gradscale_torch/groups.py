@@ -183,8 +183,8 @@ class TorchCollectives:
             group,
             library="torch.distributed",
             timeout=self._timeout,
-            refusal=f"an agreement over this process group was given up on rank {self.rank} of {self.size}: pass another "
-            f"one on every rank, such as torch.distributed.new_group()",
+            refusal=f"an agreement over this process group was given up on rank {self.rank} of {self.size}: pass "
+            f"another one on every rank, such as torch.distributed.new_group()",
             rank=self.rank,
             size=self.size,
             on_give_up=functools.partial(_abort, group, self._carriers),

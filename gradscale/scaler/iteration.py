@@ -220,12 +220,12 @@ class Iteration:
 
     def note_scaled(self, state: ScaleState) -> None:
         """Record the state that outputs were scaled with."""
-        self.live.is_fresh = self.live.is_unused = False
         if self._closure_state is None:
-            if self.state is not None and self.state.scale is not state.scale:
+            if not self.is_of_live_state:
                 # The losses before were those of an iteration that a load has given up.
                 self.losses = Losses()
             self.state = state
+        self.live.is_fresh = self.live.is_unused = False
         self.scaled = True
 
     @contextlib.contextmanager
@@ -615,7 +615,7 @@ class Iteration:
     @property
     def is_of_live_state(self) -> bool:
         """Whether the gradients are of the state in force: none was loaded since they were scaled."""
-        return self.state is None or self.state.scale is self.live.current().scale
+        return self.state is None or not self.live.is_fresh
 
     @property
     def is_at_boundary(self) -> bool:
