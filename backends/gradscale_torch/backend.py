@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -176,11 +175,6 @@ class TorchBackend(Backend):
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
 
-    def rule_of(self, policy: Policy) -> Policy:
-        """Return a policy with factors rounded to float32, as torch's ShardedGradScaler takes them on the CPU."""
-        is_sharded = self._settings is not None and self._settings.is_sharded
-        return _rounded(policy) if is_sharded and isinstance(policy, DynamicScale) else policy
-
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""
         home = state.scale.device
@@ -192,19 +186,21 @@ class TorchBackend(Backend):
             or type(policy) is not DynamicScale
             or not _is_kernels_rule(policy)
         ):
-            return super().adapt(policy, state, nonfinite, held)
-        scale, tracker = map(torch.clone, state[:2])
+            return self.put(state, super().adapt(policy, state, nonfinite, held))
+        scale, tracker = state[:2]
         if home.type != "cpu" or tracker.item() >= policy.growth_interval:
             # The kernel grows at the interval alone.
             tracker.clamp_(max=policy.growth_interval - 1)
         found = _FOUND[nonfinite > 0] if isinstance(nonfinite, int) else nonfinite.float()
-        rule = _rounded(policy) if home.type == "cpu" and self._settings.is_sharded else policy
-        growth, backoff = rule.growth_factor, rule.backoff_factor
+        growth, backoff = policy.growth_factor, policy.backoff_factor
+        if home.type == "cpu" and self._settings.is_sharded:
+            # torch's ShardedGradScaler multiplies a tensor by them there, in float32.
+            growth, backoff = round_to_float32(growth), round_to_float32(backoff)
         torch._amp_update_scale_(scale, tracker, found, growth, backoff, policy.growth_interval)
         if home.type != "cpu" or scale.item() < policy.min_scale:
             # The kernel goes on into the subnormals, and to 0.
             scale.clamp_(min=policy.min_scale)
-        return ScaleState(scale, tracker, *state[2:])
+        return ScaleState(*state)
 
     def put(self, old: _State, new: _State) -> _State:
         """Write a named tuple of tensors into those of another, if others look at them, and return these in a new one.
@@ -284,14 +280,6 @@ class TorchBackend(Backend):
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes of a copy."""
         return self.__dict__ | {"is_replayed": False}
-
-
-def _rounded(policy: DynamicScale) -> DynamicScale:
-    """Return a policy with factors that are rounded to float32."""
-    growth, backoff = map(round_to_float32, (policy.growth_factor, policy.backoff_factor))
-    if (growth, backoff) == (policy.growth_factor, policy.backoff_factor):
-        return policy
-    return dataclasses.replace(policy, growth_factor=growth, backoff_factor=backoff)
 
 
 def _is_kernels_rule(policy: DynamicScale) -> bool:

@@ -222,12 +222,8 @@ class Backend:
         """Return a number as a 0-d array of the dtype of another, where that is."""
         return array_namespace(like).asarray(number, dtype=like.dtype, device=self.placement(like))
 
-    def rule_of(self, policy: Policy) -> Policy:
-        """Return the policy by which the host adapts numbers that it knows; here the same one."""
-        return policy
-
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Array | int, held: Array | None) -> ScaleState:
-        """Return the state after a step, which ``put`` takes over; the old one if ``held``, 0-d, is true. No read."""
+        """Return the state after a step, perhaps in the same arrays; the old one if ``held``, 0-d, is true. No read."""
         xp = array_namespace(state.scale)
         if isinstance(nonfinite, int):
             nonfinite = xp.asarray(nonfinite, dtype=xp.int32)

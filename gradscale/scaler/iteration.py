@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import is_array_api_obj
 
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
+from gradscale.core.protocols import Array, Collectives, Numbers, Optimizer, ScaleState
 from gradscale.errors import (
     CallOrderError,
     GradscaleError,
@@ -29,7 +29,7 @@ from gradscale.scaler.guard import Guard, Judged, Losses
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
-from gradscale.scaler.state import LiveState, checked_scale
+from gradscale.scaler.state import LiveState, checked_scale, copied
 from gradscale.scaler.tally import Tally
 from gradscale.scaler.verdict import Pending
 
@@ -114,8 +114,8 @@ class Iteration:
         self.scaled = self.is_inside_closure = False
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
-        # The state that an update has computed; if it is interrupted, the next call takes the same one.
-        self._adapted: ScaleState | None = None
+        # The state before an update; if that is interrupted, the next call goes back to it.
+        self._before: Numbers | ScaleState | None = None
         self.losses = Losses()
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
@@ -176,9 +176,8 @@ class Iteration:
         following = Iteration(number, self.parts, steps or self.steps_before * self.is_at_boundary)
         self.live.is_unused = self.live.is_unused or not self.is_at_boundary
         if state is not None and self.is_at_boundary:
-            xp = array_namespace(state.scale)
             # The load may write to the arrays of the state.
-            following.state = ScaleState(*(xp.asarray(one, copy=True) for one in state))
+            following.state = copied(state)
             following.scaled, following.losses = self.scaled, self.losses
         return following
 
@@ -277,7 +276,7 @@ class Iteration:
         return turn
 
     def _require_no_update(self) -> None:
-        if self._adapted is not None:
+        if self._before is not None:
             self.wrong_order("update() was interrupted, and may have adapted the scale: call it again first")
 
     def check_late_verdicts(self, *, waits: bool = False) -> None:
@@ -537,9 +536,11 @@ class Iteration:
         if self.reports.under_way:
             self.check_late_verdicts()
         if counts:
-            if self._adapted is None:
-                self._adapted = self.live.advanced(counts, held if len(held) == len(counts) else ())
-            self.live.adopt(self._adapted)
+            if self._before is None:
+                self._before = self.live.saved()
+            else:
+                self.live.restore(self._before)
+            self.live.advance(counts, held if len(held) == len(counts) else ())
 
     def read_verdicts(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""

@@ -108,11 +108,23 @@ class LiveState:
         known = None if found is None else self.backend.peek((found,))
         return found if known is None else known[0] > 0
 
-    def advanced(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> ScaleState:
-        """Return the state after an iteration's counts, which ``adopt`` takes, or as it is if all of ``held`` are true.
+    def saved(self) -> Numbers | ScaleState:
+        """Return what ``restore`` goes back to, also if others write to the arrays of the state: numbers, or copies."""
+        state = self.current()
+        if not self.backend.is_shared:
+            return state
+        known = self.backend.peek(state)
+        return copied(state) if known is None else Numbers(*known)
 
-        No host read.
-        """
+    def restore(self, saved: Numbers | ScaleState) -> None:
+        """Go back to a state that was saved before an update that was interrupted."""
+        state = self.current()
+        if isinstance(saved, Numbers):
+            saved = self.backend.with_numbers(state, saved._asdict())
+        self.state = self.backend.put(state, saved)
+
+    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:
+        """Adapt the state to the counts of an iteration, without a host read, unless all of ``held`` (0-d) are true."""
         state = self.state or self.current()
         self.updates += 1
         self.is_fresh = False
@@ -124,22 +136,19 @@ class LiveState:
             else:
                 found = self.home.maximum(found, count)
         is_held = functools.reduce(self.home.logical_and, held) if held else None
-        if isinstance(found, int) and is_held is None:
+        if isinstance(found, int) and is_held is None and not self.backend.is_shared:
             known = self.backend.peek(state)
-            new = None if known is None else next_numbers(self.backend.rule_of(self.policy), known, found)
+            new = None if known is None else next_numbers(self.policy, known, found)
             if known is not None and new is not None:
                 pairs = zip(new, known, state, strict=True)
-                return ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])
-        return self.backend.adapt(self.policy, state, found, is_held)
-
-    def adopt(self, state: ScaleState) -> None:
-        """Go on with a state that shares no array with the present one that it changes; twice is as good as once."""
-        self.state = self.backend.put(self.current(), state)
+                self.state = ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])
+                return
+        self.state = self.backend.adapt(self.policy, state, found, is_held)
 
     def take(self, state: ScaleState) -> None:
         """Go on with a state from elsewhere, such as a lowered one."""
         self._note_replaced()
-        self.adopt(state)
+        self.state = self.backend.put(self.current(), state)
 
     def settle(self, state: ScaleState, values: Sequence[int]) -> None:
         """Replace a lazy state by the values just read, or its graph would hold all iterations before."""
@@ -278,6 +287,12 @@ class LiveState:
     def __setstate__(self, kept: dict[str, object]) -> None:
         self.__dict__.update(kept)
         self._use(self._given)
+
+
+def copied(state: ScaleState) -> ScaleState:
+    """Return a state in arrays of its own."""
+    xp = array_namespace(state.scale)
+    return ScaleState(*(xp.asarray(one, copy=True) for one in state))
 
 
 def _smallest_factor(policy: Policy) -> float:

@@ -127,5 +127,5 @@ def test_a_policy_that_does_not_say_may_use_all_of_int32() -> None:
 
     live = LiveState(Own())
     live.current(np.float32(1.0))
-    live.adopt(live.advanced([0]))
+    live.advance([0])
     assert live.numbers()["growth_tracker"] == LARGEST_INT32
