@@ -15,10 +15,13 @@ from gradscale.core.gradients import Listed, Request, named_gradients, require_s
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Array, Collectives, Numbers, Optimizer, ScaleState
 from gradscale.errors import (
+    BackendError,
     CallOrderError,
+    CollectiveTimeoutError,
     GradscaleError,
     InvalidTypeError,
     InvalidValueError,
+    ScaleDesyncError,
     ScaleUnderflowError,
 )
 from gradscale.policies.dynamic import next_numbers
@@ -430,8 +433,11 @@ class Iteration:
         if pending is None or not pending.is_begun or self.agreement.failure is not None:
             self.require_sound()
             self.wrong_order(_INCOMPLETE)
-        with self.agreement.failing():
+        try:
             return pending.read()
+        except (BackendError, CollectiveTimeoutError, ScaleDesyncError) as error:
+            self.agreement.failure = error
+            raise
 
     def verdict_for_step(self, turn: Turn, optimizer: Optimizer) -> Verdict:
         """Return the verdict on an optimizer's gradients, unscaled now if they are not yet."""

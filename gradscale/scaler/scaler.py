@@ -325,10 +325,13 @@ class GradScaler:
             parts, ended = self._parts, self._iteration
             # An update that is interrupted can be made again: it learns once, and counts in its last call.
             report, underflow = ended.close(new_scale)
-            left_out = [step_report(one.left_out, ended.number) for one in ended.turns if one.left_out is not None]
-            steps = ended.steps_before + sum(turn.is_over for turn in ended.turns)
+            steps, told = ended.steps_before, [*ended.steps]
+            for turn in ended.turns:
+                steps += turn.is_over
+                if turn.left_out is not None:
+                    told.append(step_report(turn.left_out, ended.number))
             self._iteration = Iteration(ended.number + 1, parts, steps)
-            for step in (*ended.steps, *left_out):
+            for step in told:
                 parts.tally.note(step)
             try:
                 if report is not None:
@@ -341,7 +344,8 @@ class GradScaler:
                 raise
             if underflow is not None:
                 raise underflow
-            self._tell_of_stall(ended)
+            if parts.tally.row.length:
+                self._tell_of_stall(ended)
 
     # Reports.
 
