@@ -93,7 +93,8 @@ class TensorGradients:
     @property
     def groups(self) -> Sequence[Collectives]:
         """The meshes of DTensor parameters."""
-        return groups_over(self._parameters.meshes, self._settings.timeout)
+        meshes = self._parameters.meshes
+        return groups_over(meshes, self._settings.timeout) if meshes else ()
 
     def unscale(self, live: Home, state: ScaleState) -> Found:
         """Divide them by the scale of a state, clip and judge them; or judge them alone.

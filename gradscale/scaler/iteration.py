@@ -312,7 +312,7 @@ class Iteration:
             self._tell_of_failure(optimizer)
             raise
         groups = groups or gradients.groups
-        unscaled = self._unscaled(turn, optimizer, groups)
+        unscaled = None if self.scaled else self._unscaled(turn, optimizer, groups)
         if unscaled is Presence.SOME and not groups:
             self._forbid_unscaled(turn)
         state = self.in_force(lambda: gradients.like)
@@ -364,7 +364,7 @@ class Iteration:
     def _unscaled(self, turn: Turn, optimizer: Optimizer, groups: Sequence[Collectives]) -> Presence | None:
         """Look at the gradients of a loss that this rank has not scaled: a host read for each. None for others."""
         live = self.live
-        if self.scaled or turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
+        if turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
             return None
         # Nothing has to be divided.
         if live.scale() == 1.0 and (groups or live.is_known):

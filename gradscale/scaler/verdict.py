@@ -53,7 +53,6 @@ class Pending:
         if isinstance(count, int) and count:
             code = claims.reason_code(Reason.OVERFLOW, agreement.rank())
         self._live, self._code, self._count = live, code, count
-        words = claims.hash_of(claim)
         norm: Array | float = 0.0
         if found.norm is not None and groups:
             (norm,) = live.backend.peek((found.norm,)) or (found.norm,)
@@ -63,12 +62,14 @@ class Pending:
                 live.require_possible(numbers[0])
                 self.known = verdict_from(count, count, at_min_scale, numbers[0], presence, scaled, code)
                 return
+            words = claims.hash_of(claim)
             values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, presence, scaled, code, norm)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
             if isinstance(count, int):
                 self._count = count = xp.reshape(live.backend.integers([count], state.scale), ())
+            words = claims.hash_of(claim)
             sent = claims.of_arrays(live.backend, live.policy, state, count, words, presence, scaled, code, norm)
         self._rank, self._updates = agreement.rank, live.updates
         self._ballot = agreement.send(groups, sent, number, claim)
