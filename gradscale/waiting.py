@@ -56,7 +56,7 @@ def poll(is_done: Callable[[], bool], timeout: float, *, longest_pause: float = 
 
 
 def wait_and_tell(wait: Callable[[float], bool], timeout: float, rank: int, size: int, operation: str) -> bool:
-    """Return whether what is waited for has come in time; after a minute say on the log who waits, and how long yet."""
+    """Return whether the other ranks have come in time; after a minute log who waits for them, and how long yet."""
     has_come = wait(min(timeout, _SILENT))
     if has_come or timeout <= _SILENT:
         return has_come

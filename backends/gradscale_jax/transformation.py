@@ -300,7 +300,7 @@ def _made(kind: Callable[..., T], fields: Any) -> T:
 
 
 def _named(rule: SkipSpikes | None, make: Callable[[SkipSpikes], Iterable[T]]) -> dict[str, tuple[T, ...]]:
-    """Return what is made of a rule by the name of what it measures; nothing without a rule."""
+    """Name the values that ``make`` returns for a rule by the quantities it judges; an empty dict without a rule."""
     return {} if rule is None else {f"gradscale_{'_and_'.join(rule.of)}": tuple(make(rule))}
 
 

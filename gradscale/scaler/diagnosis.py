@@ -70,7 +70,7 @@ class Diagnosis:
         return self.diagnose(optimizer, iteration, asked, gather=True)
 
     def of_stall(self, optimizer: Optimizer, iteration: Iteration) -> str:
-        """Return what this rank's gradients, weights and state say of the cause; empty if they cannot be looked at."""
+        """Return the cause that this rank's gradients, weights and state show; empty if they cannot be looked at."""
         asked = Asked(state=True, is_by_itself=True)
         try:
             found = self.diagnose(optimizer, iteration, asked, gather=False)

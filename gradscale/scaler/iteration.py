@@ -478,7 +478,7 @@ class Iteration:
         report = self._report(pending, verdicts, wanted) if reports.wants_updates else None
         underflow = None if wanted is not None else self._underflow(verdicts)
         for turn in self.turns:
-            # What was only looked at, or stepped by somebody else, teaches nothing.
+            # A window learns from no gradients that were only looked at, or that the user has stepped with.
             if self.guard is not None and turn.is_over and turn.judged is not None and turn.pending is not None:
                 self.guard.learn(turn.judged, turn.pending.reason(), live.backend.put)
         # Last, since Ctrl-C after it would let the next update adapt the state again.

@@ -109,7 +109,7 @@ class LiveState:
         return found if known is None else known[0] > 0
 
     def saved(self) -> Numbers | ScaleState:
-        """Return what ``restore`` goes back to, also if others write to the arrays of the state: numbers, or copies."""
+        """Return the state for ``restore``; if others write to its arrays, as numbers or in copies of them."""
         state = self.current()
         if not self.backend.is_shared:
             return state
