@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -17,8 +16,6 @@ from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError
 
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
-
-_dtype = operator.attrgetter("dtype")
 
 
 def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None = None) -> None:
@@ -74,7 +71,7 @@ def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
     """Tell thousands of floating arrays of one type and library by their few dtypes."""
     try:
         if len(set(map(type, leaves))) == 1 and is_array_api_obj(leaves[0]) and array_namespace(leaves[0]) is home:
-            kinds = list(map(dtype_kind, set(map(_dtype, leaves)), itertools.repeat(home)))
+            kinds = list(map(dtype_kind, {leaf.dtype for leaf in leaves}, itertools.repeat(home)))
             return Kind.INTEGRAL not in kinds and Kind.UNKNOWN not in kinds
     except Exception:
         # A look at each leaf says which one cannot be read.

@@ -23,8 +23,7 @@ _IsLeaf: TypeAlias = Callable[[Any], bool]
 # Of nodes side by side: None for a leaf; or a container, the keys of its children, and their plans.
 _Plans: TypeAlias = "list[tuple[object, Sequence[Hashable], _Plans] | None]"
 
-_reading = reading("a container of arrays")
-_rebuilding = reading("a container of arrays, made anew with other leaves,")
+_WHAT = "a container of arrays"
 
 
 def _is_leaf(node: object) -> bool:
@@ -95,7 +94,7 @@ def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Pl
     """Return the leaves of a tree, and its plan."""
     leaves: list[Array] = []
     above: dict[int, object] = {}
-    with _reading:
+    with reading(_WHAT):
         try:
             return leaves, _planned([tree], is_leaf, leaves, above)
         except RecursionError as error:
@@ -114,7 +113,7 @@ def _folded(plans: _Plans, leaves: Iterator[_Made], combine: Callable[..., _Made
 
 def _built(plans: _Plans, leaves: Iterable[object]) -> Any:
     """Return a tree as it was planned, with other leaves."""
-    with _rebuilding:
+    with reading(f"{_WHAT}, made anew with other leaves,"):
         return _folded(plans, iter(leaves), _rebuild)[0]
 
 
@@ -142,7 +141,7 @@ def map_leaves(function: Callable[..., object], tree: object, *rest: object) -> 
     {'a': 11, 'b': [22, 33]}
     """
     leaves, plans = _walked(tree)
-    with _reading:
+    with reading(_WHAT):
         columns = [_aligned(plans, [other]) for other in rest]
     return _built(plans, list(map(function, leaves, *columns)))
 
@@ -193,7 +192,7 @@ def leaves_with_paths(tree: object, is_leaf: _IsLeaf = _is_leaf) -> list[tuple[s
         located = zip(_suffixes(node, keys), children, strict=True)
         return [(suffix + path, leaf) for suffix, found in located for path, leaf in found]
 
-    with _reading:
+    with reading(_WHAT):
         return _folded(plans, ([("", leaf)] for leaf in leaves), below)[0]
 
 
