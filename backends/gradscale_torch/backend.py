@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ _CPU = torch.device("cpu")
 # Arguments of the kernel that adapts a state of the CPU.
 _FOUND = torch.zeros((), device=_CPU), torch.ones((), device=_CPU)
 _PLAIN = {Tensor, torch.nn.Parameter}
+_item = operator.methodcaller("item")
 
 # Bytes of one block: few enough to stay in a cache, and many enough to hide what a call costs.
 _BLOCK = 1 << 18
@@ -67,6 +69,8 @@ class TorchBackend(Backend):
 
     def __init__(self, settings: gradients.Settings | None = None) -> None:
         self._settings, self.is_shared, self.is_replayed = settings, settings is not None, False
+        # torch's ShardedGradScaler multiplies by factors that are rounded to float32.
+        self.takes_numbers = settings is None or not settings.is_sharded
 
     def collectives(self, group: Any, /, *, timeout: float) -> Collectives:
         """Wrap a ProcessGroup or DeviceMesh; ``timeout`` in seconds. No communication."""
@@ -82,7 +86,7 @@ class TorchBackend(Backend):
 
     def peek(self, arrays: Sequence[Tensor], /) -> list[Any] | None:
         """Return the numbers in 0-d tensors of one device; None if that is not the CPU."""
-        return None if devices.would_wait(arrays[0].device) else [x.item() for x in arrays]
+        return None if devices.would_wait(arrays[0].device) else list(map(_item, arrays))
 
     def start_read(self, x: Tensor, /) -> HostRead:
         """Begin to copy a 1-d int32 tensor to the CPU, which does not wait."""
@@ -174,6 +178,14 @@ class TorchBackend(Backend):
             state = self.with_numbers(policy.init(torch.zeros((), device=_CPU)), numbers)
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.
             return ScaleState(*(torch.full((), one.item(), dtype=one.dtype, device=home) for one in state))
+
+    def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
+        """Return a state with some fields replaced by numbers, which its tensors hold if others look at them."""
+        if self._settings is None or state.scale.is_inference():
+            return super().with_numbers(state, numbers)
+        for name, number in numbers.items():
+            getattr(state, name).fill_(number)
+        return ScaleState(*state)
 
     def adapt(self, policy: Policy, state: ScaleState, nonfinite: Tensor | int, held: Tensor | None) -> ScaleState:
         """Return the state after a step, by torch's kernel if that has the rule."""

@@ -109,7 +109,7 @@ class TensorGradients:
             self.is_touched, self._parameters.left_scaled = True, False
         flags: Flags = {}
         norm = None
-        number = scale.item() if scale.device.type == "cpu" else None
+        (number,) = live.backend.peek((scale,)) or (None,)
         is_one, may_be_below_one = number == 1.0, number is None or number < 1.0
         if number is None and not self._is_replayed and not is_capturing(scale.device):
             is_one, may_be_below_one = live.is_one(state), live.floor(state) < 1.0
@@ -134,7 +134,7 @@ class TensorGradients:
             count = count_nonfinite(flags, tensors)
         # A fused optimizer must not divide again what is unscaled.
         found = combined(flags, scale.device) if count is None else count
-        return Found(found, norm, len(tensors) > 0, request.judges_only and request.are_scaled, flags)
+        return Found(found, norm, len(tensors) > 0, request.judges_only and request.are_scaled, flags, number)
 
     def clip(self, one: object) -> Tensor:  # noqa: ARG002
         """Clip gradients that are not scaled, and return their norm, 0-d float32."""

@@ -114,7 +114,8 @@ def shown_of(iteration: Iteration, turn: Turn) -> Shown | None:
     if pending is None:
         if live.state is None:
             return None
-        found = Found(0, has_gradients=False, flags={})
+        (scale,) = live.backend.peek(live.state[:1]) or (None,)
+        found = Found(0, has_gradients=False, flags={}, scale=scale)
         pending = turn.pending = Pending(live, iteration.agreement, found, live.state, (), None, iteration.number)
         pending.is_judged = False
     if not isinstance(pending.override, Shown):

@@ -45,6 +45,8 @@ class Backend:
         The entry point's name.
     is_shared : bool
         Whether others may write to the arrays of a scaler's state, which therefore stay the same ones.
+    takes_numbers : bool
+        Whether a state whose numbers the host has is adapted by the policy's rule for numbers.
     is_replayed : bool
         Whether a captured graph scales or adapts the state, so that the host does not see what happens.
 
@@ -62,6 +64,7 @@ class Backend:
 
     name: str = "generic"
     is_shared: bool = False
+    takes_numbers: bool = True
     is_replayed: bool = False
 
     def read(self, x: Array, /) -> list[int]:
@@ -215,8 +218,9 @@ class Backend:
         return self.with_numbers(policy.init(like), numbers)
 
     def with_numbers(self, state: ScaleState, numbers: Mapping[str, float]) -> ScaleState:
-        """Return a state with some fields replaced by numbers, in the library and on the device of the others."""
-        return state._replace(**{name: self.number_like(x, getattr(state, name)) for name, x in numbers.items()})
+        """Return a state with some fields replaced by numbers, perhaps in the same arrays."""
+        fields = zip(ScaleState._fields, state, strict=True)
+        return ScaleState(*[self.number_like(numbers[name], x) if name in numbers else x for name, x in fields])
 
     def number_like(self, number: float, like: Array) -> Array:
         """Return a number as a 0-d array of the dtype of another, where that is."""

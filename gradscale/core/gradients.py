@@ -14,7 +14,7 @@ from gradscale.core import tree, validation
 from gradscale.core.arithmetic import UnitState, as_0d_array, clip_factor_of, float32_bits, is_floating
 from gradscale.core.identity import IdentityMap
 from gradscale.core.leaves import first_floating, floating_leaves
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import (
     Array,
     Collectives,
@@ -24,7 +24,7 @@ from gradscale.core.protocols import (
     OptimizerWithGroups,
     ScaleState,
 )
-from gradscale.errors import InvalidTypeError, InvalidValueError
+from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
     from gradscale.core.backend import Backend
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _Assign: TypeAlias = Callable[[dict[int, Array]], None]
 
 _INFINITY_BITS = 0x7F800000
-_reading_optimizer = reading("an optimizer")
 
 Listed: TypeAlias = IdentityMap[Any]
 """The parameters of optimizers as a framework lists them, kept from call to call."""
@@ -91,6 +90,8 @@ class Found(NamedTuple):
     """Whether they were only judged, and are left to the optimizer to unscale."""
     flags: Mapping[Any, Array] | None = None
     """By device whether any is not finite, for frameworks that look at it."""
+    scale: float | None = None
+    """The scale that they were divided by; None if the host would have to wait."""
 
 
 class Collected(Protocol):
@@ -122,11 +123,16 @@ class Gradients:
     __slots__ = ("_assign", "_leaves", "_master_dtype", "_request", "_what", "is_touched")
 
     def __init__(self, optimizer: Optimizer, request: Request) -> None:
-        with _reading_optimizer:
+        try:
             if hasattr(optimizer, "param_groups"):
                 self._leaves, self._assign = _from_param_groups(cast("OptimizerWithGroups", optimizer))
             else:
                 self._leaves, self._assign = _from_grads(optimizer)
+        except GradscaleError:
+            raise
+        except Exception as error:
+            refusal = unreadable("an optimizer", error)
+            raise refusal from error
         self._what = f"gradient of {type(optimizer).__name__}"
         self._master_dtype = getattr(optimizer, "master_dtype", None)
         self._request = request
@@ -159,10 +165,10 @@ class Gradients:
             raise
         if max_norm is not None:
             unscaled, nonfinite, norm = self._clip(backend, unscaled, nonfinite, squares, max_norm)
-        known = backend.peek((nonfinite,))
+        count, scale = backend.peek((nonfinite, state.scale)) or (nonfinite, None)
         if unscaled is not chosen:
             self._assign({id(old): new for old, new in zip(chosen, unscaled, strict=True)})
-        return Found(nonfinite if known is None else known[0], norm, len(chosen) > 0)
+        return Found(count, norm, len(chosen) > 0, scale=scale)
 
     def clip(self, one: Callable[[Array], tuple[Home, ScaleState]]) -> Array | None:
         """Clip gradients that are not scaled, and return their norm; None without any.

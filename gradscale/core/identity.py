@@ -21,8 +21,12 @@ class IdentityMap(Generic[_Value]):
 
     def put(self, key: object, value: _Value) -> None:
         """Set the value of an object."""
+        identity = id(key)
+        if identity in self._entries:
+            self._entries[identity] = self._entries[identity][0], value
+            return
         # Weakly, because a cycle would keep the map and its arrays until the collector runs.
-        identity, this = id(key), weakref.ref(self)
+        this = weakref.ref(self)
 
         def forget(_: object) -> None:
             if (alive := this()) is not None:
@@ -32,8 +36,7 @@ class IdentityMap(Generic[_Value]):
             reference: object = weakref.ref(key, forget)
         except TypeError:
             reference = key
-            if identity not in self._entries:
-                self._kept.append(identity)
+            self._kept.append(identity)
         self._entries[identity] = (reference, value)
         if len(self._kept) > _MOST_KEPT:
             del self._entries[self._kept.pop(0)]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from array_api_compat import array_namespace, is_array_api_obj
 
 from gradscale.core import tree
-from gradscale.core.arithmetic import Kind, dtype_kind, kind_of, library_name
+from gradscale.core.arithmetic import Kind, kind_of, library_name
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Array, Namespace
 from gradscale.errors import InvalidTypeError
 
 _Rebuild: TypeAlias = Callable[[Sequence[object]], object]
+
+# Types and dtypes of floating arrays, and the names of the namespaces that they belong to.
+_known: set[tuple[type, object, str]] = set()
 
 
 def require_arrays(leaves: Sequence[object], what: str, rebuild: _Rebuild | None = None) -> None:
@@ -55,28 +57,27 @@ def floating_leaves(
 
     Errors call a leaf ``what``, and ``rebuild`` builds the tree, to name the place of a bad one.
     """
-    if not _all_floating(leaves, home):
+    if not _are_known(leaves, home):
         with reading(what):
             kinds = [(type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
-            known = {}
+            floating = set()
             for kind in dict.fromkeys(kinds):
                 first = kinds.index(kind)
                 name = functools.partial(_leaf_name, what, leaves, first, rebuild)
-                known[kind] = _is_floating(leaves[first], home, takes_integers, name)
-            leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if known[kind]]
+                if _is_floating(leaves[first], home, takes_integers, name):
+                    floating.add(kind)
+            leaves = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind in floating]
+            _known.update((*kind, home.__name__) for kind in floating)
     return leaves if len(set(map(id, leaves))) == len(leaves) else [*{id(x): x for x in leaves}.values()]
 
 
-def _all_floating(leaves: Sequence[Array], home: Namespace) -> bool:
-    """Tell thousands of floating arrays of one type and library by their few dtypes."""
+def _are_known(leaves: Sequence[Array], home: Namespace) -> bool:
+    """Tell whether thousands of leaves are of the few kinds that were found to be floating arrays of a library."""
     try:
-        if len(set(map(type, leaves))) == 1 and is_array_api_obj(leaves[0]) and array_namespace(leaves[0]) is home:
-            kinds = list(map(dtype_kind, {leaf.dtype for leaf in leaves}, itertools.repeat(home)))
-            return Kind.INTEGRAL not in kinds and Kind.UNKNOWN not in kinds
+        return {(type(leaf), leaf.dtype, home.__name__) for leaf in leaves} <= _known
     except Exception:
         # A look at each leaf says which one cannot be read.
         return False
-    return False
 
 
 def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, name: Callable[[], str]) -> bool:

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from gradscale.core.messages import reading, shown
+from gradscale.core.messages import reading, shown, unreadable
 from gradscale.core.protocols import Array
-from gradscale.errors import InvalidValueError
+from gradscale.errors import GradscaleError, InvalidValueError
 
 __all__ = ["flatten", "leaves_with_paths", "map_leaves"]
 
@@ -94,12 +94,15 @@ def _walked(tree: object, is_leaf: _IsLeaf = _is_leaf) -> tuple[list[Array], _Pl
     """Return the leaves of a tree, and its plan."""
     leaves: list[Array] = []
     above: dict[int, object] = {}
-    with reading(_WHAT):
-        try:
-            return leaves, _planned([tree], is_leaf, leaves, above)
-        except RecursionError as error:
-            deepest = next(reversed(above.values()), tree)
-            raise _endless(deepest, f"is below {len(above)} others: make it anew from its own leaves") from error
+    try:
+        return leaves, _planned([tree], is_leaf, leaves, above)
+    except RecursionError as error:
+        deepest = next(reversed(above.values()), tree)
+        raise _endless(deepest, f"is below {len(above)} others: make it anew from its own leaves") from error
+    except GradscaleError:
+        raise
+    except Exception as error:
+        raise unreadable(_WHAT, error) from error
 
 
 def _folded(plans: _Plans, leaves: Iterator[_Made], combine: Callable[..., _Made]) -> list[_Made]:

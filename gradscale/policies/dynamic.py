@@ -353,22 +353,19 @@ def next_numbers(policy: object, state: Sequence[Any], nonfinite: int) -> Number
     run = min(growth_tracker, threshold - 1) + 1
     grow = not overflow and run >= threshold
     restart = 1 if policy.growth_after == "first_interval_plus_one" else 0
-    limit = policy.hysteresis if policy.tolerance is None else validation.LARGEST_INT32
-    overflows, steps = min(overflow_tracker, limit - 1) + 1, min(rescale_tracker, validation.LARGEST_INT32 - 1) + 1
-    is_due = overflows >= limit
-    if policy.tolerance is not None:
-        is_due = rounded(rounded(overflows) / rounded(steps)) >= rounded(policy.tolerance)
-    backoff = overflow and is_due
-    counted = overflows if overflow else overflow_tracker
-    if policy.tolerance is not None:
-        counted, steps = 0 if backoff else counted, 0 if backoff or grow else steps
-    else:
-        steps = rescale_tracker
-        if policy.hysteresis == 1:
-            counted = overflow_tracker
-        else:
+    backoff, counted, steps = overflow, overflow_tracker, rescale_tracker
+    if policy.tolerance is not None or policy.hysteresis > 1:
+        limit = policy.hysteresis if policy.tolerance is None else validation.LARGEST_INT32
+        overflows = min(overflow_tracker, limit - 1) + 1
+        counted = overflows if overflow else overflow_tracker
+        if policy.tolerance is None:
+            backoff = overflow and overflows >= limit
             events = {"clean_step": not overflow, "growth": grow, "backoff": backoff}
             counted = 0 if any(map(events.__getitem__, policy.hysteresis_refill)) else counted
+        else:
+            steps = min(rescale_tracker, limit - 1) + 1
+            backoff = overflow and rounded(rounded(overflows) / rounded(steps)) >= rounded(policy.tolerance)
+            counted, steps = 0 if backoff else counted, 0 if backoff or grow else steps
     if backoff:
         lowered, floor = rounded(scale * policy.backoff_factor), rounded(policy.min_scale)
         scale = max(lowered, floor) if policy.at_min != "hold" or lowered >= floor else scale

@@ -13,7 +13,7 @@ from array_api_compat import is_array_api_obj
 from gradscale.core.arithmetic import is_floating
 from gradscale.core.gradients import Listed, Request, named_gradients, require_step
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Array, Collectives, Numbers, Optimizer, ScaleState
+from gradscale.core.protocols import Array, Collectives, Optimizer, ScaleState
 from gradscale.errors import (
     BackendError,
     CallOrderError,
@@ -32,7 +32,7 @@ from gradscale.scaler.guard import Guard, Judged, Losses
 from gradscale.scaler.mistakes import Mistakes
 from gradscale.scaler.overflow import NO_GRADIENTS
 from gradscale.scaler.reports import Reports, StepReport, UpdateReport, step_report
-from gradscale.scaler.state import LiveState, checked_scale, copied
+from gradscale.scaler.state import LiveState, Saved, checked_scale, copied
 from gradscale.scaler.tally import Tally
 from gradscale.scaler.verdict import Pending
 
@@ -118,7 +118,7 @@ class Iteration:
         self.state: ScaleState | None = None
         self.lowered: ScaleState | None = None
         # The state before an update; if that is interrupted, the next call goes back to it.
-        self._before: Numbers | ScaleState | None = None
+        self._before: Saved | None = None
         self.losses = Losses()
         self.loss_nonfinite: tuple[Array, ...] = ()
         self.steps: list[StepReport] = []
@@ -132,8 +132,13 @@ class Iteration:
     # Turns.
 
     def turn_of(self, optimizer: Optimizer) -> Turn:
-        """Return an optimizer's turn; after a failed agreement, raise its error again."""
+        """Return an optimizer's turn; after a failed agreement, raise its error again.
+
+        CallOrderError after an update that was interrupted.
+        """
         self.require_sound()
+        if self._before is not None:
+            self.wrong_order("update() was interrupted, and may have adapted the scale: call it again first")
         known = self._known.get(id(optimizer))
         if known is not None and known[0] is not None and known[0]() is optimizer:
             return known[1]
@@ -206,7 +211,7 @@ class Iteration:
 
     def to_scale_with(self, like: Array) -> ScaleState:
         """Return the state to scale with; a first one is made beside ``like``."""
-        return self._closure_state or self.live.current(like)
+        return self._closure_state or self.live.state or self.live.current(like)
 
     def in_force(self, first: Callable[[], Array | None]) -> ScaleState:
         """Return the state to unscale with; one is made beside the ``first`` array, or CallOrderError without any."""
@@ -223,7 +228,7 @@ class Iteration:
     def note_scaled(self, state: ScaleState) -> None:
         """Record the state that outputs were scaled with."""
         if self._closure_state is None:
-            if not self.is_of_live_state:
+            if self.live.is_fresh and self.state is not None:
                 # The losses before were those of an iteration that a load has given up.
                 self.losses = Losses()
             self.state = state
@@ -256,7 +261,6 @@ class Iteration:
     def begin_unscale(self, optimizer: Optimizer) -> Turn:
         """Return an optimizer's turn; CallOrderError if it was unscaled or stepped already."""
         turn = self.turn_of(optimizer)
-        self._require_no_update()
         if turn.stage is Stage.UNSCALED:
             if turn.is_incomplete:
                 self.wrong_order(_INCOMPLETE)
@@ -271,16 +275,11 @@ class Iteration:
         """Return an optimizer's turn; CallOrderError if it was stepped already, InvalidTypeError if it cannot be."""
         require_step(optimizer)
         turn = self.turn_of(optimizer)
-        self._require_no_update()
         if turn.stage is Stage.STEPPED:
             self.wrong_order(f"step() has already been called {_SINCE}")
         if turn.stage is Stage.READY and self.reports.under_way:
             self.check_late_verdicts()
         return turn
-
-    def _require_no_update(self) -> None:
-        if self._before is not None:
-            self.wrong_order("update() was interrupted, and may have adapted the scale: call it again first")
 
     def check_late_verdicts(self, *, waits: bool = False) -> None:
         """Look at late verdicts that have arrived, or all: ranks may differ, and the scale is known for a while."""
@@ -466,11 +465,12 @@ class Iteration:
         """
         live, reports = self.live, self.reports
         self.require_sound()
-        if new_scale is None and any(turn.refused and turn.stage is Stage.READY for turn in self.turns):
-            self.wrong_order(
-                "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
-                "same object, which then makes no step, or end the iteration with update(get_scale())"
-            )
+        for turn in self.turns:
+            if turn.refused and turn.stage is Stage.READY and new_scale is None:
+                self.wrong_order(
+                    "refuse() was called for an optimizer that was neither unscaled nor stepped: call step() of the "
+                    "same object, which then makes no step, or end the iteration with update(get_scale())"
+                )
         wanted = None if new_scale is None else checked_scale(new_scale, live.policy)
         pending, verdicts = self.read_verdicts()
         if wanted is None and self.lowered is None and not pending:
@@ -546,7 +546,7 @@ class Iteration:
                 self._before = self.live.saved()
             else:
                 self.live.restore(self._before)
-            self.live.advance(counts, held if len(held) == len(counts) else ())
+            self.live.advance(counts, held if len(held) == len(counts) else (), self._before)
 
     def read_verdicts(self) -> tuple[list[Pending], list[Verdict]]:
         """Return the pending verdicts that count in the update, and the verdicts that are read by now."""

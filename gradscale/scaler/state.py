@@ -23,6 +23,8 @@ from gradscale.errors import BackendError, InvalidTypeError, InvalidValueError
 from gradscale.policies.dynamic import DynamicScale, StaticScale, next_numbers
 
 _Trackers: TypeAlias = tuple[float, ...]
+Saved: TypeAlias = list[Any] | ScaleState
+"""A state: as a list of numbers, if the host has them."""
 
 # What trackers may reach if the policy does not say.
 _ANY_TRACKERS: _Trackers = (validation.LARGEST_INT32,) * 3
@@ -108,23 +110,23 @@ class LiveState:
         known = None if found is None else self.backend.peek((found,))
         return found if known is None else known[0] > 0
 
-    def saved(self) -> Numbers | ScaleState:
-        """Return the state for ``restore``; if others write to its arrays, as numbers or in copies of them."""
-        state = self.current()
-        if not self.backend.is_shared:
-            return state
-        known = self.backend.peek(state)
-        return copied(state) if known is None else Numbers(*known)
+    def saved(self) -> Saved:
+        """Return the state for ``restore``: numbers if the host has them; copies if others write to its arrays."""
+        state = self.state or self.current()
+        return self.backend.peek(state) or (copied(state) if self.backend.is_shared else state)
 
-    def restore(self, saved: Numbers | ScaleState) -> None:
+    def restore(self, saved: Saved) -> None:
         """Go back to a state that was saved before an update that was interrupted."""
         state = self.current()
-        if isinstance(saved, Numbers):
-            saved = self.backend.with_numbers(state, saved._asdict())
+        if isinstance(saved, list):
+            saved = self.backend.with_numbers(state, dict(zip(ScaleState._fields, saved, strict=True)))
         self.state = self.backend.put(state, saved)
 
-    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = ()) -> None:
-        """Adapt the state to the counts of an iteration, without a host read, unless all of ``held`` (0-d) are true."""
+    def advance(self, counts: Sequence[Array | int], held: Sequence[Array] = (), before: Saved | None = None) -> None:
+        """Adapt the state to the counts of an iteration, unless all of ``held`` (0-d) are true. No host read.
+
+        ``before`` is the state as ``saved`` has just returned it.
+        """
         state = self.state or self.current()
         self.updates += 1
         self.is_fresh = False
@@ -136,12 +138,12 @@ class LiveState:
             else:
                 found = self.home.maximum(found, count)
         is_held = functools.reduce(self.home.logical_and, held) if held else None
-        if isinstance(found, int) and is_held is None and not self.backend.is_shared:
-            known = self.backend.peek(state)
-            new = None if known is None else next_numbers(self.policy, known, found)
-            if known is not None and new is not None:
-                pairs = zip(new, known, state, strict=True)
-                self.state = ScaleState(*[x if y == z else self.backend.number_like(y, x) for y, z, x in pairs])
+        before = self.saved() if before is None else before
+        if isinstance(found, int) and is_held is None and isinstance(before, list) and self.backend.takes_numbers:
+            new = next_numbers(self.policy, before, found)
+            if new is not None:
+                fields = zip(ScaleState._fields, new, before, strict=True)
+                self.state = self.backend.with_numbers(state, {name: x for name, x, old in fields if x != old})
                 return
         self.state = self.backend.adapt(self.policy, state, found, is_held)
 

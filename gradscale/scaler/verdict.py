@@ -47,7 +47,8 @@ class Pending:
         presence = (unscaled or Presence.SOME) if found.has_gradients else Presence.NONE
         self._is_idle = presence is Presence.ZEROS and not groups
         # The state as numbers, if the host knows them; alone, of the scale.
-        numbers = live.backend.peek(state if groups else state[:1])
+        alone = None if found.scale is None else [found.scale]
+        numbers = live.backend.peek(state) if groups else alone
         if not isinstance(code, int):
             (code,) = live.backend.peek((code,)) or (code,)
         if isinstance(count, int) and count:
@@ -62,8 +63,9 @@ class Pending:
                 live.require_possible(numbers[0])
                 self.known = verdict_from(count, count, at_min_scale, numbers[0], presence, scaled, code)
                 return
+            self.numbers = Numbers(*numbers)
             words = claims.hash_of(claim)
-            values = claims.of_numbers(Numbers(*numbers), words, count, at_min_scale, presence, scaled, code, norm)
+            values = claims.of_numbers(self.numbers, words, count, at_min_scale, presence, scaled, code, norm)
             sent = live.backend.integers(values, state.scale)
         else:
             xp = live.home
@@ -102,7 +104,7 @@ class Pending:
                 ballot.agreed(is_read=True)
             values = copy()
             agreed, sent = values[:LENGTH], values[LENGTH:] or values
-        fields, self.numbers = claims.state_bits(sent), claims.state_of(sent)
+        fields, self.numbers = claims.state_bits(sent), self.numbers or claims.state_of(sent)
         if hasattr(self.state.scale, "compute"):
             # A lazy library would compute all that it depends on once more in the update.
             self._count = live.home.asarray(claims.verdict_of(agreed, sent).nonfinite, dtype=live.home.int32)
