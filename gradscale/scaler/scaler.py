@@ -14,14 +14,12 @@ from gradscale.core.arithmetic import NormOver, checked_norm
 from gradscale.core.backend import Backend
 from gradscale.core.gradients import Request
 from gradscale.core.identity import IdentityMap
-from gradscale.core.messages import shown, unreadable, warn_caller
+from gradscale.core.messages import shown, unreadable
 from gradscale.core.protocols import Array, Collectives, Namespace, Optimizer, ScaleState
 from gradscale.errors import (
     CallOrderError,
     InvalidTypeError,
     InvalidValueError,
-    TrainingStalledError,
-    TrainingStalledWarning,
 )
 from gradscale.policies.dynamic import StaticScale
 from gradscale.scaler import checkpoint
@@ -37,7 +35,7 @@ from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
-from gradscale.scaler.tally import Tally
+from gradscale.scaler.tally import Tally, tell
 
 _Outputs = TypeVar("_Outputs")
 
@@ -725,17 +723,14 @@ class GradScaler:
         gives_up = tally.has_to_give_up
         if not gives_up and not tally.has_to_warn():
             return
-        texts = [str(tally)]
+        texts = [str(tally.row)]
         if "overflow" in tally.row.reasons:
             texts += [self._diagnosis.of_stall(optimizer, ended) for optimizer in ended.optimizers()]
         if "spike" in tally.row.reasons and guard is not None:
             texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
         if "refused" in tally.row.reasons:
             texts.append("The program calls refuse() for each step")
-        msg = ". ".join(filter(None, texts))
-        if gives_up:
-            raise TrainingStalledError(msg)
-        warn_caller(msg, TrainingStalledWarning)
+        tell(texts, gives_up=gives_up)
 
 
 class ShardedGradScaler(GradScaler):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gradscale.core import validation
+from gradscale.core.messages import warn_caller
+from gradscale.errors import TrainingStalledError, TrainingStalledWarning
 from gradscale.scaler.reports import StepReport
 
 _NAMES = ("taken", "overflow", "spike", "refused")
@@ -36,6 +38,29 @@ class Row(NamedTuple):
             self.last,
             step.scale,
         )
+
+    @property
+    def is_falling(self) -> bool:
+        """Whether the scale still falls, as a first one that is much too large may for long."""
+        return 1.0 < self.last < self.previous
+
+    def __str__(self) -> str:
+        words = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike", "refused": "a refusal"}
+        reasons = ", ".join(f"{count} for {words[name]}" for name, count in self.reasons.items())
+        seen = f"first seen by rank {', '.join(map(str, sorted(self.ranks)))}; " if self.ranks else ""
+        scales = "" if self.first == self.last == 1.0 else f"the scale went from {self.first:g} to {self.last:g}, and "
+        return (
+            f"each step of the last {self.length} iterations was skipped: {reasons}; {seen}{scales}no weight has "
+            f"changed since"
+        )
+
+
+def tell(sentences: Iterable[str], *, gives_up: bool) -> None:
+    """Raise TrainingStalledError with some sentences, of which some may be empty, or warn."""
+    msg = ". ".join(filter(None, sentences))
+    if gives_up:
+        raise TrainingStalledError(msg)
+    warn_caller(msg, TrainingStalledWarning)
 
 
 class Tally:
@@ -73,20 +98,7 @@ class Tally:
 
     def has_to_warn(self) -> bool:
         """Tell whether a warning is due: after some skipped iterations, and again after ten times as many."""
-        row = self.row
-        # A first scale that is much too large may fall for long.
-        is_falling = 1.0 < row.last < row.previous
-        if self._warn_at is None or row.length < self._warn_at or is_falling:
+        if self._warn_at is None or self.row.length < self._warn_at or self.row.is_falling:
             return False
         self._warn_at *= 10
         return True
-
-    def __str__(self) -> str:
-        row = self.row
-        words = {"overflow": "non-finite gradients (inf or NaN)", "spike": "a spike", "refused": "a refusal"}
-        reasons = ", ".join(f"{count} for {words[name]}" for name, count in row.reasons.items())
-        ranks = ", ".join(map(str, sorted(row.ranks))) or "unknown"
-        return (
-            f"each step of the last {row.length} iterations was skipped: {reasons}; first seen by rank {ranks}; the "
-            f"scale went from {row.first:g} to {row.last:g}, and no weight has changed since"
-        )
