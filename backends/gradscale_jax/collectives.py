@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,16 @@ from jax import lax
 
 from gradscale import ScaleState, registry
 from gradscale.core import validation
+from gradscale.core.arithmetic import is_floating
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import CallOrderError, InvalidTypeError, ScaleDesyncError, ScaleUnderflowError
 from gradscale.scaler import claim as claims
+from gradscale.scaler.overflow import ParameterReport, find_cause
+from gradscale.scaler.tally import Row, tell
 from gradscale.waiting import require_message
 from gradscale_jax import trees
+from gradscale_jax.arrays import JaxBackend
 
 
 class AxisCollectives:
@@ -88,6 +92,9 @@ class Verdict(NamedTuple):
         1-d int32: the fingerprints of state and policy over the ranks; equal unless ``desynced``.
     spike : array
         0-d bool: a rank has seen a spike, and no rank an overflow. No rank may step, and the scale stays as it is.
+    tally : array, optional
+        1-d int32: what :meth:`counts` returns and more, and first how many steps in a row were skipped. None without
+        ``warn_after=`` and ``give_up_after=``.
 
     Examples
     --------
@@ -108,6 +115,7 @@ class Verdict(NamedTuple):
     highest: jax.Array
     lowest: jax.Array
     spike: jax.Array
+    tally: jax.Array | None = None
 
     @property
     def finite(self) -> jax.Array:
@@ -137,19 +145,39 @@ class Verdict(NamedTuple):
         )
         raise InvalidTypeError(msg)
 
-    def check(self, policy: Policy) -> None:
+    def counts(self) -> dict[str, int]:
+        """Return how many steps were made or skipped so far: ``taken``, ``overflow`` and ``spike``; one host read.
+
+        CallOrderError if they are not counted, since neither ``warn_after=`` nor ``give_up_after=`` was given.
+        """
+        if self.tally is None:
+            msg = "steps are counted with warn_after= or give_up_after=, got the verdict of a step without them"
+            raise CallOrderError(msg)
+        return dict(zip(("taken", "overflow", "spike"), np.asarray(self.tally)[..., 3:6].T.tolist(), strict=True))
+
+    def check(self, policy: Policy | None = None, params: object = None) -> None:
         """Raise on the host what a compiled step cannot; waits for the step, so call it as often as you log.
+
+        With ``warn_after=`` each check warns, by a TrainingStalledWarning, once so many steps in a row were skipped and
+        the scale falls no longer.
 
         Parameters
         ----------
-        policy : Policy
-            The one of the step, for the message. The fields may be stacked, as a scan, vmap or pmap returns them.
+        policy : Policy, optional
+            The one of the step, for the message. The fields of the verdict may be stacked, as a scan, vmap or pmap
+            returns them.
+        params : pytree, optional
+            Say in the message on a row of skipped steps whether these hold inf or NaN. They are looked at for that
+            message alone; if they are spread over processes, all of these must check.
 
         Raises
         ------
         CallOrderError, ScaleDesyncError, ScaleUnderflowError
             For a traced verdict; when the ranks held different states, whose fields it names; when the policy's minimum
             was reached with ``at_min="raise"`` and gradients still overflow.
+        TrainingStalledError
+            With ``give_up_after=``, once so many steps in a row were skipped. Nothing is changed: the state that the
+            step returned can be saved, and used on.
         """
         if any(isinstance(field, jax.core.Tracer) for field in self):
             msg = "check() reads from the device: call it outside of jit, on the verdict that the step returns"
@@ -171,15 +199,52 @@ class Verdict(NamedTuple):
                 f"the unscaled loss or the data, or lower min_scale"
             )
             raise ScaleUnderflowError(msg)
+        if found.tally is not None:
+            _tell_of_stall(found.tally, params)
 
 
 def _in_words(verdict: Verdict) -> str:
-    nonfinite, desynced, _, highest, lowest, spike = (np.asarray(field).tolist() for field in verdict)
+    nonfinite, desynced, _, highest, lowest, spike, _ = (np.asarray(field).tolist() for field in verdict)
     if desynced:
         return "; ".join(["skipped, ranks hold different states", *claims.spread(lowest, highest)])
     bad = f"gradient arrays that are not finite: {nonfinite}" if nonfinite else "a spike"
     what = f"skipped, {bad}" if nonfinite or spike else "taken"
     return f"{what}, scale {validation.float32_from_bits(highest[0]):.9g}"
+
+
+def counted(verdict: Verdict, before: jax.Array, limits: list[int]) -> Verdict:
+    """Return a verdict with the tally of the step before it and this step.
+
+    Its elements are how many steps in a row were skipped, for an overflow, for a spike; how many in all were made, and
+    skipped for either; the bits of three scales, as a Row has them; and the two limits.
+    """
+    taken, reasons, scale = verdict.taken, [verdict.nonfinite != 0, verdict.spike], verdict.highest[0]
+    happened = jnp.stack([jnp.logical_not(taken), *reasons, taken, *reasons]).astype(jnp.int32)
+    lasting = jnp.where(taken, np.asarray([0, 0, 0, 1, 1, 1], np.int32), 1) * before[:6]
+    counts = jnp.minimum(lasting, validation.LARGEST_INT32 - happened) + happened
+    scales = jnp.stack([jnp.where(before[0] > 0, before[6], scale), before[8], scale])
+    return verdict._replace(tally=jnp.concatenate([counts, scales, np.asarray(limits, np.int32)]))
+
+
+def _tell_of_stall(tally: Any, params: object) -> None:
+    """Warn of the longest of the rows in one or several tallies, or raise, if a limit says so."""
+    length, overflow, spike, _, _, _, *scales, warn_after, give_up_after = max(tally.reshape(-1, 11).tolist())
+    reasons = {name: count for name, count in (("overflow", overflow), ("spike", spike)) if count}
+    row = Row(length, 0, reasons, frozenset(), *map(validation.float32_from_bits, scales))
+    if length >= give_up_after or (length >= warn_after and not row.is_falling):
+        strict = "All is judged by skip=, which may be too strict for what is usual here" if spike else ""
+        tell([str(row), _broken_weights(params) if overflow else "", strict], gives_up=length >= give_up_after)
+
+
+def _broken_weights(params: object) -> str:
+    """Return in words that parameters hold inf or NaN; empty if they do not. One host read."""
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    held = {name: x for name, x in leaves.items() if isinstance(x, jax.Array) and is_floating(x)}
+    found = zip(held, JaxBackend().read_summaries([*held.values()])[0], strict=True)
+    reports = [ParameterReport(name, kind="weight", **summary._asdict()) for name, summary in found]
+    broken = sorted((report for report in reports if report.nonfinite), key=lambda report: report.badness)
+    cause, explanation = find_cause((), 1.0, 1.0, None, broken, is_scaled=False)
+    return f"Cause: {cause}. {explanation.rstrip('.')}" if broken else ""
 
 
 def agree(

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gradscale import ScaleState
-from gradscale.core import validation
+from gradscale import ScaleState, SkipSpikes
 from gradscale.core.arithmetic import Kind, UnitState, kind_of
 from gradscale.core.messages import shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale_jax import trees
-from gradscale_jax.collectives import Verdict, agree
+from gradscale_jax.collectives import Verdict
+from gradscale_jax.judge import GuardedState, Judge
 
 P = ParamSpec("P")
 V = TypeVar("V")
 G = TypeVar("G")
+S = TypeVar("S", ScaleState, GuardedState)
 
 
-class Scaled(NamedTuple, Generic[V]):
+class Scaled(NamedTuple, Generic[V, S]):
     """The result of a function that :func:`value_and_grad` makes; a pytree.
 
     Attributes
@@ -37,7 +39,7 @@ class Scaled(NamedTuple, Generic[V]):
         Unscaled gradients; not finite where ``verdict.finite`` is false.
     verdict : Verdict
         Whether to take the step.
-    state : ScaleState
+    state : ScaleState or GuardedState
         For the next step.
 
     Examples
@@ -53,7 +55,34 @@ class Scaled(NamedTuple, Generic[V]):
     value: V
     grads: Any
     verdict: Verdict
-    state: ScaleState
+    state: S
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiated(Generic[P, V]):
+    """What :func:`value_and_grad` returns: call it with ``(state, *args, **kwargs)``.
+
+    Attributes
+    ----------
+    init : callable
+        Takes the parameters, and returns the first state, on their devices: a GuardedState if spikes are skipped or
+        steps counted, else ``policy.init()``.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_jax, jax.numpy as jnp
+    >>> differentiate = gradscale_jax.value_and_grad(jnp.sum, gradscale.DynamicScale(), give_up_after=20)
+    >>> state = differentiate.init(jnp.ones(2))
+    >>> print(differentiate(state, jnp.ones(2)).verdict.counts())
+    {'taken': 1, 'overflow': 0, 'spike': 0}
+    """
+
+    _call: Callable[..., Scaled[V, Any]]
+    init: Callable[[object], Any]
+
+    def __call__(self, state: S, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, S]:
+        """Evaluate the loss and its gradients, judge them, and adapt the scale."""
+        return self._call(state, *args, **kwargs)
 
 
 def value_and_grad(
@@ -67,7 +96,10 @@ def value_and_grad(
     reduce: Callable[[G], G] | None = None,
     dtype: DTypeLike | None = None,
     filter: Callable[[Any], bool] | None = None,  # noqa: A002
-) -> Callable[Concatenate[ScaleState, P], Scaled[V]]:
+    skip: SkipSpikes | None = None,
+    warn_after: int | None = None,
+    give_up_after: int | None = None,
+) -> Differentiated[P, V]:
     """Make a function that evaluates a loss and its unscaled gradients, judges them, and adapts the scale.
 
     Parameters
@@ -95,18 +127,28 @@ def value_and_grad(
         module. The gradients are the same tree with None for other leaves, as ``eqx.filter_grad`` returns it. Default:
         every leaf is trained. For flax nnx give the parameters of ``nnx.split(model, nnx.Param, ...)``, and
         ``nnx.merge`` them in ``fun``.
+    skip : SkipSpikes, optional
+        Tell by ``verdict.taken`` of spikes, too, of the loss and of the global norm of the unscaled gradients; the
+        scale stays as it is. For windows that are equal on all ranks return the mean of the loss, and let each rank
+        hold whole gradients. Default: none.
+    warn_after, give_up_after : int, optional
+        Count the steps made and skipped: ``verdict.counts()``. After so many skipped steps in a row
+        ``verdict.check(policy, params)`` warns by a TrainingStalledWarning, or raises TrainingStalledError, on all
+        ranks of ``axis_name``. Default: none; if both are, nothing is counted.
 
     Returns
     -------
     callable
-        ``(state, *args, **kwargs) -> Scaled``. It composes with jit, vmap, scan, ``jax.checkpoint`` and shard_map; no
-        host read. A float16 loss is never scaled by more than 32768, since the first cotangent has its dtype.
+        ``(state, *args, **kwargs) -> Scaled``, whose ``init(params)`` makes the first state: with ``skip`` or a limit a
+        GuardedState, else a ScaleState, as ``policy.init`` does. It composes with jit, vmap, scan, ``jax.checkpoint``
+        and shard_map; no host read. A float16 loss is never scaled by more than 32768, since the first cotangent has
+        its dtype.
 
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        From the function: when the loss is no real floating scalar, the state no ScaleState, or an argument holds more
-        than can be differentiated by.
+        From the function: when the loss is no real floating scalar, the state not of its ``init``, or an argument holds
+        more than can be differentiated by.
 
     Examples
     --------
@@ -119,7 +161,7 @@ def value_and_grad(
     >>> print(step(policy.init(jnp.zeros(())), jnp.ones(2))[0])
     [0.5 0.5]
     """
-    validation.policy(policy)
+    judge = Judge(policy, axis_name, skip, warn_after=warn_after, give_up_after=give_up_after)
     if filter is not None and not callable(filter):
         msg = f"filter must be a function of a leaf, such as eqx.is_inexact_array, got {filter!r}"
         raise InvalidTypeError(msg)
@@ -127,8 +169,9 @@ def value_and_grad(
     call: Callable[..., V] = fun
     chosen = _indices(argnums)
 
-    def scaled_value_and_grad(state: ScaleState, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V]:
-        state = trees.as_state(state)
+    def scaled_value_and_grad(given: object, /, *args: P.args, **kwargs: P.kwargs) -> Scaled[V, Any]:
+        before = judge.opened(given)
+        state = before.scale_state
         trained: list[object] = list(args)
         for index in _positions(chosen, len(args)):
             if filter is not None:
@@ -148,11 +191,13 @@ def value_and_grad(
             grads = reduce(grads)
         limited = _limit(state, loss)
         unscaled, nonfinite = trees.unscale(grads, trees.to_unscale_with(limited, policy), dtype=dtype)
-        verdict = agree(nonfinite, limited, policy, axis_name)
+        verdict, after = judge(nonfinite, unscaled, loss, before._replace(scale_state=limited))
         updated = _limit(policy.update(limited, nonfinite=verdict.nonfinite), loss)
-        return Scaled(value, unscaled, verdict, trees.select(verdict.desynced, state, updated))
+        held = verdict.desynced if skip is None else jnp.logical_or(verdict.desynced, verdict.spike)
+        after = after._replace(scale_state=trees.select(held, state, updated))
+        return Scaled(value, unscaled, verdict, judge.closed(after))
 
-    return scaled_value_and_grad
+    return Differentiated(scaled_value_and_grad, lambda params: judge.closed(judge.begin(params)[0]))
 
 
 def _indices(argnums: Any) -> int | tuple[int, ...]:

@@ -11,17 +11,16 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from gradscale import ScaleState, SkipSpikes
+from gradscale import ScaleState, SkipSpikes, StaticScale
 from gradscale.core import validation
-from gradscale.core.arithmetic import UnitState, check_real_dtype, is_floating
+from gradscale.core.arithmetic import UnitState, check_real_dtype
 from gradscale.core.messages import reading, shown
 from gradscale.core.protocols import Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
-from gradscale.policies.spikes import SpikeState, empty_windows
-from gradscale.scaler.guard import checked_loss, guard_for
+from gradscale.policies.spikes import SpikeState
 from gradscale_jax import trees
-from gradscale_jax.arrays import JaxBackend, sum_of_squares
-from gradscale_jax.collectives import Verdict, agree
+from gradscale_jax.collectives import Verdict
+from gradscale_jax.judge import GuardedState, Judge
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ class ScaledOptimizerState(_Stored):
     inner_state : pytree
         The inner transformation's state after the last step that was taken.
     verdict : Verdict
-        The last step's; before the first one a clean verdict. :func:`verdict_of` finds it.
+        The last step's; before the first one a clean verdict. :func:`verdict_of` finds it. It holds the counts.
     skipped : array
         0-d int32: steps skipped so far; stays at the largest int32.
     windows : SpikeState, optional
@@ -97,7 +96,7 @@ class ScaledOptimizerState(_Stored):
 
     def _replace(self, **changes: Any) -> ScaledOptimizerState:
         """Return a state with other attributes."""
-        changes |= {name: tuple(x) for name, x in changes.items() if isinstance(x, ScaleState | Verdict | SpikeState)}
+        changes |= {name: _fields(x) for name, x in changes.items() if isinstance(x, ScaleState | Verdict | SpikeState)}
         if type(windows := changes.get("windows")) is tuple:
             # A transformation refuses windows without a name.
             changes["windows"] = dict.fromkeys(self.gradscale_windows or ["gradscale_unnamed"], windows)
@@ -115,6 +114,8 @@ def scaled(
     axis_name: Hashable | Sequence[Hashable] | None = None,
     dtype: DTypeLike | None = None,
     skip: SkipSpikes | None = None,
+    warn_after: int | None = None,
+    give_up_after: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make an optax transformation take gradients of a scaled loss, and skip steps that overflow, or spike.
 
@@ -134,6 +135,10 @@ def scaled(
         Skip spikes, too, of the global norm of the unscaled gradients and of the loss that ``update`` is given as
         ``value=``; the scale stays as it is. Each rank of ``axis_name`` judges its own values, and all skip together;
         for windows that are equal on all ranks give the mean of the loss, and hold whole gradients. Default: none.
+    warn_after, give_up_after : int, optional
+        Count the steps made and skipped: ``verdict_of(opt_state).counts()``. After so many skipped steps in a row
+        ``verdict_of(opt_state).check(policy, params)`` warns by a TrainingStalledWarning, or raises
+        TrainingStalledError, on all ranks of ``axis_name``. Default: none; if both are, nothing is counted.
 
     Returns
     -------
@@ -172,24 +177,19 @@ def scaled(
     [0.5 0.5]
     """
     inner = _require_transformation(tx)
-    validation.policy(policy)
-    guard_for(skip)
+    judge = Judge(policy, axis_name, skip, warn_after=warn_after, give_up_after=give_up_after)
 
     def init(params: optax.Params) -> ScaledOptimizerState:
         _require_no_masks(params)
-        scale_state = policy.init(_most_spread(params))
-        check_real_dtype(scale_state.scale, dtype)
+        first, verdict = judge.begin(params)
+        check_real_dtype(first.scale_state.scale, dtype)
         inner_state = jax.tree.map(trees.strong, inner.init(_cast(params, dtype)))
         if _states_in(inner_state):
             msg = "scaled() must not stand inside another scaled(), which would divide the gradients twice: use one"
             raise InvalidValueError(msg)
         _require_wide(inner_state, params if dtype is None else ())
-        zero = jnp.zeros_like(scale_state.growth_tracker)
-        # Compiled, since its results then are on no chosen device unless the state is.
-        verdict, windows = jax.jit(
-            lambda state: (agree(zero, state, policy), _named(skip, lambda rule: empty_windows(rule, state.scale)))
-        )(scale_state)
-        return ScaledOptimizerState(tuple(scale_state), inner_state, tuple(verdict), zero, windows)
+        zero = jnp.zeros_like(first.scale_state.growth_tracker)
+        return ScaledOptimizerState(tuple(first.scale_state), inner_state, _fields(verdict), zero, first.windows)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: object
@@ -205,10 +205,8 @@ def scaled(
         if isinstance(known, UnitState):
             # A state of another policy may go on here: the loss was scaled by it once, and is not from now on.
             nonfinite = nonfinite + (known.scale != 1.0).astype(nonfinite.dtype)
-        windows, is_spike = _windows_in(state, skip), None
-        if skip is not None and windows is not None:
-            values, is_spike = _judge(skip, windows, extra_args.get("value"), grads)
-        verdict = agree(nonfinite, state.scale_state, policy, axis_name, spike=is_spike)
+        before = GuardedState(state.scale_state, state.gradscale_windows, state.verdict.tally)
+        verdict, after = judge(nonfinite, grads, extra_args.get("value"), before)
         inner_updates, inner_state = inner.update(grads, state.inner_state, _cast(params, dtype), **extra_args)
         _require_same_dtypes(state.inner_state, inner_state)
         with reading("an update of tx"):
@@ -218,17 +216,30 @@ def scaled(
         if isinstance(known, UnitState):
             updated = updated._replace(scale=known.scale / known.scale)
         taken, held = verdict.taken, jnp.logical_or(verdict.desynced, verdict.spike)
-        if skip is not None and windows is not None:
-            windows = skip.learn(windows, jnp.where(verdict.finite, values, jnp.nan), skipped=verdict.spike)
         return trees.select(taken, inner_updates, jax.tree.map(_negative_zeros, inner_updates)), ScaledOptimizerState(
             tuple(trees.select(held, state.scale_state, updated)),
             trees.select(taken, inner_state, state.inner_state),
-            tuple(verdict),
+            _fields(verdict),
             jnp.where(taken, state.skipped, jnp.minimum(state.skipped, validation.LARGEST_INT32 - 1) + 1),
-            _named(skip, lambda _: windows or ()),
+            after.windows,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def guarded(
+    tx: optax.GradientTransformation | optax.MultiSteps, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Return ``scaled(tx, gradscale.StaticScale(1.0), **options)``: it skips bad steps, and scales nothing.
+
+    Examples
+    --------
+    >>> import gradscale_jax, jax.numpy as jnp, optax
+    >>> tx = gradscale_jax.guarded(optax.sgd(0.25), give_up_after=100)
+    >>> print(tx.update(jnp.asarray([1.0, jnp.nan]), tx.init(jnp.ones(2)))[0])
+    [-0. -0.]
+    """
+    return scaled(tx, StaticScale(1.0), **options)
 
 
 def scale_state(opt_state: object) -> ScaleState:
@@ -294,44 +305,14 @@ def _states_in(tree: object) -> list[ScaledOptimizerState]:
     return found + [deeper for state in found for deeper in _states_in(state.inner_state)]
 
 
+def _fields(made: ScaleState | Verdict | SpikeState) -> tuple[Any, ...]:
+    """Return the fields as a state holds them: without a place for a tally that is not kept."""
+    return tuple(made[:-1] if isinstance(made, Verdict) and made.tally is None else made)
+
+
 def _made(kind: Callable[..., T], fields: Any) -> T:
     """Return the object of some fields; what stands in their place, such as a sharding or None, as it is."""
     return kind(*fields) if type(fields) is tuple else fields
-
-
-def _named(rule: SkipSpikes | None, make: Callable[[SkipSpikes], Iterable[T]]) -> dict[str, tuple[T, ...]]:
-    """Name the values that ``make`` returns for a rule by the quantities it judges; an empty dict without a rule."""
-    return {} if rule is None else {f"gradscale_{'_and_'.join(rule.of)}": tuple(make(rule))}
-
-
-def _windows_in(state: ScaledOptimizerState, rule: SkipSpikes | None) -> SpikeState | None:
-    """Return the windows of a state; InvalidTypeError for those of another rule."""
-    shapes = {name: np.shape(fields[0]) for name, fields in (state.gradscale_windows or {}).items()}
-    if shapes != _named(rule, lambda rule: (len(rule.of), rule.window)):
-        msg = (
-            f"the state must be one made {f'with skip={rule!r}' if rule else 'without skip='}, got windows of shape "
-            f"{shapes or None}: begin with init(params), or give the skip= that the state was made with"
-        )
-        raise InvalidTypeError(msg)
-    return state.windows
-
-
-def _judge(rule: SkipSpikes, windows: SpikeState, loss: object, grads: object) -> tuple[jax.Array, jax.Array]:
-    """Return the values that a rule judges, NaN for a missing loss, and whether any is a spike; traceable."""
-    found = {}
-    if loss is not None and "loss" in rule.of:
-        number = checked_loss(loss, "value must be the loss, a number or a real floating array of one element")
-        found["loss"] = jnp.reshape(jnp.asarray(number, jnp.float32), ())
-    if "norm" in rule.of:
-        leaves = [x for x in jax.tree.leaves(grads) if is_floating(x)]
-        found["norm"] = jnp.sqrt(sum_of_squares(leaves, windows.values)).astype(jnp.float32)
-    if not found:
-        msg = f"{rule!r} judges losses alone, and got none: call update(grads, opt_state, params, value=loss)"
-        raise InvalidValueError(msg)
-    unknown = jnp.full_like(windows.values[0, 0], jnp.nan)
-    values = jnp.stack([found.get(name, unknown) for name in rule.of])
-    is_known = np.asarray([name in found for name in rule.of])
-    return values, jnp.any(jnp.logical_and(rule.judge(windows, values), is_known))
 
 
 def _require_transformation(tx: object) -> optax.GradientTransformationExtraArgs:
@@ -365,12 +346,6 @@ def _require_wide(inner_state: object, params: object) -> None:
                 f"tx.init(params){jax.tree_util.keystr(path)}: say scaled(tx, policy, dtype=jnp.float32)"
             )
             raise InvalidTypeError(msg)
-
-
-def _most_spread(params: object) -> jax.Array:
-    """Return the leaf on the most devices, where the scale belongs."""
-    placed = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and JaxBackend().placement(x) is not None]
-    return max(placed, key=lambda leaf: len(leaf.sharding.device_set), default=jnp.zeros(()))
 
 
 def _is_real(leaf: object) -> bool:

@@ -475,3 +475,41 @@ def test_the_adapter_for_mlx_passes_the_suite_and_trains(tmp_path: Path) -> None
         "step 2: skipped, norm inf",
         "weights [1.0, 1.0, 1.0], scale 512",
     ]
+
+
+@pytest.mark.jax
+def test_weights_that_become_nan_in_the_middle_of_training_are_named_by_the_first_error(tmp_path: Path) -> None:
+    counted = 'gradscale_jax.value_and_grad(loss, policy, axis_name="data", reduce=inject, give_up_after=20)'
+    ended = launch(
+        JAX,
+        tmp_path,
+        1,
+        "--steps 60 --devices 2",
+        ('gradscale_jax.value_and_grad(loss, policy, axis_name="data", reduce=inject)', counted),
+        ("run.policy.init(jnp.float32(0))", "gradscale_jax.value_and_grad(len, run.policy, give_up_after=20).init(())"),
+        (
+            "Record(value, state.scale, new_state.scale,",
+            "Record(value, *[x.scale_state.scale for x in (state, new_state)],",
+        ),
+        ("~verdict.finite, zeros, saw)", "~verdict.finite, zeros, saw), verdict"),
+        ("(ADAM, REPLICATED, RECORD)", "(ADAM, REPLICATED, RECORD, REPLICATED)"),
+        ("adam, state, record = step(adam, state, *batch)", "adam, state, record, verdict = step(adam, state, *batch)"),
+        (
+            "        run.read(record, adam.weights, *test)",
+            "        verdict.check(run.policy, adam.weights)\n"
+            "        if number == 30 and len(run.devices) == 2 and run.policy != StaticScale(1.0):\n"
+            '            print("step", number, verdict.counts())\n'
+            "            (first, bias), *rest = adam.weights\n"
+            "            adam = adam._replace(weights=[(first * jnp.nan, bias), *rest])\n"
+            "        run.read(record, adam.weights, *test)",
+        ),
+    )
+    assert ended.returncode == 1
+    (counts,) = re.findall(r"step 30 \{'taken': (\d+), 'overflow': (\d+), 'spike': 0\}", ended.stdout)
+    assert sum(map(int, counts)) == 30
+    words = (
+        "each step of the last 20 iterations was skipped: 20 for non-finite gradients (inf or NaN); the scale went from"
+    )
+    assert f"gradscale.errors.TrainingStalledError: {words}" in ended.stderr
+    assert "Cause: weights. Weights hold inf or NaN, the most in '[0][0]': load a checkpoint" in ended.stderr
+    assert "Warning" not in ended.stderr

@@ -238,4 +238,4 @@ def test_a_state_that_is_closed_over_serves(policy: Any, is_spread: bool) -> Non
 def test_a_verdict_of_no_axis_goes_on_to_a_mesh() -> None:
     """Eager agreement must not tie arrays to the first device."""
     verdict = gradscale_jax.agree(jnp.zeros((), dtype="int32"), POLICY.init(jnp.zeros(())), POLICY)
-    assert not any(field.committed for field in verdict)
+    assert not any(field.committed for field in jax.tree.leaves(verdict))

@@ -153,7 +153,7 @@ def test_the_parameters_in_the_state_can_be_told_from_the_rest() -> None:
     state = tx.init({"weight": jnp.ones(2)})
     marked = optax.tree_map_params(tx, lambda _: "sharded", state, transform_non_params=lambda _: "replicated")
     assert marked.inner_state[0].mu == {"weight": "sharded"}
-    assert set(marked.scale_state) == set(marked.verdict) == {marked.skipped} == {"replicated"}
+    assert set(marked.scale_state) == set(marked.verdict[:-1]) == {marked.skipped} == {"replicated"}
 
 
 def names_of_states(module: Any, seen: set[Any]) -> Iterator[str]:
