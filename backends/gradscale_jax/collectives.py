@@ -299,7 +299,7 @@ def agree(
     message = claims.of_arrays(backend, policy, state, nonfinite, words, code=code)
     if group is not None:
         message = group.start_max(message)()
-    found, (lowest, highest) = claims.found_in(message), claims.bounds_in(message)
+    found, (lowest, highest) = claims.flags_in(message), claims.bounds_in(message)
     is_bad, desynced = found.nonfinite != 0, jnp.any(highest != lowest)
     at_min_scale = jnp.logical_and(found.at_min_scale != 0, is_bad)
     is_spike = jnp.logical_and(found.code != 0, jnp.logical_not(jnp.logical_or(is_bad, desynced)))

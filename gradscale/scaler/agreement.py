@@ -368,7 +368,7 @@ class Ballot:
             return claims.foreign_message(where)
         if found is Outcome.FAILED:
             return ScaleDesyncError(
-                f"rank {claims.verdict_of(agreed, own).by} has refused its gradients, seen by {where}: the error on "
+                f"rank {claims.verdict_of(agreed, own).by} cannot unscale its gradients, seen by {where}: the error on "
                 f"that rank says why. No rank takes this step. Once they are right, load one checkpoint on every rank, "
                 f"or call set_group()"
             )

@@ -272,7 +272,7 @@ def shifted(backend: Backend | None, x: Array, before: Sequence[int], after: Seq
 # The answer of the group.
 
 
-class Found(NamedTuple):
+class GroupFlags(NamedTuple):
     """The findings of all ranks together, as 0-d int32 of a device."""
 
     nonfinite: Array
@@ -282,11 +282,11 @@ class Found(NamedTuple):
     code: Array
 
 
-def found_in(agreed: Array) -> Found:
+def flags_in(agreed: Array) -> GroupFlags:
     """Return the flags of an answer. No host read."""
     xp = array_namespace(agreed)
     # Not by index, for which NumPy gives a scalar.
-    return Found(*(xp.reshape(agreed[index : index + 1], ()) for index in range(_FLAGS)))
+    return GroupFlags(*(xp.reshape(agreed[index : index + 1], ()) for index in range(_FLAGS)))
 
 
 def bounds_in(agreed: Array) -> tuple[Array, Array]:
@@ -342,7 +342,7 @@ def outcome(values: Sequence[int], own: Sequence[int]) -> Outcome:
     if values[0] or _has_one_norm(values):
         own = [*own[:_NORM], values[_NORM], *own[_MIDDLE:-1], values[-1]]
     # If MAX has changed neither a field nor its negative, all ranks have sent the same.
-    has_failed = reason_number(Found(*values[:_FLAGS]).code) >= Reason.FAILED
+    has_failed = reason_number(GroupFlags(*values[:_FLAGS]).code) >= Reason.FAILED
     if values[_FLAGS:] == own[_FLAGS:] and not has_failed:
         return Outcome.ONE_STATE
     stages = {values[_STAGE], -values[_MIDDLE]}

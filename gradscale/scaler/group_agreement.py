@@ -142,7 +142,7 @@ class GroupAgreement:
                 f"for inf or NaN in the unscaled loss, the data or the weights"
             )
             raise ScaleUnderflowError(msg)
-        agreed = claims.found_in(ballot.agreed()).nonfinite
+        agreed = claims.flags_in(ballot.agreed()).nonfinite
         if spike is None:
             return agreed
         return agreed, xp.full_like(agreed, verdict.reason is Reason.SPIKE, dtype=xp.bool)

@@ -159,7 +159,7 @@ class Pending:
         if not self.groups or hasattr(self.state.scale, "compute"):
             return self._count
         agreed = self._ballot.agreed()
-        count = claims.found_in(agreed).nonfinite
+        count = claims.flags_in(agreed).nonfinite
         if self.known is not None:
             return count
         # If ranks differ no rank steps, until the host sees it.
@@ -168,7 +168,7 @@ class Pending:
 
     def _agreed_code(self) -> Array | int:
         """Return why a rank skips the step, other than for an overflow that the host does not know."""
-        return claims.found_in(self._ballot.agreed()).code if self.groups else self._code
+        return claims.flags_in(self._ballot.agreed()).code if self.groups else self._code
 
     def skips(self) -> Array | bool:
         """Return whether the ranks skip the step, 0-d, 0 if they do not, if the host does not know; no host read."""

@@ -128,7 +128,7 @@ def left_open(trainer: Trainer, is_odd: bool) -> None:
 ORDER = "(numbered in the order in which the scaler has met them, so some rank has them in another order)"
 REORDERED = (*held("optimizer", 1, 0), ORDER)
 # The odd rank gets its own error, at once.
-REFUSED = ("rank {odd_rank} has refused its gradients",)
+REFUSED = ("rank {odd_rank} cannot unscale its gradients",)
 ROUND = 0.1  # one float32, and two float64 with the next number
 DIFFERENCES: dict[str, tuple[Callable[[Trainer, bool], object], tuple[str, ...]]] = {
     "swapped steps": (lambda trainer, is_odd: trainer.iterate((1, 0) if is_odd else (0, 1)), REORDERED),

@@ -224,7 +224,7 @@ def odd_gradients_of_a_mesh(group: Any, odd_rank: int, kind: str) -> Any:
     assert (report.scale, report.cause, found_in(report)) == (4.0, "none", values)
     if kind == "overlapping":
         # Whether a gradient can be unscaled in place is still looked at when it is.
-        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} has refused its gradients")
+        refusals = (gradscale.ScaleDesyncError, f"rank {odd_rank} cannot unscale its gradients")
         refusal = (gradscale.InvalidValueError, "overlaps itself") if is_odd else refusals
         raised(refusal[0], lambda: (scaler.unscale_(optimizer), scaler.step(optimizer)), refusal[1])
     else:
