@@ -284,7 +284,7 @@ def find_cause(
     if worst is None or worst.missing:
         return "no gradients", f"None of the parameters has a gradient: {NO_GRADIENTS}."
     if worst.nonfinite:
-        where = f"{worst.name}{f' on rank {_rank(worst)}' if worst.rank else ''}"
+        where = f"{worst.name or 'The gradient'}{f' on rank {_rank(worst)}' if worst.rank else ''}"
         if scale <= 1.0:
             return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {look}."
         if scale <= minimum:

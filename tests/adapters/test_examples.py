@@ -477,6 +477,70 @@ def test_the_adapter_for_mlx_passes_the_suite_and_trains(tmp_path: Path) -> None
     ]
 
 
+# What makes the weights of an example NaN in step 30 of its scaled training, and the place where they are looked for.
+BROKEN = [
+    case(
+        DIGITS,
+        2,
+        "nan",
+        "--steps 90",
+        [
+            ('"history_size"] = options.steps', '"give_up_after"] = 20'),
+            (
+                "        # Every rank draws",
+                "        if step == 30 and run.is_scaled:\n"
+                "            optimizer.weights[0] = np.nan\n        # Every rank draws",
+            ),
+        ],
+        "Cause: model. The gradient overflows at scale",
+        tier="ranks",
+    ),
+    case(
+        FSDP,
+        2,
+        "nan",
+        "--steps 60",
+        [
+            ("history_size=options.steps, ", "give_up_after=20, "),
+            (
+                "        windows = draw",
+                "        if step == 30 and run.is_scaled:\n"
+                "            torch.nn.init.constant_(next(model.parameters()), math.nan)\n        windows = draw",
+            ),
+        ],
+        "Cause: weights. Weights hold inf or NaN, the most in",
+        tier="all",
+    ),
+    case(
+        LIGHTNING,
+        1,
+        "nan",
+        "--epochs 8",
+        [
+            ("growth_interval=GROWTH_INTERVAL)", "growth_interval=GROWTH_INTERVAL, give_up_after=20)"),
+            (
+                "        pixels, labels = batch\n        return",
+                "        pixels, labels = batch\n        if self.global_step == 30:\n"
+                "            nn.init.constant_(self.network[0].weight, torch.nan)\n        return",
+            ),
+        ],
+        "Cause: weights. Weights hold inf or NaN, the most in",
+        tier="all",
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "size", "arguments", "changes", "cause"), BROKEN)
+def test_training_whose_weights_become_nan_ends_on_all_ranks_with_the_cause(
+    tmp_path: Path, program: Program, size: int, arguments: str, changes: list[tuple[str, str]], cause: str
+) -> None:
+    ended = launch(program, tmp_path, size, arguments, *changes)
+    assert ended.returncode != 0
+    words = "TrainingStalledError: each step of the last 20 iterations was skipped: 20 for non-finite gradients"
+    assert ended.stderr.count(words) == size, ended.stderr
+    assert ended.stderr.count(cause) == size, ended.stderr
+
+
 @pytest.mark.jax
 def test_weights_that_become_nan_in_the_middle_of_training_are_named_by_the_first_error(tmp_path: Path) -> None:
     counted = 'gradscale_jax.value_and_grad(loss, policy, axis_name="data", reduce=inject, give_up_after=20)'

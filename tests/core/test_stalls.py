@@ -114,6 +114,31 @@ def test_healthy_runs_and_those_that_want_none_hear_nothing() -> None:
     assert told(lambda: [both() for _ in range(9)]) == []
 
 
+@pytest.mark.parametrize(
+    "runs", [pytest.param(200, id="some"), pytest.param(10_000, marks=pytest.mark.tier("all"), id="many")]
+)
+def test_no_healthy_run_is_taken_for_a_stalled_one(runs: int) -> None:
+    random = np.random.default_rng(runs)
+    optimizer = Tree()
+    for _ in range(runs):
+        scaler = GradScaler(
+            policy=gradscale.DynamicScale(
+                init_scale=2.0 ** random.choice([0, 10, 16, 24, 32, 60]),
+                growth_factor=random.choice([1.1, 2.0, 4.0]),
+                backoff_factor=random.choice([0.5, 0.8]),
+                growth_interval=int(random.choice([1, 5, 20])),
+                hysteresis=int(random.choice([1, 2])),
+            )
+        )
+        # The largest scale at which float16 holds the gradients wanders, and jumps now and then.
+        limit = random.uniform(1.0, 24.0)
+        for _ in range(120):
+            limit = max(0.5, limit + random.normal(0.0, 0.5) + random.choice([0.0, -6.0, 6.0], p=[0.98, 0.01, 0.01]))
+            iterate(scaler, optimizer, np.inf if scaler.get_scale() > 2.0**limit else 1.0)
+        counts = scaler.counts()
+        assert counts["taken"] + counts["overflow"] == 120
+
+
 def test_spikes_and_refusals_and_steps_left_out_are_told_too() -> None:
     rule = SkipSpikes(of="loss", above=0.5)
     scaler, optimizer = GradScaler(policy=StaticScale(1.0), skip=rule, warn_after=5), Tree()

@@ -316,14 +316,14 @@ def loaded_alone(group: Any, odd_rank: int) -> Any:
 def stalled(group: Any, odd_rank: int, library: str) -> Any:
     """Overflow on the odd rank in every iteration; all ranks give up in the same one."""
     rank, _ = rank_and_size(group)
-    trainer = Trainer(group, library, 1, give_up_after=4, warn_after=None)
+    trainer = Trainer(group, library, 1, give_up_after=20, warn_after=None)
     trainer.iterate((0,))
-    for _ in range(3):
+    for _ in range(19):
         trainer.iterate((0,), value=float("nan") if rank == odd_rank else 1.0)
     words = raised(
         gradscale.TrainingStalledError,
         lambda: trainer.iterate((0,), value=float("nan") if rank == odd_rank else 1.0),
-        "each step of the last 4 iterations was skipped: 4 for non-finite gradients",
+        "each step of the last 20 iterations was skipped: 20 for non-finite gradients",
     )
     return str(words).partition(". ")[0], trainer.scaler.state_dict()
 
