@@ -16,7 +16,7 @@ step, or none does. ``unscale_`` is optional, for clipping. What there is beside
     what happened     scaler.last_step(optimizer), scaler.history: StepReport
                       UpdateReport, callbacks, plot
     which parameter   scaler.diagnose(optimizer): OverflowReport, ParameterReport
-    a bad batch       GradScaler(skip=SkipSpikes())
+    a bad batch       GradScaler(skip=SkipSpikes()); NOT_STEPPED
     a dead run        TrainingStalledWarning, GradScaler(give_up_after=100), scaler.counts()
     other scalers     load_foreign_state: ForeignState
     what plugs in     Policy, Optimizer, Collectives; Backend, GroupBackend
@@ -38,6 +38,7 @@ from gradscale.core.backend import Backend as Backend
 from gradscale.core.ops import scale as scale
 from gradscale.core.ops import select as select
 from gradscale.core.ops import unscale as unscale
+from gradscale.core.protocols import NOT_STEPPED as NOT_STEPPED
 from gradscale.core.protocols import Collectives as Collectives
 from gradscale.core.protocols import GroupBackend as GroupBackend
 from gradscale.core.protocols import Optimizer as Optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -123,9 +124,24 @@ class GroupBackend(Protocol):
         """Wrap a communicator; ``timeout`` in seconds. May be collective over the group (duplicating it is)."""
 
 
+class NotStepped(enum.Enum):
+    """The type of :data:`NOT_STEPPED`."""
+
+    NOT_STEPPED = "NOT_STEPPED"
+
+    def __repr__(self) -> str:
+        return "gradscale.NOT_STEPPED"
+
+    __str__ = __repr__
+
+
+NOT_STEPPED = NotStepped.NOT_STEPPED
+"""What ``step`` of an optimizer returns if it has refused by itself: the step then counts as refused."""
+
+
 class _Steps(Protocol):
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the parameters from the gradients."""
+        """Update the parameters from the gradients; return :data:`NOT_STEPPED` if they were left as they are."""
 
 
 @runtime_checkable

@@ -388,7 +388,7 @@ _CONSEQUENCES = {
     "optimizer": "numbered in the order in which the scaler has met them, so some rank has them in another order",
     "scaler": "numbered in the order of their construction, so some rank has them in another order",
     "group": "so some rank has the groups in another order",
-    "steps": "so some rank left out step() after unscale_()",
+    "steps": "so some rank left out step() after unscale_(), or its optimizer alone has refused one",
     "kind": "so some rank has them in another order; if ranks hold other parts of a model, give its optimizer one name "
     "on all: scaler.name(optimizer, 'main')",
 }

@@ -79,15 +79,16 @@ class Turn:
     """How far one optimizer has come in an iteration. It keeps neither the optimizer nor its gradients.
 
     ``by_closure``: a step that failed may evaluate a closure again. ``has_begun_to_step``: later evaluations are no
-    spikes, since a line search tries losses that are far apart. ``left_out``: the verdict by which all ranks skip,
-    if ``step`` was not called, which is as good as if it was.
+    spikes, since a line search tries losses that are far apart. ``is_declined``: the optimizer itself made no step; if
+    that was so on some ranks alone, the number of steps in the next message says it. ``left_out``: the verdict by which
+    all ranks skip, if ``step`` was not called, which is as good as if it was.
     """
 
     stage = Stage.READY
     pending: Pending | None = None
     verdict: Verdict | None = None
     left_out: Verdict | None = None
-    by_closure = has_begun_to_step = False
+    by_closure = has_begun_to_step = is_declined = False
     refused: Reason | None = None
     code: Array | int = 0
     judged: Judged | None = None
@@ -453,6 +454,15 @@ class Iteration:
                 f"{NO_GRADIENTS}. Nothing was stepped"
             )
         return verdict
+
+    def decline(self, turn: Turn, verdict: Verdict | None) -> Verdict:
+        """Return the verdict on a step that the optimizer was called for and has not made; the scale stays as it is."""
+        found = verdict or self.verdict(turn)
+        if not found.reason and turn.pending is not None:
+            found = found._replace(reason=Reason.REFUSED, by=self.agreement.rank())
+            turn.is_declined = True
+            turn.pending.known, turn.pending.override, turn.pending.is_late = found, None, False
+        return found
 
     # The end of the iteration.
 

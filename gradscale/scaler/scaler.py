@@ -241,7 +241,10 @@ class GradScaler:
         Returns
         -------
         object
-            The result of ``optimizer.step``; None for a skipped step. ``last_step`` tells the two apart.
+            The result of ``optimizer.step``; None for a skipped step. ``last_step`` tells the two apart. An optimizer
+            that refuses by itself returns :data:`gradscale.NOT_STEPPED`, or a tuple that begins with False, as
+            Megatron's: the step then counts as refused, and the scale stays as it is. It must do so on all ranks of a
+            group, or the next message is a ScaleDesyncError.
 
         Raises
         ------
@@ -325,7 +328,7 @@ class GradScaler:
             report, underflow = ended.close(new_scale)
             steps, told = ended.steps_before, [*ended.steps]
             for turn in ended.turns:
-                steps += turn.is_over
+                steps += turn.is_over and not turn.is_declined
                 if turn.left_out is not None:
                     told.append(step_report(turn.left_out, ended.number))
             self._iteration = Iteration(ended.number + 1, parts, steps)
@@ -729,7 +732,7 @@ class GradScaler:
         if "spike" in tally.row.reasons and guard is not None:
             texts.append(f"All is judged by skip={shown(guard.rule)}, which may be too strict for what is usual here")
         if "refused" in tally.row.reasons:
-            texts.append("The program calls refuse() for each step")
+            texts.append("The program calls refuse() for each step, or the optimizer refuses it by itself")
         tell(texts, gives_up=gives_up)
 
 

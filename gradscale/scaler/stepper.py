@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from gradscale.core.messages import shown
-from gradscale.core.protocols import Optimizer
+from gradscale.core.protocols import NOT_STEPPED, Optimizer
 from gradscale.errors import CallOrderError, ClosureOverflowError, GradscaleError, InvalidTypeError
 from gradscale.scaler.claim import HELD, Verdict
 from gradscale.scaler.iteration import Iteration, Stage, Turn
@@ -96,6 +96,8 @@ class Step:
                 )
                 raise CallOrderError(msg)
         if is_over:
+            if _has_declined(self.returned):
+                self.verdict = self.iteration.decline(self.turn, self.verdict)
             self._record(self)
         return is_over
 
@@ -156,6 +158,11 @@ class Step:
             f"its parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
+
+
+def _has_declined(returned: object) -> bool:
+    """Tell whether an optimizer says that it made no step: by NOT_STEPPED, or by (False, ...) as Megatron's do."""
+    return returned is NOT_STEPPED or (isinstance(returned, tuple) and len(returned) > 0 and returned[0] is False)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,28 @@ def test_a_refused_step_leaves_weights_and_scale_on_a_device(name: str) -> None:
         assert (held(run), run.state, run.report.reason) == (*before, "refused")
 
 
+@pytest.mark.parametrize("groups", [0, 1])
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_an_optimizer_of_a_device_that_makes_no_step_leaves_the_scale_and_is_no_late_verdict(
+    name: str, groups: int
+) -> None:
+    run = made(name, "cuda", groups=groups)
+    run.iterate(1.0)
+    before = held(run), run.state
+    run.optimizer.step = lambda: gradscale.NOT_STEPPED
+    assert run.iterate(1.0) is gradscale.NOT_STEPPED
+    del run.optimizer.step
+    assert (held(run), run.state, run.report.reason) == (*before, "refused")
+    # What its kernel has skipped by itself is an overflow all the same.
+    run.give(math.inf)
+    run.optimizer.step = lambda: gradscale.NOT_STEPPED
+    run.step()
+    del run.optimizer.step
+    assert (held(run), run.report.reason) == (before[0], "overflow")
+    run.iterate(1.0)
+    assert run.scaler.counts() == {"taken": 2, "overflow": 1, "spike": 0, "refused": 1}
+
+
 @pytest.mark.parametrize("name", ["SGD", "SGD-fused"])
 def test_refusing_in_a_hook_of_the_step_is_an_error_and_changes_nothing(name: str) -> None:
     run = Small(GradScaler("cpu", init_scale=4.0), name)

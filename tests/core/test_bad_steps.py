@@ -564,3 +564,87 @@ def test_callbacks_logs_and_schedules_tell_a_spike_from_an_overflow(caplog: Any,
         "step skipped at scale 65536, 1 non-finite gradient (inf or NaN)",
         "step skipped: rank 0 refused it",
     ]
+
+
+class Declining(Optimizer):
+    """Makes no step of its own accord while it has an answer to give."""
+
+    answer: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.answer is None:
+            return super().step(closure)
+        if closure is not None:
+            closure()
+        return self.answer
+
+
+def declining(answer: Any, **settings: Any) -> tuple[gradscale.GradScaler, Declining]:
+    """Return a scaler and an optimizer that has made two steps, and declines the next one."""
+    scaler, optimizer = gradscale.GradScaler(init_scale=4.0, growth_interval=3, **settings), Declining()
+    for _ in range(2):
+        iterate(scaler, optimizer, 1.0)
+    optimizer.answer = answer
+    return scaler, optimizer
+
+
+@pytest.mark.parametrize("answer", [gradscale.NOT_STEPPED, (False, None, None)], ids=str)
+def test_a_step_that_the_optimizer_itself_does_not_make_counts_as_refused_and_moves_nothing(answer: Any) -> None:
+    told: list[gradscale.StepReport] = []
+    scaler, optimizer = declining(answer, skip=RULE, on_skip=told.append)
+    before = scaler.state_dict()
+    scaler.scale(np.float32(2.0))
+    optimizer.grads = [np.full(3, 4.0, np.float32)]
+    assert scaler.step(optimizer) == answer
+    scaler.update()
+    assert [(one.reason, one.by, one.skipped) for one in told] == [("refused", 0, True)]
+    assert scaler.last_step(optimizer) == told[0]
+    counts = {"taken": 2, "overflow": 0, "spike": 0, "refused": 1}
+    assert scaler.state_dict() == before | {"iteration": 4, "counts": counts}
+    scaler.step_schedule(optimizer, Tree())
+    optimizer.answer = None
+    assert (iterate(scaler, optimizer, 1.0).reason, scaler.get_scale(), optimizer.steps) == ("stepped", 8.0, 3)
+
+
+@pytest.mark.parametrize(
+    "answer", [False, 0.0, (), (0, None), (True, None, None), (np.zeros(2),), [False], "no"], ids=str
+)
+def test_other_answers_of_an_optimizer_say_nothing(answer: Any) -> None:
+    scaler, optimizer = declining(answer)
+    assert (iterate(scaler, optimizer, 1.0).reason, scaler.get_scale()) == ("stepped", 8.0)
+
+
+def test_an_optimizer_that_declines_after_its_closure_has_refused_the_step() -> None:
+    scaler, optimizer = declining(gradscale.NOT_STEPPED)
+
+    def closure() -> None:
+        scaler.scale(np.float32(1.0))
+        optimizer.grads = [np.full(3, 4.0, np.float32)]
+
+    assert scaler.step(optimizer, closure) is gradscale.NOT_STEPPED
+    scaler.update()
+    assert (scaler.last_step(optimizer).reason, scaler.get_scale()) == ("refused", 4.0)
+
+
+def test_an_overflow_of_another_optimizer_still_lowers_the_scale() -> None:
+    scaler, optimizer = declining(gradscale.NOT_STEPPED)
+    scaler.scale(np.float32(1.0))
+    other = Optimizer()
+    optimizer.grads, other.grads = [np.ones(3, np.float32)], [np.float32([math.inf])]
+    scaler.step(optimizer)
+    scaler.step(other)
+    scaler.update()
+    assert (scaler.get_scale(), scaler.counts()["refused"], scaler.counts()["overflow"]) == (2.0, 1, 1)
+
+
+def test_a_run_of_steps_that_the_optimizer_refuses_is_told_of() -> None:
+    scaler, optimizer = declining(gradscale.NOT_STEPPED, give_up_after=2)
+    iterate(scaler, optimizer, 1.0)
+    with pytest.raises(gradscale.TrainingStalledError, match=r"2 for a refusal.*or the optimizer refuses it by itself"):
+        iterate(scaler, optimizer, 1.0)
+
+
+def test_not_stepped_is_one_object_in_copies_and_pickles() -> None:
+    one = gradscale.NOT_STEPPED
+    assert all(other is one for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))))
+    assert (repr(one), str(one)) == ("gradscale.NOT_STEPPED",) * 2

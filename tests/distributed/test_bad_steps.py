@@ -42,6 +42,12 @@ def test_a_refusal_after_unscale_is_an_error_and_the_step_is_made(world: Any) ->
     agree(world, scenarios.refused_too_late, [()])
 
 
+@pytest.mark.parametrize("library", [*LIBRARIES, pytest.param("torch fused", marks=LIBRARIES[-1].marks)])
+def test_an_optimizer_refuses_on_all_ranks_or_the_next_message_says_on_which(world: Any, library: str) -> None:
+    require(library.split()[0])
+    agree(world, scenarios.declined, [(rank, library) for rank in (None, *range(world.size))])
+
+
 @pytest.mark.parametrize("reason", ["spike", "overflow"])
 def test_a_step_that_all_skip_may_be_left_out_by_some(world: Any, reason: str) -> None:
     agree(world, scenarios.left_out, [(rank, reason) for rank in range(world.size)])

@@ -28,7 +28,7 @@ def iterate(
     """Make one iteration with a loss, or with None on a rank without one; return the report."""
     scaler, (optimizer,), before = trainer.scaler, trainer.optimizers, trainer.steps
     if value is not None:
-        scaler.scale(loss(trainer.library, value))
+        scaler.scale(loss(trainer.library.split()[0], value))
     trainer.fill(gradient * scaler.get_scale())
     if refuses:
         scaler.refuse(optimizer)
@@ -99,6 +99,36 @@ def refused_too_late(group: Any) -> None:
     raised(gradscale.CallOrderError, lambda: scaler.refuse(optimizer), "has told the other ranks")
     scaler.step(optimizer)
     assert scaler.last_step(optimizer).reason == "stepped"
+
+
+def declined(group: Any, bad_rank: int | None, library: str) -> Any:
+    """Let the optimizer of one rank, or of each, make no step of its own accord; one alone is named to all ranks."""
+    rank, size = rank_and_size(group)
+    trainer = trained(group, library, 2, init_scale=4.0, growth_interval=3, skip=None)
+    scaler, (optimizer,) = trainer.scaler, trainer.optimizers
+    trainer.refill(4.0)
+    is_declined = bad_rank in (None, rank)
+    if is_declined:
+        optimizer.step = lambda: gradscale.NOT_STEPPED
+    returned = scaler.step(optimizer)
+    vars(optimizer).pop("step", None)
+    scaler.update()
+    report = scaler.last_step(optimizer)
+    assert (returned is gradscale.NOT_STEPPED, report.skipped, trainer.steps) == (
+        is_declined,
+        is_declined,
+        3 - is_declined,
+    )
+    if bad_rank is None:
+        assert (report.reason, report.by, scaler.get_scale()) == ("refused", rank, 4.0)
+        assert iterate(trainer, 1.0).reason == "stepped"
+        assert scaler.get_scale() == 8.0
+        return scaler.state_dict()
+    error = raised(gradscale.ScaleDesyncError, lambda: iterate(trainer, 1.0), "or its optimizer alone has refused one")
+    said = str(error).partition("steps made in the iterations before: ")[2].partition(" (so some")[0]
+    others = ", ".join(str(one) for one in range(size) if one != bad_rank)
+    assert sorted(said.split(" | ")) == sorted([f"2 on rank {bad_rank}", f"3 on rank {others}"])
+    return said
 
 
 def left_out(group: Any, bad_rank: int, reason: str) -> Any:
