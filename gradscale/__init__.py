@@ -16,7 +16,7 @@ step, or none does. ``unscale_`` is optional, for clipping. What there is beside
     what happened     scaler.last_step(optimizer), scaler.history: StepReport
                       UpdateReport, callbacks, plot
     which parameter   scaler.diagnose(optimizer): OverflowReport, ParameterReport
-    a bad batch       GradScaler(skip=SkipSpikes()); NOT_STEPPED
+    a bad batch       GradScaler(skip=SkipSpikes()); StepGuard, which scales nothing; NOT_STEPPED
     a dead run        TrainingStalledWarning, GradScaler(give_up_after=100), scaler.counts()
     other scalers     load_foreign_state: ForeignState
     what plugs in     Policy, Optimizer, Collectives; Backend, GroupBackend
@@ -70,6 +70,7 @@ from gradscale.scaler.reports import StepReport as StepReport
 from gradscale.scaler.reports import UpdateReport as UpdateReport
 from gradscale.scaler.scaler import GradScaler as GradScaler
 from gradscale.scaler.scaler import ShardedGradScaler as ShardedGradScaler
+from gradscale.scaler.scaler import StepGuard as StepGuard
 from gradscale.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from gradscale.extras import needs
 
 with needs("gradscale_torch", "torch"):
-    from gradscale_torch.amp import GradScaler
+    from gradscale_torch.amp import GradScaler, StepGuard
     from gradscale_torch.backend import TorchBackend
 
 if TYPE_CHECKING:
     from gradscale_torch.sharded import ShardedGradScaler
 
-__all__ = ["GradScaler", "ShardedGradScaler", "TorchBackend", "backend"]
+__all__ = ["GradScaler", "ShardedGradScaler", "StepGuard", "TorchBackend", "backend"]
 
 backend = TorchBackend()
 

@@ -1,4 +1,4 @@
-"""GradScaler: a replacement of torch's scaler of this name, argument by argument."""
+"""GradScaler: a replacement of torch's scaler of this name, argument by argument; StepGuard, which scales nothing."""
 
 # torch's attributes are properties here, and its methods return less than ours.
 # mypy: disable-error-code="override,misc"
@@ -24,7 +24,7 @@ from gradscale.core.messages import reading, shown, warn_caller
 from gradscale.core.protocols import Collectives, Policy
 from gradscale.errors import InvalidTypeError, InvalidValueError
 from gradscale.scaler.iteration import Stage
-from gradscale.scaler.options import DEFAULT_TIMEOUT, Watching, takes
+from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Watching, takes
 from gradscale.scaler.scaler import agree_over, assemble, call_of, iteration_of, record_disabled, step_of
 from gradscale.scaler.state import LiveState
 from gradscale.scaler.stepper import Step
@@ -32,7 +32,7 @@ from gradscale_torch import devices, hosts
 from gradscale_torch.backend import TorchBackend
 from gradscale_torch.devices import moved
 from gradscale_torch.gradients import Settings
-from gradscale_torch.groups import is_lookalike
+from gradscale_torch.groups import TorchCollectives, default_group, is_lookalike
 
 Tensor = torch.Tensor
 Device: TypeAlias = str | torch.device | int | None
@@ -431,6 +431,61 @@ class GradScaler(gradscale.GradScaler, TorchGradScaler):
 
     def _default_groups(self) -> Sequence[Collectives]:
         return ()
+
+
+class StepGuard(GradScaler, gradscale.StepGuard):
+    """Skip bad steps, on all ranks together, and scale nothing: for bfloat16 and float32, in place of a scaler.
+
+    Parameters
+    ----------
+    group : ProcessGroup, DeviceMesh, Collectives, or list of these, optional
+        The ranks that skip together. Default: all ranks if torch.distributed is initialized and there are several, with
+        DDP, too, since each rank has a loss of its own.
+    timeout : float, default 1800.0
+        Seconds to wait for the other ranks.
+    enabled : bool, default True
+        False makes every method pass through.
+    on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+        As in :class:`gradscale.GradScaler`.
+
+    Raises
+    ------
+    InvalidTypeError
+        For settings of a scale, such as ``init_scale`` or ``policy``, and for ``device``.
+
+    Notes
+    -----
+    It is a scaler of :class:`gradscale_torch.GradScaler`'s kind, and so of torch's, whose scale is always 1: frameworks
+    that take a scaler take it. ``scale`` returns the loss as it is, and may be left out, unless ``skip`` is to judge
+    the loss. Gradients may be of any dtype, on any device. Over a group ``unscale_(optimizer, max_norm=)`` takes
+    DTensors (FSDP2); with DDP clip by ``torch.nn.utils.clip_grad_norm_`` after ``unscale_(optimizer)``.
+
+    Examples
+    --------
+    >>> import gradscale, gradscale_torch, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer, guard = torch.optim.SGD(model.parameters()), gradscale_torch.StepGuard(skip=gradscale.SkipSpikes())
+    >>> guard.scale(model(torch.ones(4, 2)).sum() * torch.nan).backward()
+    >>> guard.step(optimizer)
+    >>> guard.update()
+    >>> (guard.last_step(optimizer).skipped, guard.counts()["taken"])
+    (True, 0)
+    """
+
+    _is_sharded = True
+
+    @takes(GuardOptions)
+    def __init__(
+        self, *, group: object = None, timeout: float = DEFAULT_TIMEOUT, **options: Unpack[GuardOptions]
+    ) -> None:
+        policy = gradscale.StaticScale(1.0)
+        super().__init__(None, group=group, allow_fp16_grads=True, timeout=timeout, policy=policy, **options)
+
+    __repr__ = gradscale.StepGuard.__repr__
+
+    def _default_groups(self) -> Sequence[Collectives]:
+        world = default_group()
+        return () if world is None or world.size() == 1 else [TorchCollectives(None, self._timeout)]
 
 
 def _factors(policy: Policy | None, enabled: bool, given: Sequence[float]) -> dict[str, float]:

@@ -173,7 +173,7 @@ class TorchBackend(Backend):
             return super().first_state(policy, numbers, like)
         require_values(like)
         home = like.device if isinstance(like, Tensor) else _CPU
-        forbid_capture(home, "call scale() once before, or every replay would begin with the first scale again")
+        forbid_capture(home, "call scale() once before, or every replay would begin with the first state again")
         with torch.inference_mode(False):
             state = self.with_numbers(policy.init(torch.zeros((), device=_CPU)), numbers)
             # Filled by kernels, for which nobody waits as for copies of the CPU's memory.

@@ -32,7 +32,7 @@ def moved(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = N
     if tensor.device == device:
         return tensor if dtype is None else tensor.to(dtype)
     if "cpu" in (tensor.device.type, device.type):
-        forbid_capture(tensor.device if device.type == "cpu" else device, "gradients, losses and scale must be on it")
+        forbid_capture(tensor.device if device.type == "cpu" else device, "gradients, losses and state must be on it")
     return tensor.to(device, tensor.dtype if dtype is None else dtype, non_blocking=device.type != "cpu")
 
 

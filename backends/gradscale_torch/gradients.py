@@ -312,7 +312,7 @@ def _collect(parameters: Parameters, *, allow_fp16: bool) -> tuple[Groups, Seque
 def _check_dtypes(dtypes: set[torch.dtype], allow_fp16: bool) -> None:
     integral = [dtype for dtype in dtypes if not dtype.is_floating_point and not dtype.is_complex]
     if integral:
-        msg = f"gradients must have a floating or complex dtype, to be divided by the scale, got {integral[0]}"
+        msg = f"gradients must have a floating or complex dtype, got {integral[0]}"
         raise InvalidTypeError(msg)
     if not allow_fp16 and torch.float16 in dtypes:
         msg = (

@@ -94,7 +94,7 @@ def _is_floating(leaf: Array, home: Namespace, takes_integers: bool, name: Calla
     # Arrays that pass through may be of any library (JAX marks integer gradients with a NumPy array).
     if kind is not Kind.INTEGRAL and array_namespace(leaf) is not home:
         msg = (
-            f"{name()} must be an array of the library that the scale is in, {library_name(home)}, got one of "
+            f"{name()} must be an array of the library that the state is in, {library_name(home)}, got one of "
             f"{library_name(array_namespace(leaf))}; use one scaler for each library"
         )
         raise InvalidTypeError(msg)

@@ -38,6 +38,11 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def at_scale(scale: float) -> str:
+    """Return a scale as the end of a phrase; nothing for 1, which multiplies nothing."""
+    return "" if scale == 1.0 else f" at scale {scale:g}"
+
+
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the user's line that has led here."""
     frame, level = sys._getframe(1), 2

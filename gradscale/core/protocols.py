@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -124,18 +123,17 @@ class GroupBackend(Protocol):
         """Wrap a communicator; ``timeout`` in seconds. May be collective over the group (duplicating it is)."""
 
 
-class NotStepped(enum.Enum):
-    """The type of :data:`NOT_STEPPED`."""
-
-    NOT_STEPPED = "NOT_STEPPED"
+class NotStepped:
+    """The type of :data:`NOT_STEPPED`, which copies and pickles to itself."""
 
     def __repr__(self) -> str:
         return "gradscale.NOT_STEPPED"
 
-    __str__ = __repr__
+    def __reduce__(self) -> str:
+        return "NOT_STEPPED"
 
 
-NOT_STEPPED = NotStepped.NOT_STEPPED
+NOT_STEPPED = NotStepped()
 """What ``step`` of an optimizer returns if it has refused by itself: the step then counts as refused."""
 
 

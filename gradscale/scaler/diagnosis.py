@@ -84,7 +84,8 @@ class Diagnosis:
         if optimizer in self._reports:
             # Its verdict may not have been read yet.
             self._reports.last(optimizer)
-        minimum = self._live.policy.clamp(validation.SMALLEST_NORMAL)
+        live = self._live
+        minimum = None if live.never_scales else live.policy.clamp(validation.SMALLEST_NORMAL)
         groups: Sequence[Collectives] = ()
         if gather and self._enabled:
             groups = iteration.groups_for(optimizer)

@@ -139,7 +139,7 @@ class Iteration:
         """
         self.require_sound()
         if self._before is not None:
-            self.wrong_order("update() was interrupted, and may have adapted the scale: call it again first")
+            self.wrong_order("update() was interrupted, and may have adapted the state: call it again first")
         known = self._known.get(id(optimizer))
         if known is not None and known[0] is not None and known[0]() is optimizer:
             return known[1]
@@ -223,7 +223,7 @@ class Iteration:
         if like is None:
             like = self.agreement.example(self.live, self.number)
         if like is None:
-            self.wrong_order("no array has been seen yet, so it is not known where the scale belongs")
+            self.wrong_order("no array has been seen yet, so it is not known where the state belongs")
         return self.live.current(like)
 
     def note_scaled(self, state: ScaleState) -> None:
@@ -301,7 +301,7 @@ class Iteration:
         """
         if turn.by_closure and not self.is_inside_closure:
             self.wrong_order(
-                "a closure of this optimizer has failed, which may have scaled by a lower scale: call step() with a "
+                "a closure of this optimizer has failed, so that its gradients cannot be used: call step() with a "
                 "closure again, or end the iteration with update(get_scale()) and make new gradients"
             )
         live, agreement = self.live, self.agreement
@@ -367,7 +367,7 @@ class Iteration:
         if turn.refused or live.hooks.is_replayed or not (live.is_fresh or turn.by_closure):
             return None
         # Nothing has to be divided.
-        if live.scale() == 1.0 and (groups or live.is_known):
+        if live.never_scales or (live.scale() == 1.0 and (groups or live.is_known)):
             return None
         if not live.is_known:
             return Presence.SOME
@@ -622,10 +622,12 @@ class Iteration:
         """Raise CallOrderError for an update before which nothing was unscaled or stepped."""
         if any(turn.is_incomplete for turn in self.turns):
             self.wrong_order(_INCOMPLETE)
-        if self.scaled:
+        never = self.live.never_scales
+        if self.scaled or never:
+            since = "in this iteration" if never else "since scale(): gradients are still multiplied by the scale"
             self.wrong_order(
-                "no optimizer was unscaled or stepped by the scaler since scale(): gradients are still multiplied by "
-                "the scale; call scaler.step(optimizer) in place of optimizer.step(), and before update()"
+                f"no optimizer was unscaled or stepped by the scaler {since}; call scaler.step(optimizer) in place of "
+                f"optimizer.step(), and before update()"
             )
         self.wrong_order("update() was called, and nothing was scaled or unscaled since the last update()")
 

@@ -26,10 +26,9 @@ DEFAULT_TIMEOUT = 1800.0
 """Seconds to wait for the other ranks."""
 
 
-class Watching(TypedDict, total=False):
-    """The options of every scaler, torch's replacements among them."""
+class Guarding(TypedDict, total=False):
+    """The options of whatever skips steps."""
 
-    policy: Policy | None
     on_skip: OnSkip | None
     on_update: OnUpdate | None
     diagnose: Diagnose | None
@@ -39,14 +38,25 @@ class Watching(TypedDict, total=False):
     give_up_after: int | None
 
 
-class Options(Watching, total=False):
+class Watching(Guarding, total=False):
+    """The options of every scaler, torch's replacements among them."""
+
+    policy: Policy | None
+
+
+class GuardOptions(Guarding, total=False):
+    """The options of a guard."""
+
+    enabled: bool
+
+
+class Options(GuardOptions, Watching, total=False):
     """The options of gradscale's own scalers."""
 
     init_scale: float | None
     growth_factor: float | None
     backoff_factor: float | None
     growth_interval: int | None
-    enabled: bool
     backend: str | Backend | None
 
 
@@ -115,13 +125,15 @@ def _mistake(
     if "policy" in options and not settings.keys().isdisjoint(unknown):
         given = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
         msg += f"; for settings of the policy write policy=gradscale.DynamicScale({given})"
+    elif name == "__init__" and "policy" not in options and not {"policy", "device", *_SETTINGS}.isdisjoint(unknown):
+        msg += "; a StepGuard multiplies nothing: settings of a scale are taken by GradScaler"
     elif by_position == 1 and "group" in unknown:
         msg += "; group= is taken by gradscale.ShardedGradScaler"
     elif what.endswith(": 'group'"):
         msg = f"{what}, which must be {A_GROUP}"
     elif unknown:
         msg += nearest(unknown[0], options)
-    if by_position == 1 and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
+    if by_position == 1 and "policy" in options and (unnamed or not _OF_TORCH.isdisjoint(unknown)):
         msg += "; torch's arguments are taken by gradscale_torch.GradScaler and gradscale_torch.ShardedGradScaler"
     return InvalidTypeError(msg)
 

@@ -199,8 +199,8 @@ class OverflowReport:
     omitted_broken: int = 0
 
     @classmethod
-    def of(cls, ranks: Iterable[RankReport], minimum: float) -> OverflowReport:
-        """Join the reports of ranks; ``minimum`` is the smallest scale that the policy allows."""
+    def of(cls, ranks: Iterable[RankReport], minimum: float | None) -> OverflowReport:
+        """Join the reports of ranks; ``minimum``: the smallest scale that the policy allows, None if it is always 1."""
         parts = sorted(ranks, key=lambda part: part.rank)
         # A rank without gradients may not know the scale, and one that has not called scale() not the iteration.
         first = max((part for part in parts if part.entries), key=lambda part: part.iteration, default=parts[0])
@@ -209,11 +209,12 @@ class OverflowReport:
         counts = [part.loss_nonfinite for part in parts if part.loss_nonfinite is not None]
         loss_nonfinite = sum(counts) if counts else None
         is_scaled = any(part.is_scaled for part in parts)
-        cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, broken, is_scaled=is_scaled)
+        searched = None if all(part.broken is None for part in parts) else broken
+        cause, explanation = find_cause(entries, first.scale, minimum, loss_nonfinite, searched, is_scaled=is_scaled)
         nonfinite, finite, of_broken = map(sum, zip(*(part.omitted for part in parts), strict=True))
         return cls(
             *(entries, first.scale, first.iteration, cause, explanation, nonfinite, finite, loss_nonfinite),
-            broken=broken if any(part.broken is not None for part in parts) else None,
+            broken=searched,
             omitted_broken=of_broken,
         )
 
@@ -234,7 +235,8 @@ class OverflowReport:
         bad = len(self.nonfinite) + self.omitted_nonfinite
         total = len(self.entries) + self.omitted_nonfinite + self.omitted_finite
         lines = [
-            f"{bad} of {total} gradients with inf or NaN, iteration {self.iteration}, scale {self.scale:g}",
+            f"{bad} of {total} gradients with inf or NaN, iteration {self.iteration}"
+            + f", scale {self.scale:g}" * (self.scale != 1.0),
             f"cause: {self.cause}. {self.explanation}",
         ]
         if self.broken:
@@ -259,9 +261,9 @@ class OverflowReport:
 def find_cause(
     entries: Sequence[ParameterReport],
     scale: float,
-    minimum: float,
+    minimum: float | None,
     loss_nonfinite: int | None,
-    broken: Sequence[ParameterReport] = (),
+    broken: Sequence[ParameterReport] | None = None,
     *,
     is_scaled: bool,
 ) -> tuple[Cause, str]:
@@ -271,20 +273,24 @@ def find_cause(
         ranks = sorted({entry.rank for entry in broken if entry.kind == held.kind})
         names = ", ".join("/".join(map(str, rank)) for rank in ranks[:_LISTED_RANKS])
         where = f" on rank {names}{' and others' * (len(ranks) > _LISTED_RANKS)}" * (ranks != [()])
-        what = (
-            f"inf or NaN{where}, the most in {held.place!r}: load a checkpoint from before; a lower scale will not help"
-        )
+        lower = "" if minimum is None else "; a lower scale will not help"
+        what = f"inf or NaN{where}, the most in {held.place!r}: load a checkpoint from before{lower}"
         if held.kind == "weight":
             return "weights", f"Weights hold {what}."
         return "optimizer state", f"The optimizer's state holds {what}."
     look = "look for inf or NaN in the data and the weights, for a learning rate that is too high, or a division by 0"
     if loss_nonfinite:
-        return "model", f"The unscaled loss is not finite, whatever the scale: {look}."
+        lost = "loss is not finite" if minimum is None else "unscaled loss is not finite, whatever the scale"
+        return "model", f"The {lost}: {look}."
     worst = entries[0] if entries else None
     if worst is None or worst.missing:
         return "no gradients", f"None of the parameters has a gradient: {NO_GRADIENTS}."
     if worst.nonfinite:
         where = f"{worst.name or 'The gradient'}{f' on rank {_rank(worst)}' if worst.rank else ''}"
+        if minimum is None:
+            values = " and ".join(["inf"] * (worst.inf > 0) + ["NaN"] * (worst.nan > 0))
+            values += "; the weights and the state that were searched are finite" * (broken is not None)
+            return "model", f"{where} holds {values}: {look}."
         if scale <= 1.0:
             return "model", f"{where} overflows at scale {scale:g}, which amplifies nothing: {look}."
         if scale <= minimum:
@@ -301,6 +307,8 @@ def find_cause(
     is_subnormal = subnormals > 0 and subnormals >= _SUBNORMAL_SHARE * (size - zeros)
     if is_subnormal or (size and zeros >= _ZERO_SHARE * size):
         shares = f"{100 * zeros / size:.3g} % of all values are zero and {100 * subnormals / size:.3g} % subnormal"
+        if minimum is None:
+            return "underflow", f"{shares}: keep gradients in float32 or bfloat16, or use a GradScaler."
         if is_scaled or not is_subnormal:
             return "underflow", f"{shares}: raise the scale (init_scale, or a shorter growth_interval)."
         return "underflow", f"{shares} once they are unscaled: keep float32 gradients (master_dtype), or bfloat16."

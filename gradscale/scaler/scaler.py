@@ -1,4 +1,4 @@
-"""GradScaler and ShardedGradScaler: the per-iteration protocol READY -> UNSCALED -> STEPPED over a scaler's parts."""
+"""GradScaler, ShardedGradScaler, StepGuard: the protocol READY -> UNSCALED -> STEPPED over a scaler's parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gradscale.scaler.exchange import Exchange
 from gradscale.scaler.guard import Losses, checked_loss, guard_for, is_loss
 from gradscale.scaler.iteration import Iteration, Parts, Stage
 from gradscale.scaler.mistakes import Mistakes
-from gradscale.scaler.options import DEFAULT_TIMEOUT, Options, policy_of, takes
+from gradscale.scaler.options import DEFAULT_TIMEOUT, GuardOptions, Options, policy_of, takes
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import OnSkip, OnUpdate, Reports, StepReport, step_report
 from gradscale.scaler.state import LiveState
@@ -290,8 +290,8 @@ class GradScaler:
         """
         if not self._enabled:
             msg = (
-                "a disabled scaler makes every step, got refuse(): use StaticScale(1.0) as its policy to train without "
-                "scaling with a scaler that skips"
+                "a disabled scaler makes every step, got refuse(): use an enabled one, such as gradscale.StepGuard(), "
+                "which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
         with contextlib.nullcontext() if self._iteration.is_inside_closure else call_of(self, "refuse()"):
@@ -638,7 +638,7 @@ class GradScaler:
         live = iteration.live
         state = iteration.to_scale_with(arrays[0])
         live.backend.forbid_tracing("scale()")
-        products = live.backend.scale(arrays, state)
+        products = arrays if live.is_one(state) else live.backend.scale(arrays, state)
         iteration.note_scaled(state)
         if self._parts.reports.diagnoses and (count := self._diagnosis.count_nonfinite(arrays)) is not None:
             iteration.loss_nonfinite += (count,)
@@ -680,8 +680,8 @@ class GradScaler:
         largest = checked_norm(max_norm)
         if not self._enabled and norm_over == "group":
             msg = (
-                'a disabled scaler talks to no group, got norm_over="group": use StaticScale(1.0) as its policy to '
-                "train in float32 with a scaler that does"
+                'a disabled scaler talks to no group, got norm_over="group": use an enabled one, such as '
+                "gradscale.StepGuard(group=...), which skips steps and does nothing else"
             )
             raise InvalidValueError(msg)
         agreement = self._parts.agreement
@@ -807,6 +807,77 @@ class ShardedGradScaler(GradScaler):
         self._iteration.require_boundary("set_group()")
         if self._enabled:
             agree_over(self, registry.all_collectives_for(group, self._timeout))
+
+
+class StepGuard(ShardedGradScaler):
+    """Skip bad steps, on all ranks together, and scale nothing: for bfloat16 and float32.
+
+    It is a scaler whose scale is always 1, so that one loop serves both; its ``scale`` returns the loss as it is, and
+    may be left out, unless ``skip`` is to judge the loss.
+
+    Parameters
+    ----------
+    group : communicator, Collectives, or list of these, optional
+        The ranks that skip together, as for :class:`ShardedGradScaler`. Default: none, so that this process decides
+        alone.
+    timeout : float, default 1800.0
+        Seconds to wait for the other ranks.
+    enabled, backend : optional
+        As in :class:`GradScaler`.
+    on_skip, on_update, diagnose, history_size, skip, warn_after, give_up_after : optional
+        As in :class:`GradScaler`.
+
+    Raises
+    ------
+    InvalidTypeError
+        For settings of a scale, such as ``init_scale`` or ``policy``; and as ShardedGradScaler for a group.
+
+    Notes
+    -----
+    A step is skipped if a gradient is inf or NaN, if the loss or the norm is a spike by the rule ``skip``, after
+    ``refuse``, and if the optimizer itself returns :data:`gradscale.NOT_STEPPED`.
+
+    Examples
+    --------
+    >>> import gradscale, numpy as np
+    >>> class SGD:
+    ...     def step(self): print("stepped")
+    >>> optimizer, guard = SGD(), gradscale.StepGuard(give_up_after=100)
+    >>> optimizer.grads = [np.float32([1.0, np.nan])]
+    >>> guard.step(optimizer)  # prints nothing: it is skipped
+    >>> guard.update()
+    >>> guard.last_step(optimizer).skipped
+    True
+    """
+
+    @takes(GuardOptions)
+    def __init__(
+        self,
+        *,
+        group: object = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        backend: str | Backend | None = None,
+        **options: Unpack[GuardOptions],
+    ) -> None:
+        GradScaler.__init__(self, policy=_ONE, backend=backend, **options)
+        self._timeout = validation.timeout(timeout)
+        if group is not None:
+            self.set_group(group)
+
+    def __repr__(self) -> str:
+        guard = self._parts.guard
+        return f"{type(self).__name__}(skip={None if guard is None else guard.rule!r}, enabled={self._enabled})"
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Take over the iteration, the counts and the windows of any scaler's state dict; nothing is scaled as before.
+
+        Otherwise as :meth:`GradScaler.load_state_dict`.
+        """
+        if self._enabled:
+            # The scale and its settings are checked, and left out.
+            loaded = checkpoint.parse(state_dict, _ONE)
+            state_dict = checkpoint.build(_ONE, {"scale": 1.0}, loaded.iteration, loaded.counts, loaded.windows)
+        super().load_state_dict(state_dict)
 
 
 # For adapters, whose scalers derive from these: functions, so that a user's scaler does not show them.

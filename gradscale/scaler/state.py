@@ -179,14 +179,23 @@ class LiveState:
         if updates >= self._replaced_at:
             self._seen = scale, updates
 
-    def floor(self, state: ScaleState) -> float:
+    def floor(self, state: ScaleState | None) -> float:
         """Return the smallest value that the scale of a state can have, as far as the host knows without a read."""
         scale, updates = self._seen
         return scale * _smallest_factor(self.policy) ** (self.updates - updates) if state is self.state else 0.0
 
-    def is_one(self, state: ScaleState) -> bool:
+    def is_one(self, state: ScaleState | None) -> bool:
         """Tell whether the scale of a state is 1, and stays so, as far as the host knows without a read."""
-        return type(self.policy) is StaticScale and self.floor(state) == 1.0
+        if type(self.policy) is not StaticScale:
+            return False
+        # Something else may have written to it.
+        known = [self.first["scale"]] if state is None else self.backend.peek(state[:1])
+        return (self.floor(state) if known is None else known[0]) == 1.0
+
+    @property
+    def never_scales(self) -> bool:
+        """Whether the scale is 1 for good, as far as the host knows without a read: messages speak of none then."""
+        return self.is_one(self.state)
 
     def _note_replaced(self, scale: float = 0.0) -> None:
         """Ignore verdicts that were begun before now; 0 stands for a scale that the host does not know."""
@@ -241,7 +250,7 @@ class LiveState:
         self.is_fresh = True
         self.policy = policy
         self._largest = self._reachable(policy, [numbers.get(name, 0) for name in ScaleState._fields[1:]])
-        self._note_replaced()
+        self._note_replaced(numbers["scale"])
         self._replace(numbers)
 
     def _replace(self, numbers: dict[str, float]) -> None:

@@ -152,10 +152,11 @@ class Step:
         iteration.lowered = before
         if self._completed == 0:
             raise _SkippedStepError
+        scales = f" down to the scale {verdict.scale!r}, so the cause is not the scale"
         msg = (
-            f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients down to "
-            f"the scale {verdict.scale!r}, so the cause is not the scale. The optimizer has begun its step: restore "
-            f"its parameters from a copy or a checkpoint before going on"
+            f"evaluation {self._completed + 1} of the closure gives {verdict.nonfinite} non-finite gradients"
+            f"{'' if iteration.live.never_scales else scales}. The optimizer has begun its step: restore its "
+            f"parameters from a copy or a checkpoint before going on"
         )
         raise ClosureOverflowError(msg)
 

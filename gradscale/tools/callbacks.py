@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from gradscale.core import validation
-from gradscale.core.messages import shown
+from gradscale.core.messages import at_scale, shown
 from gradscale.errors import GradscaleError, InvalidTypeError, InvalidValueError, LogWriteError
 from gradscale.scaler.overflow import OverflowReport
 from gradscale.scaler.reports import REASONS, StepReport, UpdateReport
@@ -118,7 +118,7 @@ class LogUpdates:
             self._tell_skip(step)
         if report.skipped and not any(step.skipped for step in report.steps):
             # The gradients were unscaled, and the loop did not call step().
-            self._logger.log(self._skip_level, f"{at} gradients to be skipped at scale {report.scale:g}")
+            self._logger.log(self._skip_level, f"{at} gradients to be skipped{at_scale(report.scale)}")
         self._told = None
         if self._scale != report.scale:
             change = "grew" if self._scale > report.scale else "backed off"
@@ -128,7 +128,9 @@ class LogUpdates:
         if updates == self._summary_every:
             share = f"{skipped} of the last {updates} steps skipped ({100.0 * skipped / updates:.3g} %)"
             total = ", ".join(f"{count} {name}" for name, count in (report.counts or {}).items())
-            self._logger.log(self._level, f"{at} {share}, scale {self._scale:g}{'; in all ' * bool(total)}{total}")
+            scale = "" if self._scale == 1.0 else f", scale {self._scale:g}"
+            total = total if scale else total.replace("overflow", "non-finite")
+            self._logger.log(self._level, f"{at} {share}{scale}{'; in all ' * bool(total)}{total}")
             self._counts.clear()
 
     def _tell_skip(self, step: StepReport) -> None:
@@ -138,7 +140,7 @@ class LogUpdates:
             self._logger.log(self._skip_level, f"{text}: rank {step.by} {why}")
         elif step.skipped:
             count = f"{step.nonfinite} non-finite gradient{'s' * (step.nonfinite != 1)} (inf or NaN)"
-            self._logger.log(self._skip_level, f"{text} at scale {step.scale:g}, {count}{_worst(step.overflow)}")
+            self._logger.log(self._skip_level, f"{text}{at_scale(step.scale)}, {count}{_worst(step.overflow)}")
 
 
 def _worst(overflow: OverflowReport | None) -> str:
@@ -147,7 +149,8 @@ def _worst(overflow: OverflowReport | None) -> str:
         return ""
     names = list(dict.fromkeys(entry.name for entry in overflow.nonfinite))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    cause = "; the model is at fault, not the scale" if overflow.cause == "model" else ""
+    scale = ", not the scale" * (overflow.scale != 1.0)
+    cause = f"; the model is at fault{scale}" if overflow.cause == "model" else ""
     return f"{': ' if names else ''}{', '.join(names[:3])}{more}{cause}"
 
 

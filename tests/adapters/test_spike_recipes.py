@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from axes import require
-from axes_torch import GradScaler, torch
+from axes_torch import StepGuard, torch
 from batches import Batch
 from recipe_blocks import run_on
 
@@ -25,19 +25,19 @@ def test_the_readmes_loop_skips_a_spike() -> None:
     model = scenarios.made_model()
     given: dict[str, Any] = {
         "gradscale": gradscale,
-        "GradScaler": GradScaler,
+        "StepGuard": StepGuard,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
         "loader": scenarios.made_loader(BATCHES),
         "loss_of": scenarios.Spiking((SPIKE,)),
     }
     names = run_on(README, "spikes", **given)
-    skipped = [(report.iteration, report.reason, report.by) for report in names["scaler"].history if report.skipped]
+    skipped = [(report.iteration, report.reason, report.by) for report in names["guard"].history if report.skipped]
     assert skipped == [(SPIKE, "spike", 0)]
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("name", ["fsdp2_spikes", "torchtitan"])
+@pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2", "torchtitan"])
 def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad_rank: int) -> None:
     if name == "torchtitan":
         require("torchtitan")
@@ -47,13 +47,16 @@ def test_no_rank_makes_the_step_of_a_batch_that_is_a_spike_on_one(name: str, bad
     answer = answers[0]
     assert answer["skipped"] == [(SPIKE, "spike")]
     assert answer["steps"] == {BATCHES - 1.0}
-    assert answer["scale"] == 1.0
+    assert (answer["scale"], answer["counts"]["spike"]) == (1.0, 1)
+    if name == "guard_ddp":
+        assert answer["followed"] == (BATCHES - 1, BATCHES - 1)
     if name == "torchtitan":
         # The warm-up's next step is the 72nd of a hundred.
         assert answer["rates"] == pytest.approx([0.01 * 72 / 100])
 
 
-def test_a_run_without_spikes_makes_every_step() -> None:
-    case = ("fsdp2_spikes", (), 0)
+@pytest.mark.parametrize("name", ["guard_ddp", "guard_fsdp2"])
+def test_a_run_without_spikes_makes_every_step(name: str) -> None:
+    case = (name, (), 0)
     for answer in Batch("spike_recipe_scenarios", lambda _: [case]).answer(2, *case):
         assert (answer["skipped"], answer["steps"]) == ([], {float(BATCHES)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from axes_torch import GradScaler, torch
+from axes_torch import GradScaler, StepGuard, TorchScaler, torch
 from host_cuda import installed, on_host
 from small_torch import Small, groups_in_use
 
@@ -241,3 +242,65 @@ def test_a_wrapper_that_skips_by_itself_needs_no_state() -> None:
 def test_a_state_without_tensors_is_refused(name: str) -> None:
     with pytest.raises(gradscale.InvalidTypeError, match=f"{name} must be a tensor, got None: to begin anew"):
         setattr(GradScaler("cpu"), name, None)
+
+
+# A guard.
+
+
+def test_a_guard_is_a_scaler_for_torchs_frameworks_and_takes_no_settings_of_a_scale() -> None:
+    guard = StepGuard(skip=RULE)
+    assert isinstance(guard, (TorchScaler, GradScaler))
+    assert isinstance(guard, gradscale.StepGuard)
+    assert repr(guard).startswith("StepGuard(skip=SkipSpikes(window=4")
+    for name in ("device", "init_scale", "policy", "growth_interval"):
+        with pytest.raises(gradscale.InvalidTypeError, match="settings of a scale are taken by GradScaler"):
+            StepGuard(**{name: "cuda"})
+    with pytest.raises(gradscale.InvalidTypeError, match="takes its options by name"):
+        StepGuard("cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW-fused"])
+def test_a_guard_leaves_losses_and_gradients_as_they_are_with_and_without_scale(
+    name: str, device: str, dtype: str
+) -> None:
+    options = {"capturable": True} if "Adam" in name and device != "cpu" else {}
+    run = Small(StepGuard(), name, dtypes=(dtype,), devices=(device,), home=device, **options)
+    for number, value in enumerate((3.0, math.nan, 3.0, math.inf, 3.0)):
+        before, loss = held(run), torch.ones((), dtype=getattr(torch, dtype), device=device)
+        run.parameter.grad = torch.full_like(run.parameter, value)
+        if number % 2 == 0:
+            assert run.scaler.scale(loss) is loss
+        run.step(explicit=number > 2)
+        assert (run.report.skipped, held(run) == before) == (not math.isfinite(value),) * 2
+        # Also where the state is on a device.
+        run.scaler.load_state_dict(run.scaler.state_dict())
+    assert run.scaler.counts() == {"taken": 3, "overflow": 2, "spike": 0, "refused": 0}
+
+
+def test_a_guard_on_a_device_costs_one_read_and_none_with_a_fused_optimizer(cuda: Any) -> None:
+    for name, waits in (("SGD", 1), ("AdamW-fused", 0)):
+        options = {"capturable": True} if "Adam" in name else {}
+        run = Small(StepGuard(skip=RULE), name, devices=("cuda:0",), home="cuda:0", **options)
+        for _ in range(3):
+            run.parameter.grad = torch.ones(2, device="cuda:0")
+            cuda.waits.clear()
+            run.step(max_norm=100.0)
+            assert len(cuda.waits) == waits
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])
+def test_a_copy_of_a_guard_is_one_and_takes_over_a_scaler_of_float16(copied: Any) -> None:
+    run = Small(GradScaler("cpu", skip=RULE))
+    for gradient in (1.0, 1.0):
+        clipped(run, gradient)
+    guard = copied(StepGuard(skip=RULE))
+    guard.load_state_dict(run.scaler.state_dict())
+    assert (type(guard), guard.get_scale(), guard.counts()["taken"]) == (StepGuard, 1.0, 2)
+    other = Small(guard)
+    clipped(other, 5.0)
+    assert other.report.reason == "spike"
+    torchs = TorchScaler("cpu", enabled=True)
+    guard.load_state_dict(torchs.state_dict())
+    assert guard.get_scale() == 1.0

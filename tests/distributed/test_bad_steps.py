@@ -42,7 +42,19 @@ def test_a_refusal_after_unscale_is_an_error_and_the_step_is_made(world: Any) ->
     agree(world, scenarios.refused_too_late, [()])
 
 
-@pytest.mark.parametrize("library", [*LIBRARIES, pytest.param("torch fused", marks=LIBRARIES[-1].marks)])
+ALSO_FUSED = [*LIBRARIES, pytest.param("torch fused", marks=LIBRARIES[-1].marks)]
+
+
+@pytest.mark.parametrize("library", ALSO_FUSED)
+@pytest.mark.parametrize("bad", ["nan", "inf", "spike", "refused"])
+def test_a_guarded_run_is_to_the_bit_the_run_without_the_bad_batch_of_any_rank(
+    world: Any, bad: str, library: str
+) -> None:
+    require(library.split()[0])
+    agree(world, scenarios.guarded, [(rank, bad, library) for rank in range(world.size)])
+
+
+@pytest.mark.parametrize("library", ALSO_FUSED)
 def test_an_optimizer_refuses_on_all_ranks_or_the_next_message_says_on_which(world: Any, library: str) -> None:
     require(library.split()[0])
     agree(world, scenarios.declined, [(rank, library) for rank in (None, *range(world.size))])

@@ -7,10 +7,11 @@ from typing import Any
 
 from axes import require
 
-__all__ = ["GradScaler", "ShardedGradScaler", "TorchScaler", "gradscale_torch", "torch"]
+__all__ = ["GradScaler", "ShardedGradScaler", "StepGuard", "TorchScaler", "gradscale_torch", "torch"]
 
 torch: Any = require("torch")
 gradscale_torch: Any = importlib.import_module("gradscale_torch")
 GradScaler: Any = gradscale_torch.GradScaler
 ShardedGradScaler: Any = gradscale_torch.ShardedGradScaler
+StepGuard: Any = gradscale_torch.StepGuard
 TorchScaler: Any = torch.amp.GradScaler

@@ -131,6 +131,89 @@ def declined(group: Any, bad_rank: int | None, library: str) -> Any:
     return said
 
 
+class Momentum:
+    """SGD with momentum, of NumPy."""
+
+    def __init__(self) -> None:
+        self.weights, self.momentum = np.ones(3, np.float32), np.zeros(3, np.float32)
+        self.grads: Any = None
+
+    def step(self) -> None:
+        """Move the weights."""
+        self.momentum = np.float32(0.9) * self.momentum + self.grads[0]
+        self.weights = self.weights - np.float32(0.1) * self.momentum
+
+
+def _guarded_parts(group: Any, library: str, **settings: Any) -> tuple[Any, Any, Any, Any]:
+    """Return a guard, an optimizer, what sets its gradient from a number, and what returns its weights as bytes."""
+    if library == "numpy":
+        small = Momentum()
+
+        def give(value: float) -> None:
+            small.grads = [small.weights * np.float32(value)]
+
+        return (
+            gradscale.StepGuard(group=group, timeout=TIMEOUT, **settings),
+            small,
+            give,
+            lambda: small.weights.tobytes(),
+        )
+    import torch
+
+    import gradscale_torch
+
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=library == "torch fused")
+
+    def give_tensor(value: float) -> None:
+        weight.grad = weight.detach() * value
+
+    # All ranks of torch.distributed, if it is that of this world.
+    given = None if isinstance(group, torch.distributed.ProcessGroup) else group
+    guard = gradscale_torch.StepGuard(group=given, timeout=TIMEOUT, **settings)
+    return guard, optimizer, give_tensor, lambda: weight.detach().view(torch.int16).numpy().tobytes()
+
+
+def guarded(group: Any, bad_rank: int, bad: str, library: str) -> Any:
+    """Give one rank a bad batch: the weights are to the bit those of a run without it, and the guard can be resumed."""
+    rank, size = rank_and_size(group)
+    guard, optimizer, give, weights = _guarded_parts(group, library, skip=RULE, give_up_after=2)
+    _, plain, give_plain, plain_weights = _guarded_parts(None if library == "numpy" else group, library)
+    for number in range(12):
+        is_bad = number == 7
+        is_bad_here = is_bad and rank == bad_rank
+        value = 0.1 * (number % 5 + rank + 1)
+        guard.scale(loss(library.split()[0], 50.0 if is_bad_here and bad == "spike" else 1.0))
+        give(float(bad) if is_bad_here and bad in ("nan", "inf") else value)
+        if is_bad_here and bad == "refused":
+            guard.refuse(optimizer)
+        guard.step(optimizer)
+        guard.update()
+        if not is_bad:
+            give_plain(value)
+            plain.step()
+        report = guard.last_step(optimizer)
+        reason = {"nan": "overflow", "inf": "overflow"}.get(bad, bad)
+        assert (report.skipped, report.reason) == ((True, reason) if is_bad else (False, "stepped"))
+        assert report.by == (bad_rank if is_bad else None)
+        assert weights() == plain_weights()
+        # Of each rank the own one.
+        guard.load_state_dict(guard.state_dict())
+    assert guard.counts() == {"taken": 11, "overflow": 0, "spike": 0, "refused": 0} | {reason: 1}
+    # All ranks give up together, whichever of them is to blame.
+    for number in range(2):
+        give(float("nan") if rank == bad_rank else 1.0)
+        guard.scale(loss(library.split()[0], 1.0))
+        guard.step(optimizer)
+        if number == 1:
+            raised(
+                gradscale.TrainingStalledError, guard.update, f"first seen by rank {bad_rank}; no weight has changed"
+            )
+        else:
+            guard.update()
+    return guard.counts(), size
+
+
 def left_out(group: Any, bad_rank: int, reason: str) -> Any:
     """Let the bad rank alone leave out a step that no rank makes, beside two that all make."""
     rank, _ = rank_and_size(group)

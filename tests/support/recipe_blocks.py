@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "run_on"]
+__all__ = ["GUARD_PAGE", "INTEROP", "JAX_PAGE", "TORCH_PAGE", "blocks_on", "run_on"]
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
 TORCH_PAGE = _BACKENDS / "gradscale_torch" / "RECIPES.md"
 INTEROP = _BACKENDS.parent / "gradscale" / "interop"
+GUARD_PAGE = _BACKENDS.parent / "gradscale" / "GUARD.md"
 JAX_PAGE = _BACKENDS / "gradscale_jax" / "README.md"
 
 
