@@ -747,3 +747,30 @@ def test_a_search_of_weights_and_state_waits_no_more_than_one_of_gradients(
         assert report.cause == "optimizer state"
         assert (place, key) in [(entry.name, entry.key) for entry in report.broken]
     assert len(report.broken) == 2
+
+
+# Runs whose every step is skipped.
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD-fused"])
+def test_a_stalled_run_is_told_once_the_late_verdicts_have_come_and_given_up_in_its_iteration(
+    cuda: Any, optimizer: str
+) -> None:
+    run = Run(GradScaler("cuda", policy=gradscale.StaticScale(8.0), warn_after=5), optimizer, "cuda:0")
+
+    def train() -> None:
+        for number in range(9):
+            run.iterate(math.nan)
+            if number % 2:
+                cuda.finish(0)
+
+    words = "each step of the last [56] iterations was skipped: [56] for non-finite"
+    with pytest.warns(gradscale.TrainingStalledWarning, match=words):
+        train()
+    assert run.scaler.counts() == {"taken": 0, "overflow": 9, "spike": 0, "refused": 0}
+    assert run.held == [[1.0] * 5]
+    run = Run(GradScaler("cuda", policy=gradscale.StaticScale(8.0), give_up_after=5), optimizer, "cuda:0")
+    run.iterate_all([1.0, *[math.nan] * 4])
+    with pytest.raises(gradscale.TrainingStalledError, match="each step of the last 5 iterations was skipped: 5 for"):
+        run.iterate(math.nan)
+    assert run.scaler.state_dict()["counts"] == {"taken": 1, "overflow": 5, "spike": 0, "refused": 0}

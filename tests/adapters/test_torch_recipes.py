@@ -27,7 +27,17 @@ SKIPS = [batch in OVERFLOWS for batch in range(1, 9)]
 NAMES = {
     *("accumulate", "clip_norm", "clip_value", "clip_each", "gan", "penalty", "resume"),
     *("schedule", "followers", "sam", "actor", "checkpoint", "torchtitan", "container", "pipeline"),
-    *("trainer", "fabric", "accelerate", "accelerate_fsdp2", "transformers", "timm", "ignite", "keras"),
+    *(
+        "trainer",
+        "fabric",
+        "accelerate",
+        "accelerate_fsdp2",
+        "transformers",
+        "transformers_bfloat16",
+        "timm",
+        "ignite",
+        "keras",
+    ),
 }
 # The first micro-batch of the second batch, and the last one of the fourth.
 MICRO_OVERFLOWS = (5, 16)
@@ -267,7 +277,8 @@ def test_accelerates_checkpoint_of_fsdp2_leaves_the_scaler_as_it_was_if_it_is_lo
 
 
 @pytest.mark.usefixtures("reset_accelerate")
-def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["transformers", "transformers_bfloat16"])
+def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path, name: str) -> None:
     require("transformers")
     given = common()
 
@@ -283,7 +294,7 @@ def test_the_trainer_of_transformers_skips_and_holds_the_schedule(tmp_path: Path
     options = {"output_dir": str(tmp_path), "use_cpu": True, "num_train_epochs": 1, "per_device_train_batch_size": 8}
     silent = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
     examples = [{"inputs": one, "labels": torch.zeros(1)} for batch in recipes.made_loader() for one in batch]
-    names = recipes.run_block("transformers", model=Model(), examples=examples, options=options | silent)
+    names = recipes.run_block(name, model=Model(), examples=examples, options=options | silent)
     assert skips(names["trainer"].accelerator.scaler) == SKIPS
     assert names["trainer"].lr_scheduler.last_epoch == 5
 
