@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 from gradscale.errors import BackendError, CollectiveTimeoutError, GradscaleError, InvalidValueError
 
@@ -26,6 +26,10 @@ _LARGEST_GAP = 0.5
 _LARGEST_SHARE = 0.25
 # Seconds before a wait is logged.
 _SILENT = 60.0
+# Seconds. A device has nothing to do while the host sleeps longer than its answer takes.
+_DEVICE_PAUSE = 2e-4
+# A library's own end of a communicator may wait for ranks that are gone.
+_ABORTING = 10.0
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -142,7 +146,7 @@ class GroupWait:
         self._library = library
         self._timeout = timeout
         self._refusal = refusal
-        self._describe = describe
+        self.describe = describe
         self.on_give_up = on_give_up
         self._process = os.getpid()
 
@@ -168,7 +172,7 @@ class GroupWait:
     def failure(self, error: Exception) -> BackendError:
         """Give the group up for an exception of the library, and return the error to raise from it."""
         where = f"rank {self.rank} of {self.size}"
-        text = f"{self._library} failed on {where} while the ranks agreed on a step: {self._describe(error)}"
+        text = f"{self._library} failed on {where} while the ranks agreed on a step: {self.describe(error)}"
         failure = BackendError(text)
         self.give_up(failure)
         return failure
@@ -216,3 +220,106 @@ class GroupWait:
         wait = functools.partial(poll, is_done, longest_pause=longest_pause)
         if not wait_and_tell(wait, self._timeout, self.rank, self.size, operation):
             raise self.timed_out(operation)
+
+
+class DeviceCommunicator(Protocol):
+    """One rank's communicator of a library whose collectives run on a device: where two bindings of it differ."""
+
+    rank: int
+    size: int
+
+    @property
+    def example(self) -> Callable[[], Any] | None:
+        """A call that returns a 0-d float32 array, for a rank that never has one; None if no library is known."""
+
+    def all_reduce(self, x: Any, start: Callable[..., None]) -> tuple[Callable[[], bool], Callable[[], Any]]:
+        """Prepare a MAX all-reduce of a copy of ``x``, behind what its library has yet to do, and start it.
+
+        ``start(issue)`` calls ``issue``, perhaps in a new thread, which makes the device its current one;
+        ``start(issue, here=True)`` calls it in this thread. Returns a call that tells without a wait whether the device
+        has done it, and one that returns the result then.
+        """
+
+    def check(self) -> None:
+        """Raise what the library has found on its own; no wait."""
+
+    def abort(self) -> None:
+        """End what the device waits for, in a new thread."""
+
+
+class DeviceCollectives:
+    """MAX all-reduces on a device, in one order with the user's own over the communicator; a timeout ends them there.
+
+    Constructing sends nothing. Starting a collective makes the host wait only for the first one of each length, in
+    which the library connects the ranks. To finish one is a host wait.
+
+    The timeout, an error of the library, and Ctrl-C end what the communicator has under way on the device; every rank
+    needs another one then. ``bind`` makes a DeviceCommunicator of the library's own, which is ``group.group``.
+    """
+
+    def __init__(self, group: GroupWait, bind: Callable[[GroupWait], DeviceCommunicator], identity: object) -> None:
+        self.identity = identity
+        self._group = group
+        group.require_usable()
+        self._comm = bind(group)
+        self.rank = group.rank = self._comm.rank
+        self.size = group.size = self._comm.size
+        self.example, self.within = self._comm.example, group.within
+        group.on_give_up = functools.partial(_abort, self._comm.abort, group.describe)
+        # The lengths that have gone over these ranks, for which the library has its connections.
+        self._connected: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"DeviceCollectives({self._group.group!r}, rank={self.rank}, size={self.size})"
+
+    def start_max(self, x: Any, /) -> Callable[[], Any]:
+        """Begin an element-wise MAX all-reduce of a 1-d int32 array, left alone; the returned call finishes it.
+
+        The call returns the same array each time.
+        """
+        self._group.require_usable()
+        require_message(x)
+        # Also Ctrl-C between two steps gives up: other ranks may be waiting for this one.
+        run, start = self._group.run, functools.partial(self._start, x.shape[0])
+        is_over, result = self._comm.all_reduce(x, lambda issue, **options: run(start, issue, **options))
+
+        @functools.cache
+        def finish() -> Any:
+            self._group.require_usable()
+            self._group.run(self._poll, is_over)
+            return result()
+
+        return finish
+
+    def _start(self, length: int, issue: Callable[[], None], *, here: bool = False) -> None:
+        """Put a collective on the device."""
+        if here or length in self._connected:
+            issue()
+            return
+        # To connect the ranks the library waits for all of them, without a look at signals or the time.
+        issued = in_thread(issue)
+        self._poll(issued.done)
+        issued.result()
+        self._connected.add(length)
+
+    def _poll(self, is_done: Callable[[], bool]) -> None:
+        """Make the host wait until something is done, the library fails, or the time is over."""
+
+        def is_settled() -> bool:
+            has_come = is_done()
+            # Also if it is done: a communicator that has failed gives no answers.
+            self._comm.check()
+            return has_come
+
+        self._group.until(is_settled, longest_pause=_DEVICE_PAUSE)
+
+
+def _abort(abort: Callable[[], None], describe: Callable[[Exception], str], error: BaseException) -> None:
+    """Let nothing on the device wait any more."""
+    try:
+        # In a thread, which may be left behind.
+        call_within(abort, _ABORTING)
+    except TimeoutError:
+        error.add_note(f"the communicator was not aborted within {_ABORTING:g} s: end this process")
+    except Exception as failure:
+        error.add_note(f"the communicator could not be aborted: {describe(failure)}: end this process")

@@ -4,6 +4,6 @@ from gradscale.extras import needs
 
 with needs("gradscale_cupy", "cupy"):
     from gradscale_cupy.arrays import CupyBackend, backend
-    from gradscale_cupy.nccl import NCCLCollectives
+    from gradscale_cupy.nccl import NCCLGroupBackend
 
-__all__ = ["CupyBackend", "NCCLCollectives", "backend"]
+__all__ = ["CupyBackend", "NCCLGroupBackend", "backend"]

@@ -272,7 +272,7 @@ def test_threads_may_share_the_adapter(cupy: Any, cupy_backend: Any) -> None:
 def test_the_package_names_what_it_brings(cupy: Any) -> None:  # noqa: ARG001
     import gradscale_cupy
 
-    assert set(gradscale_cupy.__all__) == {"CupyBackend", "NCCLCollectives", "backend"}
+    assert set(gradscale_cupy.__all__) == {"CupyBackend", "NCCLGroupBackend", "backend"}
     assert isinstance(gradscale_cupy.backend, gradscale_cupy.CupyBackend)
 
 

@@ -1,4 +1,4 @@
-"""NCCLCollectives over a stand-in for CuPy and NCCL, with threads as ranks: answers, waits, and every way to end.
+"""DeviceCollectives over a stand-in for CuPy and NCCL, with threads as ranks: answers, waits, and every way to end.
 
 Nothing here runs on a device.
 """
@@ -63,7 +63,7 @@ def on_ranks(cupy: Any, world: World, act: Callable[[Any], Any]) -> list[Any]:
 def alone(adapter: Any, world: World, timeout: float = SHORT) -> tuple[Any, Any]:
     """Return rank 0 of a world to which no other rank ever comes, and its communicator."""
     comm = NcclCommunicator(world.size, world, 0)
-    return adapter.NCCLCollectives(comm, timeout), comm
+    return adapter.backend.collectives(comm, timeout=timeout), comm
 
 
 @SIZES
@@ -74,7 +74,7 @@ def test_the_collectives_pass_the_conformance_suite(
 ) -> None:
     def act(comm: Any) -> None:
         like = cupy.zeros(1) if library == "cupy" else np.zeros(1)
-        check_collectives(adapter.NCCLCollectives(comm, PATIENCE), like, repetitions=10)
+        check_collectives(adapter.backend.collectives(comm, timeout=PATIENCE), like, repetitions=10)
 
     assert on_ranks(cupy, World(size, delay, connects), act) == [None] * size
 
@@ -113,7 +113,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_aborts_once(
     with pytest.raises(BackendError, match=r"given up, and it was aborted: pass another one(.|\n)*CollectiveTime"):
         collectives.start_max(vector(cupy, [1, 2]))
     with pytest.raises(BackendError, match="given up"):
-        adapter.NCCLCollectives(comm, PATIENCE)
+        adapter.backend.collectives(comm, timeout=PATIENCE)
     assert comm.aborts == 1
 
 
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_the_wait_and_aborts(cupy: Any, adapter: Any, connects: bool
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (0.5, "NCCL has not aborted the communicator within 0.01 s: end this process"),
+        (0.5, "the communicator was not aborted within 0.01 s: end this process"),
         (None, "the communicator could not be aborted: NCCL_ERROR_INTERNAL_ERROR: internal error: end this process"),
     ],
     ids=["hangs", "fails"],
@@ -208,7 +208,7 @@ def test_an_abort_that_does_not_work_hides_no_error(
             raise NcclError(3)
         time.sleep(seconds)
 
-    monkeypatch.setattr(adapter, "_ABORTING", 0.01 if seconds else 10.0)
+    monkeypatch.setattr("gradscale.waiting._ABORTING", 0.01 if seconds else 10.0)
     collectives, comm = alone(adapter, World(2))
     monkeypatch.setattr(comm, "abort", abort)
     with pytest.raises(CollectiveTimeoutError) as raised:
@@ -307,13 +307,16 @@ def test_what_cannot_be_reduced_is_an_error_before_it_is_sent(cupy: Any, adapter
 @pytest.mark.parametrize("group", [None, "world", SimpleNamespace(_comm=None)], ids=["none", "text", "empty"])
 def test_what_is_no_communicator_is_an_error(adapter: Any, group: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"NcclCommunicator or a cupyx\.distributed\.NCCLBackend that holds one"):
-        adapter.NCCLCollectives(group, 1.0)
+        adapter.backend.collectives(group, timeout=1.0)
 
 
 def test_a_destroyed_communicator_is_an_error(cupy: Any, adapter: Any) -> None:
     collectives, comm = alone(adapter, World(1), PATIENCE)
     comm.destroy()
-    for call in (lambda: collectives.start_max(vector(cupy, [1])), lambda: adapter.NCCLCollectives(comm, 1.0)):
+    for call in (
+        lambda: collectives.start_max(vector(cupy, [1])),
+        lambda: adapter.backend.collectives(comm, timeout=1.0),
+    ):
         with pytest.raises(BackendError, match="was destroyed or aborted: pass another one"):
             call()
 
@@ -328,14 +331,14 @@ def test_what_is_missing_is_named(cupy: Any, adapter: Any, driver: int, said: st
     cupy.cuda.runtime.driverGetVersion = lambda: driver
     cupy.cuda.runtime.getDeviceCount = lambda: 2 if driver else 0
     with pytest.raises(BackendNotAvailableError, match=said):
-        adapter.NCCLCollectives(None, 1.0)
+        adapter.backend.collectives(None, timeout=1.0)
 
 
 def test_a_rank_without_arrays_takes_part_with_cupys(cupy: Any, adapter: Any) -> None:
     with cupy.cuda.Device(1):
         comm = NcclCommunicator(2, World(2), 1)
-    collectives = adapter.NCCLCollectives(comm, 1.0)
+    collectives = adapter.backend.collectives(comm, timeout=1.0)
     example = collectives.example()
     assert (example.shape, example.dtype, example.device.id) == ((), np.float32, 1)
-    assert repr(collectives) == "NCCLCollectives(rank=1, size=2, timeout=1.0)"
+    assert repr(collectives) == f"DeviceCollectives({comm!r}, rank=1, size=2)"
     assert isinstance(adapter.backend, GroupBackend)

@@ -65,10 +65,10 @@ def train(cupy: Any, scaler: GradScaler, *bad: bool) -> tuple[float, list[Any]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_worlds_conform(cupy: Any, size: int) -> None:
-    from gradscale_cupy.nccl import NCCLCollectives
+    from gradscale_cupy.nccl import backend
 
     def check(comm: Any) -> None:
-        check_collectives(NCCLCollectives(comm, 60.0), cupy.zeros((), dtype=np.float32))
+        check_collectives(backend.collectives(comm, timeout=60.0), cupy.zeros((), dtype=np.float32))
 
     assert in_world(cupy, size, check) == [None] * size
 
@@ -90,9 +90,9 @@ def test_a_bad_value_on_any_device_skips_on_all(cupy: Any, size: int) -> None:
 
 
 def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy: Any, comm: Any) -> None:
-    from gradscale_cupy.nccl import NCCLCollectives
+    from gradscale_cupy.nccl import backend
 
-    collectives = NCCLCollectives(comm, 60.0)
+    collectives = backend.collectives(comm, timeout=60.0)
     stall(cupy, 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -110,9 +110,9 @@ def test_the_host_does_not_wait_until_the_result_is_asked_for(cupy: Any, comm: A
 
 @pytest.mark.parametrize("kind", ["streams", "threads"])
 def test_another_stream_has_the_result(cupy: Any, comm: Any, kind: str) -> None:
-    from gradscale_cupy.nccl import NCCLCollectives
+    from gradscale_cupy.nccl import backend
 
-    collectives = NCCLCollectives(comm, 60.0)
+    collectives = backend.collectives(comm, timeout=60.0)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     # The default stream of a thread has the same handle in each.
     first, second = [cupy.cuda.Stream.ptds] * 2 if kind == "threads" else streams
@@ -133,14 +133,14 @@ def test_another_stream_has_the_result(cupy: Any, comm: Any, kind: str) -> None:
 
 
 def test_a_device_that_is_late_ends_in_the_timeout_and_aborts(cupy: Any, comm: Any) -> None:
-    from gradscale_cupy.nccl import NCCLCollectives
+    from gradscale_cupy.nccl import backend
 
-    collectives = NCCLCollectives(comm, 0.05)
+    collectives = backend.collectives(comm, timeout=0.05)
     stall(cupy, 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         x = cupy.asarray([3, -4], dtype=np.int32)
-        NCCLCollectives(comm, 60.0).start_max(x)()
+        backend.collectives(comm, timeout=60.0).start_max(x)()
         stall(cupy, 1000)
         with pytest.raises(CollectiveTimeoutError):
             collectives.start_max(x)()
